@@ -1,0 +1,177 @@
+"""Experience: the trajectories of one iteration as tensors, ready for scoring, advantages and the loss.
+
+Shapes: B trajectories, T tokens (of the longest; shorter rows are padded on the right). Every [B, T] tensor is aligned
+to the token it describes, position 0 of a logprob is 0. Logprobs are in nats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightrl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Trajectories as tensors. Frozen: phases add fields with `dataclasses.replace`.
+
+    `split` then `concat` is the identity; rows keep the (prompt, sample) order in which they were asked for.
+    """
+
+    token_ids: Tensor  # int64 [B, T], 0 on the padding
+    loss_mask: Tensor  # bool [B, T], True where a token trains
+    behavior_logprobs: Tensor  # float32 [B, T], of the policy that sampled the token
+    weight_versions: Tensor  # int64 [B, T], -1 where the policy did not write
+    rewards: Tensor  # float32 [B]
+    group_ids: Tensor  # int64 [B]
+    is_truncated: Tensor  # bool [B]
+    lengths: Tensor  # int64 [B], tokens of each trajectory, prompt included
+    token_rewards: Tensor | None = None  # float32 [B, T], when the reward judges tokens or turns
+    proximal_logprobs: Tensor | None = None  # float32 [B, T], of the policy at the start of the update
+    reference_logprobs: Tensor | None = None  # float32 [B, T], of the reference policy
+    values: Tensor | None = None  # float32 [B, T], of the critic
+    returns: Tensor | None = None  # float32 [B, T]
+    advantages: Tensor | None = None  # float32 [B, T]
+
+    def __post_init__(self) -> None:
+        num, width = self.token_ids.shape
+        for name, tensor in self.tensors().items():
+            expected = (num, width) if tensor.dim() == 2 else (num,)
+            if tuple(tensor.shape) != expected:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}, expected {expected} like token_ids {(num, width)}. "
+                    "Align it to the tokens it describes."
+                )
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Experience:
+        """Pads on the right to the longest trajectory; rows in the order given.
+
+        Raises:
+            ValueError: if there is no trajectory, or one has no reward.
+        """
+        if not trajectories:
+            raise ValueError("No trajectories, expected at least one. Every group of this iteration was dropped.")
+        unjudged = [item.prompt.id for item in trajectories if item.reward is None]
+        if unjudged:
+            raise ValueError(f"Prompt {unjudged[0]!r} has a trajectory without a reward, expected a float. Judge it.")
+        width = max(len(item.token_ids) for item in trajectories)
+
+        def rows(values: list[list[_T]], fill: _T, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([row + [fill] * (width - len(row)) for row in values], dtype=dtype)
+
+        token_rewards = None
+        if any(item.rewards is not None for item in trajectories):
+            token_rewards = rows([_token_rewards(item) for item in trajectories], 0.0, torch.float32)
+        return cls(
+            token_ids=rows([item.token_ids for item in trajectories], 0, torch.int64),
+            loss_mask=rows([item.loss_mask for item in trajectories], False, torch.bool),
+            behavior_logprobs=rows([item.behavior_logprobs for item in trajectories], 0.0, torch.float32),
+            weight_versions=rows([item.weight_versions for item in trajectories], -1, torch.int64),
+            rewards=torch.tensor([item.reward for item in trajectories], dtype=torch.float32),
+            group_ids=torch.tensor([item.group_id for item in trajectories], dtype=torch.int64),
+            is_truncated=torch.tensor([item.is_truncated for item in trajectories], dtype=torch.bool),
+            lengths=torch.tensor([len(item.token_ids) for item in trajectories], dtype=torch.int64),
+            token_rewards=token_rewards,
+        )
+
+    def __len__(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are set, by name."""
+        values = ((item.name, getattr(self, item.name)) for item in fields(self))
+        return {name: value for name, value in values if value is not None}
+
+    def select(self, rows: Tensor | Sequence[int]) -> Self:
+        """The trajectories at these rows, in this order, cut to the longest of them."""
+        index = torch.as_tensor(rows, dtype=torch.int64, device=self.token_ids.device)
+        width = int(self.lengths[index].max()) if len(index) else 0
+        picked = {name: value[index] for name, value in self.tensors().items()}
+        return replace(self, **{name: value[:, :width] if value.dim() == 2 else value for name, value in picked.items()})
+
+    def split(self, sizes: Sequence[int]) -> list[Self]:
+        """Consecutive parts of these sizes."""
+        if sum(sizes) != len(self):
+            raise ValueError(f"sizes {list(sizes)} sum to {sum(sizes)}, expected the {len(self)} trajectories. Mend them.")
+        parts: list[Self] = []
+        start = 0
+        for size in sizes:
+            parts.append(self.select(range(start, start + size)))
+            start += size
+        return parts
+
+    @classmethod
+    def concat(cls, parts: Sequence[Experience]) -> Experience:
+        """The trajectories of all parts, in order, padded to the longest."""
+        width = max(part.token_ids.shape[1] for part in parts)
+        joined: dict[str, Tensor] = {}
+        for name, first in parts[0].tensors().items():
+            values = [getattr(part, name) for part in parts]
+            if first.dim() == 2:
+                fill = -1 if name == "weight_versions" else 0
+                values = [torch.nn.functional.pad(value, (0, width - value.shape[1]), value=fill) for value in values]
+            joined[name] = torch.cat(values)
+        return cls(**joined)
+
+    def to(self, device: torch.device | str) -> Self:
+        return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})
+
+    def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0) -> Iterator[Self]:
+        """`num` minibatches for each of `epochs` passes: a new shuffle each pass, cut as evenly as can be.
+
+        With one minibatch the rows keep their order, since a shuffle would change nothing but the rounding.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(epochs):
+            if num == 1:
+                yield self
+                continue
+            for rows in torch.randperm(len(self), generator=generator).tensor_split(num):
+                yield self.select(rows.sort().values)
+
+    def microbatches(self, max_tokens: int) -> list[Self]:
+        """Parts that hold at most `max_tokens` tokens each, padding not counted; one trajectory at the least.
+
+        Trajectories of like length go together (longest first), so that little padding is left to remove.
+        """
+        lengths = self.lengths.tolist()
+        parts: list[list[int]] = []
+        room = 0
+        for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+            if not parts or lengths[row] > room:
+                parts.append([])
+                room = max_tokens
+            parts[-1].append(row)
+            room -= lengths[row]
+        return [self.select(sorted(rows)) for rows in parts]
+
+    def to_tensordict(self) -> Any:
+        """A `tensordict.TensorDict` of the fields that are set, batch size [B]; needs the tensordict package."""
+        from tensordict import TensorDict
+
+        return TensorDict(self.tensors(), batch_size=[len(self)])
+
+
+def _token_rewards(trajectory: Trajectory) -> list[float]:
+    if trajectory.rewards is not None:
+        return list(trajectory.rewards)
+    spread = [0.0] * len(trajectory.token_ids)
+    last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=None)
+    if last is not None:
+        spread[last] = float(trajectory.reward or 0.0)
+    return spread

@@ -1,0 +1,148 @@
+"""What a role is (ModelSpec), what its model gives (Outputs) and what a strategy can do with it (ParallelModel)."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightrl.experience import Experience
+from lightrl.weights import Bucket
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the policy says about an Experience, aligned to its tokens; both carry the gradient where it is wanted."""
+
+    logprobs: Tensor  # [B, T], nats, of `token_ids`; 0 at position 0
+    entropy: Tensor  # [B, T], nats, of the distribution that `token_ids[b, t]` was drawn from
+    values: Tensor | None = None  # [B, T], with a critic
+    teacher_topk: Tensor | None = None  # with a teacher
+
+
+LossFunction = Callable[[Experience, Outputs], Tensor]
+Backward = Callable[[Tensor], None]
+
+
+class ParallelModel(Protocol):
+    """One model under one strategy, whatever the number of processes: forward, forward_backward, full parameters."""
+
+    def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
+        """Logprobs and entropy of each microbatch, without gradient."""
+        ...
+
+    def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
+        """For each microbatch: outputs, `loss_fn` of them to one number, `backward` of that number."""
+        ...
+
+    def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
+        """All parameters with their Hugging Face names, in buckets of about `bucket_bytes`; collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Where a role's model and tokenizer come from: a checkpoint, or a config for random weights.
+
+    Args:
+        path: a Hugging Face hub name or a local folder with weights.
+        config: instead of `path`: the model's config, with `model_type`, for random weights.
+        tokenizer: a hub name, a local folder, or the dotted path of a function that returns a tokenizer; `path` if None.
+        dtype: of the weights, for example `float32` or `bfloat16`; float32 if None, which mixed precision expects.
+        attn_implementation: as in transformers; None is its default.
+        seed: of the random weights when `config` is given.
+        trust_remote_code: runs the Python code of a hub repository; think before you say true.
+    """
+
+    path: str | None = None
+    config: dict[str, Any] | None = None
+    tokenizer: str | None = None
+    dtype: str | None = None
+    attn_implementation: str | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of `from_pretrained`
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.config is None):
+            raise ValueError(
+                f"ModelSpec got path={self.path!r} and config={self.config!r}, expected exactly one of them. Give path "
+                "for a checkpoint, config for random weights."
+            )
+        if self.path is None and self.tokenizer is None:
+            raise ValueError("ModelSpec has a config but no tokenizer, expected both. Add tokenizer=.")
+        if self.path is not None and _looks_local(self.path) and not Path(self.path).is_dir():
+            raise ValueError(
+                f"Model folder {self.path!r} does not exist, expected a folder with config.json or a hub name. "
+                "Mend the path, or export a model there first."
+            )
+
+    @classmethod
+    def of(cls, model: str | ModelSpec) -> ModelSpec:
+        """A ModelSpec as it is; a string as a path."""
+        return model if isinstance(model, ModelSpec) else cls(path=model)
+
+    def load_config(self) -> PretrainedConfig:
+        from transformers import AutoConfig
+
+        if self.config is None:
+            return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        values = copy.deepcopy(self.config)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+
+    def load_model(self) -> PreTrainedModel:
+        """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree)."""
+        from transformers import AutoModelForCausalLM
+
+        dtype = getattr(torch, self.dtype or "float32")
+        options = dict(self.options)
+        if self.attn_implementation is not None:
+            options["attn_implementation"] = self.attn_implementation
+        if self.config is not None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                model = AutoModelForCausalLM.from_config(self.load_config(), dtype=dtype, **options)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                self.path, dtype=dtype, trust_remote_code=self.trust_remote_code, **options
+            )
+        return model.eval()
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+        source = self.tokenizer or self.path
+        assert source is not None
+        make = _dotted(source) if self.tokenizer is not None and "/" not in source else None
+        if make is None:
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code)
+        tokenizer = make()
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise TypeError(f"tokenizer {source!r} returned {type(tokenizer).__name__}, expected a Hugging Face tokenizer.")
+        return tokenizer
+
+
+def _looks_local(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
+
+
+def _dotted(name: str) -> Callable[[], Any] | None:
+    """The function behind `package.module.function`; None if the name is not one."""
+    module, _, attribute = name.rpartition(".")
+    if not module or Path(name).exists():
+        return None
+    try:
+        return getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        if error.name and not module.startswith(error.name):
+            raise
+        return None

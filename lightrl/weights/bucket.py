@@ -1,0 +1,45 @@
+"""Buckets: parameters in parts of bounded size, so that an export never holds the whole model twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some parameters under their Hugging Face names, each whole (not sharded).
+
+    The tensors may be the trainer's own: whoever keeps them copies them.
+    """
+
+    tensors: dict[str, Tensor]
+    is_last: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """Cuts (name, tensor) pairs into buckets of at most `bucket_bytes`, or one tensor where it is larger.
+
+    Args:
+        parameters: pairs in a fixed order; read once, one bucket ahead at most.
+        bucket_bytes: upper bound of a bucket's size in bytes.
+
+    Returns:
+        The buckets in order; the last one is marked, and there is one even without parameters.
+    """
+    held: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in parameters:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if held and size + num_bytes > bucket_bytes:
+            yield Bucket(held)
+            held, size = {}, 0
+        held[name] = tensor.detach()
+        size += num_bytes
+    yield Bucket(held, is_last=True)

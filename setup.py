@@ -1,0 +1,5 @@
+"""Packaging entry; the metadata lives in pyproject.toml."""
+
+from setuptools import setup
+
+setup()
