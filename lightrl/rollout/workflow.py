@@ -1,0 +1,71 @@
+"""Workflows: what maps a prompt to a trajectory, by calling the policy once or several times."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from lightrl.errors import RolloutError
+from lightrl.rollout.engine import Completion
+from lightrl.trajectory import Prompt, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Generate = Callable[[list[int]], Awaitable[Completion]]
+
+
+class Workflow(ABC):
+    """One interaction with the policy, from prompt to trajectory. Token ids in, token ids out: nothing is re-encoded.
+
+    The controller runs `group_size` of them for each prompt, at the same time, and judges what they return. A workflow
+    has no state of its own that two interactions share.
+    """
+
+    @abstractmethod
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        """Plays one interaction.
+
+        Args:
+            prompt: the task; `prompt.token_ids` is set.
+            generate: awaits the policy's completion after these token ids. Sampling settings, the seed of each turn
+                and the session are bound to it. Cancelled when the group is given up.
+
+        Returns:
+            The trajectory without reward; `group_id` and `sample` are filled in by the controller.
+
+        Raises:
+            RolloutError: if this interaction cannot be finished; it is dropped, with the reason counted.
+        """
+
+
+class SingleTurn(Workflow):
+    """One completion after the prompt.
+
+    Args:
+        tokenizer: turns the completion's ids into `Trajectory.completion`, special tokens left out.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        if not prompt.token_ids:
+            raise RolloutError(f"Prompt {prompt.id!r} has no token ids, expected at least one. Render its messages first.")
+        completion = await generate(prompt.token_ids)
+        start, num_new = len(prompt.token_ids), len(completion.token_ids)
+        return Trajectory(
+            prompt=prompt,
+            group_id=-1,
+            sample=-1,
+            token_ids=prompt.token_ids + completion.token_ids,
+            loss_mask=[False] * start + [True] * num_new,
+            behavior_logprobs=[0.0] * start + completion.logprobs,
+            weight_versions=[-1] * start + completion.weight_versions,
+            completion_ids=completion.token_ids,
+            completion=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            finish_reason=completion.finish_reason,
+            is_truncated=completion.finish_reason == "length",
+            turns=[Turn(start, start + num_new, completion.finish_reason)],
+        )
