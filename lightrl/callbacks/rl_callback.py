@@ -67,9 +67,7 @@ class RLCallback(Callback):
     def on_weights_synced(self, trainer: L.Trainer, module: L.LightningModule, weight_version: int) -> None:
         """Called when all routable engines have acknowledged `weight_version`."""
 
-    def on_trajectory_dropped(
-        self, trainer: L.Trainer, module: L.LightningModule, reason: str, message: str
-    ) -> None:
+    def on_trajectory_dropped(self, trainer: L.Trainer, module: L.LightningModule, reason: str, message: str) -> None:
         """Called for each trajectory that will not be trained on; `reason` is one word for counting."""
 
     def on_engine_joined(self, trainer: L.Trainer, module: L.LightningModule, name: str) -> None:

@@ -1,0 +1,260 @@
+"""RolloutMetrics: one number per iteration for each thing that tells whether a run learns, and how fast it goes.
+
+Shapes: B trajectories, T tokens. Every name ends in its unit; `_fraction` is 0 to 1, of trajectories unless said.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+
+from lightrl.callbacks.rl_callback import RLCallback
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightrl.experience import Experience
+    from lightrl.trajectory import Group, Trajectory
+
+log = logging.getLogger(__name__)
+
+PROGRESS_BAR_METRICS = frozenset(
+    {
+        "rollout/reward",
+        "rollout/accuracy_fraction",
+        "rollout/tokens_per_s",
+        "staleness/max_versions",
+        "time/sync_s",
+    }
+)
+
+
+class _RolloutLoop(Protocol):
+    phase_seconds: Mapping[str, float]
+
+
+class _Rollout(Protocol):
+    max_staleness: int
+
+
+class _Trainer(Protocol):
+    """What is asked of the trainer beyond Lightning's."""
+
+    weight_version: int
+    rollout_loop: _RolloutLoop
+    rollout: _Rollout
+
+
+class RolloutMetrics(RLCallback):
+    """Logs every iteration's rewards, lengths, staleness, losses and times, and warns when nothing can be learnt.
+
+    A group whose trajectories all got the same reward has no advantages: it costs a rollout and an update and teaches
+    nothing. `rollout/zero_variance_fraction` is their share; when it is 1 for several iterations in a row, a warning
+    says so and why, once until it recovers.
+
+    | name | meaning |
+    |---|---|
+    | rollout/reward, rollout/reward_std | mean and standard deviation over the iteration's trajectories |
+    | rollout/accuracy_fraction | of the metric `accuracy`; where a reward gives none, reward ≥ 1 counts as correct |
+    | rollout/<name> | mean of each further number that a reward or workflow left in `Trajectory.metrics` |
+    | rollout/zero_variance_fraction | of groups |
+    | rollout/length_tokens | mean number of tokens that the policy wrote |
+    | rollout/truncated_fraction | ended by a length limit |
+    | rollout/mixed_version_fraction | written by two or more weight versions |
+    | rollout/dropped_trajectories | since the last iteration |
+    | rollout/tokens_per_s | tokens written, over the time there was to write them (below) |
+    | staleness/mean_versions, staleness/max_versions | weight version at use minus oldest version in a trajectory |
+    | policy/<name> | the loss's metrics, mean over the iteration's minibatches |
+    | update/tokens_per_s | loss tokens, over `time/update_s` |
+    | time/<phase>_s | rollout (waiting for groups), score, update, sync |
+
+    There was `time/rollout_s` to write when on-policy, the whole iteration when rollouts overlap the update.
+
+    Args:
+        zero_variance_patience: iterations in a row without any reward variance before the warning.
+    """
+
+    def __init__(self, zero_variance_patience: int = 3) -> None:
+        if zero_variance_patience < 1:
+            raise ValueError(
+                f"zero_variance_patience={zero_variance_patience}, expected at least 1 iteration. Raise it."
+            )
+        self.zero_variance_patience = zero_variance_patience
+        self._num_flat_iterations = 0  # in a row, without variance in any group
+        self._num_dropped = 0
+        self._num_written_tokens = 0
+        self._num_loss_tokens = 0
+        self._policy_metrics: defaultdict[str, list[float]] = defaultdict(list)
+        self._rollout_ended_s: float | None = None  # monotonic clock
+        self._overlapped_s: float | None = None  # from the last rollout's end to this one's
+
+    def on_rollout_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._num_loss_tokens = 0
+        self._policy_metrics.clear()
+
+    def on_trajectory_dropped(self, trainer: L.Trainer, module: L.LightningModule, reason: str, message: str) -> None:
+        self._num_dropped += 1
+
+    def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
+        now = time.monotonic()
+        self._overlapped_s = None if self._rollout_ended_s is None else now - self._rollout_ended_s
+        self._rollout_ended_s = now
+
+        values = reward_metrics(groups)
+        values["rollout/dropped_trajectories"] = float(self._num_dropped)
+        self._num_dropped = 0
+        _log(module, values)
+
+        is_flat = values["rollout/zero_variance_fraction"] == 1.0
+        self._num_flat_iterations = self._num_flat_iterations + 1 if is_flat else 0
+        if self._num_flat_iterations == self.zero_variance_patience and trainer.is_global_zero:
+            log.warning(explain_zero_variance(groups, self._num_flat_iterations))
+
+    def on_experience_ready(self, trainer: L.Trainer, module: L.LightningModule, experience: Experience) -> None:
+        weight_version = cast("_Trainer", trainer).weight_version
+        self._num_written_tokens = int((experience.weight_versions >= 0).sum())
+        _log(module, experience_metrics(experience, weight_version))
+
+    def on_minibatch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, minibatch: Experience, index: int, total: int
+    ) -> None:
+        self._num_loss_tokens += minibatch.num_loss_tokens
+
+    def on_minibatch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float], index: int, total: int
+    ) -> None:
+        for name, value in metrics.items():
+            self._policy_metrics[name if "/" in name else f"policy/{name}"].append(float(value))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._rollout_ended_s is None:
+            return  # a plain LightningModule
+        rl_trainer = cast("_Trainer", trainer)
+        seconds = rl_trainer.rollout_loop.phase_seconds
+        values = {name: statistics.fmean(numbers) for name, numbers in self._policy_metrics.items()}
+        values.update({f"time/{phase}_s": phase_s for phase, phase_s in seconds.items()})
+        writing_s = seconds.get("rollout")
+        if rl_trainer.rollout.max_staleness > 0 and self._overlapped_s is not None:
+            writing_s = self._overlapped_s
+        if writing_s:
+            values["rollout/tokens_per_s"] = self._num_written_tokens / writing_s
+        if seconds.get("update"):
+            values["update/tokens_per_s"] = self._num_loss_tokens / seconds["update"]
+        _log(pl_module, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_flat_iterations": self._num_flat_iterations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._num_flat_iterations = state_dict["num_flat_iterations"]
+
+
+def accuracy(trajectory: Trajectory) -> float:
+    """The metric `accuracy` of the reward function; where it gives none, 1 for a reward of 1 or more, else 0."""
+    return trajectory.metrics.get("accuracy", float((trajectory.reward or 0.0) >= 1.0))
+
+
+def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
+    """What can be said of one iteration's rewards, by metric name; every trajectory is judged.
+
+    Raises:
+        ValueError: if there is no trajectory.
+    """
+    groups = [group for group in groups if group.trajectories]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if not trajectories:
+        raise ValueError("No trajectories, expected at least one. Every group of this iteration was dropped.")
+    named: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.metrics.items():
+            if name != "accuracy":
+                named[name].append(value)
+    rewards = [_reward(trajectory) for trajectory in trajectories]
+    return {
+        **{f"rollout/{name}": statistics.fmean(values) for name, values in named.items()},
+        "rollout/reward": statistics.fmean(rewards),
+        "rollout/reward_std": float(torch.tensor(rewards).std(correction=0)),
+        "rollout/accuracy_fraction": statistics.fmean(accuracy(trajectory) for trajectory in trajectories),
+        "rollout/zero_variance_fraction": statistics.fmean(float(_is_flat(group)) for group in groups),
+    }
+
+
+def experience_metrics(experience: Experience, weight_version: int) -> dict[str, float]:
+    """Lengths, truncation, mixed versions and staleness at the time of use, by metric name.
+
+    Args:
+        weight_version: of the policy that is about to learn from it.
+    """
+    versions = experience.weight_versions
+    is_written = versions >= 0
+    num_written = is_written.sum(dim=1)
+    oldest = versions.where(is_written, torch.iinfo(versions.dtype).max).amin(dim=1)
+    is_mixed = (num_written > 0) & (oldest < versions.amax(dim=1))
+    staleness = (weight_version - oldest)[num_written > 0].double()
+    values = {
+        "rollout/length_tokens": float(num_written.double().mean()),
+        "rollout/truncated_fraction": float(experience.is_truncated.double().mean()),
+        "rollout/mixed_version_fraction": float(is_mixed.double().mean()),
+    }
+    if len(staleness):
+        values["staleness/mean_versions"] = float(staleness.mean())
+        values["staleness/max_versions"] = float(staleness.max())
+    return values
+
+
+def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
+    """Why no group has reward variance, and what to try; for a warning."""
+    groups = [group for group in groups if group.trajectories]
+    rewards = [_reward(group.trajectories[0]) for group in groups]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    correct_fraction = statistics.fmean(accuracy(trajectory) for trajectory in trajectories)
+    what = (
+        f"In each of the last {num_iterations} iterations all {len(groups)} groups have zero reward variance: within a "
+        "group every trajectory got the same reward"
+    )
+    effect = "All advantages are 0, so without a KL term the gradient is 0 and nothing is learnt. "
+    if all(len(group.trajectories) == 1 for group in groups):
+        what += ", for it has only one trajectory"
+        advice = "Raise group_size to 2 or more, or take the baseline over the batch."
+    elif all(len({tuple(item.completion_ids) for item in group.trajectories}) == 1 for group in groups):
+        what += ", for it wrote the same completion"
+        advice = (
+            "Sampling does not explore: raise the temperature, look at policy/entropy_nats, lower the learning rate."
+        )
+    elif min(rewards) != max(rewards):
+        what += f" (between {min(rewards):g} and {max(rewards):g})"
+        advice = "Each prompt is solved always or never: take prompts of middling difficulty, or raise group_size."
+    elif correct_fraction < 0.5:
+        what += f" ({rewards[0]:g} everywhere; accuracy {correct_fraction:.2f})"
+        advice = (
+            "All fail: the task is too hard for this policy, or the reward or the answer's format is broken. Read some "
+            "completions in the trajectory log, try the reward function on a right answer, start from easier prompts, "
+            "give partial reward, or train with SFT first."
+        )
+    else:
+        what += f" ({rewards[0]:g} everywhere; accuracy {correct_fraction:.2f})"
+        advice = "All succeed: the task is too easy or learnt already. Stop here, or take harder prompts."
+    return f"{what}. {effect}{advice}"
+
+
+def _log(module: L.LightningModule, values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        module.log(name, value, prog_bar=name in PROGRESS_BAR_METRICS, on_step=True, on_epoch=False)
+
+
+def _reward(trajectory: Trajectory) -> float:
+    assert trajectory.reward is not None, "the controller hands over judged trajectories only"
+    return trajectory.reward
+
+
+def _is_flat(group: Group) -> bool:
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    return rewards.count(rewards[0]) == len(rewards)

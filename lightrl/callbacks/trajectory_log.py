@@ -1,0 +1,263 @@
+"""TrajectoryLog: what the policy wrote, as JSONL to read and to replay, and now and then as a table on the console."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+import sys
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightrl.experience import Experience
+    from lightrl.trajectory import Group
+
+log = logging.getLogger(__name__)
+
+_WIDTH_WITHOUT_TERMINAL = 120  # characters
+
+
+class _Tokenizer(Protocol):
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+class TrajectoryLog(RLCallback):
+    """Writes trajectories of every n-th iteration to `<run folder>/trajectories/iteration-000012.jsonl`.
+
+    One line is one trajectory, nothing left out, so that an iteration can be read, filtered with `jq`, replayed and
+    trained on (`read_trajectories`):
+
+        {"iteration": 12, "weight_version": 12, "advantage": 0.87, "trajectory": {"prompt": {...}, "reward": 1.0, ...}}
+
+    `advantage` is the mean over the trajectory's loss tokens. There is one file per iteration, put in place when it is
+    complete: a killed run leaves no half line, a resumed one replaces what it does again. A disk that refuses (full,
+    read-only) ends the log with one warning, not the run.
+
+    Args:
+        every_n_iterations: 1 keeps all that a run trained on. Writing 512 short trajectories takes about 10 ms, where
+            an iteration of a small model takes 60 ms, hence 10.
+        max_per_iteration: the first so many trajectories of an iteration; None for all, which a replay needs.
+        table_every_n_iterations: how often a table is printed; None for never.
+        table_rows: trajectories in the table, from the highest advantage to the lowest.
+    """
+
+    def __init__(
+        self,
+        every_n_iterations: int = 10,
+        max_per_iteration: int | None = None,
+        table_every_n_iterations: int | None = 50,
+        table_rows: int = 4,
+    ) -> None:
+        for name, value in {
+            "every_n_iterations": every_n_iterations,
+            "max_per_iteration": max_per_iteration,
+            "table_every_n_iterations": table_every_n_iterations,
+            "table_rows": table_rows,
+        }.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}, expected at least 1. Raise it.")
+        self.every_n_iterations = every_n_iterations
+        self.max_per_iteration = max_per_iteration
+        self.table_every_n_iterations = table_every_n_iterations
+        self.table_rows = table_rows
+        self._folder: Path | None = None  # None: do not write
+        self._trajectories: list[Trajectory] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        run_folder = trainer.log_dir or trainer.default_root_dir  # on all ranks: it is a collective
+        writes = trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False)
+        self._folder = Path(run_folder) / "trajectories" if writes else None
+
+    def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
+        self._trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+
+    def on_experience_ready(self, trainer: L.Trainer, module: L.LightningModule, experience: Experience) -> None:
+        trajectories, self._trajectories = self._trajectories, []
+        iteration = trainer.global_step
+        writes = self._folder is not None and iteration % self.every_n_iterations == 0
+        prints = self.table_every_n_iterations is not None and iteration % self.table_every_n_iterations == 0
+        if not trainer.is_global_zero or not (writes or prints):
+            return
+        advantages = _mean_advantages(experience, len(trajectories))
+        if writes:
+            self._write(iteration, getattr(trainer, "weight_version", iteration), trajectories, advantages)
+        if prints:
+            tokenizer = getattr(module, "tokenizer", None)
+            rows = pick_rows(trajectories, advantages, self.table_rows)
+            width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 0)).columns
+            module.print(_printable_on_stdout(f"iteration {iteration}\n{format_table(rows, tokenizer, width)}"))
+
+    def _write(
+        self,
+        iteration: int,
+        weight_version: int,
+        trajectories: Sequence[Trajectory],
+        advantages: Sequence[float | None],
+    ) -> None:
+        assert self._folder is not None
+        path = self._folder / f"iteration-{iteration:06d}.jsonl"
+        unfinished = path.with_suffix(".jsonl.tmp")
+        stamp = {"iteration": iteration, "weight_version": weight_version}
+        records = [
+            {**stamp, "advantage": advantage, "trajectory": trajectory}
+            for trajectory, advantage in zip(trajectories, advantages, strict=True)
+        ]
+        try:
+            lines = [
+                json.dumps(record, default=_fields, ensure_ascii=False) for record in records[: self.max_per_iteration]
+            ]
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # A lone surrogate, which UTF-8 cannot hold, becomes \udxxx, as JSON calls it: it is read back as it was.
+            unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+            unfinished.replace(path)
+        except (OSError, TypeError) as error:
+            self._folder = None
+            log.warning(
+                "The trajectory log cannot write %s (%s), expected JSON-able prompts and a disk with room. It stops "
+                "writing and the run goes on. Mend that, or set TrajectoryLog's every_n_iterations or max_per_iteration.",
+                path,
+                error,
+            )
+
+
+def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
+    """The trajectories of one file that TrajectoryLog wrote, or of a folder of such files, in the order of training."""
+    path = Path(path)
+    for file in sorted(path.glob("iteration-*.jsonl")) if path.is_dir() else [path]:
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                yield Trajectory.from_json(json.loads(line)["trajectory"])
+
+
+def pick_rows(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float | None], num: int
+) -> list[tuple[Trajectory, float | None]]:
+    """At most `num` trajectories, evenly spaced from the highest advantage to the lowest; by reward among equals."""
+    rows = sorted(
+        zip(trajectories, advantages, strict=True),
+        key=lambda row: (row[1] if row[1] is not None else 0.0, row[0].reward or 0.0),
+        reverse=True,
+    )
+    if len(rows) <= num:
+        return rows
+    if num == 1:
+        return rows[:1]
+    return [rows[round(index * (len(rows) - 1) / (num - 1))] for index in range(num)]
+
+
+def format_table(
+    rows: Iterable[tuple[Trajectory, float | None]], tokenizer: _Tokenizer | None = None, width: int = 120
+) -> str:
+    """Prompt, completion, reward and advantage of each trajectory, one line each, at most `width` columns wide.
+
+    A prompt that is too long loses its beginning, a completion its middle; what cannot be printed is escaped. Special
+    tokens are shown where the tokenizer can, since a strict reward sees them.
+    """
+    cells = [
+        (
+            escape_unprintable(_prompt_text(trajectory, tokenizer)),
+            escape_unprintable(_completion_text(trajectory, tokenizer)),
+            "" if trajectory.reward is None else f"{trajectory.reward:.3g}",
+            "" if advantage is None else f"{advantage:+.3g}",
+        )
+        for trajectory, advantage in rows
+    ]
+    header = ("prompt", "completion", "reward", "advantage")
+    numbers_width = len("  reward  advantage") + 2
+    room = max(width - numbers_width, 20)
+    wanted = [max([len(header[column]), *(_columns(row[column]) for row in cells)]) for column in (0, 1)]
+    prompt_width = min(wanted[0], max(room // 2, room - wanted[1]))
+    completion_width = min(wanted[1], room - prompt_width)
+    lines = []
+    for prompt, completion, reward, advantage in [header, *cells]:
+        left = _pad(_shorten(prompt, prompt_width, keep_start=0.0), prompt_width)
+        right = _pad(_shorten(completion, completion_width, keep_start=0.5), completion_width)
+        lines.append(f"{left}  {right}  {reward:>6}  {advantage:>9}")
+    return "\n".join(lines)
+
+
+def escape_unprintable(text: str) -> str:
+    """Line breaks, control characters and the like as Python writes them; everything else as it is."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def _fields(value: object) -> dict[str, Any]:
+    # Not Trajectory.to_json: it copies every list first, which takes four times as long as the writing.
+    if dataclasses.is_dataclass(value):
+        return vars(value)
+    raise TypeError(
+        f"a prompt field or metric holds {value!r} of type {type(value).__name__}, expected what JSON can hold; convert "
+        "it in the data module or the reward function"
+    )
+
+
+def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
+    """One per trajectory; None where the experience has none, or has other rows than the rollout."""
+    if experience.advantages is None or len(experience) != num:
+        return [None] * num
+    masked = experience.advantages.where(experience.loss_mask, 0.0)
+    means = masked.sum(dim=1) / experience.loss_mask.sum(dim=1).clamp(min=1)
+    return cast("list[float | None]", means.tolist())
+
+
+def _prompt_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
+    prompt = trajectory.prompt
+    if prompt.messages:
+        return str(prompt.messages[-1].get("content", ""))
+    token_ids = prompt.token_ids or []
+    return tokenizer.decode(token_ids) if tokenizer is not None else " ".join(map(str, token_ids))
+
+
+def _completion_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
+    if tokenizer is not None and trajectory.completion_ids:
+        return tokenizer.decode(trajectory.completion_ids)
+    return trajectory.completion
+
+
+def _columns(text: str) -> int:
+    """Terminal columns: East Asian wide letters take two, combining marks none."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(letter) else 1 + (unicodedata.east_asian_width(letter) in "WF") for letter in text
+    )
+
+
+def _shorten(text: str, width: int, *, keep_start: float) -> str:
+    """At most `width` columns, with … for what is left out; `keep_start` is the share of the room for the start."""
+    if _columns(text) <= width:
+        return text
+    text = text[: 2 * width] + text[-2 * width :] if len(text) > 4 * width else text
+    num_start = int((width - 1) * keep_start)
+    start, end = _cut(text, num_start), _cut(text[::-1], width - 1 - num_start)[::-1]
+    return f"{start}…{end}"
+
+
+def _cut(text: str, width: int) -> str:
+    """The longest beginning that fits."""
+    used = 0
+    for index, letter in enumerate(text):
+        used += _columns(letter)
+        if used > width:
+            return text[:index]
+    return text
+
+
+def _pad(text: str, width: int) -> str:
+    return text + " " * (width - _columns(text))
+
+
+def _printable_on_stdout(text: str) -> str:
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
