@@ -123,7 +123,7 @@ class TrajectoryLog(RLCallback):
             self._folder = None
             log.warning(
                 "The trajectory log cannot write %s (%s), expected JSON-able prompts and a disk with room. It stops "
-                "writing and the run goes on. Mend that, or set TrajectoryLog's every_n_iterations or max_per_iteration.",
+                "writing and the run goes on. Mend that, or raise TrajectoryLog's every_n_iterations.",
                 path,
                 error,
             )
@@ -197,8 +197,8 @@ def _fields(value: object) -> dict[str, Any]:
     if dataclasses.is_dataclass(value):
         return vars(value)
     raise TypeError(
-        f"a prompt field or metric holds {value!r} of type {type(value).__name__}, expected what JSON can hold; convert "
-        "it in the data module or the reward function"
+        f"a prompt field or metric holds {value!r} of type {type(value).__name__}, expected what JSON can hold; "
+        "convert it in the data module or the reward function"
     )
 
 

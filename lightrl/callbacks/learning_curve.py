@@ -1,0 +1,227 @@
+"""LearningCurve: the run as one picture, and at its end a list of what the run's folder holds."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightrl.callbacks.rl_callback import RLCallback
+
+if TYPE_CHECKING:
+    import lightning as L
+    from matplotlib.axes import Axes
+
+log = logging.getLogger(__name__)
+
+REWARD = "rollout/reward"
+SAMPLED_ACCURACY = "rollout/accuracy_fraction"
+HELD_OUT_ACCURACY = "val/accuracy_fraction"
+
+_BLUE, _ORANGE, _GRAY = "#2f6db3", "#d9541e", "#6b6b6b"  # told apart with any color vision, and in gray
+
+Curve = Mapping[int, float]  # iteration → value
+
+
+class LearningCurve(RLCallback):
+    """Draws reward, sampled and held-out accuracy over the iterations, and says where everything is.
+
+    When `fit` ends, by itself or by Ctrl-C, `learning_curve.png` is in the run's folder; beside it, where no CSVLogger
+    keeps the metrics, the plotted numbers as `learning_curve.csv`. Then the folder and its contents are printed. The
+    numbers are part of the checkpoint: the picture of a resumed run shows all of it.
+
+    Iteration i on the axis means: sampled by the weights after i iterations. Only what `RolloutMetrics` and validation
+    log is drawn; a run without these has no picture.
+
+    Args:
+        constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.
+        constant_label: what the legend calls it.
+        title: of the picture; the module's class name if None.
+    """
+
+    def __init__(
+        self,
+        constant_baseline: float | None = None,
+        constant_label: str = "best constant answer",
+        title: str | None = None,
+    ) -> None:
+        if constant_baseline is not None and not 0 <= constant_baseline <= 1:
+            raise ValueError(
+                f"constant_baseline={constant_baseline}, expected a fraction from 0 to 1. Divide percent by 100."
+            )
+        self.constant_baseline = constant_baseline
+        self.constant_label = constant_label
+        self.title = title
+        self._curves: dict[str, dict[int, float]] = {REWARD: {}, SAMPLED_ACCURACY: {}, HELD_OUT_ACCURACY: {}}
+        self._run_folder: Path | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._run_folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        metrics = trainer.callback_metrics
+        for name in (REWARD, SAMPLED_ACCURACY):
+            if name in metrics:
+                self._curves[name][trainer.global_step - 1] = float(metrics[name])
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking and HELD_OUT_ACCURACY in trainer.callback_metrics:
+            self._curves[HELD_OUT_ACCURACY][trainer.global_step] = float(trainer.callback_metrics[HELD_OUT_ACCURACY])
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._finish(trainer, pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt):
+            self._finish(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"curves": {name: dict(curve) for name, curve in self._curves.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._curves = {name: dict(curve) for name, curve in state_dict["curves"].items()}
+
+    def _finish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        run_folder, self._run_folder = self._run_folder, None
+        if run_folder is None or not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
+            return
+        if any(self._curves.values()):
+            try:
+                run_folder.mkdir(parents=True, exist_ok=True)
+                if not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
+                    write_curves(self._curves, run_folder / "learning_curve.csv")
+                draw_learning_curve(
+                    self._curves,
+                    run_folder / "learning_curve.png",
+                    title=self.title or type(module).__name__,
+                    constant_baseline=self.constant_baseline,
+                    constant_label=self.constant_label,
+                )
+            except ImportError as error:
+                log.warning("No learning curve was drawn, for matplotlib cannot be imported (%s). Install it.", error)
+            except OSError as error:
+                log.warning("No learning curve was written to %s (%s). Free space on the disk.", run_folder, error)
+        trainer.print("\n".join([f"Run folder: {run_folder}", *_contents(trainer, run_folder)]))
+
+
+def write_curves(curves: Mapping[str, Curve], path: Path) -> None:
+    """One row per iteration, one column per metric; empty where a metric has no value."""
+    iterations = sorted({iteration for curve in curves.values() for iteration in curve})
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["iteration", *curves])
+        rows.writerows(
+            [iteration, *(curve.get(iteration, "") for curve in curves.values())] for iteration in iterations
+        )
+
+
+def draw_learning_curve(
+    curves: Mapping[str, Curve],
+    path: Path,
+    *,
+    title: str,
+    constant_baseline: float | None = None,
+    constant_label: str = "best constant answer",
+) -> None:
+    """Accuracy over iterations as PNG; the reward above it, where it is something else.
+
+    Sampled values are noisy: they are drawn pale, with their running mean over it.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    reward, sampled, held_out = (curves.get(name, {}) for name in (REWARD, SAMPLED_ACCURACY, HELD_OUT_ACCURACY))
+    has_accuracy = bool(sampled or held_out)
+    has_reward = bool(reward) and dict(reward) != dict(sampled)
+    figure = Figure(figsize=(7.2, 5.4 if has_accuracy and has_reward else 4.0), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    ratios = [2, 3] if has_accuracy and has_reward else [1]
+    panels: list[Axes] = list(figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0])
+    figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold")
+
+    if has_reward:
+        _plot_running_mean(panels[0], reward, color=_GRAY, label="reward of sampled completions")
+        panels[0].set_ylabel("mean reward")
+    if has_accuracy:
+        panel = panels[-1]
+        if sampled:
+            _plot_running_mean(panel, sampled, color=_BLUE, label="sampled, on training prompts")
+        if held_out:
+            points = sorted(held_out.items())
+            panel.plot(
+                *zip(*points, strict=True),
+                color=_ORANGE,
+                marker="o",
+                markersize=5,
+                lw=1.4,
+                zorder=4,
+                label="held-out prompts",
+            )
+            last_iteration, last = points[-1]
+            panel.annotate(
+                f"{last:.1%}", (last_iteration, last), (0, -14), textcoords="offset points", ha="right", color=_ORANGE
+            )
+        if constant_baseline is not None:
+            label = f"{constant_label} ({constant_baseline:.0%})"
+            panel.axhline(constant_baseline, color="black", lw=1.0, ls=(0, (5, 4)), label=label, zorder=1)
+        panel.set_ylim(-0.02, 1.02)
+        panel.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+        panel.set_ylabel("accuracy (completions)")
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="0.9", lw=0.8)
+        panel.set_axisbelow(True)
+        panel.legend(frameon=False, fontsize=9, loc="best")
+        panel.margins(x=0.02)
+    panels[-1].set_xlabel("iteration (= weight version)")
+    unfinished = path.with_suffix(".png.tmp")
+    figure.savefig(unfinished, format="png")
+    unfinished.replace(path)
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Centered mean over at most `window` values, fewer at both ends; as many as there are values."""
+    half = window // 2
+    return [_mean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
+
+
+def _plot_running_mean(panel: Axes, curve: Curve, *, color: str, label: str) -> None:
+    iterations, values = zip(*sorted(curve.items()), strict=True)
+    window = max(1, len(values) // 25)
+    if window > 1:
+        panel.plot(iterations, values, color=color, lw=0.8, alpha=0.3)
+    panel.plot(iterations, running_mean(values, window), color=color, lw=2.0, label=label, zorder=3)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _contents(trainer: L.Trainer, run_folder: Path) -> Iterator[str]:
+    """A line for each thing that the run left behind and that is there."""
+    found: list[tuple[str, list[Path]]] = []
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            found.append(("metrics", sorted(Path(logger.log_dir).glob("metrics.csv"))))
+        elif isinstance(logger, TensorBoardLogger):
+            found.append(("TensorBoard events", sorted(Path(logger.log_dir).glob("events.out.tfevents*"))[-1:]))
+    found.append(("trajectories", sorted(run_folder.glob("trajectories"))))
+    found.append(("learning curve", sorted(run_folder.glob("learning_curve.*"))))
+    for callback in trainer.checkpoint_callbacks:
+        folder = getattr(callback, "dirpath", None)
+        if folder is not None:
+            found.append(("checkpoints", [path for path in [Path(folder)] if path.exists()]))
+    for name, paths in found:
+        for path in paths:
+            yield f"  {name:<19} {_relative(path, run_folder)}"
+
+
+def _relative(path: Path, folder: Path) -> Path:
+    return path.relative_to(folder) if path.is_relative_to(folder) else path

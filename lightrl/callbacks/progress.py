@@ -1,0 +1,262 @@
+"""RolloutProgressBar: two lines for the whole run and the present phase; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+
+from lightrl.callbacks.rl_callback import RLCallback
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import lightning as L
+
+    from lightrl.experience import Experience
+    from lightrl.trajectory import Group
+
+# Metric name → what a line has room for. The first line is about learning, the second about speed.
+_LEARNING = {
+    "rollout/reward": "reward",
+    "rollout/accuracy_fraction": "accuracy",
+    "val/accuracy_fraction": "held-out",
+}
+_SPEED = {
+    "rollout/tokens_per_s": "tokens/s",
+    "staleness/max_versions": "staleness",
+    "time/sync_s": "sync_s",
+}
+_PHASE_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
+_REDRAW_S = 0.1  # a terminal shows no more, and an iteration of a small model has three phases in 60 ms
+
+
+class RolloutProgressBar(TQDMProgressBar, RLCallback):
+    """The run on the first line (iterations, reward, accuracy, held-out accuracy), its present phase on the second.
+
+        Training:  40%|████      | 80/200 [00:09<00:14, 8.7it/s, reward=0.531, accuracy=0.410, held-out=0.430]
+          rollout: 58%|█████▊    | 300/512, tokens/s=12.3k, staleness=0, sync_s=0.004
+
+    The first line counts the run's batches, of which an RL run has one per iteration: up to `max_steps` or the end of
+    `max_epochs`, whichever comes first, over all epochs, and on from where a resumed run starts. A plain
+    LightningModule has the first line only, with whatever it logs with `prog_bar=True`.
+
+    Where standard output is no terminal (a log file, a pipe), bars would leave thousands of lines: then one plain line
+    is printed every `print_every_n_iterations`, and one after each validation.
+
+    Args:
+        refresh_rate: batches between two updates of the first line; 0 shows nothing at all.
+        process_position: lines to leave free above.
+        leave: as in TQDMProgressBar.
+        print_every_n_iterations: for plain lines.
+    """
+
+    def __init__(
+        self,
+        refresh_rate: int = 1,
+        process_position: int = 0,
+        leave: bool = False,
+        print_every_n_iterations: int = 10,
+    ) -> None:
+        super().__init__(refresh_rate=refresh_rate, process_position=process_position, leave=leave)
+        if print_every_n_iterations < 1:
+            raise ValueError(
+                f"print_every_n_iterations={print_every_n_iterations}, expected at least 1. Raise it, or set "
+                "enable_progress_bar=False for silence."
+            )
+        self.print_every_n_iterations = print_every_n_iterations
+        self._phase_bar: Tqdm | None = None
+        self._drawn_s = -math.inf  # monotonic clock
+
+    @property
+    def is_disabled(self) -> bool:
+        """True where no bar is drawn; plain lines may still be printed."""
+        return not self.is_enabled or not _is_terminal()
+
+    # ------------------------------------------------------------------ the run
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.train_progress_bar = self.init_train_tqdm()
+        self.train_progress_bar.total = num_batches_of_run(trainer)
+        # `initial` keeps the batches before a resume out of the rate.
+        self.train_progress_bar.initial = self.train_progress_bar.n = _num_batches_done(trainer)
+        self._redraw()
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.train_progress_bar.total = num_batches_of_run(trainer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        done, total = _num_batches_done(trainer), num_batches_of_run(trainer)
+        if self.is_disabled:
+            if self.is_enabled and (done % self.print_every_n_iterations == 0 or done == total):
+                of_total = f"/{total}" if total is not None else ""
+                self.print(f"iteration {done}{of_total}{_plain(self.get_metrics(trainer, pl_module))}")
+            return
+        self.train_progress_bar.n = done
+        if self._should_update(done, total) and self._is_due(force=done == total):  # type: ignore[arg-type]
+            self._show_metrics(trainer, pl_module)
+            self._redraw()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self.is_disabled:
+            self._show_metrics(trainer, pl_module)
+            self._redraw()
+
+    def on_train_end(self, *_: Any) -> None:
+        self._close_bars()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._close_bars()
+
+    # ------------------------------------------------------------------ the phase
+
+    def on_rollout_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._show_phase("rollout", 0, None)
+
+    def on_rollout_progress(self, trainer: L.Trainer, module: L.LightningModule, done: int, total: int) -> None:
+        self._show_phase("rollout", done, total)
+
+    def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
+        num = sum(len(group.trajectories) for group in groups)
+        self._show_phase("rollout", num, num)
+
+    def on_minibatch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, minibatch: Experience, index: int, total: int
+    ) -> None:
+        self._show_phase("update", index, total)
+
+    def on_minibatch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float], index: int, total: int
+    ) -> None:
+        self._show_phase("update", index + 1, total)
+
+    # ------------------------------------------------------------------ validation
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._close_phase_bar()  # Lightning's validation bar takes its line
+        super().on_validation_start(trainer, pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.val_progress_bar.close()
+        self.reset_dataloader_idx_tracker()
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        if not self.is_disabled:
+            self._show_metrics(trainer, pl_module)
+            self._redraw()
+        elif self.is_enabled:
+            values = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+            done = _num_batches_done(trainer)
+            self.print(
+                f"validation after iteration {done}{_plain({name: float(value) for name, value in values.items()})}"
+            )
+
+    # ------------------------------------------------------------------ drawing
+
+    def get_metrics(
+        self, trainer: L.Trainer, pl_module: L.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """As in Lightning, with short names and without the logger's version; held-out accuracy once it is known."""
+        values = dict(super().get_metrics(trainer, pl_module))
+        values.pop("v_num", None)
+        held_out = trainer.callback_metrics.get("val/accuracy_fraction")
+        if held_out is not None:
+            values["val/accuracy_fraction"] = float(held_out)
+        known = {**_LEARNING, **_SPEED}
+        first = {short: values.pop(name) for name, short in known.items() if name in values}
+        return {**first, **values}
+
+    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+        """Prints above the bars; where there are none, like `print`."""
+        Tqdm.write(sep.join(map(str, args)), **{"file": sys.stdout, **kwargs})
+
+    def _show_metrics(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        values = self.get_metrics(trainer, module)
+        if self._phase_bar is not None:
+            speed = {name: values.pop(name) for name in _SPEED.values() if name in values}
+            self._phase_bar.set_postfix({name: _short_number(value) for name, value in speed.items()}, refresh=False)
+        self.train_progress_bar.set_postfix(
+            {name: _short_number(value) for name, value in values.items()}, refresh=False
+        )
+
+    def _show_phase(self, name: str, done: int, total: int | None) -> None:
+        if self.is_disabled or self._train_progress_bar is None:
+            return
+        if self._phase_bar is None:
+            self._phase_bar = Tqdm(
+                position=2 * self.process_position + 1,
+                leave=False,
+                dynamic_ncols=True,
+                file=sys.stdout,
+                bar_format=_PHASE_FORMAT,
+            )
+        is_new_phase = self._phase_bar.desc != (desc := f"  {name}: ")
+        self._phase_bar.desc = desc
+        self._phase_bar.n = done
+        if total is not None or is_new_phase:
+            self._phase_bar.total = total
+        if self._is_due():
+            self._redraw()
+
+    def _is_due(self, force: bool = False) -> bool:
+        return force or time.monotonic() - self._drawn_s >= _REDRAW_S
+
+    def _redraw(self) -> None:
+        self._drawn_s = time.monotonic()
+        self.train_progress_bar.refresh()
+        if self._phase_bar is not None:
+            self._phase_bar.refresh()
+
+    def _close_phase_bar(self) -> None:
+        if self._phase_bar is not None:
+            self._phase_bar.close()
+            self._phase_bar = None
+
+    def _close_bars(self) -> None:
+        self._close_phase_bar()
+        if self._train_progress_bar is not None:
+            self.train_progress_bar.close()
+
+
+def num_batches_of_run(trainer: L.Trainer) -> int | None:
+    """Training batches of the whole run, over all epochs; None if it has no known end but time or a callback's stop."""
+    bounds: list[float] = []
+    if trainer.max_steps is not None and trainer.max_steps >= 0:
+        bounds.append(trainer.max_steps * trainer.accumulate_grad_batches)
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        bounds.append(trainer.max_epochs * trainer.num_training_batches)
+    total = min(bounds, default=math.inf)
+    return None if math.isinf(total) or math.isnan(total) else int(total)
+
+
+def _num_batches_done(trainer: L.Trainer) -> int:
+    return trainer.fit_loop.total_batch_idx + 1
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty() or "ipykernel" in sys.modules  # a notebook draws bars, too, though it is no terminal
+
+
+def _short_number(value: object) -> str:
+    """A number for a bar: three digits that matter, always as wide, so that the line does not jump."""
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if float(value).is_integer() and abs(value) < 1000:
+        return str(int(value))
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:.1f}M"
+    if abs(value) >= 1e3:
+        return f"{value / 1e3:.1f}k"
+    return f"{value:.3f}" if abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+def _plain(values: Mapping[str, object]) -> str:
+    return "".join(f"  {name}={_short_number(value)}" for name, value in values.items())
