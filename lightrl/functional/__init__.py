@@ -1,0 +1,66 @@
+"""Equations: tensors in, tensors out. No function here knows a config, a trainer or a process group.
+
+A reader comes to see what is computed; sums over microbatches and ranks are the framework's business.
+
+Reading order:
+    shapes.py       the check on entry: tensors that would broadcast by accident are refused
+    logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
+    advantages.py   rewards → advantages; the penalty on length
+    losses.py       ratios, the clipped and other policy losses, importance weights
+    kl.py           estimators of the KL divergence
+    reduction.py    masking before and after the loss, and the three ways to average it
+    packing.py      trajectories of unequal length without their padding
+
+May import: errors, trajectory.
+
+One more equation: a pure function in the file of its kind, shapes checked on entry, `Source:` in its docstring, and
+beside it in tests/functional/ a value worked by hand and an independent slow implementation.
+"""
+
+from lightrl.functional.advantages import group_advantages, overlong_penalty
+from lightrl.functional.kl import kl
+from lightrl.functional.logprobs import (
+    aligned_to_tokens,
+    hidden_logprobs,
+    predicted_token_ids,
+    predicting_positions,
+    token_logprobs,
+)
+from lightrl.functional.losses import (
+    cispo_loss,
+    clipped_policy_loss,
+    clipped_ratio_loss,
+    importance_weights,
+    is_clipped,
+    policy_ratio,
+    sequence_ratio,
+)
+from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
+from lightrl.functional.reduction import loss_counts, masked_mean, neutralize, reduce_loss
+
+__all__ = [
+    "token_logprobs",
+    "hidden_logprobs",
+    "predicting_positions",
+    "predicted_token_ids",
+    "aligned_to_tokens",
+    "group_advantages",
+    "overlong_penalty",
+    "clipped_policy_loss",
+    "clipped_ratio_loss",
+    "policy_ratio",
+    "sequence_ratio",
+    "cispo_loss",
+    "importance_weights",
+    "is_clipped",
+    "kl",
+    "neutralize",
+    "masked_mean",
+    "loss_counts",
+    "reduce_loss",
+    "rectangles",
+    "bins",
+    "Packed",
+    "pack",
+    "unpack",
+]

@@ -1,0 +1,122 @@
+"""How much better than expected: advantages of trajectories from their rewards, and DAPO's penalty on length.
+
+Shapes: B trajectories, of the whole iteration, so that statistics do not depend on how the work is spread.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightrl.functional.shapes import check_same_shape
+
+Statistic = Literal["group", "batch"]
+
+
+def group_advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    mean: Statistic | None = "group",
+    std: Statistic | None = "group",
+    leave_one_out: bool = False,
+    unbiased: bool = True,
+    eps: float = 1e-5,
+) -> Tensor:
+    """(r - mean) / (std + eps), with mean and std of the trajectory's group, of the batch, or left out.
+
+    GRPO is the default, Dr. GRPO `std=None`, RLOO `leave_one_out=True, std=None`, REINFORCE with a baseline
+    `mean="batch", std=None`, REINFORCE++ with a baseline `mean="group", std="batch"`.
+
+    Source: GRPO, https://arxiv.org/abs/2402.03300; Dr. GRPO, https://arxiv.org/abs/2503.20783; RLOO,
+    https://arxiv.org/abs/2402.14740; REINFORCE++, https://arxiv.org/abs/2501.03262.
+
+    Args:
+        rewards: [B].
+        group_ids: int [B]; equal ids are one group, of any size, in any order.
+        mean: whose mean is the baseline; None for no baseline.
+        std: whose standard deviation divides; None for no division.
+        leave_one_out: the baseline is the mean of the others, the trajectory itself not counted.
+        unbiased: the variance is divided by n - 1, not by n.
+        eps: keeps a small standard deviation from making large advantages.
+
+    Returns:
+        [B], in the rewards' dtype. Exactly 0 where a statistic in use says nothing about the trajectory: in a group (or
+        batch) of one, and where all rewards that the standard deviation is of are equal.
+
+    Raises:
+        ValueError: if the tensors differ in shape, or a setting is none of the above.
+    """
+    check_same_shape(rewards=rewards, group_ids=group_ids)
+    for name, value in (("mean", mean), ("std", std)):
+        if value is not None and value not in get_args(Statistic):
+            raise ValueError(f"{name}={value!r}, expected 'group', 'batch' or None. Mend it.")
+    if leave_one_out and mean is None:
+        raise ValueError("leave_one_out=True got mean=None, expected mean='group' or 'batch'. Set mean.")
+    if rewards.numel() == 0:
+        return torch.zeros_like(rewards)
+    # In float64, so that equal rewards in groups of different sizes or offsets give equal advantages.
+    values = rewards.to(torch.float64)
+    advantages = values
+    if mean is not None:
+        members = _members(group_ids, mean)
+        count, average = _count_and_mean(values, members)
+        advantages = values - average
+        if leave_one_out:  # r - (n·average - r)/(n - 1)
+            advantages = advantages * count / (count - 1).clamp(min=1)
+        advantages = torch.where(_are_equal(values, members), 0.0, advantages)
+    if std is not None:
+        members = _members(group_ids, std)
+        count, average = _count_and_mean(values, members)
+        squares = torch.zeros_like(values).index_add_(0, members, (values - average).square())[members]
+        deviation = (squares / (count - int(unbiased)).clamp(min=1)).sqrt()
+        advantages = torch.where(_are_equal(values, members), 0.0, advantages / (deviation + eps))
+    return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> Tensor:
+    """What DAPO's soft overlong punishment adds to the reward: 0, then linearly down to -factor at the limit.
+
+    Source: DAPO, equation 13, https://arxiv.org/abs/2503.14476.
+
+    Args:
+        lengths: [B], tokens of the completions.
+        max_tokens: length limit of a completion.
+        buffer_tokens: the penalty starts that many tokens before the limit.
+        factor: the penalty at the limit and beyond.
+
+    Returns:
+        float [B], between -factor and 0, to be added to the rewards.
+
+    Raises:
+        ValueError: if the buffer is not between 1 and `max_tokens`, or the factor is negative.
+    """
+    if not 1 <= buffer_tokens <= max_tokens:
+        raise ValueError(
+            f"buffer_tokens={buffer_tokens}, expected 1 to max_tokens={max_tokens}. Lower it, or raise max_tokens."
+        )
+    if factor < 0:
+        raise ValueError(f"factor={factor}, expected 0 or more; the penalty is subtracted already. Drop the sign.")
+    excess = lengths.to(torch.float32) - (max_tokens - buffer_tokens)
+    return -factor * (excess / buffer_tokens).clamp(0, 1)
+
+
+def _members(group_ids: Tensor, of: Statistic) -> Tensor:
+    """Which statistic a trajectory belongs to, [B]: its group's, numbered from 0, or the one of the batch."""
+    if of == "batch":
+        return torch.zeros_like(group_ids, dtype=torch.int64)
+    return torch.unique(group_ids, return_inverse=True)[1]
+
+
+def _count_and_mean(values: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+    zeros = torch.zeros_like(values)
+    count = zeros.index_add(0, members, torch.ones_like(values))[members]
+    return count, zeros.index_add(0, members, values)[members] / count
+
+
+def _are_equal(values: Tensor, members: Tensor) -> Tensor:
+    """Whether all values that share a statistic are equal: a computed deviation of 1e-17 would not say so."""
+    lowest = torch.zeros_like(values).scatter_reduce(0, members, values, "amin", include_self=False)
+    highest = torch.zeros_like(values).scatter_reduce(0, members, values, "amax", include_self=False)
+    return lowest.eq(highest)[members]

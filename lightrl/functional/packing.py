@@ -1,0 +1,156 @@
+"""Trajectories of unequal length without their padding: rectangles of like length, and packed rows.
+
+Shapes: B trajectories, T tokens. Two exact forms of the same forward pass:
+
+    rectangles (CPU)                       packed rows (variable-length attention)
+    ┌───┬───┐  ┌─────────────┐             ┌──────┬────┬──────┬──┐
+    │ a     │  │ d           │             │ d    │ a  │ c    │ b│   position_ids restart at 0
+    │ b   · │  │ e       · · │             └──────┴────┴──────┴──┘   at each trajectory
+    └───────┘  └─────────────┘
+
+In a rectangle the padding stands on the right, where a causal model needs no attention mask: no token sees what comes
+after it. In a packed row the model must keep trajectories apart by `position_ids` (Hugging Face models do, without an
+attention mask and with `use_cache=False`). Measured on CPU: one long packed row costs attention over all of it, and
+rectangles are the fastest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Trajectories end to end in one row, and where each token came from.
+
+    Example (trajectories [5, 6, 7] and [8, 9] in a [2, 3] tensor):
+        Packed(token_ids=[[5, 6, 7, 8, 9]], position_ids=[[0, 1, 2, 0, 1]],
+               rows=[0, 0, 0, 1, 1], columns=[0, 1, 2, 0, 1])
+    """
+
+    token_ids: Tensor  # int64 [1, total]
+    position_ids: Tensor  # int64 [1, total], from 0 in each trajectory
+    rows: Tensor  # int64 [total], the trajectory of each token
+    columns: Tensor  # int64 [total], its place in the trajectory
+
+
+def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[int]]:
+    """The partition into groups of like length that costs least to run as right-padded rectangles.
+
+    Minimizes Σ rows · longest + overhead_tokens · number of rectangles, exactly: some best partition cuts the sorted
+    lengths, equal ones together, so it is found by dynamic programming over the distinct lengths.
+
+    Args:
+        lengths: tokens of each trajectory, 0 or more.
+        overhead_tokens: what one more forward pass costs, in tokens.
+
+    Returns:
+        Row indices of each rectangle, shortest rectangle first, rows in ascending order within one. Every row is in
+        exactly one.
+
+    Raises:
+        ValueError: if a length or the overhead is negative.
+    """
+    if overhead_tokens < 0 or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"overhead_tokens={overhead_tokens} and the least length {min(lengths, default=0)}, expected 0 or more "
+            "each. Mend the negative one."
+        )
+    rows_of: defaultdict[int, list[int]] = defaultdict(list)
+    for row, length in enumerate(lengths):
+        rows_of[length].append(row)
+    distinct = sorted(rows_of)
+    num_shorter = [0]  # trajectories shorter than distinct[end]
+    best_cost, best_start = [0], [0]  # of the lengths before distinct[end], and where their last rectangle starts
+    for end, longest in enumerate(distinct, start=1):
+        num_shorter.append(num_shorter[-1] + len(rows_of[longest]))
+        cost, start = min((best_cost[start] - num_shorter[start] * longest, start) for start in range(end))
+        best_cost.append(cost + num_shorter[end] * longest + overhead_tokens)
+        best_start.append(start)
+    groups: list[list[int]] = []
+    end = len(distinct)
+    while end > 0:
+        start = best_start[end]
+        groups.append(sorted(row for length in distinct[start:end] for row in rows_of[length]))
+        end = start
+    return groups[::-1]
+
+
+def bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Groups of trajectories for packed rows of at most `max_tokens` tokens, by first-fit decreasing.
+
+    Args:
+        lengths: tokens of each trajectory.
+        max_tokens: of a packed row; a trajectory that is longer gets a row of its own.
+
+    Returns:
+        Row indices of each packed row, in ascending order within one. Every row is in exactly one.
+
+    Raises:
+        ValueError: if `max_tokens` is not positive.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens}, expected at least 1. Raise it.")
+    filled: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        fitting = next((index for index, left in enumerate(room) if lengths[row] <= left), None)
+        if fitting is None:
+            filled.append([row])
+            room.append(max_tokens - lengths[row])
+        else:
+            filled[fitting].append(row)
+            room[fitting] -= lengths[row]
+    return [sorted(rows) for rows in filled]
+
+
+def pack(token_ids: Tensor, lengths: Tensor) -> Packed:
+    """Puts the trajectories of a right-padded tensor end to end.
+
+    Args:
+        token_ids: int64 [B, T], right-padded.
+        lengths: int64 [B], tokens of each trajectory, 0 to T.
+
+    Raises:
+        ValueError: if shapes do not fit, or a length exceeds T.
+    """
+    if token_ids.dim() != 2 or lengths.shape != token_ids.shape[:1]:
+        raise ValueError(
+            f"token_ids has shape {tuple(token_ids.shape)} but lengths has shape {tuple(lengths.shape)}, expected "
+            "[B, T] and [B]. Give one length for each row."
+        )
+    width = token_ids.shape[1]
+    if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= width:
+        raise ValueError(
+            f"lengths range from {int(lengths.min())} to {int(lengths.max())}, expected 0 to T = {width}. Mend them."
+        )
+    is_token = torch.arange(width, device=lengths.device) < lengths[:, None]
+    rows, columns = is_token.nonzero(as_tuple=True)
+    return Packed(token_ids=token_ids[rows, columns][None], position_ids=columns[None], rows=rows, columns=columns)
+
+
+def unpack(values: Tensor, packed: Packed, shape: Sequence[int]) -> Tensor:
+    """The inverse of `pack` for what a model said about each token: 0 on the padding. Keeps the gradient.
+
+    Args:
+        values: [total], or [total, ...] such as hidden states.
+        packed: what `pack` gave.
+        shape: (B, T) of the right-padded tensor.
+
+    Returns:
+        [B, T], or [B, T, ...].
+
+    Raises:
+        ValueError: if there is not one value for each packed token.
+    """
+    if values.shape[:1] != packed.rows.shape:
+        raise ValueError(
+            f"values has shape {tuple(values.shape)} but {len(packed.rows)} tokens were packed, expected one value for "
+            "each. Drop the model's leading batch dimension of 1."
+        )
+    return values.new_zeros(*shape, *values.shape[1:]).index_put((packed.rows, packed.columns), values)

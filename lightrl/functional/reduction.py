@@ -1,0 +1,111 @@
+"""From losses per token to one number: masking before and after the loss, and the three ways to average.
+
+Shapes: B trajectories, T tokens. The loss mask is bool [B, T], True where a token trains.
+
+Masking only after the loss is not enough: where a masked log-ratio is infinite, the gradient is 0 · inf = NaN. So
+masked values are replaced by 0 before the loss (`neutralize`) and left out after it (`reduce_loss`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightrl.functional.shapes import check_same_shape
+
+LossReduction = Literal["token", "sequence", "fixed"]
+
+
+def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with 0 where the mask is False, whatever stood there (NaN and ±inf too); same dtypes, same order.
+
+    No gradient reaches the masked places.
+
+    Args:
+        loss_mask: bool, [B, T] (or [B], with tensors [B]).
+        tensors: of the mask's shape.
+
+    Raises:
+        ValueError: if a tensor differs from the mask in shape.
+    """
+    check_same_shape(loss_mask=loss_mask, **{f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)})
+    return tuple(torch.where(loss_mask, tensor, tensor.new_zeros(())) for tensor in tensors)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean over the places where the mask is True, a scalar; 0 where there is none.
+
+    Args:
+        values: [B, T] or [B]; what stands at masked places has no effect on value or gradient.
+        mask: bool, of the same shape.
+
+    Raises:
+        ValueError: if the tensors differ in shape.
+    """
+    (kept,) = neutralize(mask, values)
+    return kept.sum() / mask.sum().clamp(min=1)
+
+
+def loss_counts(loss_mask: Tensor) -> tuple[int, int]:
+    """N and B of `reduce_loss`: the loss tokens, and the trajectories that have at least one.
+
+    Counts add up over microbatches and ranks.
+    """
+    per_trajectory = loss_mask.sum(dim=1)
+    num_tokens, num_sequences = torch.stack([per_trajectory.sum(), (per_trajectory > 0).sum()]).tolist()
+    return num_tokens, num_sequences
+
+
+def reduce_loss(
+    per_token: Tensor,
+    loss_mask: Tensor,
+    *,
+    mode: LossReduction,
+    num_tokens: int,
+    num_sequences: int,
+    max_new_tokens: int | None = None,
+) -> Tensor:
+    """This part's share of the minibatch's loss: the shares of all microbatches and ranks sum to the whole.
+
+    With N = num_tokens, B = num_sequences, n_i the loss tokens of trajectory i:
+    "token" Σ/N (DAPO), "sequence" Σ_i(Σ_t/n_i)/B (GRPO), "fixed" Σ/(B · max_new_tokens) (Dr. GRPO).
+    A loss per trajectory, [B], counts once for each trajectory with loss tokens and is divided by B in every mode.
+
+    Source: GRPO, https://arxiv.org/abs/2402.03300; DAPO, https://arxiv.org/abs/2503.14476; Dr. GRPO,
+    https://arxiv.org/abs/2503.20783.
+
+    Args:
+        per_token: [B, T] or [B]; NaN and ±inf at masked places have no effect on value or gradient.
+        loss_mask: bool [B, T].
+        mode: "token", "sequence" or "fixed".
+        num_tokens: loss tokens of the whole minibatch, all microbatches and ranks.
+        num_sequences: trajectories with at least one loss token, of the whole minibatch, all microbatches and ranks.
+        max_new_tokens: length limit of a completion; needed by "fixed".
+
+    Returns:
+        A scalar; 0, with a gradient of zeros, where no token trains.
+
+    Raises:
+        ValueError: if shapes differ, the mode is unknown, or "fixed" has no `max_new_tokens`.
+    """
+    if mode not in get_args(LossReduction):
+        raise ValueError(f"mode={mode!r}, expected one of {', '.join(get_args(LossReduction))}. Mend loss_reduction.")
+    if mode == "fixed" and (max_new_tokens is None or max_new_tokens < 1):
+        raise ValueError(
+            f"mode='fixed' got max_new_tokens={max_new_tokens}, expected the length limit of a completion, at least 1. "
+            "Pass it, or use another loss_reduction."
+        )
+    num_sequences = max(num_sequences, 1)
+    loss_tokens = loss_mask.sum(dim=1)
+    if per_token.dim() == 1:
+        (kept,) = neutralize(loss_tokens > 0, per_token)
+        return kept.sum() / num_sequences
+    (kept,) = neutralize(loss_mask, per_token)
+    if mode == "token":
+        return kept.sum() / max(num_tokens, 1)
+    if mode == "sequence":
+        return (kept.sum(dim=1) / loss_tokens.clamp(min=1)).sum() / num_sequences
+    assert max_new_tokens is not None
+    return kept.sum() / (num_sequences * max_new_tokens)
