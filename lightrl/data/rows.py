@@ -1,0 +1,167 @@
+"""Rows of a data file or a hub dataset, with errors that name the file, the row and what is there instead.
+
+Local files are read here, without `datasets` (no cache folder, and a broken line is named by its number); `datasets`
+is imported only for the hub. Row numbers in messages count from 1.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+def read_rows(source: str, *, name: str | None = None, split: str = "train", max_rows: int | None = None) -> list[Row]:
+    """The first rows of a dataset, each a dict of JSON-able columns.
+
+    Args:
+        source: a local `.jsonl`, `.json` (list of objects), `.parquet` or `.csv` file, or what `datasets.load_dataset`
+            takes: a hub name or a local dataset folder.
+        name: the dataset's configuration; for hub names and folders.
+        split: the dataset's split; for hub names and folders, since a file is one split.
+        max_rows: how many to read; None reads all.
+
+    Raises:
+        ValueError: if the source does not exist, cannot be read, or has no rows.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        rows = _read_file(path, max_rows)
+    elif path.is_dir() or not _looks_local(source):
+        rows = _read_dataset(source, name, split, max_rows)
+    else:
+        raise ValueError(_missing_file(path))
+    if not rows:
+        raise ValueError(f"Data {source!r} has no rows, expected at least one. Mend the file or give another.")
+    return rows
+
+
+def require_column(row: Row, column: str, *, where: str) -> Any:
+    """The row's value, which is neither missing nor empty.
+
+    Args:
+        where: names the row in the message, as in `Row 3 of 'train.jsonl'`.
+
+    Raises:
+        ValueError: if the column is missing, None or blank.
+    """
+    value = row.get(column)
+    is_empty = value is None or value == [] or (isinstance(value, str) and not value.strip())
+    if not is_empty:
+        return value
+    problem = f"has an empty column {column!r}" if column in row else f"has no column {column!r}"
+    columns = ", ".join(repr(key) for key in row) or "none"
+    raise ValueError(
+        f"{where} {problem} (its columns: {columns}), expected text there. "
+        "Mend the row, or name the column with prompt_column= or answer_column=."
+    )
+
+
+def _read_file(path: Path, max_rows: int | None) -> list[Row]:
+    if path.suffix == ".jsonl":
+        return _read_json_lines(path, max_rows)
+    if path.suffix == ".json":
+        return _read_json(path, max_rows)
+    if path.suffix == ".csv":
+        with path.open(newline="", encoding="utf-8") as file:
+            return [dict(row) for row in islice(csv.DictReader(file), max_rows)]
+    if path.suffix == ".parquet":
+        return _read_parquet(path, max_rows)
+    raise ValueError(
+        f"Data file '{path}' ends in {path.suffix!r}, expected one of {', '.join(FILE_SUFFIXES)}. Convert or rename it."
+    )
+
+
+def _read_json_lines(path: Path, max_rows: int | None) -> list[Row]:
+    rows: list[Row] = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if max_rows is not None and len(rows) >= max_rows:
+                break
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"Line {number} of '{path}' is not JSON ({error}), expected one object per line. Mend the line."
+                ) from error
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"Line {number} of '{path}' is a JSON {type(row).__name__}, expected an object. Mend the line."
+                )
+            rows.append(row)
+    return rows
+
+
+def _read_json(path: Path, max_rows: int | None) -> list[Row]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"Data file '{path}' is not JSON ({error}), expected a list of objects. "
+            "Mend it, or name it .jsonl if it has one object per line."
+        ) from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"Data file '{path}' is not a list of JSON objects, which is expected. Mend it.")
+    return rows[:max_rows]
+
+
+def _read_parquet(path: Path, max_rows: int | None) -> list[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"Data file '{path}' is not Parquet ({error}), expected a Parquet file. Mend it.") from error
+    return [_json_able(row) for row in table.slice(0, max_rows).to_pylist()]
+
+
+def _read_dataset(source: str, name: str | None, split: str, max_rows: int | None) -> list[Row]:
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(source, name, split=split)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"Dataset {source!r} (name={name!r}, split={split!r}) cannot be loaded: {error}. Expected a local "
+            f"{', '.join(FILE_SUFFIXES)} file or a reachable hub name. Mend the name, go online, or give a local file."
+        ) from error
+    num_rows = len(dataset) if max_rows is None else min(max_rows, len(dataset))
+    return [_json_able(dict(dataset[index])) for index in range(num_rows)]
+
+
+def _json_able(row: Row) -> Row:
+    """The row with dates and the like as text: fields travel to reward workers as JSON."""
+    try:
+        json.dumps(row)
+    except TypeError:
+        return dict(json.loads(json.dumps(row, default=str)))
+    return row
+
+
+def _looks_local(source: str) -> bool:
+    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+    return is_path or Path(source).suffix in FILE_SUFFIXES
+
+
+def _missing_file(path: Path) -> str:
+    folder = path.parent
+    while not folder.is_dir():
+        folder = folder.parent
+    names = sorted(entry.name for entry in folder.iterdir())
+    nearest = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    nearest = nearest or [name for name in names if name.endswith(FILE_SUFFIXES)][:5] or names[:5]
+    there = f"in '{folder}' there is {', '.join(nearest)}" if nearest else f"the folder '{folder}' is empty"
+    return (
+        f"Data file '{path}' does not exist, expected a {', '.join(FILE_SUFFIXES)} file or a hub name. "
+        f"Mend the path: {there}."
+    )

@@ -1,0 +1,150 @@
+"""Prompts by position (PromptStream) and the sized loaders that Lightning iterates over (EpochLoader).
+
+A position counts prompts over the whole run. Epoch e of the stream is positions e·n to (e + 1)·n - 1 for n prompts,
+each prompt once, in an order that follows from (seed, e) alone: whoever knows a position knows its prompt, so resume
+needs one number. An epoch of the loader has n // batch_size iterations; prompts left over at its end come first in the
+next, none is skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from lightrl.trajectory import Prompt
+
+if TYPE_CHECKING:
+    import lightning as L
+
+T = TypeVar("T")
+
+
+class PromptStream:
+    """An endless sequence of prompts, addressable by position: `stream[position]` for any position from 0.
+
+    Args:
+        prompts: one epoch's, in the order of the data.
+        batch_size: prompts, thus groups, per iteration.
+        seed: with the epoch it fixes the order.
+        shuffle: False keeps the order of the data in every epoch.
+
+    Raises:
+        ValueError: if there are fewer prompts than one iteration takes, or two have the same id.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}, expected at least 1 prompt per iteration. Raise it.")
+        if len(prompts) < batch_size:
+            raise ValueError(
+                f"There are {len(prompts)} train prompts but batch_size={batch_size}, expected at least as many as one "
+                "iteration takes. Lower batch_size or give more data."
+            )
+        ids = {prompt.id for prompt in prompts}
+        if len(ids) < len(prompts):
+            raise ValueError(
+                f"{len(prompts) - len(ids)} train prompts have an id that another one has, expected ids unique within "
+                "the run, since seeds rely on them. Number the prompts."
+            )
+        self.prompts = prompts
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self._order = lru_cache(maxsize=3)(lambda epoch: epoch_order(len(prompts), seed, epoch))
+
+    def __len__(self) -> int:
+        """Prompts per epoch."""
+        return len(self.prompts)
+
+    def __getitem__(self, position: int) -> Prompt:
+        if position < 0:
+            raise IndexError(f"position={position}, expected 0 or more.")
+        epoch, index = divmod(position, len(self.prompts))
+        return self.prompts[self._order(epoch)[index] if self.shuffle else index]
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations per epoch of the loader."""
+        return len(self.prompts) // self.batch_size
+
+    def first(self, num_prompts: int) -> PromptStream:
+        """The first prompts of the data, again and again in their order; for `overfit_batches`."""
+        return PromptStream(self.prompts[:num_prompts], batch_size=self.batch_size, seed=self.seed, shuffle=False)
+
+
+class EpochLoader(Generic[T]):
+    """A sized loader that keeps no count of its own: batch k of epoch e follows from (e, k), and Lightning knows both.
+
+    So it goes on at the right batch after any resume, mid-epoch included. It is no torch DataLoader: there is nothing
+    for workers to do.
+
+    Args:
+        num_batches: per epoch.
+        batch_at: gives batch k of epoch e as `batch_at(e, k)`.
+        next_batch: gives (e, k) of the batch that comes first; asked when the first one is drawn.
+    """
+
+    def __init__(
+        self,
+        num_batches: int,
+        batch_at: Callable[[int, int], T],
+        *,
+        next_batch: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> None:
+        self.num_batches = num_batches
+        self._batch_at = batch_at
+        self._next_batch = next_batch
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[T]:
+        epoch, first = self._next_batch()
+        for index in range(first, self.num_batches):
+            yield self._batch_at(epoch, index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: it tells Lightning that this loader can resume mid-epoch, without a warning."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+class PromptBatch(list[Prompt]):
+    """Some prompts, which Lightning may move to a device: they are plain Python and stay as they are.
+
+    An override of `transfer_batch_to_device` would do, but Lightning warns of one in a module that has a data module.
+    """
+
+    def to(self, *args: Any, **kwargs: Any) -> PromptBatch:
+        return self
+
+
+def iteration_clock(stream: PromptStream, trainer: L.Trainer | None = None) -> EpochLoader[int]:
+    """The train loader of an RLModule: the number of each iteration within the epoch. Its prompts are the stream's."""
+    return EpochLoader(stream.num_iterations, lambda epoch, index: index, next_batch=lambda: next_train_batch(trainer))
+
+
+def prompt_batches(prompts: Sequence[Prompt], batch_size: int) -> EpochLoader[PromptBatch]:
+    """A validation loader: lists of prompts in the order of the data, the last one shorter if need be."""
+    num_batches = -(-len(prompts) // batch_size)
+    return EpochLoader(
+        num_batches, lambda epoch, index: PromptBatch(prompts[index * batch_size : (index + 1) * batch_size])
+    )
+
+
+def next_train_batch(trainer: L.Trainer | None) -> tuple[int, int]:
+    """Epoch and number of the batch that Lightning's fit loop draws next; (0, 0) without a trainer."""
+    return (0, 0) if trainer is None else (trainer.current_epoch, trainer.fit_loop.batch_idx + 1)
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of `range(num_rows)` that follows from (seed, epoch), the same on every rank."""
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.randperm(num_rows, generator=generator).tolist()

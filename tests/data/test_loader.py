@@ -1,0 +1,87 @@
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from transformers import PreTrainedTokenizerFast
+
+from lightrl.data import wrap_train_loader, wrap_validation_loader
+from lightrl.trajectory import Prompt
+
+
+class Items(Dataset):
+    def __init__(self, items: list) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> object:
+        return self.items[index]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield "hi"
+
+
+ITEMS = Items(
+    [
+        Prompt(id="mine", token_ids=[5], fields={"answer": "a"}),
+        "hi",
+        {"id": 7, "messages": [{"role": "user", "content": "hi"}], "answer": "b"},
+        {"prompt": "hi", "answer": "c"},
+        {"token_ids": torch.tensor([4, 5]), "answer": "d"},
+    ]
+)
+
+
+def test_items_become_prompts_with_ids_tokens_and_fields(plain_tokenizer: PreTrainedTokenizerFast):
+    stream = wrap_train_loader(DataLoader(ITEMS, batch_size=2), plain_tokenizer)
+    prompts = [stream[position] for position in range(5)]
+    hi = plain_tokenizer("hi").input_ids
+    assert [prompt.id for prompt in prompts] == ["mine", "train-1", "7", "train-3", "train-4"]
+    assert [prompt.token_ids for prompt in prompts] == [[5], hi, hi, hi, [4, 5]]
+    assert [prompt.fields.get("answer") for prompt in prompts] == ["a", None, "b", "c", "d"]
+    assert stream.batch_size == 2
+    assert stream.num_iterations == 2
+
+
+def test_a_shuffling_loader_gives_a_shuffling_stream(plain_tokenizer: PreTrainedTokenizerFast):
+    assert wrap_train_loader(DataLoader(ITEMS, batch_size=2, shuffle=True), plain_tokenizer).shuffle
+    assert not wrap_train_loader(DataLoader(ITEMS, batch_size=2), plain_tokenizer).shuffle
+
+
+def test_a_validation_loader_gives_lists_of_prompts(plain_tokenizer: PreTrainedTokenizerFast):
+    batches = list(wrap_validation_loader(DataLoader(ITEMS, batch_size=3), plain_tokenizer))
+    assert [[prompt.id for prompt in batch] for batch in batches] == [
+        ["mine", "validation-1", "7"],
+        ["validation-3", "validation-4"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        pytest.param(DataLoader(Endless()), r"Endless, is not sized and addressable", id="unsized"),
+        pytest.param([["hi"]], r"The loader is a list, expected a torch DataLoader", id="no loader"),
+        pytest.param(DataLoader(ITEMS, batch_size=None), r"no batch_size", id="no batch size"),
+        pytest.param(
+            DataLoader(ITEMS, sampler=WeightedRandomSampler([1.0] * 5, 5)),
+            r"draws with a WeightedRandomSampler, expected each prompt once",
+            id="another sampler",
+        ),
+        pytest.param(DataLoader(Items([3, 4])), r"Item 0 of the train loader is a int", id="no prompt"),
+        pytest.param(
+            DataLoader(Items([{"question": "hi"}])), r"is a dict with keys \['question'\]", id="a dict without a prompt"
+        ),
+        pytest.param(
+            DataLoader(Items(["hi", "hello there"])),
+            r"Item 1 of the train loader .* has 11 prompt tokens, expected at most 8",
+            id="too long",
+        ),
+    ],
+)
+def test_a_loader_that_is_no_source_of_prompts_is_refused(
+    loader: object, message: str, plain_tokenizer: PreTrainedTokenizerFast
+):
+    with pytest.raises(ValueError, match=message):
+        wrap_train_loader(loader, plain_tokenizer, max_prompt_tokens=8)

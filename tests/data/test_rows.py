@@ -1,0 +1,100 @@
+import csv
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from lightrl.data.rows import read_rows, require_column
+
+ROWS = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}, {"question": "c", "answer": "3"}]
+
+
+def write(path: Path) -> str:
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(ROWS, indent=1))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["question", "answer"])
+            writer.writeheader()
+            writer.writerows(ROWS)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_file_format_gives_the_same_rows(tmp_path: Path, suffix: str):
+    source = write(tmp_path / f"train{suffix}")
+    assert read_rows(source) == ROWS
+    assert read_rows(source, max_rows=2) == ROWS[:2]
+
+
+def test_a_missing_file_is_named_with_the_nearest_ones(tmp_path: Path):
+    write(tmp_path / "train.jsonl")
+    with pytest.raises(ValueError, match=r"trian\.jsonl' does not exist.*there is train\.jsonl"):
+        read_rows(str(tmp_path / "trian.jsonl"))
+
+
+def test_a_missing_folder_is_named_with_the_nearest_one_above(tmp_path: Path):
+    (tmp_path / "gsm8k").mkdir()
+    with pytest.raises(ValueError, match=r"does not exist.*there is gsm8k"):
+        read_rows(str(tmp_path / "gsm9k" / "train.jsonl"))
+
+
+def test_a_hub_name_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"'openai/gsm8k-nowhere' \(name='main', split='train'\) cannot be loaded"):
+        read_rows("openai/gsm8k-nowhere", name="main")
+
+
+def test_a_local_dataset_folder_is_read_by_datasets(tmp_path: Path):
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.jsonl")
+    assert read_rows(str(tmp_path / "set"), max_rows=2) == ROWS[:2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param('{"a": 1}\n{"a": \n', r"Line 2 of .* is not JSON", id="broken"),
+        pytest.param('{"a": 1}\n\n[1]\n', r"Line 3 of .* is a JSON list, expected an object", id="not an object"),
+        pytest.param("\n", r"has no rows, expected at least one", id="empty"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "train.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_rows(str(path))
+
+
+def test_an_unknown_file_format_is_refused(tmp_path: Path):
+    path = tmp_path / "train.txt"
+    path.write_text("hello")
+    with pytest.raises(ValueError, match=r"ends in '\.txt', expected one of \.jsonl"):
+        read_rows(str(path))
+
+
+def test_columns_that_are_no_json_become_text(tmp_path: Path):
+    import datetime
+
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"day": datetime.date(2024, 2, 1), "n": 3}]), path)
+    assert read_rows(str(path)) == [{"day": "2024-02-01", "n": 3}]
+
+
+@pytest.mark.parametrize("value", [None, "", "  \n", []])
+def test_an_empty_column_is_refused(value: object):
+    with pytest.raises(ValueError, match=r"^Row 3 has an empty column 'answer' \(its columns: 'q', 'answer'\)"):
+        require_column({"q": "x", "answer": value}, "answer", where="Row 3")
+
+
+def test_a_missing_column_is_refused_and_zero_is_a_value():
+    assert require_column({"answer": 0}, "answer", where="Row 3") == 0
+    with pytest.raises(ValueError, match=r"^Row 3 has no column 'answer' \(its columns: 'solution'\)"):
+        require_column({"solution": "4"}, "answer", where="Row 3")

@@ -1,0 +1,78 @@
+import pytest
+
+from lightrl.data import EpochLoader, PromptStream, prompt_batches
+from lightrl.trajectory import Prompt
+
+
+def make_stream(num_prompts: int = 7, batch_size: int = 2, seed: int = 3, shuffle: bool = True) -> PromptStream:
+    prompts = [Prompt(id=f"train-{index}", token_ids=[index]) for index in range(num_prompts)]
+    return PromptStream(prompts, batch_size=batch_size, seed=seed, shuffle=shuffle)
+
+
+def ids(stream: PromptStream, start: int, end: int) -> list[str]:
+    return [stream[position].id for position in range(start, end)]
+
+
+def test_each_epoch_holds_each_prompt_once_in_an_order_of_its_own():
+    stream = make_stream()
+    epochs = [ids(stream, epoch * 7, (epoch + 1) * 7) for epoch in range(5)]
+    assert all(set(epoch) == {f"train-{index}" for index in range(7)} for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 5
+
+
+def test_positions_may_be_read_in_any_order_and_by_any_process():
+    positions = [40, 0, 13, 41, 6, 7, 0]
+    expected = ids(make_stream(), 0, 42)
+    stream = make_stream()
+    assert [stream[position].id for position in positions] == [expected[position] for position in positions]
+
+
+def test_the_order_follows_from_the_seed():
+    assert ids(make_stream(50, seed=1), 0, 50) != ids(make_stream(50, seed=2), 0, 50)
+
+
+def test_without_shuffling_the_order_is_that_of_the_data():
+    assert ids(make_stream(3, shuffle=False), 0, 5) == ["train-0", "train-1", "train-2", "train-0", "train-1"]
+
+
+def test_an_epoch_of_iterations_rounds_down_and_the_stream_skips_no_prompt():
+    stream = make_stream(7, batch_size=2)
+    assert stream.num_iterations == 3
+    assert len(stream) == 7
+    assert len(set(ids(stream, 0, 7))) == 7
+
+
+def test_the_first_prompts_repeat_in_the_order_of_the_data():
+    stream = make_stream().first(2)
+    assert ids(stream, 0, 5) == ["train-0", "train-1", "train-0", "train-1", "train-0"]
+
+
+def test_fewer_prompts_than_an_iteration_takes_are_refused():
+    with pytest.raises(ValueError, match=r"There are 3 train prompts but batch_size=4.*Lower batch_size"):
+        make_stream(3, batch_size=4)
+
+
+def test_equal_ids_are_refused():
+    with pytest.raises(ValueError, match=r"1 train prompts have an id that another one has"):
+        PromptStream([Prompt(id="a", token_ids=[1]), Prompt(id="a", token_ids=[2])], batch_size=1)
+
+
+def test_a_negative_position_is_refused():
+    with pytest.raises(IndexError, match=r"position=-1, expected 0 or more"):
+        make_stream()[-1]
+
+
+def test_a_loader_begins_where_it_is_told_to_when_the_first_batch_is_drawn():
+    position = (0, 0)
+    loader = EpochLoader(4, lambda epoch, index: (epoch, index), next_batch=lambda: position)
+    iterator = iter(loader)
+    position = (2, 1)
+    assert list(iterator) == [(2, 1), (2, 2), (2, 3)]
+    assert len(loader) == 4
+
+
+def test_validation_batches_hold_each_prompt_once():
+    prompts = [Prompt(id=str(index), token_ids=[index]) for index in range(5)]
+    batches = list(prompt_batches(prompts, 2))
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    assert [prompt for batch in batches for prompt in batch] == prompts
