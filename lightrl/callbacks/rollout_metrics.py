@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.module import accuracy
 
 if TYPE_CHECKING:
     import lightning as L
@@ -52,7 +53,7 @@ class _Trainer(Protocol):
 
 
 class RolloutMetrics(RLCallback):
-    """Logs every iteration's rewards, lengths, staleness, losses and times, and warns when nothing can be learnt.
+    """Logs every iteration's rewards, lengths, staleness and times, and warns when nothing can be learnt.
 
     A group whose trajectories all got the same reward has no advantages: it costs a rollout and an update and teaches
     nothing. `rollout/zero_variance_fraction` is their share; when it is 1 for several iterations in a row, a warning
@@ -70,11 +71,11 @@ class RolloutMetrics(RLCallback):
     | rollout/dropped_trajectories | since the last iteration |
     | rollout/tokens_per_s | tokens written, over the time there was to write them (below) |
     | staleness/mean_versions, staleness/max_versions | weight version at use minus oldest version in a trajectory |
-    | policy/<name> | the loss's metrics, mean over the iteration's minibatches |
     | update/tokens_per_s | loss tokens, over `time/update_s` |
     | time/<phase>_s | rollout (waiting for groups), score, update, sync |
 
-    There was `time/rollout_s` to write when on-policy, the whole iteration when rollouts overlap the update.
+    There was `time/rollout_s` to write when on-policy, the whole iteration when rollouts overlap the update. The loop
+    logs the loss and its metrics as `policy/<name>`.
 
     Args:
         zero_variance_patience: iterations in a row without any reward variance before the warning.
@@ -90,13 +91,11 @@ class RolloutMetrics(RLCallback):
         self._num_dropped = 0
         self._num_written_tokens = 0
         self._num_loss_tokens = 0
-        self._policy_metrics: defaultdict[str, list[float]] = defaultdict(list)
         self._rollout_ended_s: float | None = None  # monotonic clock
         self._overlapped_s: float | None = None  # from the last rollout's end to this one's
 
     def on_rollout_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._num_loss_tokens = 0
-        self._policy_metrics.clear()
 
     def on_trajectory_dropped(self, trainer: L.Trainer, module: L.LightningModule, reason: str, message: str) -> None:
         self._num_dropped += 1
@@ -126,12 +125,6 @@ class RolloutMetrics(RLCallback):
     ) -> None:
         self._num_loss_tokens += minibatch.num_loss_tokens
 
-    def on_minibatch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float], index: int, total: int
-    ) -> None:
-        for name, value in metrics.items():
-            self._policy_metrics[name if "/" in name else f"policy/{name}"].append(float(value))
-
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -139,8 +132,7 @@ class RolloutMetrics(RLCallback):
             return  # a plain LightningModule
         rl_trainer = cast("_Trainer", trainer)
         seconds = rl_trainer.rollout_loop.phase_seconds
-        values = {name: statistics.fmean(numbers) for name, numbers in self._policy_metrics.items()}
-        values.update({f"time/{phase}_s": phase_s for phase, phase_s in seconds.items()})
+        values = {f"time/{phase}_s": phase_s for phase, phase_s in seconds.items()}
         writing_s = seconds.get("rollout")
         if rl_trainer.rollout.max_staleness > 0 and self._overlapped_s is not None:
             writing_s = self._overlapped_s
@@ -155,11 +147,6 @@ class RolloutMetrics(RLCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_flat_iterations = state_dict["num_flat_iterations"]
-
-
-def accuracy(trajectory: Trajectory) -> float:
-    """The metric `accuracy` of the reward function; where it gives none, 1 for a reward of 1 or more, else 0."""
-    return trajectory.metrics.get("accuracy", float((trajectory.reward or 0.0) >= 1.0))
 
 
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:

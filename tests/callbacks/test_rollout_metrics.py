@@ -1,0 +1,164 @@
+"""Expected numbers are worked by hand from the trajectories in each test."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from played_run import PlayedTrainer, groups_of, run, trajectory
+
+from lightrl.callbacks.rollout_metrics import RolloutMetrics, experience_metrics, explain_zero_variance, reward_metrics
+from lightrl.experience import Experience
+from lightrl.trajectory import Group
+
+
+def test_reward_metrics_of_two_groups_worked_by_hand() -> None:
+    metrics = reward_metrics(groups_of([[1.0, 0.0], [0.5, 0.5]]))
+    assert metrics["rollout/reward"] == pytest.approx(0.5)
+    assert metrics["rollout/reward_std"] == pytest.approx(math.sqrt((0.25 + 0.25) / 4))
+    assert metrics["rollout/zero_variance_fraction"] == 0.5
+    assert metrics["rollout/accuracy_fraction"] == 0.25  # only the reward of 1
+
+
+def test_accuracy_is_the_metric_of_that_name_where_the_reward_gives_one() -> None:
+    metrics = reward_metrics(groups_of([[1.0, 1.0]], metrics={"accuracy": 0.0, "format": 1.0}))
+    assert metrics["rollout/accuracy_fraction"] == 0.0
+    assert metrics["rollout/format"] == 1.0
+    assert "rollout/accuracy" not in metrics
+
+
+def test_a_metric_that_some_trajectories_lack_is_averaged_over_the_others() -> None:
+    with_metric, without = trajectory(1.0, metrics={"num_tool_calls": 4.0}), trajectory(0.0)
+    metrics = reward_metrics([Group(0, with_metric.prompt, [with_metric, without])])
+    assert metrics["rollout/num_tool_calls"] == 4.0
+
+
+def test_groups_that_lost_all_trajectories_count_nowhere() -> None:
+    lost = Group(7, trajectory(0.0).prompt, [])
+    assert reward_metrics([*groups_of([[1.0, 0.0]]), lost])["rollout/zero_variance_fraction"] == 0.0
+    with pytest.raises(ValueError, match="No trajectories"):
+        reward_metrics([lost])
+
+
+def test_lengths_staleness_and_mixed_versions_worked_by_hand() -> None:
+    experience = Experience.from_trajectories(
+        [
+            trajectory(1.0, completion_ids=[5, 6, 7], versions=[3, 4, 5]),
+            trajectory(0.0, completion_ids=[5], versions=[5], is_truncated=True),
+        ]
+    )
+    metrics = experience_metrics(experience, weight_version=5)
+    assert metrics == {
+        "rollout/length_tokens": 2.0,
+        "rollout/truncated_fraction": 0.5,
+        "rollout/mixed_version_fraction": 0.5,
+        "staleness/mean_versions": 1.0,
+        "staleness/max_versions": 2.0,
+    }
+
+
+def test_a_trajectory_in_which_the_policy_wrote_nothing_has_no_staleness() -> None:
+    experience = Experience.from_trajectories([trajectory(0.0, completion_ids=[])])
+    metrics = experience_metrics(experience, weight_version=3)
+    assert metrics["rollout/mixed_version_fraction"] == 0.0
+    assert "staleness/max_versions" not in metrics
+
+
+def test_every_name_of_the_contract_is_logged_once_per_iteration() -> None:
+    trainer = run(lambda _: groups_of([[1.0, 0.0]]), RolloutMetrics(), num_iterations=2)
+    metrics = {name: float(value) for name, value in trainer.logged_metrics.items()}
+    assert metrics == {
+        "rollout/reward": 0.5,
+        "rollout/reward_std": 0.5,
+        "rollout/accuracy_fraction": 0.5,
+        "rollout/zero_variance_fraction": 0.0,
+        "rollout/dropped_trajectories": 0.0,
+        "rollout/length_tokens": 2.0,
+        "rollout/truncated_fraction": 0.0,
+        "rollout/mixed_version_fraction": 0.0,
+        "rollout/tokens_per_s": 4 / 2.0,
+        "staleness/mean_versions": 1.0,  # written by version 0, used at version 1
+        "staleness/max_versions": 1.0,
+        "update/tokens_per_s": 4 / 0.5,
+        "time/rollout_s": 2.0,
+        "time/score_s": 0.0,
+        "time/update_s": 0.5,
+        "time/sync_s": 0.25,
+    }
+
+
+def test_overlapped_rollouts_are_timed_by_the_iteration_not_by_the_wait() -> None:
+    on_policy = run(lambda _: groups_of([[1.0, 0.0]]), RolloutMetrics(), num_iterations=3)
+    overlapped = run(lambda _: groups_of([[1.0, 0.0]]), RolloutMetrics(), num_iterations=3, max_staleness=1)
+    assert on_policy.logged_metrics["rollout/tokens_per_s"] == 2.0
+    # The played iteration claims to wait for 2 s but takes milliseconds.
+    assert overlapped.logged_metrics["rollout/tokens_per_s"] > 2.0
+
+
+def test_dropped_trajectories_are_counted_once() -> None:
+    metrics = RolloutMetrics()
+
+    def play(iteration: int) -> list[Group]:
+        if iteration == 0:
+            metrics.on_trajectory_dropped(None, None, "reward_timeout", "")  # type: ignore[arg-type]
+        return groups_of([[1.0, 0.0]])
+
+    first = run(play, metrics, num_iterations=1).logged_metrics["rollout/dropped_trajectories"]
+    second = run(lambda _: groups_of([[1.0, 0.0]]), metrics).logged_metrics["rollout/dropped_trajectories"]
+    assert (first, second) == (1.0, 0.0)
+
+
+def test_zero_variance_warns_once_and_again_only_after_it_recovered(caplog: pytest.LogCaptureFixture) -> None:
+    flat, varied = [[0.0, 0.0], [0.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]
+    plan = [flat] * 5 + [varied] + [flat] * 3
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        run(lambda iteration: groups_of(plan[iteration]), RolloutMetrics(), num_iterations=len(plan))
+    assert len(caplog.messages) == 2
+    assert "last 3 iterations" in caplog.messages[0]
+
+
+def test_the_count_of_flat_iterations_survives_a_resume() -> None:
+    before, after = RolloutMetrics(), RolloutMetrics()
+    run(lambda _: groups_of([[0.0, 0.0]]), before, num_iterations=2)
+    after.load_state_dict(before.state_dict())
+    assert after.state_dict() == {"num_flat_iterations": 2}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "why"),
+    [
+        pytest.param([[0.0, 0.0], [0.0, 0.0]], "All fail", id="all fail"),
+        pytest.param([[1.0, 1.0], [1.0, 1.0]], "All succeed", id="all succeed"),
+        pytest.param([[1.0, 1.0], [0.0, 0.0]], "always or never", id="by prompt"),
+        pytest.param([[1.0], [0.0]], "only one trajectory", id="group of one"),
+    ],
+)
+def test_the_warning_says_why_nothing_is_learnt(rewards: list[list[float]], why: str) -> None:
+    assert why in explain_zero_variance(groups_of(rewards), 3)
+
+
+def test_the_warning_says_when_sampling_gives_one_completion_only() -> None:
+    same = [trajectory(0.0, sample=sample) for sample in range(4)]
+    assert "wrote the same completion" in explain_zero_variance([Group(0, same[0].prompt, same)], 3)
+
+
+def test_metrics_do_not_depend_on_the_order_of_groups() -> None:
+    groups = groups_of([[1.0, 0.0], [0.5, 0.5], [0.0, 0.25]])
+    assert reward_metrics(groups) == pytest.approx(reward_metrics(groups[::-1]))
+
+
+def test_a_plain_module_is_left_alone() -> None:
+    trainer = PlayedTrainer(
+        max_steps=2, callbacks=[RolloutMetrics()], enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(BoringModel(), torch.ones(2, 1, 32), torch.ones(2, 1, 32))
+    assert trainer.global_step == 2
+    assert not any(name.startswith("rollout/") for name in trainer.logged_metrics)
+
+
+def test_patience_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="zero_variance_patience=0"):
+        RolloutMetrics(zero_variance_patience=0)
