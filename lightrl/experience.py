@@ -149,6 +149,12 @@ class Experience:
 
         Trajectories of like length go together (longest first), so that little padding is left to remove.
         """
+        return self.microbatch_rows(max_tokens)[1]
+
+    def microbatch_rows(self, max_tokens: int) -> tuple[list[list[int]], list[Self]]:
+        """The microbatches, and beside each the rows of this Experience that it holds."""
+        if int(self.lengths.sum()) <= max_tokens:
+            return [list(range(len(self)))], [self]
         lengths = self.lengths.tolist()
         parts: list[list[int]] = []
         room = 0
@@ -158,7 +164,8 @@ class Experience:
                 room = max_tokens
             parts[-1].append(row)
             room -= lengths[row]
-        return [self.select(sorted(rows)) for rows in parts]
+        rows = [sorted(part) for part in parts]
+        return rows, [self.select(part) for part in rows]
 
     def to_tensordict(self) -> Any:
         """A `tensordict.TensorDict` of the fields that are set, batch size [B]; needs the tensordict package."""

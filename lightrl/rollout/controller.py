@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from lightrl.errors import EngineError, LightRLError, RewardError, RolloutError
+from lightrl.rewards import Judge
 from lightrl.rollout.buffer import choose_batch, describe_waiting, num_admissible
 from lightrl.rollout.engine import Completion, RolloutEngine
 from lightrl.rollout.workflow import Workflow
@@ -32,12 +34,6 @@ _T = TypeVar("_T")
 # Ticks of the event loop after which every new trajectory task has reached its first `generate`: one starts the task,
 # the others leave room for a workflow that awaits something ready first.
 WAVE_TICKS = 4
-
-
-class Judge(Protocol):
-    """What gives a trajectory its reward: sets `reward`, `metrics` and, per token, `rewards`; raises RewardError."""
-
-    async def __call__(self, trajectory: Trajectory) -> None: ...
 
 
 class Prompts(Protocol):
@@ -72,7 +68,7 @@ class RolloutController:
     Args:
         engine: has been started.
         workflow: maps a prompt to a trajectory.
-        judge: gives the reward, while other trajectories still generate.
+        judge: has been started; gives the reward, while other trajectories still generate.
         sampling: of training rollouts; the seed of each generation is set here.
         run_seed: with position, sample and turn it fixes every draw.
         group_size: G, trajectories of a prompt.
@@ -137,6 +133,8 @@ class RolloutController:
 
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
+        self._admitting = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run_loop, name="lightrl-rollout", daemon=True)
         self._thread.start()
 
@@ -338,30 +336,42 @@ class RolloutController:
 
     async def _pump(self) -> None:
         """Starts what may start. On-policy only while a batch is waited for, as one wave in a fixed order."""
-        if self.prompts is None or self._failure is not None or (self.max_staleness == 0 and not self._is_taking):
-            return
-        num = num_admissible(
-            running=len(self._running),
-            accepted=self.num_consumed + len(self._taken) + len(self._finished),
-            weight_version=self.engine.weight_version,
-            groups_per_iteration=self.groups_per_iteration,
-            max_staleness=self.max_staleness,
-            max_concurrent=self.max_concurrent,
-            total=self.total_groups,
-        )
-        if num == 0:
-            return
-        try:
-            await self.engine.pause()
+        async with self._admitting:
+            if self.prompts is None or self._failure is not None or (self.max_staleness == 0 and not self._is_taking):
+                return
+            num = num_admissible(
+                running=len(self._running),
+                accepted=self.num_consumed + len(self._taken) + len(self._finished),
+                weight_version=self.engine.weight_version,
+                groups_per_iteration=self.groups_per_iteration,
+                max_staleness=self.max_staleness,
+                max_concurrent=self.max_concurrent,
+                total=self.total_groups,
+            )
+            if num == 0:
+                return
             try:
-                for _ in range(num):
-                    self._start_group(self._restart.popleft() if self._restart else self._advance())
-                for _ in range(WAVE_TICKS):
-                    await asyncio.sleep(0)
-            finally:
-                await self.engine.resume()
-        except EngineError as error:
-            self._fail(error)
+                async with self._wave():
+                    for _ in range(num):
+                        self._start_group(self._restart.popleft() if self._restart else self._advance())
+            except EngineError as error:
+                self._fail(error)
+
+    @contextlib.asynccontextmanager
+    async def _wave(self) -> AsyncIterator[None]:
+        """What is started inside reaches the engine while it stands still, so that it is admitted at once, in order."""
+        await self.engine.pause()
+        try:
+            yield
+            for _ in range(WAVE_TICKS):
+                await asyncio.sleep(0)
+        finally:
+            await self.engine.resume()
+
+    def _pump_soon(self) -> None:
+        task = self._loop.create_task(self._pump())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _advance(self) -> int:
         position = self._next_position
@@ -408,13 +418,15 @@ class RolloutController:
         try:
             trajectory = await self._workflow_trajectory(prompt, generate)
             trajectory.group_id, trajectory.sample = group_id, sample
-            await self.judge(trajectory)
+            judgment = await self.judge.score(trajectory)
         except RewardError as error:
             self._drop(f"reward_{error.reason}", str(error), prompt)
             return None
         except RolloutError as error:
             self._drop("rollout", str(error), prompt)
             return None
+        trajectory.reward, trajectory.rewards = judgment.reward, judgment.rewards
+        trajectory.metrics.update(judgment.metrics)
         return trajectory
 
     async def _workflow_trajectory(
@@ -450,6 +462,8 @@ class RolloutController:
             if running.group.trajectories:
                 self._finished[running.group.id] = running.group
             self._changed.set()
+            if not self._is_taking:
+                self._pump_soon()
 
     def _check_failures(self) -> None:
         total = self.groups_per_iteration * self.group_size
@@ -487,14 +501,9 @@ class RolloutController:
 
         tasks: list[list[asyncio.Task[Trajectory | None]]] = []
         try:
-            await self.engine.pause()
-            try:
+            async with self._wave():
                 for group in groups:
                     tasks.append([self._loop.create_task(one(group, sample)) for sample in range(num_samples)])
-                for _ in range(WAVE_TICKS):
-                    await asyncio.sleep(0)
-            finally:
-                await self.engine.resume()
             for group, row in zip(groups, tasks, strict=True):
                 group.trajectories = [item for item in await asyncio.gather(*row) if item is not None]
         finally:

@@ -1,0 +1,100 @@
+"""lightrl: reinforcement learning for language models, the Lightning way.
+
+The rooms, from the ground up (each imports only from those above it in this list):
+
+    errors        the exceptions of a run, as a tree
+    trajectory    Prompt, Sampling, Trajectory, Group: plain Python
+    experience    trajectories as tensors
+    functional    equations: advantages, losses, KL, logprobs, packing
+    rewards       reward functions and the processes that run them
+    weights       parameters on their way from trainer to engine
+    rollout       prompts to judged trajectories: engines, workflows, staleness
+    dataflow      which model computes what from what
+    models        what a role is and what its model can do
+    module        RLModule: the hooks a user writes
+    data          prompts by position, chats for SFT
+    strategies    where parameters and work live
+    algorithms    RLModules ready to use: GRPO and its relatives, SFT
+    loops         one iteration inside Lightning's fit loop
+    callbacks     weight sync, staleness, metrics, logs, export
+    trainer       Lightning's Trainer with an engine
+    cli           lightrl fit | validate | test | predict
+
+Public names are loaded when they are first used, so that `import lightrl` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightrl.version import __version__
+
+if TYPE_CHECKING:
+    from lightrl.algorithms import GRPO, SFT
+    from lightrl.callbacks import (
+        HuggingFaceExport,
+        LearningCurve,
+        RLCallback,
+        RolloutMetrics,
+        RolloutProgressBar,
+        StalenessControl,
+        TrajectoryLog,
+        WeightSync,
+    )
+    from lightrl.data import PromptDataModule, SFTDataModule
+    from lightrl.experience import Experience
+    from lightrl.models import ModelSpec, Outputs
+    from lightrl.module import RLModule
+    from lightrl.rollout import FakeEngine, LocalEngine, RolloutEngine, SingleTurn, Workflow
+    from lightrl.trainer import Trainer
+    from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
+
+_HOMES = {
+    "Trainer": "trainer",
+    "RLModule": "module",
+    "GRPO": "algorithms",
+    "SFT": "algorithms",
+    "PromptDataModule": "data",
+    "SFTDataModule": "data",
+    "ModelSpec": "models",
+    "Outputs": "models",
+    "Experience": "experience",
+    "Prompt": "trajectory",
+    "Sampling": "trajectory",
+    "Trajectory": "trajectory",
+    "Group": "trajectory",
+    "Workflow": "rollout",
+    "SingleTurn": "rollout",
+    "RolloutEngine": "rollout",
+    "LocalEngine": "rollout",
+    "FakeEngine": "rollout",
+    "RLCallback": "callbacks",
+    "WeightSync": "callbacks",
+    "StalenessControl": "callbacks",
+    "RolloutMetrics": "callbacks",
+    "RolloutProgressBar": "callbacks",
+    "TrajectoryLog": "callbacks",
+    "LearningCurve": "callbacks",
+    "HuggingFaceExport": "callbacks",
+}
+
+__all__ = [
+    "__version__", "Trainer", "RLModule", "GRPO", "SFT", "PromptDataModule", "SFTDataModule", "ModelSpec", "Outputs",
+    "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "RolloutEngine", "LocalEngine",
+    "FakeEngine", "RLCallback", "WeightSync", "StalenessControl", "RolloutMetrics", "RolloutProgressBar",
+    "TrajectoryLog", "LearningCurve", "HuggingFaceExport",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'lightrl' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"lightrl.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,184 @@
+"""GRPO: group relative policy optimization, with the settings that its relatives differ in."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightrl.dataflow import ModelCall
+from lightrl.experience import Experience
+from lightrl.functional import (
+    clipped_ratio_loss,
+    group_advantages,
+    importance_weights,
+    is_clipped,
+    kl,
+    overlong_penalty,
+    policy_ratio,
+    sequence_ratio,
+)
+from lightrl.models import ModelSpec, Outputs
+from lightrl.module import RLModule
+
+
+class GRPO(RLModule):
+    """A clipped policy gradient whose baseline is the mean reward of the other answers to the same prompt.
+
+    The clip is centered on the behavior policy, as PPO writes it; with `decoupled` on the proximal policy (the policy at
+    the start of the update), and the loss is weighted by proximal ÷ behavior, so that stale trajectories and numerical
+    differences between engine and trainer are corrected instead of clipped away.
+
+    Source: GRPO, https://arxiv.org/abs/2402.03300; decoupled loss, https://arxiv.org/abs/2505.24298.
+
+    Args:
+        policy: the model to train.
+        clip_low, clip_high: the ratio stops earning below `1 - clip_low` and above `1 + clip_high`.
+        dual_clip: bounds the loss of a token with a negative advantage by `dual_clip · |advantage|`.
+        ratio_level: `token`, or `sequence` for GSPO's geometric mean over the trajectory.
+        advantage_mean, advantage_std: subtracted from and divided into the rewards: of the `group`, of the `batch`, or
+            None for neither.
+        leave_one_out: the mean leaves the trajectory itself out.
+        decoupled: see above.
+        importance_cap: bound on the importance weights of the decoupled loss; None for no bound.
+        importance_mode: above the cap a weight becomes 0 (`mask`) or the cap (`clamp`).
+        importance_level: `token`, or `sequence` for the geometric mean over the trajectory.
+        kl_coef: weight of the KL divergence from the reference policy in the loss, per token.
+        kl_estimator: k1, k2 or k3.
+        reference: the fixed policy of that KL; usually the checkpoint that training starts from.
+        entropy_coef: weight of an entropy bonus.
+        overlong_buffer_tokens: so many tokens before the length limit a penalty on the reward begins; 0 for none.
+        overlong_penalty_factor: that penalty at the limit.
+        kwargs: those of RLModule.
+    """
+
+    def __init__(
+        self,
+        policy: str | ModelSpec,
+        *,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        dual_clip: float | None = None,
+        ratio_level: Literal["token", "sequence"] = "token",
+        advantage_mean: Literal["group", "batch"] | None = "group",
+        advantage_std: Literal["group", "batch"] | None = "group",
+        leave_one_out: bool = False,
+        decoupled: bool = False,
+        importance_cap: float | None = None,
+        importance_mode: Literal["mask", "clamp"] = "mask",
+        importance_level: Literal["token", "sequence"] = "token",
+        kl_coef: float = 0.0,
+        kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+        reference: str | ModelSpec | None = None,
+        entropy_coef: float = 0.0,
+        overlong_buffer_tokens: int = 0,
+        overlong_penalty_factor: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        self.compares_groups = advantage_mean == "group" or advantage_std == "group"
+        super().__init__(policy, **kwargs)
+        if kl_coef > 0 and reference is None:
+            raise ValueError(
+                f"kl_coef={kl_coef} needs a reference policy, expected reference=. Give the checkpoint that training "
+                "starts from, or set kl_coef to 0."
+            )
+        if self.compares_groups and self.group_size == 1:
+            raise ValueError(
+                "group_size=1 leaves nothing to compare a trajectory with, expected at least 2 for group statistics. "
+                "Raise group_size, or set advantage_mean and advantage_std to batch or null."
+            )
+        self.clip_low = clip_low
+        self.clip_high = clip_high
+        self.dual_clip = dual_clip
+        self.ratio_level = ratio_level
+        self.advantage_mean = advantage_mean
+        self.advantage_std = advantage_std
+        self.leave_one_out = leave_one_out
+        self.decoupled = decoupled
+        self.importance_cap = importance_cap
+        self.importance_mode = importance_mode
+        self.importance_level = importance_level
+        self.kl_coef = kl_coef
+        self.kl_estimator = kl_estimator
+        self.reference_spec = None if reference is None else ModelSpec.of(reference)
+        self.entropy_coef = entropy_coef
+        self.overlong_buffer_tokens = overlong_buffer_tokens
+        self.overlong_penalty_factor = overlong_penalty_factor
+        self.needs_proximal_logprobs = decoupled
+        self.needs_entropy_gradient = entropy_coef != 0
+
+    def models(self) -> dict[str, ModelSpec]:
+        models = super().models()
+        if self.kl_coef > 0 and self.reference_spec is not None:
+            models["reference"] = self.reference_spec
+        return models
+
+    def score_calls(self) -> list[ModelCall]:
+        calls = super().score_calls()
+        if self.kl_coef > 0:
+            calls.append(
+                ModelCall("reference_logprobs", "reference", "infer", ("token_ids",), ("reference_logprobs",))
+            )
+        return calls
+
+    def advantages(self, experience: Experience) -> Tensor:
+        rewards = experience.rewards
+        if self.overlong_buffer_tokens:
+            rewards = rewards + overlong_penalty(
+                experience.loss_mask.sum(1),
+                self.sampling.max_new_tokens,
+                self.overlong_buffer_tokens,
+                self.overlong_penalty_factor,
+            )
+        return group_advantages(
+            rewards,
+            experience.group_ids,
+            mean=self.advantage_mean,
+            std=self.advantage_std,
+            leave_one_out=self.leave_one_out,
+        )
+
+    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
+        assert experience.advantages is not None
+        center = experience.proximal_logprobs if self.decoupled else experience.behavior_logprobs
+        assert center is not None
+        ratio = self.ratio(outputs.logprobs, center, experience.loss_mask)
+        loss = self.policy_loss(ratio, experience, outputs)
+        metrics = {
+            "ratio": ratio.detach(),
+            "clipped_fraction": is_clipped(
+                ratio, experience.advantages, clip_low=self.clip_low, clip_high=self.clip_high
+            ),
+        }
+        if self.decoupled:
+            weights = importance_weights(
+                center,
+                experience.behavior_logprobs,
+                experience.loss_mask,
+                cap=self.importance_cap,
+                mode=self.importance_mode,
+                level=self.importance_level,
+            )
+            loss = loss * weights
+            metrics["importance_weights"] = weights
+        if self.kl_coef > 0:
+            assert experience.reference_logprobs is not None
+            divergence = kl(outputs.logprobs, experience.reference_logprobs, estimator=self.kl_estimator)
+            loss = loss + self.kl_coef * divergence
+            metrics["kl_reference_nats"] = divergence.detach()
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * outputs.entropy
+        return {"loss": loss, **metrics}
+
+    def ratio(self, logprobs: Tensor, center: Tensor, loss_mask: Tensor) -> Tensor:
+        """Policy ÷ center of the clip, [B, T], of each token or of the whole trajectory."""
+        if self.ratio_level == "sequence":
+            return sequence_ratio(logprobs, center, loss_mask)
+        return policy_ratio(logprobs, center)
+
+    def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        """The policy's part of the loss, [B, T]."""
+        assert experience.advantages is not None
+        return clipped_ratio_loss(
+            ratio, experience.advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
+        )

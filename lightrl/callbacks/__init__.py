@@ -1,0 +1,35 @@
+"""Callbacks: what happens around an iteration, each a plain Lightning callback with RL hooks added.
+
+Reading order:
+    rl_callback.py      the hooks, and when each is called
+    weight_sync.py      the trainer's weights to the engine, with a version
+    staleness.py        how far behind a trajectory may be
+    rollout_metrics.py  what is logged of each iteration
+    progress.py         the two-line progress bar
+    trajectory_log.py   trajectories as JSONL, now and then as a table
+    learning_curve.py   the run's curve as a picture
+    export.py           the policy as a Hugging Face folder
+
+May import: everything up to module and data; not loops, not trainer. To add one: subclass RLCallback, override what you
+need; a test runs it in a real Trainer with FakeEngine.
+"""
+
+from lightrl.callbacks.export import HuggingFaceExport
+from lightrl.callbacks.learning_curve import LearningCurve
+from lightrl.callbacks.progress import RolloutProgressBar
+from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.callbacks.rollout_metrics import RolloutMetrics
+from lightrl.callbacks.staleness import StalenessControl
+from lightrl.callbacks.trajectory_log import TrajectoryLog
+from lightrl.callbacks.weight_sync import WeightSync
+
+__all__ = [
+    "HuggingFaceExport",
+    "LearningCurve",
+    "RLCallback",
+    "RolloutMetrics",
+    "RolloutProgressBar",
+    "StalenessControl",
+    "TrajectoryLog",
+    "WeightSync",
+]

@@ -1,0 +1,14 @@
+"""The loop: what happens between two batches of Lightning's fit loop when the module is an RLModule.
+
+Reading order:
+    rollout_loop.py   one iteration from groups to new weights; the only seam into Lightning; resume
+    score.py          model calls and advantages on the whole iteration
+    update.py         minibatches, microbatches, loss reduction, the optimizer step
+    interrupt.py      Ctrl-C waits for the end of an update
+
+May import: everything below; Lightning's private names, each listed in tests/test_structure.py.
+"""
+
+from lightrl.loops.rollout_loop import RolloutLoop
+
+__all__ = ["RolloutLoop"]

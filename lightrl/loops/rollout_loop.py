@@ -1,0 +1,248 @@
+"""RolloutLoop: one iteration, from groups to new weights; the one seam between Lightning's fit loop and RL.
+
+    take groups → Experience → score, advantages → minibatches → version + 1 → weights out
+
+It takes the place of `trainer.fit_loop.epoch_loop.automatic_optimization`, whose `run` Lightning calls once for each
+training batch. One batch is one iteration is one `global_step` is one weight version. A module that is no RLModule goes
+through Lightning's own code untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightrl.data import prompts_of
+from lightrl.experience import Experience
+from lightrl.loops.interrupt import InterruptGate
+from lightrl.loops.score import score
+from lightrl.loops.update import GradientGuard, MinibatchLoss
+from lightrl.module import RLModule
+from lightrl.trajectory import Group, sampling_seed
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+class RolloutLoop(_AutomaticOptimization):
+    """One iteration of RL for each of Lightning's training batches.
+
+    Args:
+        trainer: a lightrl Trainer; it has `rollout`, the controller, while it runs.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self.num_updates = 0  # optimizer steps; the fit's `global_step` counts iterations
+        self.phase_seconds: dict[str, float] = {}  # of the present iteration: rollout, score, update, sync
+        self.gate = InterruptGate()
+        self.guard = GradientGuard()
+        self.is_updating = False
+        self._num_evaluated = 0  # batches, for the ids of prompts that have none
+        self._rollout_state: dict[str, Any] | None = None  # from a checkpoint, until the controller takes it over
+
+    @property
+    def weight_version(self) -> int:
+        """Of the trainer's weights: the number of finished iterations."""
+        return self.optim_progress.optimizer_steps
+
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Any:
+        module = self.trainer.lightning_module
+        if not isinstance(module, RLModule):
+            return super().run(optimizer, batch_idx, kwargs)
+        self.gate.check()
+        self.phase_seconds = {}
+        groups = self._take_groups()
+        with self.gate.held_back():
+            self._learn(module, groups, batch_idx)
+        return {}
+
+    # ------------------------------------------------------------------ phases
+
+    def _take_groups(self) -> list[Group]:
+        trainer: Any = self.trainer
+        trainer.call_rl_hook("on_rollout_start")
+        with self._phase("rollout"):
+            groups: list[Group] = trainer.rollout.take(self.weight_version, on_wait=self._on_wait)
+        self.report_drops()
+        trainer.call_rl_hook("on_rollout_end", groups)
+        return groups
+
+    def _learn(self, module: RLModule, groups: list[Group], batch_idx: int) -> None:
+        trainer: Any = self.trainer
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        experience = Experience.from_trajectories(trajectories).to(module.device)
+        with self._phase("score"), trainer.precision_plugin.forward_context():
+            experience = score(module, experience)
+        experience = self._offer(experience)
+        self.is_updating = True
+        with self._phase("update"):
+            self._update(module, experience, batch_idx)
+        progress = self.optim_progress.optimizer.step
+        progress.increment_ready()
+        progress.increment_completed()
+        trainer.rollout.commit()
+        self.is_updating = False
+        with self._phase("sync"):
+            trainer.call_rl_hook("on_policy_updated", self.weight_version)
+
+    def _update(self, module: RLModule, experience: Experience, batch_idx: int) -> None:
+        trainer: Any = self.trainer
+        seed = sampling_seed(trainer.run_seed, "minibatches", self.weight_version)
+        total = module.num_minibatches * module.update_epochs
+        minibatches = experience.minibatches(module.num_minibatches, epochs=module.update_epochs, seed=seed)
+        sums: dict[str, float] = {}
+        for index, minibatch in enumerate(minibatches):
+            trainer.call_rl_hook("on_minibatch_start", minibatch, index, total)
+            metrics = self._step(module, minibatch, batch_idx)
+            self.num_updates += 1
+            trainer.call_rl_hook("on_minibatch_end", metrics, index, total)
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+        with self.logging_allowed(module):
+            module.log_dict({f"policy/{name}": value / total for name, value in sums.items()})
+            module.log("policy/skipped_updates", float(self.guard.num_skipped))
+
+    def _step(self, module: RLModule, minibatch: Experience, batch_idx: int) -> dict[str, float]:
+        """One optimizer step through Lightning's own `optimizer_step`, so clipping and precision plugins apply."""
+        trainer: Any = self.trainer
+        optimizer = trainer.strategy._lightning_optimizers[0]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        losses = MinibatchLoss(module, minibatch)
+        norms: list[float] = []
+
+        def zero_grad() -> None:
+            self._on_before_zero_grad(optimizer)
+            self._optimizer_zero_grad(batch_idx, optimizer)
+
+        def backward(loss: torch.Tensor) -> None:
+            call._call_strategy_hook(trainer, "backward", loss, optimizer)
+
+        @torch.enable_grad()
+        def closure() -> torch.Tensor:
+            zero_grad()
+            with trainer.precision_plugin.train_step_context():
+                microbatches = minibatch.microbatches(module.microbatch_tokens)
+                module.parallel_models["policy"].forward_backward(microbatches, losses, backward)
+            if getattr(trainer.precision_plugin, "scaler", None) is None:  # a scaler skips such steps by itself
+                norms.append(self.guard.check(parameters, zero_grad, max_in_a_row=module.max_skipped_updates))
+            return losses.sums["loss"]
+
+        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, batch_idx, optimizer, closure)
+        metrics = losses.metrics()
+        if norms and norms[0] == norms[0]:
+            metrics["grad_norm"] = norms[0]
+        return metrics
+
+    def _offer(self, experience: Experience) -> Experience:
+        """Shows the Experience to callbacks and the module; each may return one with another mask or advantages."""
+        trainer: Any = self.trainer
+        for hook in trainer.rl_hooks("on_experience_ready"):
+            with self.logging_allowed(trainer.lightning_module):
+                changed = hook(experience)
+            if changed is None:
+                continue
+            for name, before in experience.tensors().items():
+                after = getattr(changed, name)
+                if name not in ("loss_mask", "advantages") and not (after is before or torch.equal(after, before)):
+                    raise ValueError(
+                        f"on_experience_ready changed {name!r}, expected changes of loss_mask and advantages only. "
+                        "Change what the reward or the workflow gives instead."
+                    )
+            masked = torch.where(changed.loss_mask, changed.advantages, 0.0)
+            experience = replace(changed, advantages=masked)
+        return experience
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(self, batch: Any) -> list[Group]:
+        """Rolls out and judges the prompts of a validation, test or predict batch."""
+        trainer: Any = self.trainer
+        module: RLModule = trainer.lightning_module
+        groups: list[Group] = trainer.rollout.evaluate(
+            prompts_of(
+                batch,
+                module.tokenizer,
+                name=f"{trainer.state.stage}-{self._num_evaluated}",
+                max_prompt_tokens=module.max_prompt_tokens,
+            ),
+            sampling=trainer.with_stop_tokens(module.validation_sampling),
+            num_samples=module.validation_group_size,
+            on_wait=self._on_wait_evaluation,
+        )
+        self._num_evaluated += 1
+        self.report_drops()
+        return groups
+
+    # ------------------------------------------------------------------ resume
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        trainer: Any = self.trainer
+        if trainer.rollout is None:
+            return {}
+        return {
+            "rollout": trainer.rollout.state_dict(),
+            "num_updates": self.num_updates,
+            "num_skipped": self.guard.num_skipped,
+            "torch_rng": torch.get_rng_state(),
+        }
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        if "rollout" not in state_dict:
+            return
+        self._rollout_state = state_dict["rollout"]
+        self.num_updates = int(state_dict["num_updates"])
+        self.guard.num_skipped = int(state_dict["num_skipped"])
+        torch.set_rng_state(state_dict["torch_rng"])
+
+    def restore_rollout(self) -> None:
+        """Hands the checkpoint's rollout state, if there is one, to the new controller."""
+        trainer: Any = self.trainer
+        if self._rollout_state is not None:
+            trainer.rollout.load_state_dict(self._rollout_state)
+            self._rollout_state = None
+
+    # ------------------------------------------------------------------ while it waits
+
+    def _on_wait(self, done: int, total: int) -> None:
+        trainer: Any = self.trainer
+        if trainer.received_sigterm:
+            raise SIGTERMException
+        trainer.call_rl_hook("on_rollout_progress", done, total)
+
+    def _on_wait_evaluation(self, done: int, total: int) -> None:
+        trainer: Any = self.trainer
+        if trainer.received_sigterm:
+            raise SIGTERMException
+
+    def report_drops(self) -> None:
+        """Tells callbacks and the module about the trajectories dropped since the last time."""
+        trainer: Any = self.trainer
+        for drop in trainer.rollout.drain_drops():
+            trainer.call_rl_hook("on_trajectory_dropped", drop.reason, drop.message)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with self.trainer.profiler.profile(f"rl/{name}"):
+            yield
+        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def logging_allowed(self, module: Any) -> Iterator[None]:
+        """`self.log` works inside: Lightning allows it where it knows the hook it is in."""
+        before = module._current_fx_name
+        if before is None:
+            module._current_fx_name = "training_step"
+        try:
+            yield
+        finally:
+            module._current_fx_name = before

@@ -1,0 +1,121 @@
+"""The update phase: one optimizer step per minibatch, whatever its microbatches; the loss reduced over all of them.
+
+N loss tokens and B trajectories are those of the whole minibatch, so gradients do not depend on how it is cut.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightrl.errors import TrainingError
+from lightrl.experience import Experience
+from lightrl.functional import kl, neutralize, reduce_loss
+from lightrl.models import Outputs
+
+if TYPE_CHECKING:
+    from lightrl.module import RLModule
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class MinibatchLoss:
+    """Reduces what `RLModule.loss` returns for the microbatches of one minibatch, and averages its metrics.
+
+    Args:
+        module: has `loss` and `loss_reduction`.
+        minibatch: all microbatches together.
+    """
+
+    module: RLModule
+    minibatch: Experience
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = max(1, self.minibatch.num_loss_tokens)
+        self.num_sequences = max(1, int(self.minibatch.loss_mask.any(1).sum()))
+
+    def __call__(self, experience: Experience, outputs: Outputs) -> Tensor:
+        """This microbatch's share of the minibatch's loss, a number that carries the gradient."""
+        experience, outputs = self._neutral(experience, outputs)
+        result = self.module.loss(experience, outputs)
+        if "loss" not in result:
+            raise ValueError(f"loss returned the keys {sorted(result)}, expected 'loss' among them. Add it.")
+        mask = experience.loss_mask
+        for name, value in result.items():
+            self._add(name, value.detach(), mask)
+        with torch.no_grad():
+            self._add("entropy_nats", outputs.entropy.detach(), mask)
+            difference = kl(experience.behavior_logprobs, outputs.logprobs.detach(), estimator="k3")
+            self._add("kl_behavior_nats", difference, mask)
+        return reduce_loss(
+            result["loss"],
+            mask,
+            mode=self.module.loss_reduction,
+            num_tokens=self.num_tokens,
+            num_sequences=self.num_sequences,
+            max_new_tokens=self.module.sampling.max_new_tokens,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Means over loss tokens (for [B, T]) and over trajectories (for [B]) of the whole minibatch."""
+        names = list(self.sums)
+        return dict(zip(names, torch.stack([self.sums[name] for name in names]).tolist(), strict=True)) if names else {}
+
+    def _neutral(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:
+        mask = experience.loss_mask
+        logprobs, entropy = neutralize(mask, outputs.logprobs, outputs.entropy)
+        fields = {
+            name: neutralize(mask, value)[0]
+            for name, value in experience.tensors().items()
+            if value.dim() == 2 and value.is_floating_point()
+        }
+        if self.module.needs_proximal_logprobs and self.module.loss_is_on_policy:
+            fields["proximal_logprobs"] = logprobs.detach()
+        return replace(experience, **fields), replace(outputs, logprobs=logprobs, entropy=entropy)
+
+    def _add(self, name: str, value: Tensor, mask: Tensor) -> None:
+        if value.dim() == 2:
+            share = torch.where(mask, value.float(), 0.0).sum() / self.num_tokens
+        elif value.dim() == 1:
+            share = torch.where(mask.any(1), value.float(), 0.0).sum() / self.num_sequences
+        else:
+            raise ValueError(f"loss returned {name!r} of shape {tuple(value.shape)}, expected [B, T] or [B].")
+        self.sums[name] = self.sums[name] + share if name in self.sums else share
+
+
+class GradientGuard:
+    """Skips an update whose gradients are not finite, counts it, and ends the run after too many in a row."""
+
+    def __init__(self) -> None:
+        self.num_skipped = 0
+        self.num_in_a_row = 0
+
+    def check(self, parameters: list[Tensor], zero_grad: Callable[[], None], *, max_in_a_row: int) -> float:
+        """The gradient norm over all parameters; where it is not finite the gradients are gone afterwards.
+
+        Raises:
+            TrainingError: after `max_in_a_row` skipped updates in a row.
+        """
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        if norm == norm and norm != float("inf"):
+            self.num_in_a_row = 0
+            return norm
+        zero_grad()
+        self.num_skipped += 1
+        self.num_in_a_row += 1
+        log.warning("The gradient norm is %s: this update is skipped (%d so far).", norm, self.num_skipped)
+        if self.num_in_a_row >= max_in_a_row:
+            raise TrainingError(
+                f"{self.num_in_a_row} updates in a row had gradients that are not finite, expected fewer than "
+                f"max_skipped_updates={max_in_a_row}. Lower the learning rate, clip gradients, or look for inf and nan "
+                "in your loss."
+            )
+        return norm

@@ -1,0 +1,340 @@
+"""RLModule: the hooks a user writes (a reward and a loss), with defaults for all the others.
+
+One iteration calls, in this order: `configure_workflow`'s workflow and `reward` for each trajectory, `score_calls`,
+`advantages` once on the whole iteration, `loss` on each microbatch of each minibatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightrl.dataflow import ModelCall
+from lightrl.experience import Experience
+from lightrl.functional import group_advantages
+from lightrl.models import ModelSpec, Outputs, ParallelModel
+from lightrl.rollout.workflow import SingleTurn, Workflow
+from lightrl.trajectory import Group, Sampling, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+RewardFunction = Callable[[Trajectory], Any]
+
+
+class RLModule(L.LightningModule):
+    """A policy, its reward and its loss. Subclass it and write `reward` and `loss`; the rest has defaults.
+
+    The framework packs, masks, sums and divides: `loss` sees [B, T] tensors and returns [B, T] tensors, calls no model
+    and normalizes nothing.
+
+    Args:
+        policy: the model to train: a hub name, a local folder, or a ModelSpec.
+        reward: instead of the `reward` hook, a function or its dotted path, such as `my_project.rewards.exact`. A path
+            runs in killable processes; a hook that uses `self` runs in a thread.
+        group_size: G, trajectories of each prompt.
+        sampling: how training rollouts are drawn. Stop tokens of model and tokenizer are added.
+        validation_sampling: how validation rollouts are drawn; greedy with the same limits if None.
+        validation_group_size: completions of each validation prompt; above 1 pass@k is reported too.
+        num_minibatches: updates that one pass over the iteration is cut into.
+        update_epochs: passes over the iteration.
+        microbatch_tokens: bound on the tokens of one forward and backward.
+        loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); N and B of the minibatch.
+        lr: learning rate of the default AdamW.
+        betas: of the default AdamW.
+        weight_decay: of the default AdamW.
+        warmup_iterations: linear warm-up of the learning rate.
+        lr_decay: `constant`, or `linear` to 0 at the end of the run.
+        reward_workers: processes that judge, for a reward given by dotted path.
+        reward_timeout_s: deadline of one call of the reward.
+        max_failed_fraction: the run ends if more of an iteration's trajectories fail.
+        max_skipped_updates: the run ends after so many updates in a row with gradients that are not finite.
+    """
+
+    # Whether `loss` reads `experience.proximal_logprobs` or backpropagates through `outputs.entropy`; a module that does
+    # not can say so and save the work.
+    needs_proximal_logprobs: bool = True
+    needs_entropy_gradient: bool = True
+    # Whether `advantages` compares the trajectories of a group; then a group of one is refused.
+    compares_groups: bool = True
+
+    def __init__(
+        self,
+        policy: str | ModelSpec,
+        *,
+        reward: str | RewardFunction | None = None,
+        group_size: int = 8,
+        sampling: Sampling | None = None,
+        validation_sampling: Sampling | None = None,
+        validation_group_size: int = 1,
+        num_minibatches: int = 1,
+        update_epochs: int = 1,
+        microbatch_tokens: int = 16384,
+        loss_reduction: Literal["token", "sequence", "fixed"] = "token",
+        lr: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        warmup_iterations: int = 0,
+        lr_decay: Literal["constant", "linear"] = "constant",
+        reward_workers: int = 1,
+        reward_timeout_s: float = 30.0,
+        max_failed_fraction: float = 0.5,
+        max_skipped_updates: int = 5,
+    ) -> None:
+        super().__init__()
+        _check_at_least(
+            1,
+            group_size=group_size,
+            num_minibatches=num_minibatches,
+            update_epochs=update_epochs,
+            microbatch_tokens=microbatch_tokens,
+            reward_workers=reward_workers,
+            validation_group_size=validation_group_size,
+            max_skipped_updates=max_skipped_updates,
+        )
+        if loss_reduction not in ("token", "sequence", "fixed"):
+            raise ValueError(f"loss_reduction={loss_reduction!r}, expected token, sequence or fixed. Choose one of them.")
+        if reward is None and type(self).reward is RLModule.reward:
+            raise TypeError(
+                f"{type(self).__name__} has no reward, expected one. Write `def reward(self, trajectory) -> float`, or "
+                "give reward= a function or its dotted path."
+            )
+        if group_size == 1 and self.compares_groups and type(self).advantages is RLModule.advantages:
+            raise ValueError(
+                "group_size=1 leaves nothing to compare a trajectory with, expected at least 2 for group advantages. "
+                "Raise group_size, or override advantages and set compares_groups = False."
+            )
+        self.policy_spec = ModelSpec.of(policy)
+        self.reward_source = reward
+        self.group_size = group_size
+        self.sampling = sampling or Sampling()
+        self.validation_sampling = validation_sampling or dataclasses.replace(self.sampling, temperature=0.0)
+        self.validation_group_size = validation_group_size
+        self.num_minibatches = num_minibatches
+        self.update_epochs = update_epochs
+        self.microbatch_tokens = microbatch_tokens
+        self.loss_reduction = loss_reduction
+        self.lr = lr
+        self.betas = betas
+        self.weight_decay = weight_decay
+        self.warmup_iterations = warmup_iterations
+        self.lr_decay = lr_decay
+        self.reward_workers = reward_workers
+        self.reward_timeout_s = reward_timeout_s
+        self.max_failed_fraction = max_failed_fraction
+        self.max_skipped_updates = max_skipped_updates
+        self.parallel_models: dict[str, ParallelModel] = {}  # by role; the trainer fills it in
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature=0 draws G equal completions, expected above 0. Use 1.0 to train.")
+
+    # ------------------------------------------------------------------ hooks to write or override
+
+    def models(self) -> dict[str, ModelSpec]:
+        """The roles and where their models come from; each becomes the attribute `self.<role>`."""
+        return {"policy": self.policy_spec}
+
+    def configure_workflow(self) -> Workflow:
+        """What maps a prompt to a trajectory."""
+        return SingleTurn(self.tokenizer)
+
+    def reward(self, trajectory: Trajectory) -> Any:
+        """The number that judges a trajectory; may be async. Must be written, unless `reward=` was given.
+
+        Returns:
+            A float, or a dict with `reward` and further numbers to log by name, such as `accuracy`.
+        """
+        raise NotImplementedError
+
+    def advantages(self, experience: Experience) -> Tensor:
+        """How much better than expected, [B] or [B, T], from the whole iteration; group advantages by default."""
+        return group_advantages(experience.rewards, experience.group_ids)
+
+    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
+        """The loss of each token [B, T] or trajectory [B] under `loss`, and metrics of either shape under their names.
+
+        A pure function of its arguments. Masked positions hold 0 in every float [B, T] input.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.loss must be written.")
+
+    def score_calls(self) -> list[ModelCall]:
+        """The model calls between rollout and advantages, in order; each is one forward over the whole iteration."""
+        if not self.needs_proximal_logprobs or self.num_minibatches * self.update_epochs == 1:
+            return []  # the proximal policy is the current one: the update phase fills it in for nothing
+        return [ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",))]
+
+    def configure_optimizers(self) -> Any:
+        """AdamW over the trained parameters, with warm-up and decay per iteration."""
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=True
+        )
+        if not self.warmup_iterations and self.lr_decay == "constant":
+            return optimizer
+        num_iterations = self.trainer.estimated_stepping_batches
+        if self.lr_decay == "linear" and num_iterations == float("inf"):
+            raise ValueError("lr_decay='linear' needs the end of the run, expected max_steps or max_epochs. Set one.")
+
+        def factor(iteration: int) -> float:
+            warm = min(1.0, (iteration + 1) / max(1, self.warmup_iterations))
+            return warm if self.lr_decay == "constant" else warm * max(0.0, 1 - iteration / num_iterations)
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def validation_step(self, batch: list[Group], batch_idx: int) -> None:
+        """Logs mean reward, accuracy, pass@k and the reward's further numbers of judged validation groups."""
+        self._log_evaluation("val", batch)
+
+    def test_step(self, batch: list[Group], batch_idx: int) -> None:
+        self._log_evaluation("test", batch)
+
+    def predict_step(self, batch: list[Group], batch_idx: int) -> list[Group]:
+        return batch
+
+    # ------------------------------------------------------------------ what the framework and callbacks read
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The policy's; loaded once."""
+        if self._tokenizer is None:
+            self._tokenizer = self.policy_spec.load_tokenizer()
+            if self._tokenizer.eos_token_id is None and not self.sampling.stop_token_ids:
+                raise ValueError(
+                    f"The tokenizer of {self.policy_spec.path or self.policy_spec.tokenizer!r} has no end token, "
+                    "expected eos_token. Set it in the tokenizer's files, or give sampling.stop_token_ids."
+                )
+        return self._tokenizer
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """What the context leaves for a prompt; None if the model states no context length."""
+        context = getattr(self.policy_spec.load_config(), "max_position_embeddings", None)
+        longest = max(self.sampling.max_new_tokens, self.validation_sampling.max_new_tokens)
+        if context is not None and context <= longest:
+            raise ValueError(
+                f"sampling.max_new_tokens={longest} leaves no room for a prompt in the context of {context} tokens. "
+                "Lower it."
+            )
+        return None if context is None else context - longest
+
+    @property
+    def loss_is_on_policy(self) -> bool:
+        """Whether the update phase sets `proximal_logprobs` to the current logprobs."""
+        return self.num_minibatches * self.update_epochs == 1
+
+    def configure_model(self) -> None:
+        for role, spec in self.models().items():
+            if hasattr(self, role):
+                continue
+            model = spec.load_model()
+            if role != "policy":
+                model.requires_grad_(False)
+            setattr(self, role, model)
+        self._check_vocabulary()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        raise RuntimeError(
+            "An RLModule is trained by RolloutLoop, which calls loss. Use lightrl.Trainer instead of lightning.Trainer."
+        )
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch  # prompts are plain Python
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Validation, test and predict batches are prompts; their steps get the judged groups."""
+        trainer: Any = self.trainer
+        return batch if trainer.training else trainer.rollout_loop.evaluate(batch)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Frozen roles are loaded from where they came from, so they do not travel with each checkpoint."""
+        frozen = tuple(f"{role}." for role in self.models() if role != "policy")
+        state = checkpoint["state_dict"]
+        for name in [name for name in state if frozen and name.startswith(frozen)]:
+            del state[name]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for role in self.models():
+            if role != "policy":
+                frozen = getattr(self, role).state_dict(prefix=f"{role}.")
+                checkpoint["state_dict"].update(frozen)
+
+    def stop_token_ids(self) -> dict[str, list[int]]:
+        """Where each stop token comes from → ids: generation config, model config, tokenizer, turn end, user."""
+        sources: dict[str, list[int]] = {"sampling": list(self.sampling.stop_token_ids)}
+        policy: PreTrainedModel = self.policy
+        generation_config = getattr(policy, "generation_config", None)
+        for name, value in (
+            ("generation config", getattr(generation_config, "eos_token_id", None)),
+            ("model config", getattr(policy.config, "eos_token_id", None)),
+            ("tokenizer", self.tokenizer.eos_token_id),
+            ("turn end", _turn_end(self.tokenizer)),
+        ):
+            if value is not None:
+                sources[name] = [int(item) for item in (value if isinstance(value, Sequence) else [value])]
+        return {name: ids for name, ids in sources.items() if ids}
+
+    def _check_vocabulary(self) -> None:
+        policy: PreTrainedModel = self.policy
+        rows = policy.get_input_embeddings().weight.shape[0]
+        if len(self.tokenizer) > rows:
+            raise ValueError(
+                f"The tokenizer has {len(self.tokenizer)} tokens but the model's vocabulary has {rows}, expected at most "
+                "as many. Use the tokenizer that the model was made with, or a config with a larger vocab_size."
+            )
+
+    def _log_evaluation(self, stage: str, groups: list[Group]) -> None:
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        if not trajectories:
+            return
+        names = sorted({name for trajectory in trajectories for name in trajectory.metrics} | {"accuracy"})
+        values = {f"{stage}/reward": _mean([float(item.reward or 0.0) for item in trajectories])}
+        for name in names:
+            key = f"{stage}/accuracy_fraction" if name == "accuracy" else f"{stage}/{name}"
+            found = [accuracy(item) if name == "accuracy" else item.metrics.get(name) for item in trajectories]
+            values[key] = _mean([value for value in found if value is not None])
+        values[f"{stage}/length_tokens"] = _mean([float(sum(item.loss_mask)) for item in trajectories])
+        values[f"{stage}/truncated_fraction"] = _mean([float(item.is_truncated) for item in trajectories])
+        self.log_dict(values, on_step=False, on_epoch=True, batch_size=len(trajectories), sync_dist=True)
+        self.log(f"{stage}/prompts", float(len(groups)), on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
+        if self.validation_group_size > 1:
+            solved = _mean([float(any(accuracy(item) >= 1 for item in group.trajectories)) for group in groups])
+            name = f"{stage}/pass_at_{self.validation_group_size}_fraction"
+            self.log(name, solved, on_step=False, on_epoch=True, batch_size=len(groups), sync_dist=True)
+
+
+def accuracy(trajectory: Trajectory) -> float:
+    """The reward's own `accuracy`; where it gives none, 1.0 for a reward of at least 1."""
+    return trajectory.metrics.get("accuracy", float((trajectory.reward or 0.0) >= 1.0))
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template writes after what the assistant said."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    said = "lightrl"
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], tokenize=False
+    )
+    after = text[text.rindex(said) + len(said) :].lstrip() if said in text else ""
+    special = sorted((str(token) for token in tokenizer.all_special_tokens), key=len, reverse=True)
+    found = next((token for token in special if after.startswith(token)), None)
+    return None if found is None else int(tokenizer.convert_tokens_to_ids(found))
+
+
+def _check_at_least(minimum: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < minimum:
+            raise ValueError(f"{name}={value}, expected at least {minimum}. Raise it.")

@@ -1,0 +1,21 @@
+"""Rollouts: prompts in, judged trajectories out, asynchronously. Knows no Lightning.
+
+Reading order:
+    engine.py        the protocol of what generates, and Completion
+    workflow.py      a prompt to a trajectory
+    buffer.py        what may start and what may be trained on: pure functions
+    controller.py    keeps groups in flight and hands over batches
+    local_engine.py  the engine of a laptop: in this process, on its own thread
+    fake_engine.py   deterministic, slow or broken on request, for tests
+
+May import: errors, trajectory, experience, functional, rewards, weights. To add an engine: fulfil RolloutEngine and run
+tests/rollout/engine_contract.py on it.
+"""
+
+from lightrl.rollout.controller import RolloutController
+from lightrl.rollout.engine import Completion, RolloutEngine
+from lightrl.rollout.fake_engine import FakeEngine
+from lightrl.rollout.local_engine import LocalEngine
+from lightrl.rollout.workflow import SingleTurn, Workflow
+
+__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutController", "RolloutEngine", "SingleTurn", "Workflow"]

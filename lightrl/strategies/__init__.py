@@ -1,0 +1,47 @@
+"""Strategies: where a model's parameters and its work live. Each gives a ParallelModel (models.py) for a role.
+
+Reading order:
+    single.py      one process, one device: padding removed, logprobs from hidden states
+    checkpoint.py  checkpoints that are whole or absent
+
+May import: errors, trajectory, experience, functional, weights, models; Lightning. To add one: subclass a Lightning
+strategy and give it `parallel_model(model, settings)`; `parallel_model` below asks for that first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+
+from lightrl.models import ParallelModel
+from lightrl.strategies.checkpoint import AtomicCheckpointIO
+from lightrl.strategies.single import LogprobSettings, SingleModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["AtomicCheckpointIO", "LogprobSettings", "SingleModel", "parallel_model", "check_strategy"]
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Refuses strategies under which an RLModule would train wrongly.
+
+    Raises:
+        ValueError: for anything but a single device or a strategy with `parallel_model`.
+    """
+    if not hasattr(strategy, "parallel_model") and not isinstance(strategy, SingleDeviceStrategy):
+        raise ValueError(
+            f"Strategy {type(strategy).__name__} cannot train an RLModule, expected one process on one device. "
+            "Set trainer.devices to 1 and trainer.strategy to auto."
+        )
+
+
+def parallel_model(strategy: Strategy, model: PreTrainedModel, settings: LogprobSettings) -> ParallelModel:
+    """The ParallelModel of this model under this strategy."""
+    check_strategy(strategy)
+    make = getattr(strategy, "parallel_model", None)
+    if make is not None:
+        made: ParallelModel = make(model, settings)
+        return made
+    return SingleModel(model, settings)
