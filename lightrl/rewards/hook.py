@@ -1,0 +1,122 @@
+"""RewardHook: a reward function that needs this process (a method that uses `self`) in a thread, with a deadline.
+
+A thread cannot be killed: one that hangs is abandoned, goes on using what it uses, and is replaced. C code that holds
+the interpreter stops the whole trainer. A function by dotted path (pool.py) has neither problem.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightrl.rewards.judgment import Judgment, Outcome, Runner
+from lightrl.rewards.supervisor import Supervisor
+from lightrl.trajectory import Trajectory
+
+_logger = logging.getLogger(__name__)
+
+
+class RewardHook:
+    """Judges trajectories by a callable of this process; sync calls run one after the other, async calls together.
+
+    The function gets the trajectory itself, not a copy.
+
+    Args:
+        function: takes a Trajectory; returns what RewardPool's functions return; may be async.
+        timeout_s: deadline of one call in seconds; then its thread is abandoned, which is said once.
+    """
+
+    def __init__(self, function: Callable[[Trajectory], Any], *, timeout_s: float = 30.0) -> None:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        self._has_warned = False
+
+        def make_worker() -> _WorkerThread:
+            return _WorkerThread(Runner(function, name=name, timeout_s=timeout_s), self._warn)
+
+        self._name = name
+        self._supervisor: Supervisor[Trajectory] = Supervisor(
+            name, make_worker, workers=1, timeout_s=timeout_s, startup_timeout_s=timeout_s
+        )
+
+    def start(self) -> None:
+        """Starts the thread; a second call changes nothing."""
+        self._supervisor.start()
+
+    async def score(self, trajectory: Trajectory) -> Judgment:
+        """What the function says about this trajectory; waits for the thread and for the function.
+
+        Raises:
+            RewardError: reason `raised`, `not_finite` or `timeout`; `killed` when this was closed.
+        """
+        return await self._supervisor.score(trajectory, trajectory)
+
+    def close(self) -> None:
+        """Ends the thread, or abandons it; calls on their way raise RewardError. May be called twice."""
+        self._supervisor.close()
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "Reward function %s still ran when it had to end; its thread cannot be killed and is abandoned. Give "
+                "the reward as a dotted path to have it killed.",
+                self._name,
+            )
+
+
+class _WorkerThread:
+    """One daemon thread and the two queues to and from it."""
+
+    def __init__(self, runner: Runner, warn: Callable[[], None]) -> None:
+        self.runs_together = runner.runs_together
+        self._runner = runner
+        self._warn = warn
+        self._batches: queue.SimpleQueue[Sequence[Trajectory] | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+        self._num_unfinished = 0
+        self._is_abandoned = False
+        self._thread = threading.Thread(target=self._serve, name="reward-hook", daemon=True)
+        self._thread.start()
+
+    def is_ready(self, wait_s: float) -> bool:
+        return True
+
+    def is_alive(self) -> bool:
+        return True
+
+    def send(self, requests: Sequence[Trajectory]) -> None:
+        self._num_unfinished = len(requests)
+        self._batches.put(requests)
+
+    def receive(self, wait_s: float) -> list[tuple[int, Outcome]]:
+        try:
+            outcomes = [self._outcomes.get(timeout=wait_s)]
+            while not self._outcomes.empty():
+                outcomes.append(self._outcomes.get_nowait())
+        except queue.Empty:
+            return []
+        self._num_unfinished -= len(outcomes)
+        return outcomes
+
+    def stack(self) -> str:
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        lines = traceback.format_stack(frame) if frame is not None else []
+        return "".join(line for line in lines if "lightrl/rewards/" not in line and "threading.py" not in line).rstrip()
+
+    def end(self) -> None:
+        self._is_abandoned = True
+        self._batches.put(None)
+        if self._num_unfinished:
+            self._warn()
+
+    def _serve(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            for outcome in self._runner.outcomes(batch):
+                if self._is_abandoned:  # its trajectories have gone to another thread
+                    return
+                self._outcomes.put(outcome)

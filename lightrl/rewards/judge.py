@@ -1,0 +1,65 @@
+"""Judge: what gives rewards to trajectories; make_judge: processes or a thread, whichever the function allows."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
+from typing import Any, Protocol
+
+from lightrl.rewards.hook import RewardHook
+from lightrl.rewards.judgment import Judgment
+from lightrl.rewards.pool import RewardPool
+from lightrl.trajectory import Trajectory
+
+
+class Judge(Protocol):
+    """Gives each trajectory a Judgment. Life: `start` once, then `score` as often as wanted, then `close`."""
+
+    def start(self) -> None:
+        """Raises ValueError if the reward function cannot be had; called before training, from any thread."""
+        ...
+
+    async def score(self, trajectory: Trajectory) -> Judgment:
+        """Raises RewardError if the function failed; called on the event loop."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_judge(
+    reward: str | Callable[[Trajectory], Any],
+    *,
+    workers: int = 1,
+    timeout_s: float = 30.0,
+    startup_timeout_s: float = 120.0,
+    search_paths: Sequence[str] = (),
+) -> Judge:
+    """A RewardPool for a dotted path or a function that another process can import, else a RewardHook.
+
+    Args:
+        reward: `package.module.function`, or a callable; methods, lambdas, closures and functions of the script that
+            was started stay in this process.
+        workers, timeout_s, startup_timeout_s, search_paths: as in RewardPool; a RewardHook uses `timeout_s` only.
+    """
+    path = reward if isinstance(reward, str) else dotted_path(reward, search_paths)
+    if path is None:
+        assert callable(reward)
+        return RewardHook(reward, timeout_s=timeout_s)
+    return RewardPool(
+        path, workers=workers, timeout_s=timeout_s, startup_timeout_s=startup_timeout_s, search_paths=search_paths
+    )
+
+
+def dotted_path(function: Callable[..., Any], search_paths: Sequence[str] = ()) -> str | None:
+    """The path under which another process can import this function; None if there is none."""
+    if not inspect.isfunction(function) or function.__module__ == "__main__" or "<" in function.__qualname__:
+        return None
+    found: Any = sys.modules.get(function.__module__)
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    package = function.__module__.partition(".")[0]
+    if found is not function or PathFinder.find_spec(package, [*search_paths, *sys.path]) is None:
+        return None
+    return f"{function.__module__}.{function.__qualname__}"

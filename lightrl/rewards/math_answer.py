@@ -1,0 +1,185 @@
+r"""math_answer: whether a completion ends with the right answer, for GSM8K-like data.
+
+The demanded format is `#### <number>` as the last line, or `\boxed{<expression>}` in it, exactly once, before the stop
+token. Plain numbers are compared exactly, as fractions; other expressions by math-verify, without its own time limits
+(they use SIGALRM): the pool's deadline holds for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections import deque
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from lightrl.trajectory import Trajectory
+
+_MAX_NUMBER_CHARS = 100
+_MAX_EXPRESSION_CHARS = 1000  # longer ones are no answers, and parsers take their time
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_NUMBER = re.compile(rf"(?P<sign>(?<![\w)])[-+−])?\s*[$€£]?\s*(?P<sign_after>[-−]?)(?P<digits>{_DIGITS})")
+_ANSWER_NUMBER = re.compile(
+    rf"{_NUMBER.pattern}(?:\s*/\s*(?P<divisor>[0-9]+))?\s*(?P<percent>%?)\s*(?:[^\W\d_][^\W\d_./²³]*[./²³]?\s*){{0,4}}\.?"
+)
+_HASHES = "####"
+_BOXED = r"\boxed"
+_LATEX_SPACING = re.compile(r"\\[,!;: ]|~|\{,\}")
+_LATEX_UNIT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}")
+_AFTER_BOX = re.compile(r"[\s.$]*(?:\\[)\]])?[\s.$]*")
+
+
+def math_answer(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[str, float]:
+    r"""Whether the completion's answer equals the reference, strictly and leniently.
+
+    Args:
+        trajectory: its prompt has the field `answer`: a number or expression, or a solution that ends with it after
+            `####` or in `\boxed{}`.
+        format_reward: the reward of a wrong answer in the demanded format, so that a policy that is never right yet
+            has something to learn.
+
+    Returns:
+        `accuracy`: 1 if the answer is in the demanded format and equals the reference;
+        `lenient_accuracy`: 1 also if the last marked answer or the last number of the completion equals it;
+        `format`: 1 if the demanded format is there exactly once, at the end, and the completion ended with its stop
+        token; `reward`: 1 if accurate, else `format_reward` if in format, else 0.
+
+    Raises:
+        ValueError: if the prompt has no reference.
+    """
+    reference = reference_answer(trajectory)
+    answer = final_answer(trajectory.completion)
+    is_equal = answer is not None and equals(answer.text, reference, is_marked_by=answer.marker)
+    has_format = answer is not None and answer.is_final and trajectory.finish_reason == "stop"
+    is_accurate = is_equal and has_format
+    is_lenient = is_equal or _last_number_equals(trajectory.completion, reference)
+    return {
+        "reward": 1.0 if is_accurate else format_reward if has_format else 0.0,
+        "accuracy": float(is_accurate),
+        "lenient_accuracy": float(is_lenient),
+        "format": float(has_format),
+    }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The last marked answer of a text."""
+
+    text: str
+    marker: str  # `####` or `\boxed`
+    is_final: bool  # the only one, and nothing comes after it
+
+
+def final_answer(text: str) -> Answer | None:
+    r"""What the text marks as its answer with `####` or `\boxed{}`, the last of several; None if it marks none."""
+    hashes, boxed = text.rfind(_HASHES), text.rfind(_BOXED)
+    if hashes < 0 and boxed < 0:
+        return None
+    is_only = text.count(_HASHES) + text.count(_BOXED) == 1
+    if hashes > boxed:
+        line, _, after = text[hashes + len(_HASHES) :].partition("\n")
+        content = line.strip()
+        return Answer(content, _HASHES, is_only and not after.strip() and number(content) is not None)
+    content, end = _braced(text, boxed + len(_BOXED))
+    if content is None:
+        return None
+    return Answer(content.strip(), _BOXED, is_only and bool(content.strip()) and bool(_AFTER_BOX.fullmatch(text, end)))
+
+
+def reference_answer(trajectory: Trajectory) -> str:
+    """The part of the prompt's field `answer` that a completion is compared with."""
+    fields = trajectory.prompt.fields
+    if fields.get("answer") is None or not str(fields["answer"]).strip():
+        raise ValueError(
+            f"Prompt {trajectory.prompt.id!r} has the fields {sorted(fields)} and no answer in them, expected a field "
+            "'answer' with the reference. Name the data's answer column."
+        )
+    text = str(fields["answer"])
+    answer = final_answer(text)
+    return text.strip() if answer is None else answer.text
+
+
+def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
+    """Whether two answers mean the same; `50%`, `50` and `0.5` do where one of the two has the percent sign.
+
+    After `####` a number is demanded where the reference is one; in a box an expression may stand for it.
+    """
+    values, references = number(answer), number(reference)
+    if values is not None and references is not None:
+        return bool(values & references)
+    if references is not None and is_marked_by == _HASHES:
+        return False
+    if references is not None and not re.search(r"[0-9\\]", answer):  # words: no number comes out of them
+        return False
+    if max(len(answer), len(reference)) > _MAX_EXPRESSION_CHARS:
+        return False
+    return answer == reference or _verify(answer, reference)
+
+
+def number(text: str) -> frozenset[Fraction] | None:
+    """The values that a plain number may mean, two for a percentage; None if the text is not one plain number.
+
+    Around it may be a currency sign, up to four words of units, a period and LaTeX's spacing and dollars.
+    """
+    if len(text) > _MAX_NUMBER_CHARS:
+        return None
+    plain = _LATEX_SPACING.sub(lambda match: "," if match[0] == "{,}" else "", text)
+    plain = _LATEX_UNIT.sub(r" \1 ", plain).replace(r"\$", "$").replace(r"\%", "%").strip(" \t*")
+    if plain.startswith("$") and plain.endswith("$") and len(plain) > 2:
+        plain = plain[1:-1]
+    match = _ANSWER_NUMBER.fullmatch(plain.strip())
+    if match is None:
+        return None
+    value = _value(match)
+    if match["divisor"] is not None:
+        if int(match["divisor"]) == 0:
+            return None
+        value /= int(match["divisor"])
+    return frozenset({value, value / 100}) if match["percent"] else frozenset({value})
+
+
+def _last_number_equals(text: str, reference: str) -> bool:
+    references = number(reference)
+    last = next(iter(deque(_NUMBER.finditer(text), maxlen=1)), None)
+    if references is None or last is None or len(last[0]) > _MAX_NUMBER_CHARS:
+        return False
+    return _value(last) in references
+
+
+def _value(match: re.Match[str]) -> Fraction:
+    value = Fraction(match["digits"].replace(",", ""))
+    is_negative = (match["sign"] in ("-", "−")) != bool(match["sign_after"])
+    return -value if is_negative else value
+
+
+def _braced(text: str, start: int) -> tuple[str | None, int]:
+    r"""What stands in the braces that open at `start`, and where they end; (None, start) if they never close."""
+    opening = re.compile(r"\s*\{").match(text, start)
+    if opening is None:
+        return None, start
+    depth = 0
+    for brace in re.compile(r"[{}]").finditer(text, opening.end() - 1):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[opening.end() : brace.start()], brace.end()
+    return None, start
+
+
+def _verify(answer: str, reference: str) -> bool:
+    from math_verify import verify
+
+    # `strict=True` is its default: sets are not tuples, variables are not interchangeable.
+    return bool(verify(list(_parsed(reference)), list(_parsed(answer)), timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> tuple[Any, ...]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    for module in ("parser", "grader"):  # they warn of the missing time limit, which is the pool's
+        logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
+    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    return tuple(parse(f"{_BOXED}{{{text}}}", targets, parsing_timeout=None))

@@ -1,0 +1,328 @@
+"""Supervisor: hands waiting trajectories to workers in batches, keeps the deadline of each call and finds the culprit.
+
+A worker is a process (pool.py) or a thread (hook.py). Each has one supervising thread here, which starts it, gives it a
+batch, reads its outcomes, and ends and replaces it when a call is overdue or the worker died:
+
+    score() on the event loop ─► waiting calls ─► supervising thread ─► worker
+              ▲                                          │
+              └────────── outcome, by call_soon_threadsafe
+
+Who is blamed: a sync function runs one trajectory after the other, so the first unfinished one of the batch is the
+culprit and the rest waits for the next worker. An async function runs the whole batch together; if its worker hangs or
+dies, each unfinished trajectory is tried once more alone, and then the culprit is certain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from lightrl.errors import RewardError
+from lightrl.rewards.judgment import Judgment, Outcome, killed_error, timeout_error
+from lightrl.trajectory import Trajectory
+
+_TICK_S = 0.1  # how often a supervising thread looks whether it was closed while it waits for its worker
+_ASYNC_GRACE_S = 1.0  # an async call is first cancelled by its worker, on time; only then the worker is ended
+_MAX_BATCH = 64
+_MAX_BATCH_BYTES = 1 << 20
+_MAX_RESTARTS = 3
+_CLOSE_TIMEOUT_S = 10.0
+
+Request = TypeVar("Request")
+RequestIn = TypeVar("RequestIn", contravariant=True)
+
+
+class WorkerDied(Exception):
+    """A worker ended by itself; the message says how."""
+
+
+class Worker(Protocol[RequestIn]):
+    """What runs the reward function; all methods are called by its one supervising thread."""
+
+    @property
+    def runs_together(self) -> bool:
+        """Whether all trajectories of a batch are judged at the same time."""
+        ...
+
+    def is_ready(self, wait_s: float) -> bool:
+        """Waits up to `wait_s` for the function to be there; ValueError if it cannot be, WorkerDied."""
+        ...
+
+    def is_alive(self) -> bool: ...
+
+    def send(self, requests: Sequence[RequestIn]) -> None:
+        """Starts a batch; the previous one is finished."""
+        ...
+
+    def receive(self, wait_s: float) -> list[tuple[int, Outcome]]:
+        """(position in the batch, outcome) of what finished, after `wait_s` at most; WorkerDied at its end."""
+        ...
+
+    def stack(self) -> str:
+        """Where the function is now, for the message about a hang; "" if unknown."""
+        ...
+
+    def end(self) -> None:
+        """Ends the worker and whatever it started, as far as that is possible."""
+        ...
+
+
+@dataclass(eq=False)
+class _Call(Generic[Request]):
+    trajectory: Trajectory
+    request: Request
+    num_bytes: int
+    future: asyncio.Future[Judgment]
+    is_alone: bool = False  # hung or died in company: the next time it gets a worker for itself
+
+
+class Supervisor(Generic[Request]):
+    """Workers, their supervising threads, and the calls that wait for them.
+
+    `start` and `close` may be called from any thread, `score` from coroutines of any event loop.
+
+    Args:
+        name: of the reward function, for messages.
+        make_worker: gives a new worker that is starting.
+        workers: how many of them.
+        timeout_s: deadline of one call in seconds, from the moment at which it runs.
+        startup_timeout_s: deadline of `Worker.is_ready` in seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make_worker: Callable[[], Worker[Request]],
+        *,
+        workers: int,
+        timeout_s: float,
+        startup_timeout_s: float,
+    ) -> None:
+        for argument, value in (
+            ("workers", workers),
+            ("timeout_s", timeout_s),
+            ("startup_timeout_s", startup_timeout_s),
+        ):
+            if not value > 0:
+                raise ValueError(f"{argument}={value}, expected a number above 0. Raise it.")
+        self._name = name
+        self._make_worker = make_worker
+        self._num_workers = workers
+        self._timeout_s = timeout_s
+        self._startup_timeout_s = startup_timeout_s
+        self._changed = threading.Condition()
+        self._waiting: deque[_Call[Request]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._ready: Future[None] = Future()  # of the first worker
+        self._refusal: str | None = None  # why no call is taken any more
+
+    def start(self) -> None:
+        """Returns when one worker is ready; the others get ready meanwhile. A second call changes nothing.
+
+        Raises:
+            ValueError: if the worker cannot get ready; the message says why.
+        """
+        with self._changed:
+            if self._refusal is not None:
+                raise RuntimeError(f"{self._refusal} Make a new one.")
+            if not self._threads:
+                self._add_thread()
+        try:
+            self._ready.result()
+        except (ValueError, WorkerDied) as error:
+            self.close()
+            raise ValueError(str(error)) from error
+        with self._changed:
+            while len(self._threads) < self._num_workers and self._refusal is None:
+                self._add_thread()
+
+    async def score(self, trajectory: Trajectory, request: Request, num_bytes: int = 0) -> Judgment:
+        """The judgment of one trajectory; waits for a worker and for the function, which has `timeout_s`.
+
+        A supervising thread wakes it. On cancellation a call that still waits is forgotten, a running one is finished
+        and its outcome left unread.
+
+        Raises:
+            RewardError: if the function failed, or this was closed.
+        """
+        if not self._threads:
+            raise RuntimeError(f"Reward function {self._name} was asked to score before start(). Call start() first.")
+        call = _Call(trajectory, request, num_bytes, asyncio.get_running_loop().create_future())
+        with self._changed:
+            if self._refusal is not None:
+                raise RewardError(self._refusal, reason="killed")
+            self._waiting.append(call)
+            self._changed.notify()
+        return await call.future
+
+    def close(self) -> None:
+        """Ends all workers within seconds; calls on their way raise RewardError. May be called twice."""
+        self._refuse(f"The workers of reward function {self._name} were closed.")
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_CLOSE_TIMEOUT_S)
+
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._supervise, name=f"reward-supervisor-{len(self._threads)}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _refuse(self, why: str) -> None:
+        with self._changed:
+            self._refusal = self._refusal or why
+            calls, self._waiting = list(self._waiting), deque()
+            self._changed.notify_all()
+        _settle((call, RewardError(why, reason="killed")) for call in calls)
+
+    def _supervise(self) -> None:
+        worker: Worker[Request] | None = None
+        try:
+            worker = self._new_worker()
+            deaths = 0
+            while batch := self._take_batch():
+                if worker.is_alive():
+                    deaths = 0
+                    if self._run(worker, batch):
+                        continue
+                else:  # it ended while idle: no trajectory is to blame
+                    self._put_back(batch)
+                    deaths += 1
+                    if deaths > _MAX_RESTARTS:
+                        raise WorkerDied(f"its worker ended {deaths} times in a row while it had nothing to do.")
+                worker.end()
+                worker = self._new_worker()
+        except (ValueError, WorkerDied) as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            self._refuse(f"Reward function {self._name} has no worker any more: {error}")
+        finally:
+            if worker is not None:
+                worker.end()
+            if not self._ready.done():
+                self._ready.set_exception(ValueError(str(self._refusal)))
+
+    def _new_worker(self) -> Worker[Request]:
+        """A worker that is ready, or one on its way if this is being closed."""
+        for attempt in range(1 + _MAX_RESTARTS):
+            worker = self._make_worker()
+            try:
+                self._wait_until_ready(worker)
+                return worker
+            except (ValueError, WorkerDied):
+                worker.end()
+                if attempt == _MAX_RESTARTS or not self._ready.done():  # the very first one: say it at once
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _wait_until_ready(self, worker: Worker[Request]) -> None:
+        deadline = time.monotonic() + self._startup_timeout_s
+        while self._refusal is None:
+            if worker.is_ready(_TICK_S):
+                if not self._ready.done():
+                    self._ready.set_result(None)
+                return
+            if time.monotonic() > deadline:
+                raise WorkerDied(
+                    f"The import of reward function {self._name} did not end within "
+                    f"startup_timeout_s={self._startup_timeout_s:g}, expected a function by then. Raise it, or look at "
+                    f"what its module does when imported:\n{worker.stack()}"
+                )
+
+    def _take_batch(self) -> list[_Call[Request]]:
+        """The next calls for one worker, empty when closed; a fair share, so that several workers end together."""
+        batch: list[_Call[Request]] = []
+        with self._changed:
+            while not batch and self._refusal is None:
+                if not self._waiting:
+                    self._changed.wait()
+                share = min(-(-len(self._waiting) // self._num_workers), _MAX_BATCH)
+                num_bytes = 0
+                while self._waiting and len(batch) < share:
+                    call = self._waiting[0]
+                    num_bytes += call.num_bytes
+                    if batch and (call.is_alone or num_bytes > _MAX_BATCH_BYTES):
+                        break
+                    self._waiting.popleft()
+                    if not call.future.done():  # not cancelled
+                        batch.append(call)
+                    if call.is_alone:
+                        break
+        return batch
+
+    def _put_back(self, calls: Sequence[_Call[Request]]) -> None:
+        with self._changed:
+            if self._refusal is None:
+                self._waiting.extendleft(reversed(calls))
+                self._changed.notify(len(calls))
+                return
+        _settle((call, RewardError(str(self._refusal), reason="killed")) for call in calls)
+
+    def _run(self, worker: Worker[Request], batch: Sequence[_Call[Request]]) -> bool:
+        """Judges a batch; False if the worker is of no use afterwards."""
+        unfinished = dict(enumerate(batch))
+        worker.send([call.request for call in batch])
+        allowed_s = self._timeout_s + (_ASYNC_GRACE_S if worker.runs_together else 0.0)
+        since = time.monotonic()
+        while unfinished:
+            left_s = since + allowed_s - time.monotonic()
+            try:
+                outcomes = worker.receive(max(0.0, min(left_s, _TICK_S)))
+            except WorkerDied as death:
+                self._blame(worker, unfinished, functools.partial(killed_error, self._name, str(death)))
+                return False
+            if outcomes:
+                _settle((unfinished.pop(index), outcome) for index, outcome in outcomes)
+                if not worker.runs_together:
+                    since = time.monotonic()
+            elif self._refusal is not None:
+                self._put_back(list(unfinished.values()))
+                return False
+            elif left_s <= 0:
+                overdue = functools.partial(timeout_error, self._name, self._timeout_s, worker.stack())
+                self._blame(worker, unfinished, overdue)
+                return False
+        return True
+
+    def _blame(
+        self,
+        worker: Worker[Request],
+        unfinished: dict[int, _Call[Request]],
+        error_of: Callable[[Trajectory], RewardError],
+    ) -> None:
+        calls = [unfinished[index] for index in sorted(unfinished)]
+        if worker.runs_together and len(calls) > 1:
+            for call in calls:
+                call.is_alone = True
+            self._put_back(calls)
+            return
+        _settle([(calls[0], error_of(calls[0].trajectory))])
+        self._put_back(calls[1:])
+
+
+def _settle(outcomes: Iterable[tuple[_Call[Request], Outcome]]) -> None:
+    """Wakes the coroutines that wait for these calls: one wake-up of the event loop for all of them."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Judgment], Outcome]]] = {}
+    for call, outcome in outcomes:
+        by_loop.setdefault(call.future.get_loop(), []).append((call.future, outcome))
+    for loop, settled in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_set_outcomes, settled)
+        except RuntimeError:  # the loop is closed, nobody waits
+            continue
+
+
+def _set_outcomes(settled: Sequence[tuple[asyncio.Future[Judgment], Outcome]]) -> None:
+    for future, outcome in settled:
+        if future.done():
+            continue
+        if isinstance(outcome, RewardError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -1,0 +1,185 @@
+"""The child's side of RewardPool: a fresh interpreter that imports one function and judges what comes through a pipe.
+
+Both directions carry one JSON value per line.
+
+    pool ─► worker   {"path": ..., "timeout_s": ...}, then batches: [trajectory, ...]
+    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then per trajectory, as soon as it is judged:
+                     {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null}
+                     or {"index": 0, "error": ..., "reason": ...}
+
+The worker leads a process group of its own, which ends with it. It imports no torch; what a reward function needs, its
+module imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import difflib
+import faulthandler
+import importlib
+import json
+import os
+import pkgutil
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from lightrl.errors import RewardError
+from lightrl.rewards.judgment import Outcome, Runner
+from lightrl.trajectory import Trajectory
+
+_PARENT_CHECK_MS = 1000
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Serves the pool whose process id is `sys.argv[1]` until it closes the pipe or dies."""
+    parent = int(sys.argv[1])
+    del sys.argv[1:]
+    requests, replies = _take_over_pipes()
+    _end_with_parent(parent, requests)
+    faulthandler.enable()  # a crash in C code shows where it was
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the pool asks so where a hung call is
+    with os.fdopen(requests, "rb") as lines:
+        settings = json.loads(lines.readline())
+        try:
+            function = resolve(settings["path"])
+        except ValueError as error:
+            _reply(replies, {"problem": str(error)})
+            return
+        runner = Runner(function, name=settings["path"], timeout_s=settings["timeout_s"])
+        _reply(replies, {"runs_together": runner.runs_together})
+        for line in lines:
+            for index, outcome in runner.outcomes(map(Trajectory.from_json, json.loads(line))):
+                _reply(replies, _record(index, outcome))
+
+
+def resolve(path: str) -> Callable[[Trajectory], Any]:
+    """The function behind a dotted path `package.module.function`; classes in between are allowed.
+
+    Raises:
+        ValueError: if there is none, with what is wrong and the nearest names.
+    """
+    parts = path.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ValueError(
+            f"reward={path!r} is no dotted path, expected package.module.function. Write the module's name, a dot and "
+            "the function's name."
+        )
+    found: Any = None
+    num_imported = 0
+    for num_imported in range(len(parts) - 1, 0, -1):
+        found = _imported(".".join(parts[:num_imported]), path)
+        if found is not None:
+            break
+    if found is None:
+        raise ValueError(
+            f"reward={path!r}: there is no module {parts[0]!r} on the import path, expected {parts[0]}.py or a package "
+            f"{parts[0]}/ in one of {[entry for entry in sys.path if os.path.isdir(entry)]}. "  # noqa: PTH112
+            "Run from the folder that has it, mend the name, or install the package."
+        )
+    for position, part in enumerate(parts[num_imported:], start=num_imported):
+        if not hasattr(found, part):
+            owner = ".".join(parts[:position])
+            raise ValueError(
+                f"reward={path!r}: {owner!r} has no {part!r}, expected a function. {_nearest(part, found)}"
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(
+            f"reward={path!r} is {_kind(found)}, expected a function that takes a Trajectory. Name the function in it."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _imported(module: str, path: str) -> ModuleType | None:
+    """The module, or None if it does not exist; ValueError if its own code fails."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
+            return None
+        problem = error
+    except (Exception, SystemExit) as error:  # the border of user code
+        raise ValueError(_import_failed(module, path, error)) from error
+    raise ValueError(_import_failed(module, path, problem)) from problem
+
+
+def _import_failed(module: str, path: str, error: BaseException) -> str:
+    # Frames of importlib say nothing to the user.
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    text = "".join([*traceback.format_list(frames), *traceback.format_exception_only(type(error), error)]).rstrip()
+    return (
+        f"reward={path!r}: importing module {module!r} failed with {type(error).__name__}, expected it to import. "
+        f"Mend it:\n{text}"
+    )
+
+
+def _nearest(name: str, owner: object) -> str:
+    names = [item for item in dir(owner) if not item.startswith("__")]
+    if hasattr(owner, "__path__"):
+        names += [item.name for item in pkgutil.iter_modules(owner.__path__)]
+    nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    if nearest:
+        return f"Did you mean {' or '.join(repr(item) for item in nearest)}?"
+    functions = [item for item in names if callable(getattr(owner, item, None)) and not item.startswith("_")]
+    return f"It has {', '.join(functions[:10]) or 'no function'}. Mend the name."
+
+
+def _kind(found: object) -> str:
+    return "a module" if isinstance(found, ModuleType) else f"of type {type(found).__name__}"
+
+
+def _take_over_pipes() -> tuple[int, int]:
+    """The two pipes under new numbers; what the function reads and prints goes to /dev/null and stderr instead."""
+    requests, replies = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return requests, replies
+
+
+def _end_with_parent(parent: int, requests: int) -> None:
+    """Ends the whole process group when the parent has closed the pipe or died, also while the function hangs.
+
+    A thread looks at the pipe (without reading) and at the parent's id. It cannot run while C code holds the
+    interpreter, as a regular expression may for hours: on Linux the kernel also ends the worker itself.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_watch, args=(parent, requests), name="reward-parent-watch", daemon=True).start()
+
+
+def _watch(parent: int, requests: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # the main thread's stack is what is asked for
+    poller = select.poll()
+    poller.register(requests, 0)  # hang-up is always reported
+    while os.getppid() == parent and not poller.poll(_PARENT_CHECK_MS):
+        pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _reply(replies: int, record: dict[str, Any]) -> None:
+    left = memoryview(json.dumps(record).encode() + b"\n")
+    while left:
+        left = left[os.write(replies, left) :]
+
+
+def _record(index: int, outcome: Outcome) -> dict[str, Any]:
+    if isinstance(outcome, RewardError):
+        return {"index": index, "error": str(outcome), "reason": outcome.reason}
+    return {"index": index, "reward": outcome.reward, "metrics": outcome.metrics, "rewards": outcome.rewards}

@@ -1,0 +1,71 @@
+"""Reward functions that the tests name by dotted path; how each behaves is the prompt's field `do`."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from lightrl.trajectory import Trajectory
+
+NOT_A_FUNCTION = 3
+
+
+def length(trajectory: Trajectory) -> int:
+    return len(trajectory.completion_ids)
+
+
+def obey(trajectory: Trajectory) -> object:
+    """Does what the prompt's field `do` says."""
+    what = trajectory.prompt.fields.get("do")
+    if what == "raise":
+        raise KeyError("no such column")
+    if what == "hang":
+        time.sleep(600)
+    if what == "exit":
+        os._exit(3)
+    if what == "abort":
+        os.abort()
+    if what == "print":
+        print('{"index": 0, "reward": 7.0, "metrics": {}, "rewards": null}')
+        os.write(1, b"raw bytes on descriptor 1\n")
+    if what == "read":
+        return len(sys.stdin.read())
+    if what == "sys.exit":
+        sys.exit(1)
+    if what == "spawn":
+        child = subprocess.Popen(["sleep", "600"])
+        Path(trajectory.prompt.fields["file"]).write_text(f"{os.getpid()} {child.pid}")
+        time.sleep(600)
+    return trajectory.prompt.fields.get("give", 1.0)
+
+
+async def obey_async(trajectory: Trajectory) -> object:
+    what = trajectory.prompt.fields.get("do")
+    if what == "hang":
+        await asyncio.sleep(600)
+    if what == "meet":
+        return await _meet()
+    await asyncio.sleep(0)
+    return obey(trajectory)
+
+
+_waiting: list[asyncio.Event] = []
+
+
+async def _meet() -> float:
+    """Returns when a second call of it runs at the same time."""
+    event = asyncio.Event()
+    _waiting.append(event)
+    if len(_waiting) == 2:
+        for each in _waiting:
+            each.set()
+    await event.wait()
+    return 1.0
+
+
+class Judges:
+    @staticmethod
+    def constant(trajectory: Trajectory) -> float:
+        return 0.25
