@@ -1,0 +1,123 @@
+"""Drawing tokens: one uniform number per (seed, position), then the inverse of the cumulative distribution.
+
+The global random state is never touched, so a completion depends on its seed and its logits alone, not on who else is
+in the batch. Shapes: n rows, V tokens of the vocabulary. Logprobs are in nats.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64, the increment of splitmix64
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def completion_seed(seed: int, sample: int) -> int:
+    """The seed of completion `sample` of a request with n > 1; that of completion 0 is the request's own, int64."""
+    if sample == 0:
+        return seed
+    mixed = _mix(torch.tensor(seed, dtype=torch.int64) ^ _mix(torch.tensor(sample, dtype=torch.int64) * _GOLDEN))
+    return int(mixed)
+
+
+def uniforms(seeds: Tensor, first: int, count: int) -> Tensor:
+    """Uniform numbers for the positions `first` to `first + count - 1` of a completion.
+
+    Source: splitmix64, https://doi.org/10.1145/2660193.2660195, its state hashed from the seed.
+
+    Args:
+        seeds: [n] int64.
+        first: position of the new token within the completion, from 0.
+        count: how many positions.
+
+    Returns:
+        [n, count] float64 in [0, 1), with 53 random bits.
+    """
+    counters = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=seeds.device)
+    bits = _mix(_mix(seeds)[:, None] + counters[None, :] * _GOLDEN)
+    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def ban_stop_tokens(logits: Tensor, is_banned: Tensor, stop_token_ids: Tensor) -> None:
+    """Sets the logits of each row's stop tokens to -inf where `is_banned`; the softmax then renormalizes the rest.
+
+    Args:
+        logits: [n, V], changed in place.
+        is_banned: [n] bool.
+        stop_token_ids: [n, K]; -1 is no token.
+    """
+    rows, columns = torch.nonzero(is_banned[:, None] & (stop_token_ids >= 0), as_tuple=True)
+    logits[rows, stop_token_ids[rows, columns]] = float("-inf")
+
+
+def draw_tokens(
+    logits: Tensor,
+    uniform: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    is_greedy: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token per row, and its logprob as SGLang defines it: after temperature, before top-k and top-p.
+
+    None for a setting means that no row uses it; it only saves the work, the tokens are the same.
+
+    Args:
+        logits: [n, V] float32.
+        uniform: [n] float64 in [0, 1).
+        temperature: [n], above 0; 1 in greedy rows, whose logprobs are unscaled.
+        top_k, top_p: [n]; both or none; V and 1 keep every token.
+        is_greedy: [n] bool; these rows take the likeliest token.
+
+    Returns:
+        Token ids [n] int64 and logprobs [n] float32.
+    """
+    if temperature is not None:
+        logits = logits / temperature[:, None]
+    logprobs = torch.log_softmax(logits, -1)
+    probabilities = logprobs.exp()
+    if top_k is not None and top_p is not None:
+        probabilities = truncated(probabilities, top_k, top_p)
+    # float64: with 150,000 tokens a float32 sum would lose every token below 6e-8
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    token_ids = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+    token_ids.clamp_(max=logits.shape[-1] - 1)  # NaN logits have no place; their NaN logprob is reported later
+    if is_greedy is not None:
+        token_ids = torch.where(is_greedy[:, None], logits.argmax(-1, keepdim=True), token_ids)
+    return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0]
+
+
+def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The probabilities with everything outside top-k, then outside top-p of what is left, set to 0.
+
+    Top-p keeps the likeliest tokens until their sum reaches `top_p`, the one that reaches it included. Ties go to the
+    lower token id.
+
+    Args:
+        probabilities: [n, V].
+        top_k, top_p: [n].
+
+    Returns:
+        [n, V], not renormalized.
+    """
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(ordered.shape[-1], device=ordered.device)
+    ordered = ordered.masked_fill(ranks >= top_k[:, None], 0.0)
+    cumulative = ordered.cumsum(-1, dtype=torch.float64)
+    before = cumulative - ordered
+    is_outside = (before >= top_p[:, None] * cumulative[:, -1:]) & (top_p[:, None] < 1)
+    return torch.zeros_like(probabilities).scatter_(-1, order, ordered.masked_fill(is_outside, 0.0))
+
+
+def _mix(state: Tensor) -> Tensor:
+    state = (state ^ _shift_right(state, 30)) * _MIX_1
+    state = (state ^ _shift_right(state, 27)) * _MIX_2
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """Shifts zeros in from the left; `>>` on int64 would shift in the sign."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
