@@ -106,7 +106,8 @@ def _members(group_ids: Tensor, of: Statistic) -> Tensor:
     """Which statistic a trajectory belongs to, [B]: its group's, numbered from 0, or the one of the batch."""
     if of == "batch":
         return torch.zeros_like(group_ids, dtype=torch.int64)
-    return torch.unique(group_ids, return_inverse=True)[1]
+    members: Tensor = torch.unique(group_ids, return_inverse=True)[1]
+    return members
 
 
 def _count_and_mean(values: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,4 +120,4 @@ def _are_equal(values: Tensor, members: Tensor) -> Tensor:
     """Whether all values that share a statistic are equal: a computed deviation of 1e-17 would not say so."""
     lowest = torch.zeros_like(values).scatter_reduce(0, members, values, "amin", include_self=False)
     highest = torch.zeros_like(values).scatter_reduce(0, members, values, "amax", include_self=False)
-    return lowest.eq(highest)[members]
+    return lowest.eq(highest).index_select(0, members)

@@ -25,8 +25,8 @@ from lightrl.functional.shapes import check_same_shape
 # Up to this many logits are kept for the backward pass instead of being computed twice (64 MiB in float32).
 _KEPT_LOGITS = 2**24
 # Logits of a chunk beyond that. Smaller chunks read the head more often: on a CPU, 512 tokens of a vocabulary of 50,000
-# took 0.9 s with 2^22, 1.4 s with 2^20, 3.9 s with 2^18 (0.65 s in one chunk). A GPU wants some hundred rows at a time.
-_CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
+# took 0.9 s with 2^24 and 2^22, 1.4 s with 2^20, 3.9 s with 2^18. A GPU wants some hundred rows at a time.
+_CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 
 
 def token_logprobs(

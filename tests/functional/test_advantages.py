@@ -1,0 +1,199 @@
+"""Advantages worked by hand, against a loop over groups, and their invariances."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+import pytest
+import torch
+
+from lightrl.functional import group_advantages, overlong_penalty
+
+
+def slow_advantages(
+    rewards: list[float],
+    group_ids: list[int],
+    mean: str | None,
+    std: str | None,
+    leave_one_out: bool,
+    unbiased: bool,
+    eps: float,
+) -> list[float]:
+    """Plain Python, one trajectory at a time."""
+    advantages = []
+    for i, (reward, group_id) in enumerate(zip(rewards, group_ids, strict=True)):
+        group = [j for j, other in enumerate(group_ids) if other == group_id]
+        of = {"group": group, "batch": list(range(len(rewards)))}
+        value = reward
+        for statistic in (mean, std):
+            if statistic and len({rewards[j] for j in of[statistic]}) == 1:
+                value = None
+        if value is None:
+            advantages.append(0.0)
+            continue
+        if mean:
+            others = [rewards[j] for j in of[mean] if not (leave_one_out and j == i)]
+            value -= statistics.fmean(others)
+        if std:
+            deviation = statistics.stdev if unbiased else statistics.pstdev
+            value /= deviation([rewards[j] for j in of[std]]) + eps
+        advantages.append(value)
+    return advantages
+
+
+def test_one_success_in_four_worked_by_hand() -> None:
+    # mean 1/4; squared deviations 9/16 + 3 · 1/16 = 3/4; unbiased variance 1/4, std 1/2.
+    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int64), eps=0.0)
+    torch.testing.assert_close(advantages, torch.tensor([1.5, -0.5, -0.5, -0.5]))
+
+
+def test_biased_standard_deviation_worked_by_hand() -> None:
+    # variance 4/4 = 1 instead of 4/3.
+    rewards = torch.tensor([2.0, 0.0, 2.0, 0.0])
+    advantages = group_advantages(rewards, torch.zeros(4, dtype=torch.int64), unbiased=False, eps=0.0)
+    torch.testing.assert_close(advantages, torch.tensor([1.0, -1.0, 1.0, -1.0]))
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others() -> None:
+    rewards, group_ids = torch.tensor([3.0, 0.0, 6.0]), torch.zeros(3, dtype=torch.int64)
+    advantages = group_advantages(rewards, group_ids, std=None, leave_one_out=True)
+    torch.testing.assert_close(advantages, torch.tensor([0.0, -4.5, 4.5]))
+
+
+def test_without_mean_and_std_the_advantages_are_the_rewards() -> None:
+    rewards = torch.tensor([1.0, 1.0, -2.0])
+    assert group_advantages(rewards, torch.tensor([4, 4, 9]), mean=None, std=None).equal(rewards)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "leave_one_out", "unbiased"),
+    [
+        (mean, std, leave_one_out, unbiased)
+        for mean, std, leave_one_out, unbiased in itertools.product(
+            ("group", "batch", None), ("group", "batch", None), (False, True), (True, False)
+        )
+        if mean or not leave_one_out
+    ],
+)
+def test_advantages_equal_a_loop_over_groups_of_any_sizes_in_any_order(
+    mean: str | None, std: str | None, leave_one_out: bool, unbiased: bool
+) -> None:
+    group_ids = [7, -3, 7, 7, 100, -3, 5, 5, 7, 100, 2**40]
+    rewards = [0.5, 1.0, 0.0, 2.0, 1.0, 1.0, 0.0, -1.0, 0.25, 1.0, 3.0]
+    settings = (mean, std, leave_one_out, unbiased, 1e-5)
+    advantages = group_advantages(torch.tensor(rewards), torch.tensor(group_ids), *settings)
+    torch.testing.assert_close(advantages, torch.tensor(slow_advantages(rewards, group_ids, *settings)))
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("std", ["group", "batch", None])
+def test_adding_a_constant_to_a_groups_rewards_changes_nothing_but_the_batchs_spread(
+    std: str | None, leave_one_out: bool
+) -> None:
+    rewards, group_ids = torch.tensor([1.0, 0.0, 0.0, 0.5, 2.0, 2.5]), torch.tensor([0, 0, 0, 1, 1, 1])
+    shift = torch.full_like(rewards, 4.0) if std == "batch" else torch.tensor([4.0, 4.0, 4.0, 0.0, 0.0, 0.0])
+    before = group_advantages(rewards, group_ids, std=std, leave_one_out=leave_one_out)
+    after = group_advantages(rewards + shift, group_ids, std=std, leave_one_out=leave_one_out)
+    torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("std", ["group", "batch", None])
+def test_permuting_the_trajectories_permutes_the_advantages(std: str | None) -> None:
+    torch.manual_seed(0)
+    rewards, group_ids = torch.rand(12), torch.arange(12) % 5
+    order = torch.randperm(12)
+    before = group_advantages(rewards, group_ids, std=std)
+    after = group_advantages(rewards[order], group_ids[order], std=std)
+    torch.testing.assert_close(after, before[order], rtol=1e-6, atol=1e-7)
+
+
+def test_renaming_the_groups_changes_nothing() -> None:
+    rewards, group_ids = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 1, 1, 1])
+    assert group_advantages(rewards, group_ids).equal(group_advantages(rewards, 50 - 7 * group_ids))
+
+
+def test_advantages_of_a_group_sum_to_zero() -> None:
+    advantages = group_advantages(torch.tensor([0.3, 0.1, 0.9, 0.2]), torch.zeros(4, dtype=torch.int64))
+    assert advantages.sum().item() == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("mean", ["group", "batch", None])
+@pytest.mark.parametrize("std", ["group", "batch", None])
+def test_a_group_of_one_gives_zero_where_a_statistic_of_the_group_is_in_use(mean: str | None, std: str | None) -> None:
+    advantages = group_advantages(torch.tensor([5.0, 1.0, 0.0]), torch.tensor([1, 2, 2]), mean=mean, std=std)
+    assert advantages.isfinite().all()
+    assert (advantages[0] == 0) == ("group" in (mean, std))
+
+
+@pytest.mark.parametrize("mean", ["group", "batch"])
+@pytest.mark.parametrize("std", ["group", "batch", None])
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_a_batch_of_one_gives_zero(mean: str, std: str | None, leave_one_out: bool) -> None:
+    advantages = group_advantages(torch.tensor([5.0]), torch.tensor([1]), mean, std, leave_one_out)
+    assert advantages.tolist() == [0.0]
+
+
+def test_equal_rewards_give_exactly_zero_also_where_their_mean_rounds() -> None:
+    rewards = torch.tensor([0.1] * 3 + [0.7] * 7 + [1e8] * 11)
+    group_ids = torch.tensor([0] * 3 + [1] * 7 + [2] * 11)
+    for std in ("group", None):
+        for leave_one_out in (False, True):
+            advantages = group_advantages(rewards, group_ids, std=std, leave_one_out=leave_one_out, eps=0.0)
+            assert advantages.eq(0).all()
+
+
+def test_a_group_of_equal_rewards_gives_zero_against_the_batch_mean_too() -> None:
+    advantages = group_advantages(torch.tensor([1.0, 1.0, 0.0, 4.0]), torch.tensor([0, 0, 1, 1]), mean="batch")
+    assert advantages[:2].tolist() == [0.0, 0.0]
+    assert advantages.abs().max() < 2
+
+
+def test_no_trajectories_give_no_advantages() -> None:
+    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_advantages_keep_the_rewards_dtype_and_integers_become_float32() -> None:
+    group_ids = torch.zeros(2, dtype=torch.int64)
+    assert group_advantages(torch.tensor([1.0, 0.0], dtype=torch.float64), group_ids).dtype == torch.float64
+    assert group_advantages(torch.tensor([1, 0]), group_ids).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mean": "groups"}, "mean='groups'"),
+        ({"std": "all"}, "std='all'"),
+        ({"mean": None, "leave_one_out": True}, "leave_one_out=True got mean=None"),
+    ],
+    ids=["unknown mean", "unknown std", "leave one out without a mean"],
+)
+def test_settings_without_a_meaning_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), **settings)
+
+
+def test_group_ids_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"group_ids has shape \(3,\) but rewards has shape \(2,\)"):
+        group_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.int64))
+
+
+def test_the_overlong_penalty_is_the_papers() -> None:
+    # DAPO's own setting: 16,384 expected tokens, a cache of 4,096 more, generation limit 20,480.
+    lengths = torch.tensor([0, 16384, 16385, 18432, 20480, 30000])
+    penalty = overlong_penalty(lengths, 20480, 4096, 1.0)
+    torch.testing.assert_close(penalty, torch.tensor([0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0]))
+
+
+def test_the_overlong_penalty_grows_with_the_factor() -> None:
+    assert overlong_penalty(torch.tensor([6, 8, 10]), 10, 4, factor=0.5).tolist() == [0.0, -0.25, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [((10, 0, 1.0), "buffer_tokens=0"), ((10, 11, 1.0), "buffer_tokens=11"), ((10, 4, -1.0), "factor=-1.0")],
+    ids=["no buffer", "buffer longer than the limit", "a negative factor"],
+)
+def test_overlong_settings_without_a_meaning_are_refused(settings: tuple[int, int, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        overlong_penalty(torch.tensor([1]), *settings)

@@ -1,0 +1,264 @@
+"""Policy losses and weights worked by hand, against loops over tokens, and at the edges."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrl.functional import (
+    cispo_loss,
+    clipped_policy_loss,
+    clipped_ratio_loss,
+    importance_weights,
+    is_clipped,
+    policy_ratio,
+    reduce_loss,
+    sequence_ratio,
+)
+
+
+def of_ratio(*ratios: float) -> tuple[Tensor, Tensor]:
+    """logprobs with gradient and proximal logprobs [1, T] whose ratios these are."""
+    proximal = torch.full((1, len(ratios)), -1.0)
+    return (proximal + torch.tensor([ratios]).log()).requires_grad_(), proximal
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected_loss", "expected_gradient"),
+    [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.1, 2.0, -2.2, -2.2),
+        (1.5, 2.0, -2.4, 0.0),
+        (0.5, 2.0, -1.0, -1.0),
+        (1.5, -2.0, 3.0, 3.0),
+        (0.5, -2.0, 1.6, 0.0),
+        (0.9, -2.0, 1.8, 1.8),
+        (5.0, 0.0, 0.0, 0.0),
+    ],
+    ids=[
+        "on policy",
+        "inside, good",
+        "above, good: clipped",
+        "below, good: pulled back",
+        "above, bad: pulled back",
+        "below, bad: clipped",
+        "inside, bad",
+        "no advantage",
+    ],
+)
+def test_the_clipped_loss_worked_by_hand(
+    ratio: float, advantage: float, expected_loss: float, expected_gradient: float
+) -> None:
+    logprobs, proximal = of_ratio(ratio)
+    loss = clipped_policy_loss(logprobs, proximal, torch.tensor([[advantage]]))
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(expected_loss)
+    assert logprobs.grad.item() == pytest.approx(expected_gradient)
+
+
+def test_a_higher_upper_bound_is_clip_higher() -> None:
+    logprobs, proximal = of_ratio(1.25, 1.5, 0.7)
+    advantages = torch.tensor([[1.0, 1.0, -1.0]])
+    loss = clipped_policy_loss(logprobs, proximal, advantages, clip_low=0.2, clip_high=0.28)
+    torch.testing.assert_close(loss, torch.tensor([[-1.25, -1.28, 0.8]]))
+
+
+def test_the_clipped_loss_equals_a_loop_over_tokens() -> None:
+    torch.manual_seed(0)
+    logprobs, proximal, advantages = torch.randn(4, 9) - 2, torch.randn(4, 9) - 2, torch.randn(4, 9)
+    loss = clipped_policy_loss(logprobs, proximal, advantages, 0.1, 0.3, 2.5)
+    for b in range(4):
+        for t in range(9):
+            ratio = math.exp(logprobs[b, t].item() - proximal[b, t].item())
+            a = advantages[b, t].item()
+            surrogate = min(ratio * a, max(0.9, min(1.3, ratio)) * a)
+            if a < 0:
+                surrogate = max(surrogate, 2.5 * a)
+            assert loss[b, t].item() == pytest.approx(-surrogate, rel=1e-5)
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_only() -> None:
+    logprobs, proximal = of_ratio(10.0, 2.0, 10.0)
+    advantages = torch.tensor([[-2.0, -2.0, 2.0]])
+    loss = clipped_policy_loss(logprobs, proximal, advantages, dual_clip=3.0)
+    loss.sum().backward()
+    torch.testing.assert_close(loss, torch.tensor([[6.0, 4.0, -2.4]]))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, 4.0, 0.0]]))
+
+
+def test_the_proximal_policy_gets_no_gradient() -> None:
+    logprobs, proximal = (torch.zeros(1, 2, requires_grad=True) for _ in range(2))
+    clipped_policy_loss(logprobs, proximal, torch.ones(1, 2)).sum().backward()
+    assert proximal.grad is None
+
+
+def test_an_on_policy_ratio_is_one_and_nothing_is_clipped() -> None:
+    logprobs = torch.tensor([[-1.0, -20.0]])
+    ratio = policy_ratio(logprobs, logprobs.clone())
+    assert ratio.eq(1).all()
+    assert is_clipped(ratio, torch.tensor([[1.0, -1.0]])).eq(0).all()
+
+
+def test_ratios_in_the_ordinary_range_are_untouched() -> None:
+    difference = torch.linspace(-19, 19, 77)[None]
+    assert policy_ratio(difference, torch.zeros_like(difference)).equal(difference.exp())
+
+
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_extreme_logprobs_keep_loss_and_gradient_finite(dual_clip: float | None) -> None:
+    logprobs = torch.tensor([[0.0, -1e30, -200.0, 0.0]], requires_grad=True)
+    proximal = torch.tensor([[-1e30, 0.0, 0.0, -200.0]])
+    for advantage in (1.0, -1.0):
+        advantages = torch.full((1, 4), advantage)
+        loss = clipped_policy_loss(logprobs, proximal, advantages, dual_clip=dual_clip)
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+        assert loss.isfinite().all()
+        assert gradient.isfinite().all()
+
+
+def test_is_clipped_says_where_the_gradient_is_taken_away() -> None:
+    ratios = (0.5, 0.5, 1.0, 1.5, 1.5, 1.5)
+    advantages = torch.tensor([[1.0, -1.0, 1.0, 1.0, -1.0, 0.0]])
+    logprobs, proximal = of_ratio(*ratios)
+    clipped_policy_loss(logprobs, proximal, advantages).sum().backward()
+    clipped = is_clipped(policy_ratio(logprobs, proximal), advantages)
+    assert clipped.tolist() == [[0, 1, 0, 1, 0, 0]]
+    assert logprobs.grad.eq(0).tolist() == [[False, True, False, True, False, True]]
+    assert not clipped.requires_grad
+
+
+def test_the_sequence_ratio_is_the_geometric_mean_over_loss_tokens() -> None:
+    logprobs, proximal = of_ratio(9.0, 2.0, 8.0, 100.0)
+    mask = torch.tensor([[False, True, True, False]])
+    torch.testing.assert_close(sequence_ratio(logprobs, proximal, mask), torch.full((1, 4), 4.0))
+
+
+def test_the_sequence_ratio_gives_each_token_its_own_gradient() -> None:
+    logprobs, proximal = of_ratio(9.0, 2.0, 8.0)
+    mask = torch.tensor([[False, True, True]])
+    ratio = sequence_ratio(logprobs, proximal, mask)
+    (gradient,) = torch.autograd.grad((ratio * torch.tensor([[1.0, 1.0, 10.0]])).sum(), logprobs)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 4.0, 40.0]]))
+
+
+def test_gspo_per_token_has_the_loss_and_gradient_of_gspo_per_sequence() -> None:
+    torch.manual_seed(0)
+    logprobs = (torch.randn(3, 6, dtype=torch.float64) / 4).requires_grad_()
+    proximal, advantages = torch.randn(3, 6, dtype=torch.float64) / 4, torch.tensor([1.0, -2.0, 0.5]).double()
+    mask = torch.rand(3, 6) < 0.6
+    ratio = sequence_ratio(logprobs, proximal, mask)
+    losses = clipped_ratio_loss(ratio, advantages[:, None].expand(3, 6), clip_low=0.05, clip_high=0.1)
+    loss = reduce_loss(losses, mask, mode="sequence", num_tokens=int(mask.sum()), num_sequences=3)
+    # Equations 5 and 7 of the paper, one number per sequence.
+    log_ratio = (torch.where(mask, logprobs - proximal, 0.0).sum(1) / mask.sum(1)).exp()
+    plain = -torch.minimum(log_ratio * advantages, log_ratio.clamp(0.95, 1.1) * advantages).mean()
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(torch.autograd.grad(loss, logprobs), torch.autograd.grad(plain, logprobs))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
+def test_what_is_masked_has_no_effect_on_the_sequence_ratio(poison: float) -> None:
+    mask = torch.tensor([[False, True, True], [False, False, False]])
+    values = torch.tensor([[poison, -1.0, -2.0], [poison, poison, poison]], requires_grad=True)
+    ratio = sequence_ratio(values, torch.tensor([[poison, -1.5, -1.5], [poison] * 3]), mask)
+    ratio.sum().backward()
+    assert ratio.eq(1).all()
+    assert values.grad.tolist() == [[0, 1, 1], [0, 0, 0]]
+
+
+def test_the_cispo_loss_worked_by_hand() -> None:
+    logprobs, proximal = of_ratio(1.5, 10.0, 0.1)
+    values = logprobs.detach().clone()
+    loss = cispo_loss(logprobs, proximal, torch.tensor([[2.0, 1.0, -1.0]]), clip_high=4.0)
+    loss.sum().backward()
+    weights = torch.tensor([[1.5, 5.0, 0.1]])
+    factors = torch.tensor([[2.0, 1.0, -1.0]])
+    torch.testing.assert_close(loss, -weights * factors * values)
+    torch.testing.assert_close(logprobs.grad, -weights * factors)
+
+
+def test_cispo_has_a_lower_bound_where_it_is_asked_for() -> None:
+    logprobs, proximal = of_ratio(0.1)
+    cispo_loss(logprobs, proximal, torch.ones(1, 1), clip_low=0.2, clip_high=4.0).sum().backward()
+    assert logprobs.grad.item() == pytest.approx(-0.8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0.5, 2.0, 8.0]),
+        ({"cap": 4.0}, [0.5, 2.0, 0.0]),
+        ({"cap": 4.0, "mode": "clamp"}, [0.5, 2.0, 4.0]),
+        ({"cap": 8.001, "mode": "mask"}, [0.5, 2.0, 8.0]),
+        ({"level": "sequence"}, [2.0, 2.0, 2.0]),
+        ({"level": "sequence", "cap": 1.5}, [0.0, 0.0, 0.0]),
+        ({"level": "sequence", "cap": 1.5, "mode": "clamp"}, [1.5, 1.5, 1.5]),
+    ],
+    ids=["plain", "mask", "clamp", "under the cap", "sequence", "sequence mask", "sequence clamp"],
+)
+def test_importance_weights_worked_by_hand(settings: dict[str, object], expected: list[float]) -> None:
+    # The prompt token's ratio of 1000 takes no part; the geometric mean of 1/2, 2 and 8 is 2.
+    proximal, behavior = of_ratio(1000.0, 0.5, 2.0, 8.0)
+    mask = torch.tensor([[False, True, True, True]])
+    weights = importance_weights(proximal, behavior, mask, **settings)
+    torch.testing.assert_close(weights, torch.tensor([[1.0, *expected]]))
+    assert not weights.requires_grad
+
+
+def test_importance_weights_of_one_policy_are_one() -> None:
+    logprobs = torch.tensor([[-1.0, -3.0]])
+    for level in ("token", "sequence"):
+        weights = importance_weights(logprobs, logprobs.clone(), torch.ones(1, 2, dtype=torch.bool), level=level)
+        assert weights.eq(1).all()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
+def test_what_is_masked_has_no_effect_on_importance_weights(poison: float, level: str) -> None:
+    mask = torch.tensor([[False, True, True, False], [False, False, False, False]])
+    proximal, behavior = torch.full((2, 4), -1.0), torch.full((2, 4), -2.0)
+    clean = importance_weights(proximal, behavior, mask, 5.0, "clamp", level)
+    dirty = importance_weights(proximal.masked_fill(~mask, poison), behavior, mask, 5.0, "clamp", level)
+    assert dirty.equal(clean)
+    assert clean[~mask].eq(1).all()
+
+
+def test_importance_weights_of_extreme_logprobs_are_finite() -> None:
+    proximal, behavior = torch.tensor([[0.0, -1e30, 0.0]]), torch.tensor([[-1e30, 0.0, -math.inf]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    assert importance_weights(proximal, behavior, mask).isfinite().all()
+    assert importance_weights(proximal, behavior, mask, cap=2.0)[0, 0] == 0
+
+
+def test_other_shapes_are_refused_with_both_shapes() -> None:
+    with pytest.raises(ValueError, match=r"advantages has shape \(2,\) but ratio has shape \(2, 3\).*expand"):
+        clipped_policy_loss(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2))
+    with pytest.raises(ValueError, match="proximal_logprobs has shape"):
+        sequence_ratio(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_low": -0.1}, "clip_low=-0.1"),
+        ({"clip_high": -0.1}, "clip_high=-0.1"),
+        ({"dual_clip": 1.0}, "dual_clip=1.0"),
+    ],
+    ids=str,
+)
+def test_clip_settings_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        clipped_policy_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"cap": 0.0}, "cap=0.0"), ({"mode": "drop"}, "mode='drop'"), ({"level": "group"}, "level='group'")],
+    ids=str,
+)
+def test_weight_settings_without_a_meaning_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        importance_weights(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), **settings)

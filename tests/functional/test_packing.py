@@ -1,0 +1,145 @@
+"""Partitions against exhaustive search; pack then unpack is the identity; a real model sees the same trajectories."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3Model
+
+from lightrl.functional import bins, pack, rectangles, unpack
+
+
+def cost(groups: list[list[int]], lengths: list[int], overhead_tokens: int) -> int:
+    return sum(len(rows) * max(lengths[row] for row in rows) + overhead_tokens for rows in groups)
+
+
+def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
+    """Every way to put the rows into groups, like length or not."""
+    if not rows:
+        yield []
+        return
+    first, *rest = rows
+    for groups in partitions(rest):
+        for index in range(len(groups)):
+            yield [*groups[:index], [first, *groups[index]], *groups[index + 1 :]]
+        yield [[first], *groups]
+
+
+@pytest.mark.parametrize("overhead_tokens", [0, 1, 5, 20])
+def test_rectangles_cost_the_least_of_all_partitions(overhead_tokens: int) -> None:
+    generator = random.Random(overhead_tokens)
+    for _ in range(6):
+        lengths = [generator.randint(0, 9) for _ in range(7)]
+        groups = rectangles(lengths, overhead_tokens)
+        least = min(cost(other, lengths, overhead_tokens) for other in partitions(list(range(7))))
+        assert cost(groups, lengths, overhead_tokens) == least
+        assert sorted(row for rows in groups for row in rows) == list(range(7))
+
+
+def test_rectangles_worked_by_hand() -> None:
+    # Apart: 3·2 + 1·10 = 16 and twice the overhead; together: 4·10 = 40 and once the overhead.
+    lengths = [2, 10, 2, 1]
+    assert rectangles(lengths, 23) == [[0, 2, 3], [1]]
+    assert rectangles(lengths, 25) == [[0, 1, 2, 3]]
+
+
+def test_without_overhead_no_token_of_padding_is_left() -> None:
+    lengths = [5, 3, 5, 8, 3, 3]
+    assert rectangles(lengths) == [[1, 4, 5], [0, 2], [3]]
+
+
+def test_no_trajectories_need_no_rectangles_and_no_bins() -> None:
+    assert rectangles([], 10) == []
+    assert bins([], 10) == []
+
+
+def test_bins_are_filled_first_fit_decreasing() -> None:
+    # 7 | 6 | 5 fits nowhere | 3 goes to the 7 | 2 to the 6 | 2 to the 6
+    assert bins([3, 7, 2, 6, 5, 2], 10) == [[0, 1], [2, 3, 5], [4]]
+
+
+def test_bins_hold_every_row_once_within_the_budget() -> None:
+    generator = random.Random(0)
+    lengths = [generator.randint(1, 40) for _ in range(60)]
+    filled = bins(lengths, 48)
+    assert sorted(row for rows in filled for row in rows) == list(range(60))
+    assert all(sum(lengths[row] for row in rows) <= 48 for rows in filled)
+
+
+def test_a_trajectory_longer_than_the_budget_has_a_row_of_its_own() -> None:
+    assert bins([4, 30, 4], 10) == [[1], [0, 2]]
+
+
+def test_packing_worked_by_hand() -> None:
+    packed = pack(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 2]))
+    assert packed.token_ids.tolist() == [[5, 6, 7, 8, 9]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert packed.rows.tolist() == [0, 0, 0, 1, 1]
+    assert packed.columns.tolist() == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("lengths", [[4, 1, 3], [4, 4, 4], [0, 4, 2], [0, 0, 0]], ids=str)
+def test_pack_then_unpack_is_the_identity(lengths: list[int]) -> None:
+    is_token = torch.arange(4) < torch.tensor(lengths)[:, None]
+    token_ids = torch.where(is_token, torch.randint(1, 50, (3, 4)), 0)
+    packed = pack(token_ids, torch.tensor(lengths))
+    assert packed.token_ids.shape == packed.position_ids.shape == (1, sum(lengths))
+    assert unpack(packed.token_ids[0], packed, (3, 4)).equal(token_ids)
+
+
+def test_packing_bin_by_bin_then_unpacking_is_the_identity() -> None:
+    lengths = torch.tensor([5, 2, 7, 1, 4])
+    token_ids = torch.where(torch.arange(7) < lengths[:, None], torch.randint(1, 50, (5, 7)), 0)
+    whole = torch.zeros_like(token_ids)
+    for rows in bins(lengths.tolist(), 8):
+        packed = pack(token_ids[rows], lengths[rows])
+        whole[rows] = unpack(packed.token_ids[0], packed, (len(rows), 7))
+    assert whole.equal(token_ids)
+
+
+def test_unpacked_values_carry_the_gradient_and_may_be_vectors() -> None:
+    packed = pack(torch.tensor([[5, 6], [7, 0]]), torch.tensor([2, 1]))
+    values = torch.randn(3, 4, requires_grad=True)
+    unpacked = unpack(values, packed, (2, 2))
+    unpacked.sum().backward()
+    assert unpacked.shape == (2, 2, 4)
+    assert unpacked[1, 1].eq(0).all()
+    assert values.grad.eq(1).all()
+
+
+def test_a_model_sees_the_same_trajectories_apart_in_rectangles_and_packed() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = Qwen3Model(Qwen3Config(vocab_size=64, attn_implementation="sdpa", **sizes, **heads)).eval()
+    lengths = [7, 12, 3, 8]
+    trajectories = [torch.randint(0, 64, (length,)) for length in lengths]
+    apart = [model(ids[None], use_cache=False).last_hidden_state[0] for ids in trajectories]
+    token_ids = torch.nn.utils.rnn.pad_sequence(trajectories, batch_first=True)
+    packed = pack(token_ids, torch.tensor(lengths))
+    together = model(packed.token_ids, position_ids=packed.position_ids, use_cache=False).last_hidden_state[0]
+    torch.testing.assert_close(together, torch.cat(apart), rtol=1e-5, atol=1e-5)
+    for rows in rectangles(lengths, 4):
+        longest = max(lengths[row] for row in rows)
+        hidden = model(token_ids[rows][:, :longest], use_cache=False).last_hidden_state
+        for row, states in zip(rows, hidden, strict=True):
+            torch.testing.assert_close(states[: lengths[row]], apart[row], rtol=1e-5, atol=1e-5)
+
+
+def test_input_without_a_meaning_is_refused() -> None:
+    packed = pack(torch.tensor([[5, 6]]), torch.tensor([2]))
+    with pytest.raises(ValueError, match="overhead_tokens=-1"):
+        rectangles([1], -1)
+    with pytest.raises(ValueError, match="least length -2"):
+        rectangles([1, -2], 0)
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        bins([1], 0)
+    with pytest.raises(ValueError, match=r"\(1, 2\).*\(2,\)"):
+        pack(torch.tensor([[5, 6]]), torch.tensor([2, 2]))
+    with pytest.raises(ValueError, match="from 3 to 3, expected 0 to T = 2"):
+        pack(torch.tensor([[5, 6]]), torch.tensor([3]))
+    with pytest.raises(ValueError, match=r"\(1, 2\) but 2 tokens were packed"):
+        unpack(packed.token_ids, packed, (1, 2))
