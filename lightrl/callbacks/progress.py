@@ -150,12 +150,10 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         if not self.is_disabled:
             self._show_metrics(trainer, pl_module)
             self._redraw()
-        elif self.is_enabled:
-            values = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-            done = _num_batches_done(trainer)
-            self.print(
-                f"validation after iteration {done}{_plain({name: float(value) for name, value in values.items()})}"
-            )
+            return
+        values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+        if self.is_enabled and values:
+            self.print(f"validation after iteration {_num_batches_done(trainer)}{_plain(values)}")
 
     # ------------------------------------------------------------------ drawing
 

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+from played_run import PlayedModule, PlayedTrainer, ValidatedModule, batches, groups_of
+
+from lightrl.callbacks.progress import RolloutProgressBar, num_batches_of_run
+from lightrl.callbacks.rollout_metrics import RolloutMetrics
+from lightrl.trajectory import Group
+
+
+class Terminal(io.StringIO):
+    """Keeps all that was written; says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def as_stdout(self) -> Iterator[None]:
+        with contextlib.redirect_stdout(self):
+            yield
+
+
+def play(_: int) -> list[Group]:
+    return groups_of([[1.0, 0.0]])
+
+
+def fit(bar: RolloutProgressBar, *, num_batches: int = 4, validate: bool = False, **settings: Any) -> PlayedTrainer:
+    trainer = PlayedTrainer(callbacks=[RolloutMetrics(), bar], enable_checkpointing=False, **settings)
+    module = ValidatedModule(play) if validate else PlayedModule(play)
+    trainer.fit(module, batches(num_batches), batches(1) if validate else None)
+    return trainer
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setattr("lightrl.callbacks.progress._REDRAW_S", 0.0)
+    return Terminal()
+
+
+def test_two_lines_show_the_run_and_the_phase(terminal: Terminal) -> None:
+    with terminal.as_stdout():
+        fit(RolloutProgressBar(), max_steps=4)
+    frames = terminal.getvalue()
+    for part in (
+        "Training: ",
+        "4/4",
+        "reward=0.500",
+        "accuracy=0.500",
+        "rollout: ",
+        "update: ",
+        "tokens/s=2",
+        "sync_s=0.250",
+    ):
+        assert part in frames
+
+
+def test_the_bar_counts_all_epochs_of_the_run(terminal: Terminal) -> None:
+    with terminal.as_stdout():
+        fit(RolloutProgressBar(), num_batches=2, max_epochs=3)
+    assert "6/6" in terminal.getvalue()
+    assert "2/2 [" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        pytest.param({"max_steps": 7}, 7, id="steps over several epochs"),
+        pytest.param({"max_epochs": 3}, 12, id="epochs"),
+        pytest.param({"max_steps": 7, "max_epochs": 1}, 4, id="whichever comes first"),
+    ],
+)
+def test_the_run_ends_where_the_bar_says(settings: dict[str, int], expected: int) -> None:
+    trainer = fit(RolloutProgressBar(), **settings)
+    assert num_batches_of_run(trainer) == trainer.global_step == expected
+
+
+def test_held_out_accuracy_is_shown_once_it_is_known(terminal: Terminal) -> None:
+    with terminal.as_stdout():
+        fit(RolloutProgressBar(), max_steps=8, validate=True, num_sanity_val_steps=0)
+    before, after = terminal.getvalue().split("Validation", 1)
+    assert "held-out" not in before
+    assert "held-out=0.500" in after  # 0.25 + 4 / 16
+
+
+def test_no_terminal_gives_one_plain_line_every_n_iterations(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(RolloutProgressBar(print_every_n_iterations=2), max_steps=6)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["iteration 2/6", "iteration 4/6", "iteration 6/6"]
+    assert "reward=0.500  accuracy=0.500  tokens/s=2  staleness=" in lines[0]
+    assert "\r" not in "".join(lines)
+
+
+def test_no_terminal_gives_one_plain_line_after_each_validation(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(RolloutProgressBar(print_every_n_iterations=100), max_steps=4, validate=True, num_sanity_val_steps=1)
+    assert "validation after iteration 4  val/accuracy_fraction=0.500" in capsys.readouterr().out.splitlines()
+
+
+def test_a_refresh_rate_of_zero_is_silent(capsys: pytest.CaptureFixture[str], terminal: Terminal) -> None:
+    with terminal.as_stdout():
+        fit(RolloutProgressBar(refresh_rate=0), max_steps=2)
+    assert terminal.getvalue() == ""
+    assert capsys.readouterr().out == ""
+
+
+def test_the_trainers_flag_for_no_bar_is_kept() -> None:
+    trainer = PlayedTrainer(enable_progress_bar=False, enable_checkpointing=False, max_steps=1)
+    trainer.fit(PlayedModule(play), batches(1))
+    assert trainer.progress_bar_callback is None
+
+
+def test_a_plain_module_shows_what_it_logs(terminal: Terminal) -> None:
+    class Plain(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("train_loss", 0.125, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = PlayedTrainer(callbacks=[RolloutProgressBar()], enable_checkpointing=False, max_epochs=2)
+    data = batches(3).expand(3, 1, 32)
+    with terminal.as_stdout():
+        trainer.fit(Plain(), data, data)
+    assert "6/6" in terminal.getvalue()
+    assert "train_loss=0.125" in terminal.getvalue()
+    assert "rollout" not in terminal.getvalue()
+
+
+def test_what_is_printed_during_a_run_stands_above_the_bars(terminal: Terminal) -> None:
+    class Talking(PlayedModule):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.print("a table")
+
+    trainer = PlayedTrainer(callbacks=[RolloutProgressBar()], enable_checkpointing=False, max_steps=1)
+    with terminal.as_stdout():
+        trainer.fit(Talking(play), batches(1))
+    assert "a table\n" in terminal.getvalue()
+
+
+def test_a_resumed_run_counts_on_from_where_it_stopped(terminal: Terminal, tmp_path: Any) -> None:
+    with terminal.as_stdout():
+        first = fit(RolloutProgressBar(), max_steps=2)
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    terminal.truncate(0)
+    resumed = PlayedTrainer(
+        callbacks=[RolloutMetrics(), RolloutProgressBar()], enable_checkpointing=False, max_epochs=2
+    )
+    with terminal.as_stdout():
+        resumed.fit(PlayedModule(play), batches(2), ckpt_path=tmp_path / "two.ckpt")
+    assert "2/4" in terminal.getvalue()
+    assert "4/4" in terminal.getvalue()
+    assert "1/4" not in terminal.getvalue()

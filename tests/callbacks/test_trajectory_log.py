@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from played_run import groups_of, run, trajectory
+
+from lightrl.callbacks.trajectory_log import (
+    TrajectoryLog,
+    escape_unprintable,
+    format_table,
+    pick_rows,
+    read_trajectories,
+)
+from lightrl.trajectory import Group, Turn
+
+
+class LetterTokenizer:
+    """Token 1 is A, 2 is B, …"""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(chr(64 + token_id) for token_id in token_ids)
+
+
+def log_of(folder: Path, iteration: int = 0) -> Path:
+    return folder / "trajectories" / f"iteration-{iteration:06d}.jsonl"
+
+
+def test_what_is_read_back_equals_what_was_trained_on(tmp_path: Path) -> None:
+    odd = trajectory(
+        1.0,
+        completion_ids=[5, 6],
+        versions=[0, 1],
+        metrics={"accuracy": 1.0},
+        rewards=[0.0, 0.0, 0.0, 0.1, 0.9],
+        turns=[Turn(3, 5, "length")],
+        is_truncated=True,
+        finish_reason="length",
+    )
+    odd.behavior_logprobs = [0.0, 0.0, 0.0, -1 / 3, -1e-17]
+    odd.completion = 'a "quote", a\nbreak, \u2028, é, 数学, \x00 and a lone \ud800'
+    groups = [Group(0, odd.prompt, [odd])]
+    run(lambda _: groups, TrajectoryLog(), default_root_dir=tmp_path)
+    assert list(read_trajectories(log_of(tmp_path))) == [odd]
+    assert len(log_of(tmp_path).read_bytes().splitlines()) == 1
+
+
+def test_a_folder_is_read_in_the_order_of_training(tmp_path: Path) -> None:
+    run(
+        lambda iteration: groups_of([[float(iteration), -1.0]]),
+        TrajectoryLog(1),
+        num_iterations=3,
+        default_root_dir=tmp_path,
+    )
+    assert [item.reward for item in read_trajectories(tmp_path / "trajectories")] == [0.0, -1.0, 1.0, -1.0, 2.0, -1.0]
+
+
+def test_each_line_tells_iteration_weight_version_and_advantage(tmp_path: Path) -> None:
+    run(lambda _: groups_of([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path)
+    first, second = map(json.loads, log_of(tmp_path).read_text().splitlines())
+    assert (first["iteration"], first["weight_version"], first["advantage"]) == (0, 0, 0.5)
+    assert second["advantage"] == -0.5
+
+
+def test_only_every_nth_iteration_and_so_many_trajectories_are_written(tmp_path: Path) -> None:
+    log = TrajectoryLog(every_n_iterations=2, max_per_iteration=3, table_every_n_iterations=None)
+    run(lambda _: groups_of([[1.0, 0.0], [0.0, 1.0]]), log, num_iterations=4, default_root_dir=tmp_path)
+    files = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
+    assert files == ["iteration-000000.jsonl", "iteration-000002.jsonl"]
+    assert len(list(read_trajectories(log_of(tmp_path)))) == 3
+
+
+def test_fast_dev_run_writes_nothing(tmp_path: Path) -> None:
+    run(lambda _: groups_of([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path, fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_refuses_ends_the_log_with_one_warning_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "trajectories").write_text("a file where the folder should be")
+    log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        trainer = run(lambda _: groups_of([[1.0, 0.0]]), log, num_iterations=3, default_root_dir=tmp_path)
+    assert trainer.global_step == 3
+    assert len(caplog.messages) == 1
+    assert "stops writing" in caplog.messages[0]
+
+
+def test_a_prompt_that_json_cannot_hold_ends_the_log_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = groups_of([[1.0, 0.0]])
+    groups[0].trajectories[0].prompt.fields["answer"] = {1, 2}
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        run(lambda _: groups, TrajectoryLog(), default_root_dir=tmp_path)
+    assert "type set" in caplog.messages[0]
+
+
+def test_a_table_is_printed_now_and_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = TrajectoryLog(every_n_iterations=100, table_every_n_iterations=2, table_rows=2)
+    run(lambda _: groups_of([[1.0, 0.0]]), log, num_iterations=3, default_root_dir=tmp_path)
+    output = capsys.readouterr().out
+    assert "iteration 0\n" in output
+    assert "iteration 1\n" not in output
+    assert "iteration 2\n" in output
+    assert "advantage" in output
+
+
+def test_table_worked_by_hand() -> None:
+    rows = [(trajectory(1.0, completion_ids=[1, 2]), 0.5), (trajectory(0.0, completion_ids=[26]), None)]
+    assert format_table(rows, LetterTokenizer(), width=80).splitlines() == [
+        "prompt  completion  reward  advantage",
+        "CGJ     AB               1       +0.5",
+        "CGJ     Z                0           ",
+    ]
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_no_row_is_wider_than_the_terminal(width: int) -> None:
+    long = trajectory(1.0, completion_ids=[1])
+    long.completion = "数学" * 100
+    rows = [(long, 0.5), (trajectory(0.0, completion_ids=range(1, 27)), -0.5)]
+    lines = format_table(rows, width=width).splitlines()
+    wide = lines[1].count("数") + lines[1].count("学")
+    assert len(lines[1]) + wide <= width
+    assert all(len(line) <= width for line in lines[2:])
+
+
+def test_a_long_completion_keeps_its_start_and_its_end() -> None:
+    long = trajectory(1.0)
+    long.completion = "start" + "x" * 500 + "end"
+    line = format_table([(long, 0.5)], width=60).splitlines()[1]
+    assert "start" in line
+    assert "xend" in line
+    assert "…" in line
+
+
+def test_control_characters_are_escaped_and_letters_kept() -> None:
+    assert escape_unprintable("é数\n\t\x1b[2J") == r"é数\n\t\x1b[2J"
+
+
+def test_rows_run_from_the_highest_advantage_to_the_lowest() -> None:
+    items = [trajectory(float(index)) for index in range(5)]
+    rows = pick_rows(items, [0.0, 1.0, 2.0, 3.0, 4.0], 3)
+    assert [advantage for _, advantage in rows] == [4.0, 2.0, 0.0]
+    assert len(pick_rows(items, [None] * 5, 9)) == 5
+
+
+def test_settings_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="every_n_iterations=0"):
+        TrajectoryLog(every_n_iterations=0)
