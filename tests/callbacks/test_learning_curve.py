@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import csv
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from played_run import PlayedTrainer, ValidatedModule, batches, groups_of
+
+from lightrl.callbacks.learning_curve import LearningCurve, draw_learning_curve, running_mean
+from lightrl.callbacks.rollout_metrics import RolloutMetrics
+from lightrl.callbacks.trajectory_log import TrajectoryLog
+from lightrl.trajectory import Group
+
+PNG = b"\x89PNG\r\n"
+
+
+def play(iteration: int) -> list[Group]:
+    return groups_of([[1.0, 0.0] if iteration % 2 else [0.0, 0.0]])
+
+
+def fit(curve: LearningCurve, folder: Path, *callbacks: Any, max_epochs: int = 2, **settings: Any) -> PlayedTrainer:
+    trainer = PlayedTrainer(
+        callbacks=[RolloutMetrics(), curve, *callbacks],
+        max_epochs=max_epochs,
+        enable_progress_bar=False,
+        **{"default_root_dir": folder, "enable_checkpointing": False, **settings},
+    )
+    trainer.fit(ValidatedModule(play), batches(2), batches(1))
+    return trainer
+
+
+def test_the_end_of_fit_leaves_a_picture_and_its_numbers(tmp_path: Path) -> None:
+    fit(LearningCurve(), tmp_path)
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(PNG)
+    rows = list(csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines()))
+    assert rows == [
+        ["iteration", "rollout/reward", "rollout/accuracy_fraction", "val/accuracy_fraction"],
+        ["0", "0.0", "0.0", ""],
+        ["1", "0.5", "0.5", ""],
+        ["2", "0.0", "0.0", "0.375"],  # measured after two iterations: 0.25 + 2 / 16
+        ["3", "0.5", "0.5", ""],
+        ["4", "", "", "0.5"],
+    ]
+
+
+def test_the_numbers_of_a_resumed_run_hold_all_of_it(tmp_path: Path) -> None:
+    whole, before, after = LearningCurve(), LearningCurve(), LearningCurve()
+    fit(whole, tmp_path / "whole", max_epochs=4)
+    fit(before, tmp_path / "parts").save_checkpoint(tmp_path / "two.ckpt")
+    trainer = PlayedTrainer(
+        callbacks=[RolloutMetrics(), after],
+        max_epochs=4,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path / "parts",
+    )
+    trainer.fit(ValidatedModule(play), batches(2), batches(1), ckpt_path=tmp_path / "two.ckpt", weights_only=True)
+    assert after.state_dict() == whole.state_dict()
+
+
+def test_the_end_of_fit_tells_where_everything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
+    callbacks = TrajectoryLog(table_every_n_iterations=None), ModelCheckpoint(save_last=True)
+    trainer = fit(LearningCurve(), tmp_path, *callbacks, logger=loggers, enable_checkpointing=True)
+    output = capsys.readouterr().out
+    assert f"Run folder: {trainer.log_dir}" in output
+    for name in ("metrics.csv", "events.out.tfevents", "trajectories", "learning_curve.png", "checkpoints"):
+        assert name in output
+    assert "learning_curve.csv" not in output  # the CSVLogger has the numbers
+
+
+def test_ctrl_c_leaves_the_picture_of_what_was_done(tmp_path: Path) -> None:
+    def interrupt(iteration: int) -> list[Group]:
+        if iteration == 3:
+            raise KeyboardInterrupt
+        return play(iteration)
+
+    trainer = PlayedTrainer(
+        callbacks=[RolloutMetrics(), LearningCurve()],
+        max_epochs=4,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(SystemExit):
+        trainer.fit(ValidatedModule(interrupt), batches(2), batches(1))
+    assert (tmp_path / "learning_curve.png").exists()
+
+
+def test_a_missing_matplotlib_is_told_once_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        fit(LearningCurve(), tmp_path)
+    assert [message for message in caplog.messages if "matplotlib" in message] == caplog.messages[:1]
+    assert (tmp_path / "learning_curve.csv").exists()
+
+
+def test_a_plain_module_has_no_picture(tmp_path: Path) -> None:
+    trainer = PlayedTrainer(
+        callbacks=[LearningCurve()],
+        max_epochs=1,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+    )
+    data = batches(2).expand(2, 1, 32)
+    trainer.fit(BoringModel(), data, data)
+    assert not (tmp_path / "learning_curve.png").exists()
+
+
+@pytest.mark.parametrize(
+    "curves",
+    [
+        pytest.param({"rollout/reward": {0: -3.0}}, id="one point, reward only"),
+        pytest.param({"val/accuracy_fraction": {0: 0.1, 50: 1.0}}, id="held-out only"),
+        pytest.param(
+            {
+                "rollout/reward": {i: i / 9 - 1 for i in range(90)},
+                "rollout/accuracy_fraction": {i: i / 90 for i in range(90)},
+                "val/accuracy_fraction": {0: 0.1, 50: 1.0},
+            },
+            id="reward on a scale of its own",
+        ),
+    ],
+)
+def test_any_part_of_the_curves_can_be_drawn(tmp_path: Path, curves: dict[str, dict[int, float]]) -> None:
+    draw_learning_curve(curves, tmp_path / "curve.png", title="GRPO", constant_baseline=0.34)
+    assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
+    assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
+
+
+def test_running_mean_worked_by_hand() -> None:
+    assert running_mean([0.0, 3.0, 6.0, 0.0], 3) == [1.5, 3.0, 3.0, 3.0]
+    assert running_mean([1.0, 2.0], 1) == [1.0, 2.0]
+
+
+def test_a_baseline_in_percent_is_refused() -> None:
+    with pytest.raises(ValueError, match="constant_baseline=34"):
+        LearningCurve(constant_baseline=34)
