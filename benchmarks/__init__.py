@@ -1,0 +1,15 @@
+"""Benchmarks: how fast, how much memory, against whom. Each is `python -m benchmarks.<name>`; none is a test.
+
+Each prints a line for the machine, one JSON line per measurement and a table at the end, all by report.py. Figures with
+command, machine and targets are in README.md beside this file.
+
+Reading order:
+    report.py           what every benchmark prints: machine, measurements, peak memory, table
+    grpo_vs_trl.py      iterations per second against TRL's GRPOTrainer, short and skewed completions
+    local_engine.py     tokens per second against `model.generate`
+    packing.py          forward and backward, packed against padded
+    async_overlap.py    iterations per second with max_staleness 0, 1, 2, 4 under a long tail of latencies
+
+May import: everything of lightrl, and the extra [bench]. To add one: a file named for what it measures, with
+`if __name__ == "__main__"`, that interleaves its contenders (`report.interleaved`) and names units in its keys.
+"""

@@ -1,0 +1,190 @@
+"""Report: what every benchmark prints. A line for the machine, a JSON line per measurement, a table at the end.
+
+    report = Report("local_engine")
+    for setting in settings:
+        with PeakMemory() as memory:
+            times = [run(setting) for _ in range(5)]
+        report.add("decode", parameters="27M", batch=64, tokens_per_s=tokens / median(times), **memory.values())
+    report.finish()
+
+JSON lines go to standard output, so `python -m benchmarks.x | grep '^{'` is the data; units are in the names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_MIB = 2**20
+
+
+class Report:
+    """Collects measurements of one benchmark and prints each at once, for a run may be cut short.
+
+    Args:
+        benchmark: its module's name, part of every line.
+        settings: what all measurements share (task, precision, seed); in the machine line.
+    """
+
+    def __init__(self, benchmark: str, **settings: Any) -> None:
+        self.benchmark = benchmark
+        self.rows: list[dict[str, Any]] = []
+        _print_json({"benchmark": benchmark, "machine": machine(), **settings})
+
+    def add(self, measurement: str, **values: Any) -> dict[str, Any]:
+        """Prints one measurement and keeps it for the table; adds the peak memory of the process where it is missing."""
+        row = {"measurement": measurement, **values}
+        if not any(name.startswith("peak_rss") for name in row):
+            row["peak_rss_since_start_mib"] = peak_rss_mib()
+        self.rows.append(row)
+        _print_json({"benchmark": self.benchmark, **row})
+        return row
+
+    def table(self, columns: Sequence[str] | None = None) -> str:
+        """The measurements as Markdown; all columns, in the order of their first appearance, if none are named."""
+        columns = columns or list(dict.fromkeys(name for row in self.rows for name in row))
+        cells = [list(columns), *([_cell(row.get(name)) for name in columns] for row in self.rows)]
+        widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
+        is_number = [any(isinstance(row.get(name), (int, float)) for row in self.rows) for name in columns]
+        lines = [
+            "| "
+            + " | ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(line, widths, is_number, strict=True))
+            + " |"
+            for line in cells
+        ]
+        rule = "|" + "|".join("-" * (w + 1) + (":" if n else "-") for w, n in zip(widths, is_number, strict=True)) + "|"
+        return "\n".join([lines[0], rule, *lines[1:]])
+
+    def finish(self, columns: Sequence[str] | None = None, **summary: Any) -> None:
+        """Prints the table and, as the last line, the summary as JSON, if there is one."""
+        print(f"\n{self.table(columns)}\n", flush=True)
+        if summary:
+            _print_json(summary)
+
+
+class PeakMemory:
+    """Largest resident memory of this process while the block runs, in MiB.
+
+    Linux forgets the earlier peak when asked; where it does not (`is_since_start`), the peak is that of the process so
+    far, and only a process of its own gives each measurement its own number.
+    """
+
+    def __init__(self) -> None:
+        self.peak_rss_mib = 0.0
+        self.start_rss_mib = 0.0
+        self.is_since_start = True
+
+    def __enter__(self) -> PeakMemory:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from the present size
+            self.is_since_start = False
+        except OSError:
+            self.is_since_start = True
+        self.start_rss_mib = rss_mib()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.peak_rss_mib = peak_rss_mib()
+
+    def values(self) -> dict[str, float]:
+        """For `Report.add`."""
+        name = "peak_rss_since_start_mib" if self.is_since_start else "peak_rss_mib"
+        return {"start_rss_mib": round(self.start_rss_mib, 1), name: round(self.peak_rss_mib, 1)}
+
+
+def peak_rss_mib() -> float:
+    """Largest resident memory of this process since its start, or since the last PeakMemory, in MiB."""
+    found = _proc_status_mib("VmHWM")
+    if found is not None:
+        return found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (_MIB if sys.platform == "darwin" else 1024), 1)  # bytes on macOS, KiB elsewhere
+
+
+def rss_mib() -> float:
+    """Resident memory of this process now, in MiB; its peak where the system does not tell."""
+    found = _proc_status_mib("VmRSS")
+    return peak_rss_mib() if found is None else found
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to know to compare: processor, cores, memory, versions, thread settings, load."""
+    import torch
+
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "load_1min": round(os.getloadavg()[0], 2),  # above 0 before a start, something else was running
+    }
+
+
+def interleaved(contenders: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, list[float]]:
+    """Calls each contender in turn, `repeats` rounds, the order turned round in every other one.
+
+    A machine whose speed drifts then favors nobody.
+
+    Returns:
+        What they returned (seconds, or anything to compare), by name, in order of rounds.
+    """
+    results: dict[str, list[float]] = {name: [] for name in contenders}
+    for index in range(repeats):
+        names = list(contenders) if index % 2 == 0 else list(contenders)[::-1]
+        for name in names:
+            results[name].append(contenders[name]())
+    return results
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """Of measurements made pair by pair: the median ratio, and the lowest and highest."""
+    ratios = [above / below for above, below in zip(numerators, denominators, strict=True)]
+    return {
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_min": round(min(ratios), 3),
+        "ratio_max": round(max(ratios), 3),
+    }
+
+
+def _print_json(record: Mapping[str, Any]) -> None:
+    print(json.dumps(record), flush=True)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def _proc_status_mib(name: str) -> float | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return round(int(found[0]) / 1024, 1) if found else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else platform.processor() or platform.machine()
