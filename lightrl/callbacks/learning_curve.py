@@ -152,27 +152,17 @@ def draw_learning_curve(
     if has_accuracy:
         panel = panels[-1]
         if sampled:
-            _plot_running_mean(panel, sampled, color=_BLUE, label="sampled, on training prompts")
+            is_reward = " (the reward)" if reward and not has_reward else ""
+            _plot_running_mean(panel, sampled, color=_BLUE, label=f"sampled, training prompts{is_reward}")
         if held_out:
             points = sorted(held_out.items())
-            panel.plot(
-                *zip(*points, strict=True),
-                color=_ORANGE,
-                marker="o",
-                markersize=5,
-                lw=1.4,
-                zorder=4,
-                label="held-out prompts",
-            )
-            last_iteration, last = points[-1]
-            panel.annotate(
-                f"{last:.1%}", (last_iteration, last), (0, -14), textcoords="offset points", ha="right", color=_ORANGE
-            )
+            label = f"held-out prompts ({points[-1][1]:.1%} at the end)"
+            panel.plot(*zip(*points, strict=True), color=_ORANGE, marker="o", ms=5, lw=1.2, zorder=4, label=label)
         if constant_baseline is not None:
             label = f"{constant_label} ({constant_baseline:.0%})"
             panel.axhline(constant_baseline, color="black", lw=1.0, ls=(0, (5, 4)), label=label, zorder=1)
         panel.set_ylim(-0.02, 1.02)
-        panel.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+        panel.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
         panel.set_ylabel("accuracy (completions)")
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
