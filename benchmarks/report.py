@@ -40,7 +40,7 @@ class Report:
         _print_json({"benchmark": benchmark, "machine": machine(), **settings})
 
     def add(self, measurement: str, **values: Any) -> dict[str, Any]:
-        """Prints one measurement and keeps it for the table; adds the peak memory of the process where it is missing."""
+        """Prints one measurement and keeps it for the table; adds peak memory where it is missing."""
         row = {"measurement": measurement, **values}
         if not any(name.startswith("peak_rss") for name in row):
             row["peak_rss_since_start_mib"] = peak_rss_mib()
