@@ -50,11 +50,14 @@ def check_score_calls(calls: list[ModelCall], roles: set[str], available: set[st
         missing = [key for key in call.inputs if key not in keys]
         if missing:
             raise ValueError(
-                f"Model call {call.name!r} needs {missing[0]!r}, which nothing before it gives; there are {sorted(keys)}. "
+                f"Model call {call.name!r} needs {missing[0]!r}, which nothing before it gives; there are "
+                f"{sorted(keys)}. "
                 "Put the call that gives it first."
             )
         twice = [key for key in call.outputs if key in keys]
         if twice:
-            raise ValueError(f"Model call {call.name!r} gives {twice[0]!r} a second time, expected a new key. Rename it.")
+            raise ValueError(
+                f"Model call {call.name!r} gives {twice[0]!r} a second time, expected a new key. Rename it."
+            )
         names.add(call.name)
         keys.update(call.outputs)

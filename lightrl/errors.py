@@ -1,13 +1,13 @@
 """The exceptions of a run, as a tree; what a user can mend before the run is a ValueError or TypeError instead.
 
-    LightRLError
-    ├── EngineError               the rollout engine failed
-    │   ├── EngineUnreachable     nobody answers
-    │   ├── EngineTimeout         an answer is overdue
-    │   └── WeightSyncError       the engine did not take the new weights
-    ├── RolloutError              a workflow or an environment failed, or no batch came in time
-    ├── RewardError               a reward function raised, returned no finite number, hung or was killed
-    └── TrainingError             the update cannot go on (gradients without a finite value, again and again)
+LightRLError
+├── EngineError               the rollout engine failed
+│   ├── EngineUnreachable     nobody answers
+│   ├── EngineTimeout         an answer is overdue
+│   └── WeightSyncError       the engine did not take the new weights
+├── RolloutError              a workflow or an environment failed, or no batch came in time
+├── RewardError               a reward function raised, returned no finite number, hung or was killed
+└── TrainingError             the update cannot go on (gradients without a finite value, again and again)
 """
 
 

@@ -102,12 +102,16 @@ class Experience:
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.token_ids.device)
         width = int(self.lengths[index].max()) if len(index) else 0
         picked = {name: value[index] for name, value in self.tensors().items()}
-        return replace(self, **{name: value[:, :width] if value.dim() == 2 else value for name, value in picked.items()})
+        return replace(
+            self, **{name: value[:, :width] if value.dim() == 2 else value for name, value in picked.items()}
+        )
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
         """Consecutive parts of these sizes."""
         if sum(sizes) != len(self):
-            raise ValueError(f"sizes {list(sizes)} sum to {sum(sizes)}, expected the {len(self)} trajectories. Mend them.")
+            raise ValueError(
+                f"sizes {list(sizes)} sum to {sum(sizes)}, expected the {len(self)} trajectories. Mend them."
+            )
         parts: list[Self] = []
         start = 0
         for size in sizes:

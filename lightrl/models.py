@@ -56,7 +56,7 @@ class ModelSpec:
     Args:
         path: a Hugging Face hub name or a local folder with weights.
         config: instead of `path`: the model's config, with `model_type`, for random weights.
-        tokenizer: a hub name, a local folder, or the dotted path of a function that returns a tokenizer; `path` if None.
+        tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None.
         dtype: of the weights, for example `float32` or `bfloat16`; float32 if None, which mixed precision expects.
         attn_implementation: as in transformers; None is its default.
         seed: of the random weights when `config` is given.
@@ -127,7 +127,9 @@ class ModelSpec:
             return AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code)
         tokenizer = make()
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise TypeError(f"tokenizer {source!r} returned {type(tokenizer).__name__}, expected a Hugging Face tokenizer.")
+            raise TypeError(
+                f"tokenizer {source!r} returned {type(tokenizer).__name__}, expected a Hugging Face tokenizer."
+            )
         return tokenizer
 
 

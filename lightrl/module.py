@@ -23,7 +23,7 @@ from lightrl.rollout.workflow import SingleTurn, Workflow
 from lightrl.trajectory import Group, Sampling, Trajectory
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class RLModule(L.LightningModule):
         max_skipped_updates: the run ends after so many updates in a row with gradients that are not finite.
     """
 
-    # Whether `loss` reads `experience.proximal_logprobs` or backpropagates through `outputs.entropy`; a module that does
-    # not can say so and save the work.
+    # Whether `loss` reads `experience.proximal_logprobs`, or backpropagates through `outputs.entropy`; a module that
+    # does not can say so and save the work.
     needs_proximal_logprobs: bool = True
     needs_entropy_gradient: bool = True
     # Whether `advantages` compares the trajectories of a group; then a group of one is refused.
@@ -101,7 +101,9 @@ class RLModule(L.LightningModule):
             max_skipped_updates=max_skipped_updates,
         )
         if loss_reduction not in ("token", "sequence", "fixed"):
-            raise ValueError(f"loss_reduction={loss_reduction!r}, expected token, sequence or fixed. Choose one of them.")
+            raise ValueError(
+                f"loss_reduction={loss_reduction!r}, expected token, sequence or fixed. Choose one of them."
+            )
         if reward is None and type(self).reward is RLModule.reward:
             raise TypeError(
                 f"{type(self).__name__} has no reward, expected one. Write `def reward(self, trajectory) -> float`, or "
@@ -215,6 +217,13 @@ class RLModule(L.LightningModule):
         return self._tokenizer
 
     @property
+    def policy_config(self) -> PretrainedConfig:
+        """Of the policy's model, once it is there."""
+        policy: Any = self.policy
+        config: PretrainedConfig = policy.config
+        return config
+
+    @property
     def max_prompt_tokens(self) -> int | None:
         """What the context leaves for a prompt; None if the model states no context length."""
         context = getattr(self.policy_spec.load_config(), "max_position_embeddings", None)
@@ -287,8 +296,8 @@ class RLModule(L.LightningModule):
         rows = policy.get_input_embeddings().weight.shape[0]
         if len(self.tokenizer) > rows:
             raise ValueError(
-                f"The tokenizer has {len(self.tokenizer)} tokens but the model's vocabulary has {rows}, expected at most "
-                "as many. Use the tokenizer that the model was made with, or a config with a larger vocab_size."
+                f"The tokenizer has {len(self.tokenizer)} tokens but the model's vocabulary has {rows}, expected at "
+                "most as many. Use the tokenizer that the model was made with, or a config with a larger vocab_size."
             )
 
     def _log_evaluation(self, stage: str, groups: list[Group]) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import io
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightrl.callbacks import RolloutMetrics, RolloutProgressBar, StalenessControl, WeightSync
@@ -33,8 +34,17 @@ from lightrl.trajectory import Sampling
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.profilers import Profiler
 
 log = logging.getLogger(__name__)
+
+# Lightning's warnings about what an RLModule does on purpose.
+MEANT: tuple[tuple[str, type[Warning]], ...] = (
+    # Models stay in evaluation mode: dropout would make trainer and engine disagree.
+    (r"Found \d+ module\(s\) in eval mode", UserWarning),
+    # Validation batches become judged groups in a module hook, whatever data module they come from.
+    (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
+)
 
 
 class Trainer(L.Trainer):
@@ -47,6 +57,10 @@ class Trainer(L.Trainer):
         engine: what generates; `LocalEngine()`, in this process, if None.
         kwargs: Lightning's.
     """
+
+    callbacks: list[Callback]
+    fast_dev_run: int | bool
+    profiler: Profiler
 
     def __init__(self, *args: Any, engine: RolloutEngine | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -95,8 +109,11 @@ class Trainer(L.Trainer):
         module = self.lightning_module
         if not isinstance(module, RLModule):
             return super()._run_stage()
-        self._open_rollout(module)
-        results = super()._run_stage()
+        with warnings.catch_warnings():
+            for message, category in MEANT:
+                warnings.filterwarnings("ignore", message, category)
+            self._open_rollout(module)
+            results = super()._run_stage()
         if self.fast_dev_run and self.state.fn == TrainerFn.FITTING:
             self._check_resume()
         return results
@@ -109,8 +126,8 @@ class Trainer(L.Trainer):
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:
         if self.rollout_loop.is_updating:
             log.warning(
-                "No checkpoint was saved at %s: the run stopped in the middle of an update, and half an iteration would "
-                "be trained on twice. The last whole one is still there.",
+                "No checkpoint was saved at %s: the run stopped in the middle of an update, and half an iteration "
+                "would be trained on twice. The last whole one is still there.",
                 filepath,
             )
             return
@@ -118,7 +135,7 @@ class Trainer(L.Trainer):
 
     def with_stop_tokens(self, sampling: Sampling) -> Sampling:
         """`sampling` with the stop tokens of model, tokenizer and chat template added."""
-        module: RLModule = self.lightning_module
+        module: Any = self.lightning_module
         ids = {token_id for ids in module.stop_token_ids().values() for token_id in ids}
         return dataclasses.replace(sampling, stop_token_ids=tuple(sorted(ids | set(sampling.stop_token_ids))))
 
@@ -156,7 +173,7 @@ class Trainer(L.Trainer):
         self._judge.start()
         if self.engine is None:
             self.engine = LocalEngine()
-        self.engine.start(module.policy.config)
+        self.engine.start(module.policy_config)
         self.rollout = RolloutController(
             self.engine,
             module.configure_workflow(),
@@ -192,8 +209,8 @@ class Trainer(L.Trainer):
         check_strategy(self.strategy)
         if self.accumulate_grad_batches != 1:
             raise ValueError(
-                f"accumulate_grad_batches={self.accumulate_grad_batches}, expected 1 with an RLModule: microbatches are "
-                "cut by tokens. Set model.microbatch_tokens instead."
+                f"accumulate_grad_batches={self.accumulate_grad_batches}, expected 1 with an RLModule: microbatches "
+                "are cut by tokens. Set model.microbatch_tokens instead."
             )
         for kind in (WeightSync, StalenessControl, RolloutMetrics):
             found = [callback for callback in self.callbacks if isinstance(callback, kind)]
@@ -204,7 +221,8 @@ class Trainer(L.Trainer):
         if allowed < needed:
             raise ValueError(
                 f"WeightSync(every_n_iterations={needed + 1}) makes trajectories up to {needed} versions old, expected "
-                f"max_staleness={allowed} to allow that. Raise StalenessControl.max_staleness to {needed}, or sync more often."
+                f"max_staleness={allowed} to allow that. Raise StalenessControl.max_staleness to {needed}, "
+                "or sync more often."
             )
         check_score_calls(module.score_calls(), set(module.models()), set(ROLLOUT_FIELDS))
 
@@ -212,8 +230,8 @@ class Trainer(L.Trainer):
         num = groups_per_iteration * module.group_size
         if num % module.num_minibatches:
             raise ValueError(
-                f"num_minibatches={module.num_minibatches} does not divide the iteration's {groups_per_iteration} groups × "
-                f"group_size={module.group_size} = {num} trajectories, expected a divisor. Change one of the three."
+                f"num_minibatches={module.num_minibatches} does not divide the iteration's {groups_per_iteration} "
+                f"groups × group_size={module.group_size} = {num} trajectories, expected a divisor. Change one of the three."
             )
 
     def _one_of(self, kind: type[Any]) -> Any:
@@ -228,7 +246,7 @@ class Trainer(L.Trainer):
         for index, callback in enumerate(self.callbacks):
             if callback in given:
                 continue
-            if type(callback) is TQDMProgressBar:
+            if isinstance(callback, ProgressBar):
                 self.callbacks[index] = RolloutProgressBar()
             elif type(callback) is ModelCheckpoint:
                 self.callbacks[index] = ModelCheckpoint(save_last=True, save_on_exception=True)
@@ -252,7 +270,7 @@ class Trainer(L.Trainer):
         buffer.seek(0)
         try:
             loaded = torch.load(buffer, weights_only=True)
-        except Exception as error:  # noqa: BLE001 - pickle raises many kinds
+        except Exception as error:
             raise LightRLError(
                 f"The checkpoint cannot be loaded with weights_only=True: {error}. A callback, module or data module "
                 "puts something else than tensors and plain Python into its state; convert it there."

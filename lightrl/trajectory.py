@@ -1,4 +1,4 @@
-"""The records of a rollout: Prompt, Sampling, Turn, Trajectory, Group. Plain Python, no torch: reward workers import it.
+"""The records of a rollout: Prompt, Sampling, Turn, Trajectory, Group. Plain Python: reward workers import no torch.
 
 T is the number of tokens of a trajectory, prompt included. Every per-token list has T entries and is aligned to the
 token it describes. Logprobs are in nats.

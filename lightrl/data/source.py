@@ -11,12 +11,11 @@ from lightrl.data.stream import PromptStream
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
-    import lightning as L
     from transformers import PreTrainedTokenizerBase
 
 
 def prompt_source(
-    trainer: L.Trainer, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None, seed: int
+    trainer: Any, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None, seed: int
 ) -> PromptStream:
     """The prompts of a fit, by position; with `overfit_batches` the first ones, again and again.
 
@@ -31,10 +30,10 @@ def prompt_source(
     """
     datamodule: Any = getattr(trainer, "datamodule", None)
     stream: PromptStream | None = getattr(datamodule, "prompt_stream", None)
+    trainer.fit_loop.setup_data()
     if stream is None:
-        trainer.fit_loop.setup_data()
         stream = wrap_train_loader(trainer.train_dataloader, tokenizer, max_prompt_tokens=max_prompt_tokens, seed=seed)
-    if trainer.overfit_batches > 0:
+    if getattr(trainer, "overfit_batches", 0) > 0:
         return stream.first(int(trainer.num_training_batches) * stream.batch_size)
     return stream
 

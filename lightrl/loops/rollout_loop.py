@@ -136,7 +136,9 @@ class RolloutLoop(_AutomaticOptimization):
                 norms.append(self.guard.check(parameters, zero_grad, max_in_a_row=module.max_skipped_updates))
             return losses.sums["loss"]
 
-        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, batch_idx, optimizer, closure)
+        call._call_lightning_module_hook(
+            trainer, "optimizer_step", trainer.current_epoch, batch_idx, optimizer, closure
+        )
         metrics = losses.metrics()
         if norms and norms[0] == norms[0]:
             metrics["grad_norm"] = norms[0]
@@ -231,8 +233,9 @@ class RolloutLoop(_AutomaticOptimization):
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
+        trainer: Any = self.trainer
         start = time.perf_counter()
-        with self.trainer.profiler.profile(f"rl/{name}"):
+        with trainer.profiler.profile(f"rl/{name}"):
             yield
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - start
 

@@ -16,12 +16,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from lightrl.models import ParallelModel
 from lightrl.strategies.checkpoint import AtomicCheckpointIO
-from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.strategies.single import LogprobSettings, SingleModel, head_is_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["AtomicCheckpointIO", "LogprobSettings", "SingleModel", "parallel_model", "check_strategy"]
+__all__ = ["AtomicCheckpointIO", "LogprobSettings", "SingleModel", "head_is_plain", "parallel_model", "check_strategy"]
 
 
 def check_strategy(strategy: Strategy) -> None:

@@ -16,9 +16,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     The stock writer goes through the system's temporary folder, from where a move to another file system is a copy.
     """
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return

@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 from lightrl.experience import Experience
-from lightrl.functional.logprobs import hidden_logprobs, predicting_positions, token_logprobs
-from lightrl.functional.packing import pack, rectangles
+from lightrl.functional import (
+    aligned_to_tokens,
+    hidden_logprobs,
+    pack,
+    predicted_token_ids,
+    predicting_positions,
+    rectangles,
+    token_logprobs,
+)
 from lightrl.models import Backward, LossFunction, Outputs
 from lightrl.weights import Bucket, bucketed
 
@@ -26,6 +33,10 @@ if TYPE_CHECKING:
 
 # Cost of one more forward over a rectangle, in tokens: below that, padding is cheaper than another call of every layer.
 RECTANGLE_OVERHEAD_TOKENS = 256
+
+
+# Rows [N] and columns [N] of the predicting positions, hidden states, and where in them these positions are.
+_Part = tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class SingleModel:
     def __init__(self, model: PreTrainedModel, settings: LogprobSettings) -> None:
         self.model = model
         self.settings = settings
-        self.head_is_plain = _head_is_plain(model)
+        self.head_is_plain = head_is_plain(model)
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
@@ -65,79 +76,80 @@ class SingleModel:
         return bucketed(self.model.named_parameters(), bucket_bytes)
 
     def _outputs(self, experience: Experience) -> Outputs:
-        rows, columns, logprobs, entropy = [], [], [], []
-        for part_rows, part_columns, part_logprobs, part_entropy in self._parts(experience):
-            rows.append(part_rows)
-            columns.append(part_columns)
-            logprobs.append(part_logprobs)
-            entropy.append(part_entropy)
-        index = (torch.cat(rows), torch.cat(columns))
-        empty = torch.zeros(experience.token_ids.shape, device=experience.token_ids.device)
+        read = self._read_hidden if self.head_is_plain else self._read_logits
+        rows, columns, logprobs, entropy = read(experience)
+        shape = experience.token_ids.shape
         return Outputs(
-            logprobs=empty.index_put(index, torch.cat(logprobs)), entropy=empty.index_put(index, torch.cat(entropy))
+            logprobs=aligned_to_tokens(logprobs, rows, columns, shape),
+            entropy=aligned_to_tokens(entropy, rows, columns, shape),
         )
 
-    def _parts(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """(row [N], column [N], logprob [N], entropy [N]) of the loss tokens, part by part."""
+    def _read_hidden(self, experience: Experience) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Predicting positions (rows [N], columns [N]); logprob [N] and entropy [N] of the tokens predicted there."""
+        bodies = self._packed if experience.token_ids.device.type != "cpu" else self._rectangles
+        parts = [(rows, columns, hidden[at]) for rows, columns, hidden, at in bodies(experience)]
+        rows, columns = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        head = self.model.get_output_embeddings()
         masked = _stops_are_masked(experience.loss_mask, self.settings.min_new_tokens)
-        if experience.token_ids.device.type != "cpu" and self.head_is_plain:
-            # Position T - 1 of each trajectory predicts nothing, but cutting it would cost a copy of the row.
-            packed = pack(experience.token_ids, experience.lengths)
-            hidden = self.model.base_model(
-                input_ids=packed.token_ids, position_ids=packed.position_ids, use_cache=False
-            ).last_hidden_state[0]
-            place = torch.zeros_like(experience.token_ids)
-            place[packed.rows, packed.columns] = torch.arange(len(packed.rows), device=place.device)
-            rows, columns = predicting_positions(experience.loss_mask)
-            yield self._read(experience, rows, columns, hidden[place[rows, columns]], masked)
-            return
-        # The last token of a trajectory predicts nothing: it is not put through the model.
+        logprobs, entropy = hidden_logprobs(
+            torch.cat([part[2] for part in parts]),
+            head.weight,
+            head.bias,
+            predicted_token_ids(experience.token_ids, rows, columns),
+            self.settings.temperature,
+            entropy_gradient=self.settings.entropy_needs_gradient,
+            masked_ids=self._masked_ids(experience) if masked is not None else None,
+            masked_rows=predicted_token_ids(masked, rows, columns) if masked is not None else None,
+        )
+        return rows, columns, logprobs, entropy
+
+    def _rectangles(self, experience: Experience) -> Iterator[_Part]:
+        """Trajectories of like length side by side; their last tokens predict nothing and are left out."""
+        for picked, token_ids in self._token_rectangles(experience):
+            hidden = self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+            rows, columns = predicting_positions(experience.loss_mask[picked, : token_ids.shape[1] + 1])
+            yield picked[rows], columns, hidden, (rows, columns)
+
+    def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
         lengths = (experience.lengths - 1).clamp(min=1)
         for members in rectangles(lengths.tolist(), RECTANGLE_OVERHEAD_TOKENS):
             picked = torch.tensor(members, device=experience.token_ids.device)
-            width = int(lengths[picked].max())
-            token_ids = experience.token_ids[picked, :width]
-            rows, columns = predicting_positions(experience.loss_mask[picked, : width + 1])
-            if not self.head_is_plain:
-                yield self._read_logits(experience, picked, token_ids, masked)
-                continue
-            hidden = self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-            yield self._read(experience, picked[rows], columns, hidden[rows, columns], masked)
+            yield picked, experience.token_ids[picked, : int(lengths[picked].max())]
 
-    def _read(
-        self, experience: Experience, rows: Tensor, columns: Tensor, hidden: Tensor, masked: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        head = self.model.get_output_embeddings()
-        logprobs, entropy = hidden_logprobs(
-            hidden,
-            head.weight,
-            head.bias,
-            experience.token_ids[rows, columns + 1],
-            self.settings.temperature,
-            entropy_gradient=self.settings.entropy_needs_gradient,
-            masked_ids=self._masked_ids(hidden.device) if masked is not None else None,
-            masked_rows=masked[rows, columns + 1] if masked is not None else None,
-        )
-        return rows, columns + 1, logprobs, entropy
+    def _packed(self, experience: Experience) -> Iterator[_Part]:
+        """All trajectories end to end in one row, told apart by their restarting positions."""
+        packed = pack(experience.token_ids, experience.lengths)
+        hidden = self.model.base_model(
+            input_ids=packed.token_ids, position_ids=packed.position_ids, use_cache=False
+        ).last_hidden_state[0]
+        place = torch.zeros_like(experience.token_ids)
+        place[packed.rows, packed.columns] = torch.arange(len(packed.rows), device=place.device)
+        rows, columns = predicting_positions(experience.loss_mask)
+        yield rows, columns, hidden, (place[rows, columns],)
 
-    def _read_logits(
-        self, experience: Experience, picked: Tensor, token_ids: Tensor, masked: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        width = token_ids.shape[1] + 1
-        logits = self.model(input_ids=token_ids, use_cache=False).logits
-        logits = torch.nn.functional.pad(logits, (0, 0, 0, 1))
-        logprobs, entropy = token_logprobs(
-            logits,
-            experience.token_ids[picked, :width],
-            self.settings.temperature,
-            masked_ids=self._masked_ids(logits.device) if masked is not None else None,
-            masked_rows=masked[picked, :width] if masked is not None else None,
-        )
-        rows, columns = experience.loss_mask[picked, :width].nonzero(as_tuple=True)
-        return picked[rows], columns, logprobs[rows, columns], entropy[rows, columns]
+    def _read_logits(self, experience: Experience) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `_read_hidden`, from the model's own logits, for heads that do more than a matrix product."""
+        masked = _stops_are_masked(experience.loss_mask, self.settings.min_new_tokens)
+        found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        for picked, token_ids in self._token_rectangles(experience):
+            width = token_ids.shape[1] + 1
+            logits = self.model(input_ids=token_ids, use_cache=False).logits
+            logprobs, entropy = token_logprobs(
+                torch.nn.functional.pad(logits, (0, 0, 0, 1)),
+                experience.token_ids[picked, :width],
+                self.settings.temperature,
+                masked_ids=self._masked_ids(experience) if masked is not None else None,
+                masked_rows=masked[picked, :width] if masked is not None else None,
+            )
+            rows, columns = predicting_positions(experience.loss_mask[picked, :width])
+            logprobs = predicted_token_ids(logprobs, rows, columns)
+            entropy = predicted_token_ids(entropy, rows, columns)
+            found.append((picked[rows], columns, logprobs, entropy))
+        rows, columns, logprobs, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return rows, columns, logprobs, entropy
 
-    def _masked_ids(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.settings.stop_token_ids, device=device)
+    def _masked_ids(self, experience: Experience) -> Tensor:
+        return torch.tensor(self.settings.stop_token_ids, device=experience.token_ids.device)
 
 
 def _stops_are_masked(loss_mask: Tensor, min_new_tokens: int) -> Tensor | None:
@@ -151,7 +163,7 @@ def _stops_are_masked(loss_mask: Tensor, min_new_tokens: int) -> Tensor | None:
 
 
 @torch.no_grad()
-def _head_is_plain(model: PreTrainedModel) -> bool:
+def head_is_plain(model: PreTrainedModel) -> bool:
     """Whether the logits are the output head applied to the body's last hidden state and nothing else."""
     head = model.get_output_embeddings()
     if head is None or not isinstance(head, torch.nn.Linear) or model.base_model is model:
