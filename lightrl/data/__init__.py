@@ -1,11 +1,13 @@
 """Prompts for rollouts and chats for SFT: read, rendered with the policy's tokenizer, sized, the same on all ranks.
 
 Reading order:
-    rows.py     rows of a file or a hub dataset; errors that name the row
-    chat.py     a row's columns to messages, messages to token ids
-    stream.py   prompts by position, and the loaders that Lightning iterates over
-    loader.py   a user's own DataLoader as a stream
-    prompts.py  PromptDataModule: what an RLModule trains and validates on
+    rows.py        rows of a file or a hub dataset; errors that name the row
+    chat.py        a row's columns to messages, messages to token ids
+    stream.py      prompts by position, and the loaders that Lightning iterates over
+    loader.py      a user's own DataLoader as a stream
+    prompts.py     PromptDataModule: what an RLModule trains and validates on
+    supervised.py  SFTDataModule: prompts with the completion to imitate
+    source.py      where a trainer's prompts come from
 
 May import: errors, trajectory, models, lightning. Not the other rooms on its floor (module, strategies).
 
@@ -16,16 +18,22 @@ reader in rows.py and its suffix in FILE_SUFFIXES.
 from lightrl.data.chat import ChatRenderer
 from lightrl.data.loader import wrap_train_loader, wrap_validation_loader
 from lightrl.data.prompts import PromptDataModule
+from lightrl.data.source import prompt_source, prompts_of
 from lightrl.data.stream import EpochLoader, PromptBatch, PromptStream, iteration_clock, prompt_batches
+from lightrl.data.supervised import ChatBatch, SFTDataModule
 
 __all__ = [
     "PromptDataModule",
+    "SFTDataModule",
+    "ChatBatch",
     "PromptStream",
     "PromptBatch",
     "EpochLoader",
     "ChatRenderer",
     "iteration_clock",
     "prompt_batches",
+    "prompt_source",
+    "prompts_of",
     "wrap_train_loader",
     "wrap_validation_loader",
 ]

@@ -146,11 +146,14 @@ def render_prompts(
                 "max_prompt_tokens, or what the model's context leaves beside max_new_tokens. Shorten it, set "
                 "prompt_overflow='drop', or lower max_new_tokens."
             )
-    if len(kept) < len(prompts):
-        logger.warning(
-            "Dropped %d of %d prompts with more than %s tokens.", len(prompts) - len(kept), len(prompts), max_tokens
-        )
+    report_dropped(len(prompts) - len(kept), len(prompts), max_tokens, "prompts")
     return kept
+
+
+def report_dropped(num_dropped: int, num_rows: int, max_tokens: int | None, what: str) -> None:
+    """Logs how many rows are left out because they are too long, if any are."""
+    if num_dropped:
+        logger.warning("Dropped %d of %d %s with more than %s tokens.", num_dropped, num_rows, what, max_tokens)
 
 
 def _plain_text(messages: Messages) -> str:

@@ -86,7 +86,7 @@ def _prompts(
 ) -> list[Prompt]:
     dataset: Any = loader.dataset
     return render_prompts(
-        [_prompt(dataset[index], index, split) for index in range(len(dataset))],
+        [prompt_from(dataset[index], index, split) for index in range(len(dataset))],
         ChatRenderer(tokenizer),
         max_tokens=max_prompt_tokens,
         overflow="error",
@@ -94,7 +94,12 @@ def _prompts(
     )
 
 
-def _prompt(item: object, index: int, split: str) -> Prompt:
+def prompt_from(item: object, index: int, split: str) -> Prompt:
+    """One item of a user's dataset as a Prompt; one without an id gets `<split>-<index>`.
+
+    Raises:
+        ValueError: if the item is no prompt.
+    """
     name = f"{split}-{index}"
     if isinstance(item, Prompt):
         return item

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 
 from lightrl.data.chat import ChatRenderer, render_prompts, row_messages
 from lightrl.data.rows import read_rows, require_column
-from lightrl.data.stream import EpochLoader, PromptBatch, PromptStream, iteration_clock, prompt_batches
+from lightrl.data.stream import EpochLoader, PromptStream, iteration_clock, prompt_batches
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -185,16 +185,16 @@ class PromptDataModule(L.LightningDataModule):
             raise RuntimeError("prompt_stream was asked for before setup('fit'), expected after it. Call setup first.")
         return self._stream
 
-    def train_dataloader(self) -> EpochLoader[int]:
+    def train_dataloader(self) -> EpochLoader[Any]:
         return iteration_clock(self.prompt_stream, self.trainer)
 
-    def val_dataloader(self) -> EpochLoader[PromptBatch]:
+    def val_dataloader(self) -> EpochLoader[Any]:
         return prompt_batches(self.prompts["validation"], self.validation_batch_size)
 
-    def test_dataloader(self) -> EpochLoader[PromptBatch]:
+    def test_dataloader(self) -> EpochLoader[Any]:
         return prompt_batches(self.prompts["test"], self.validation_batch_size)
 
-    def predict_dataloader(self) -> EpochLoader[PromptBatch]:
+    def predict_dataloader(self) -> EpochLoader[Any]:
         return self.test_dataloader()
 
     def _context(self) -> tuple[PreTrainedTokenizerBase, int | None]:

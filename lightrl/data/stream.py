@@ -77,35 +77,36 @@ class PromptStream:
 
 
 class EpochLoader(Generic[T]):
-    """A sized loader that keeps no count of its own: batch k of epoch e follows from (e, k), and Lightning knows both.
+    """A sized loader that keeps no count of its own: batch k of epoch e follows from (e, k), and Lightning counts.
 
-    So it goes on at the right batch after any resume, mid-epoch included. It is no torch DataLoader: there is nothing
-    for workers to do.
+    So it goes on at the right batch after any resume: mid-epoch, after an error within a batch, at a limit. Lightning's
+    epoch number will not do: it has risen already in the checkpoint of a run that `max_steps` stopped mid-epoch. It is
+    no torch DataLoader, for there is nothing that workers could do.
 
     Args:
         num_batches: per epoch.
         batch_at: gives batch k of epoch e as `batch_at(e, k)`.
-        next_batch: gives (e, k) of the batch that comes first; asked when the first one is drawn.
+        trainer: whose fit loop this loader feeds; None begins with batch 0 of epoch 0 each time, as validation does.
     """
 
     def __init__(
-        self,
-        num_batches: int,
-        batch_at: Callable[[int, int], T],
-        *,
-        next_batch: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        self, num_batches: int, batch_at: Callable[[int, int], T], *, trainer: L.Trainer | None = None
     ) -> None:
         self.num_batches = num_batches
-        self._batch_at = batch_at
-        self._next_batch = next_batch
+        self.batch_at = batch_at
+        self._trainer = trainer
 
     def __len__(self) -> int:
         return self.num_batches
 
     def __iter__(self) -> Iterator[T]:
-        epoch, first = self._next_batch()
-        for index in range(first, self.num_batches):
-            yield self._batch_at(epoch, index)
+        first, per_epoch = 0, self.num_batches
+        if self._trainer is not None:
+            # Read when the first batch is drawn: Lightning makes the iterator before it has set its counters.
+            first = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
+            per_epoch = min(per_epoch, int(self._trainer.num_training_batches))
+        for position in range(first, first + self.num_batches):  # Lightning stops drawing at the end of its epoch
+            yield self.batch_at(*divmod(position, per_epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: it tells Lightning that this loader can resume mid-epoch, without a warning."""
@@ -127,7 +128,7 @@ class PromptBatch(list[Prompt]):
 
 def iteration_clock(stream: PromptStream, trainer: L.Trainer | None = None) -> EpochLoader[int]:
     """The train loader of an RLModule: the number of each iteration within the epoch. Its prompts are the stream's."""
-    return EpochLoader(stream.num_iterations, lambda epoch, index: index, next_batch=lambda: next_train_batch(trainer))
+    return EpochLoader(stream.num_iterations, lambda epoch, index: index, trainer=trainer)
 
 
 def prompt_batches(prompts: Sequence[Prompt], batch_size: int) -> EpochLoader[PromptBatch]:
@@ -136,11 +137,6 @@ def prompt_batches(prompts: Sequence[Prompt], batch_size: int) -> EpochLoader[Pr
     return EpochLoader(
         num_batches, lambda epoch, index: PromptBatch(prompts[index * batch_size : (index + 1) * batch_size])
     )
-
-
-def next_train_batch(trainer: L.Trainer | None) -> tuple[int, int]:
-    """Epoch and number of the batch that Lightning's fit loop draws next; (0, 0) without a trainer."""
-    return (0, 0) if trainer is None else (trainer.current_epoch, trainer.fit_loop.batch_idx + 1)
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:

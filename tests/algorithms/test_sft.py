@@ -1,0 +1,157 @@
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightrl.algorithms.sft import SFT
+from lightrl.data import ChatBatch, SFTDataModule
+from lightrl.models import ModelSpec
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+}
+SCALED_HEAD = {**CONFIG, "model_type": "granite", "logits_scaling": 3.0}  # logits are more than the head's output
+
+
+def digit_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", "+", *"0123456789"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def make_module(config: dict = CONFIG, **settings) -> SFT:
+    spec = ModelSpec(config=config, tokenizer=f"{__name__}.digit_tokenizer")
+    return SFT(spec, **{"lr": 0.01, **settings})
+
+
+class Sums(SFTDataModule):
+    def make_prompts(self, split: str) -> list:
+        from lightrl.trajectory import Prompt
+
+        size = {"train": 14, "validation": 6, "test": 0}[split]
+        numbers = range(size) if split == "train" else range(14, 14 + size)
+        return [
+            Prompt(
+                id=f"{split}-{n}",
+                messages=[{"role": "user", "content": f"{n % 10}+{n // 10}"}],
+                fields={"answer": str(n % 10 + n // 10)},
+            )
+            for n in numbers
+        ]
+
+
+def make_trainer(tmp_path: Path, **settings) -> L.Trainer:
+    defaults = {
+        "default_root_dir": tmp_path,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return L.Trainer(**{**defaults, **settings})
+
+
+def make_batch() -> ChatBatch:
+    token_ids = torch.tensor([[4, 3, 5, 6, 1, 0, 0], [7, 3, 8, 3, 4, 9, 1]])
+    loss_mask = torch.tensor([[0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1, 1]]).bool()
+    return ChatBatch(token_ids, loss_mask)
+
+
+@pytest.mark.parametrize("config", [CONFIG, SCALED_HEAD], ids=["plain head", "scaled logits"])
+def test_the_loss_is_hugging_faces_cross_entropy_on_the_same_labels(config: dict):
+    module, batch = make_module(config), make_batch()
+    module.configure_model()
+    labels = batch.token_ids.where(batch.loss_mask, -100)
+    expected = module.policy(input_ids=batch.token_ids, labels=labels).loss
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in module.policy.parameters()]
+    module.zero_grad()
+    loss = -module._logprobs(*module._predictions(batch)).mean()
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for parameter, gradient in zip(module.policy.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("config", [CONFIG, SCALED_HEAD], ids=["plain head", "scaled logits"])
+def test_validation_averages_over_the_tokens_of_all_batches(tmp_path: Path, config: dict):
+    module, data = make_module(config), Sums(None, batch_size=4, validation_batch_size=4)
+    (values,) = make_trainer(tmp_path).validate(module, data, verbose=False)
+    losses, hits = [], []
+    for batch in data.val_dataloader():
+        log_probabilities = module.policy(input_ids=batch.token_ids).logits.log_softmax(-1)
+        for row, column in batch.loss_mask.nonzero().tolist():
+            token_id = batch.token_ids[row, column]
+            losses.append(-log_probabilities[row, column - 1, token_id].item())
+            hits.append(float(log_probabilities[row, column - 1].argmax() == token_id))
+    assert values["val/loss_nats"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert values["val/token_accuracy_fraction"] == pytest.approx(sum(hits) / len(hits))
+
+
+def test_training_learns_the_answers_and_logs_the_loss(tmp_path: Path):
+    trainer = make_trainer(tmp_path, max_epochs=60, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    trainer.fit(make_module(lr=0.03, warmup_steps=5), Sums(None, batch_size=7))
+    lines = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("sft/loss_nats")
+    losses = [float(line.split(",")[column]) for line in lines[1:] if line.split(",")[column]]
+    assert losses[0] > 2.0
+    assert losses[-1] < 0.3
+
+
+class SaveEachStep(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *args: object) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / f"step-{trainer.global_step}.ckpt")
+
+
+def test_a_run_resumed_at_any_step_ends_with_the_same_weights(tmp_path: Path):
+    def run(steps: int, ckpt_path: Path | None = None, callbacks: Sequence[L.Callback] = ()) -> tuple[L.Trainer, SFT]:
+        trainer, module = make_trainer(tmp_path, max_steps=steps, callbacks=callbacks), make_module(lr_decay="constant")
+        trainer.fit(module, Sums(None, batch_size=4), ckpt_path=ckpt_path, weights_only=True)
+        return trainer, module
+
+    _, plain = run(9, callbacks=[SaveEachStep()])
+    stopped, _ = run(6)  # in the middle of the second epoch, which Lightning then counts as finished
+    stopped.save_checkpoint(tmp_path / "stopped.ckpt")
+    for name in [*(f"step-{step}.ckpt" for step in range(1, 9)), "stopped.ckpt"]:
+        _, resumed = run(9, tmp_path / name)
+        for key, parameter in plain.policy.named_parameters():
+            assert torch.equal(parameter, resumed.policy.get_parameter(key)), (name, key)
+
+
+def test_the_learning_rate_warms_up_and_decays_to_zero():
+    module = make_module(warmup_steps=2, lr_decay="linear")
+    assert [module._lr_factor(step, 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    module = make_module(lr_decay="cosine")
+    assert [round(module._lr_factor(step, 2), 6) for step in range(3)] == [1.0, 0.5, 0.0]
+
+
+def test_decay_without_an_end_of_the_run_is_refused(tmp_path: Path):
+    trainer = make_trainer(tmp_path, max_epochs=-1)
+    with pytest.raises(ValueError, match=r"lr_decay='cosine' needs the end of the run"):
+        trainer.fit(make_module(), Sums(None, batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"lr_decay": "sine"}, r"lr_decay='sine', expected constant"), ({"warmup_steps": -1}, r"warmup_steps=-1")],
+    ids=["unknown decay", "negative warm-up"],
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        make_module(**settings)

@@ -1,0 +1,94 @@
+import json
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from lightrl.data import ChatBatch, PromptDataModule, SFTDataModule
+
+
+def make_data(train_file: str, tokenizer: PreTrainedTokenizerFast, **settings) -> SFTDataModule:
+    data = SFTDataModule(train_file, train_file, **{"batch_size": 4, "seed": 1, **settings})
+    data.attach(tokenizer, max_prompt_tokens=100)
+    data.setup("fit")
+    return data
+
+
+def completions(batch: ChatBatch, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    return [tokenizer.decode(ids[mask]) for ids, mask in zip(batch.token_ids, batch.loss_mask, strict=True)]
+
+
+def test_loss_falls_on_the_completion_and_its_end_token_only(train_file: str, chat_tokenizer):
+    data = make_data(train_file, chat_tokenizer, shuffle=False, answer_pattern_remove="<<.*?>>")
+    batch = next(iter(data.train_dataloader()))
+    assert completions(batch, chat_tokenizer) == [f"it is {number + 1}<|im_end|>" for number in range(4)]
+    assert chat_tokenizer.decode(batch.token_ids[2]) == (
+        "<|im_start|>user\n2 + 1?<|im_end|>\n<|im_start|>assistant\nit is 3<|im_end|>"
+    )
+
+
+def test_the_prompt_has_the_tokens_that_a_rollout_begins_with(train_file: str, chat_tokenizer):
+    settings = {"batch_size": 1, "system_prompt": "Add.", "prompt_template": "What is {prompt}", "shuffle": False}
+    prompts = PromptDataModule(train_file, **settings)
+    prompts.attach(chat_tokenizer)
+    prompts.setup("fit")
+    batch = next(iter(make_data(train_file, chat_tokenizer, **settings).train_dataloader()))
+    prompt_ids = batch.token_ids[0][: int(batch.loss_mask[0].int().argmax())]
+    assert prompt_ids.tolist() == prompts.prompt_stream[0].token_ids
+
+
+def test_padding_is_on_the_right_and_has_no_loss(tmp_path: Path, plain_tokenizer):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"question": "q" * n, "answer": "a"}) + "\n" for n in (1, 3)))
+    batch = next(iter(make_data(str(path), plain_tokenizer, batch_size=2, shuffle=False).train_dataloader()))
+    assert batch.token_ids.shape == (2, 5)
+    assert batch.token_ids[0, 3:].tolist() == [0, 0]
+    assert batch.loss_mask.tolist() == [[False, True, True, False, False], [False, False, False, True, True]]
+
+
+def test_an_epoch_holds_each_chat_once_and_follows_from_seed_and_epoch(train_file: str, plain_tokenizer):
+    data = make_data(train_file, plain_tokenizer)
+    loader = data.train_dataloader()
+    epochs = [
+        [completions(loader.batch_at(epoch, index), plain_tokenizer) for index in range(len(loader))]
+        for epoch in (0, 1)
+    ]
+    assert len(loader) == 3
+    assert all(len({text for batch in epoch for text in batch}) == 10 for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert [
+        completions(batch, plain_tokenizer) for batch in make_data(train_file, plain_tokenizer).train_dataloader()
+    ] == (epochs[0])
+
+
+def test_chats_of_like_length_share_a_batch(tmp_path: Path, plain_tokenizer):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"question": "q" * (n % 7 + 1), "answer": "a"}) + "\n" for n in range(28)))
+    loader = make_data(str(path), plain_tokenizer).train_dataloader()
+    widths = [batch.loss_mask.sum().item() and set((batch.token_ids != 0).sum(1).tolist()) for batch in loader]
+    assert all(len(lengths) == 1 for lengths in widths)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param({"answer_column": "solution"}, r"Row 1 of '.*' has no column 'solution'", id="no such column"),
+        pytest.param({"answer_pattern_remove": ".*"}, r"'train-0' has nothing left in 'answer'", id="nothing left"),
+        pytest.param({"answer_pattern_remove": "("}, r"answer_pattern_remove='\(' is no regular", id="bad pattern"),
+        pytest.param({"max_tokens": 12}, r"The chat of prompt 'train-0' has 21 tokens, expected at most 12", id="long"),
+        pytest.param({"max_tokens": 1}, r"max_tokens=1, expected at least 2", id="no room"),
+        pytest.param(
+            {"max_tokens": 12, "prompt_overflow": "drop"}, r"No train chat has at most 12 tokens", id="all dropped"
+        ),
+    ],
+)
+def test_chats_that_cannot_be_learned_from_are_refused(train_file: str, plain_tokenizer, settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        make_data(train_file, plain_tokenizer, **settings)
+
+
+def test_long_chats_are_dropped_on_request(tmp_path: Path, plain_tokenizer):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"question": "q", "answer": "a" * n}) + "\n" for n in (1, 9, 2, 1, 2)))
+    data = make_data(str(path), plain_tokenizer, max_tokens=5, prompt_overflow="drop")
+    assert len(data.chats["train"]) == 4
