@@ -19,6 +19,7 @@ from lightrl.rewards.supervisor import Supervisor
 from lightrl.trajectory import Trajectory
 
 _logger = logging.getLogger(__name__)
+_JOIN_TIMEOUT_S = 5.0
 
 
 class RewardHook:
@@ -113,10 +114,15 @@ class _WorkerThread:
         self._batches.put(None)
         if self._num_unfinished:
             self._warn()
+        else:
+            self._thread.join(_JOIN_TIMEOUT_S)
 
     def _serve(self) -> None:
-        while (batch := self._batches.get()) is not None:
-            for outcome in self._runner.outcomes(batch):
-                if self._is_abandoned:  # its trajectories have gone to another thread
-                    return
-                self._outcomes.put(outcome)
+        try:
+            while (batch := self._batches.get()) is not None:
+                for outcome in self._runner.outcomes(batch):
+                    if self._is_abandoned:  # its trajectories have gone to another thread
+                        return
+                    self._outcomes.put(outcome)
+        finally:
+            self._runner.close()

@@ -18,6 +18,7 @@ from lightrl.errors import RewardError
 from lightrl.trajectory import Trajectory
 
 _MAX_TRACEBACK_CHARS = 8_000  # the end of a traceback says what happened; a message is also stored in logs
+_CANCEL_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,17 @@ class Runner:
             done, pending = loop.run_until_complete(asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED))
             for task in done:
                 yield task.result()
+
+    def close(self) -> None:
+        """Cancels what async calls left behind and closes the event loop; called by the thread of the calls."""
+        if self._loop is None:
+            return
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_TIMEOUT_S))
+        self._loop.close()
 
     def _judge(self, trajectory: Trajectory) -> Outcome:
         try:
@@ -221,7 +233,9 @@ def _number(value: object, what: str, trajectory: Trajectory) -> float:
 
 def _numbers(values: object, trajectory: Trajectory) -> list[float]:
     num_tokens = len(trajectory.token_ids)
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not isinstance(values, Iterable):
+    if hasattr(values, "tolist"):  # an array of numpy or torch
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
         raise RewardError(
             f"The reward function gave {values!r:.200} as 'rewards' for {_called(trajectory)}, expected a list of "
             f"{num_tokens} numbers, one for each token. Return a list."

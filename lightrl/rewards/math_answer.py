@@ -21,7 +21,7 @@ _MAX_NUMBER_CHARS = 100
 _MAX_EXPRESSION_CHARS = 1000  # longer ones are no answers, and parsers take their time
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-_NUMBER = re.compile(rf"(?P<sign>(?<![\w)])[-+−])?\s*[$€£]?\s*(?P<sign_after>[-−]?)(?P<digits>{_DIGITS})")
+_NUMBER = re.compile(rf"(?P<sign>(?<![\w)])[-+−])?\s*(?:[$€£]\s*(?P<sign_after>[-−])?)?(?P<digits>{_DIGITS})")
 _ANSWER_NUMBER = re.compile(
     rf"{_NUMBER.pattern}(?:\s*/\s*(?P<divisor>[0-9]+))?\s*(?P<percent>%?)\s*(?:[^\W\d_][^\W\d_./²³]*[./²³]?\s*){{0,4}}\.?"
 )
@@ -83,10 +83,11 @@ def final_answer(text: str) -> Answer | None:
         line, _, after = text[hashes + len(_HASHES) :].partition("\n")
         content = line.strip()
         return Answer(content, _HASHES, is_only and not after.strip() and number(content) is not None)
-    content, end = _braced(text, boxed + len(_BOXED))
-    if content is None:
+    inside = _braced(text, boxed + len(_BOXED))
+    if inside is None:
         return None
-    return Answer(content.strip(), _BOXED, is_only and bool(content.strip()) and bool(_AFTER_BOX.fullmatch(text, end)))
+    content = text[slice(*inside)].strip()
+    return Answer(content, _BOXED, is_only and content != "" and _AFTER_BOX.fullmatch(text, inside[1] + 1) is not None)
 
 
 def reference_answer(trajectory: Trajectory) -> str:
@@ -155,17 +156,17 @@ def _value(match: re.Match[str]) -> Fraction:
     return -value if is_negative else value
 
 
-def _braced(text: str, start: int) -> tuple[str | None, int]:
-    r"""What stands in the braces that open at `start`, and where they end; (None, start) if they never close."""
+def _braced(text: str, start: int) -> tuple[int, int] | None:
+    """Where the inside of the braces that open at `start` begins and ends; None if they never close."""
     opening = re.compile(r"\s*\{").match(text, start)
     if opening is None:
-        return None, start
+        return None
     depth = 0
     for brace in re.compile(r"[{}]").finditer(text, opening.end() - 1):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return text[opening.end() : brace.start()], brace.end()
-    return None, start
+            return opening.end(), brace.start()
+    return None
 
 
 def _verify(answer: str, reference: str) -> bool:

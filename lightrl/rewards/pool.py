@@ -83,8 +83,8 @@ class RewardPool:
         """What the function says about a copy of this trajectory; waits for a free process and for the function.
 
         Raises:
-            RewardError: reason `raised`, `not_finite`, `timeout` or `killed` (also when the pool was closed).
-            TypeError: if the prompt's fields hold what JSON cannot.
+            RewardError: reason `raised` (also when the prompt's fields hold what JSON cannot), `not_finite`, `timeout`
+                or `killed` (also when the pool was closed).
         """
         request = encoded(trajectory)
         return await self._supervisor.score(trajectory, request, len(request))
@@ -96,7 +96,13 @@ class RewardPool:
 
 def encoded(trajectory: Trajectory) -> bytes:
     """`trajectory.to_json()` as JSON text, without its deep copies: a list of 30k tokens is walked once."""
-    return json.dumps(vars(trajectory), default=_plain, separators=(",", ":")).encode()
+    try:
+        return json.dumps(vars(trajectory), default=_plain, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"Prompt {trajectory.prompt.id!r} or its trajectory cannot be written as JSON: {error}. Expected it to be, "
+            "as reward functions run in other processes. Turn the field into numbers, strings, lists or dicts."
+        ) from error
 
 
 def _plain(value: object) -> Any:
@@ -104,14 +110,11 @@ def _plain(value: object) -> Any:
         return vars(value)
     if hasattr(value, "tolist"):  # a number or array of numpy or torch
         return value.tolist()
-    raise TypeError(
-        f"A prompt field or metric holds {value!r:.100} ({type(value).__name__}), expected what JSON can hold: reward "
-        "functions run in other processes. Turn it into numbers, strings, lists or dicts."
-    )
+    raise TypeError(f"it holds {value!r:.100} ({type(value).__name__})")
 
 
 class _WorkerProcess:
-    """One child process, its three pipes and its process group."""
+    """One child (a guardian with its worker, see worker.py) and the three pipes to and from it."""
 
     def __init__(self, path: str, *, timeout_s: float, import_path: Sequence[str]) -> None:
         self.runs_together = False
@@ -177,12 +180,12 @@ class _WorkerProcess:
     def end(self) -> None:
         if self._process.returncode is None:
             self._exchange(0.0)  # what it printed last
+            self._process.terminate()
             try:
-                # Before the leader is waited for, nobody else can have the group's number.
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):  # macOS answers so for a group of zombies
+                self._process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
                 self._process.kill()
-            self._process.wait(_END_TIMEOUT_S)
+                self._process.wait()
         for pipe in self._pipes:
             pipe.close()
 
@@ -237,7 +240,7 @@ class _WorkerProcess:
                 sys.stderr.write(f"[reward worker {self._process.pid}] {text}\n")
 
     def _has_exited(self) -> bool:
-        # WNOWAIT: it stays a zombie until `end`, so that the number of its process group is not used again.
+        # WNOWAIT: `end` waits for it, and its process id is nobody else's until then.
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self._process.pid, flags) is not None
 

@@ -268,7 +268,7 @@ class Supervisor(Generic[Request]):
         """Judges a batch; False if the worker is of no use afterwards."""
         unfinished = dict(enumerate(batch))
         worker.send([call.request for call in batch])
-        allowed_s = self._timeout_s + (_ASYNC_GRACE_S if worker.runs_together else 0.0)
+        allowed_s = self._timeout_s + (min(_ASYNC_GRACE_S, self._timeout_s) if worker.runs_together else 0.0)
         since = time.monotonic()
         while unfinished:
             left_s = since + allowed_s - time.monotonic()

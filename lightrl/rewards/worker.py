@@ -7,20 +7,22 @@ Both directions carry one JSON value per line.
                      {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null}
                      or {"index": 0, "error": ..., "reason": ...}
 
-The worker leads a process group of its own, which ends with it. It imports no torch; what a reward function needs, its
-module imports.
+The child is two processes. The worker runs the function and leads a process group; its parent, the guardian, runs no
+user code and ends that group when the pool asks for it, closes the pipe or dies. (The worker cannot guard itself: C
+code may hold its interpreter for hours, as a regular expression does, and its own children would survive it.) Neither
+imports torch; what a reward function needs, its module imports.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import difflib
 import faulthandler
 import importlib
 import json
 import os
 import pkgutil
+import resource
 import select
 import signal
 import sys
@@ -28,14 +30,13 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Outcome, Runner
 from lightrl.trajectory import Trajectory
 
 _PARENT_CHECK_MS = 1000
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
@@ -43,7 +44,13 @@ def main() -> None:
     parent = int(sys.argv[1])
     del sys.argv[1:]
     requests, replies = _take_over_pipes()
-    _end_with_parent(parent, requests)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # no moment in which a guardian dies without its worker
+    worker = os.fork()  # before there is any thread
+    if worker:
+        os.close(replies)  # so that the pool sees it close when the worker ends
+        _guard(worker, parent, requests)
+    os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     faulthandler.enable()  # a crash in C code shows where it was
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the pool asks so where a hung call is
     with os.fdopen(requests, "rb") as lines:
@@ -153,24 +160,39 @@ def _take_over_pipes() -> tuple[int, int]:
     return requests, replies
 
 
-def _end_with_parent(parent: int, requests: int) -> None:
-    """Ends the whole process group when the parent has closed the pipe or died, also while the function hangs.
-
-    A thread looks at the pipe (without reading) and at the parent's id. It cannot run while C code holds the
-    interpreter, as a regular expression may for hours: on Linux the kernel also ends the worker itself.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(parent, requests), name="reward-parent-watch", daemon=True).start()
-
-
-def _watch(parent: int, requests: int) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # the main thread's stack is what is asked for
+def _guard(worker: int, parent: int, requests: int) -> NoReturn:
+    """Waits for the first of: the worker ends, the pool sends SIGTERM, closes the pipe or dies; nobody is left then."""
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # the worker was faster, or is gone
+        os.setpgid(worker, worker)
+    mirror = threading.Thread(target=_end_like, args=(worker,), daemon=True)
+    mirror.start()
+    signal.signal(signal.SIGTERM, lambda *_: _kill_group(worker))
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(worker, signal.SIGUSR1))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     poller = select.poll()
     poller.register(requests, 0)  # hang-up is always reported
     while os.getppid() == parent and not poller.poll(_PARENT_CHECK_MS):
         pass
-    os.killpg(os.getpgrp(), signal.SIGKILL)
+    _kill_group(worker)
+    mirror.join()
+    raise AssertionError("the mirror ends this process")
+
+
+def _end_like(worker: int) -> NoReturn:
+    """Waits for the worker's end and ends this process with the same code or signal."""
+    # WNOWAIT: until it is waited for, nobody else can have the number of its group.
+    os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+    _kill_group(worker)
+    code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core dump is enough
+        signal.pthread_kill(threading.get_ident(), -code)  # this thread, so that it does not return
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _kill_group(worker: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS answers so for a group of zombies
+        os.killpg(worker, signal.SIGKILL)
 
 
 def _reply(replies: int, record: dict[str, Any]) -> None:

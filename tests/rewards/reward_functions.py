@@ -2,18 +2,42 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from lightrl.trajectory import Trajectory
+from lightrl.trajectory import Prompt, Trajectory
 
 NOT_A_FUNCTION = 3
 
 
+def trajectory_that(
+    completion: str = "ab", finish_reason: str = "stop", sample: int = 0, **fields: object
+) -> Trajectory:
+    """Two prompt tokens and two of the policy's; `fields` are the prompt's."""
+    return Trajectory(
+        prompt=Prompt(id="train-3", token_ids=[7, 8], fields=fields),
+        group_id=3,
+        sample=sample,
+        token_ids=[7, 8, 5, 1],
+        loss_mask=[False, False, True, True],
+        behavior_logprobs=[0.0, 0.0, -0.5, -1.25],
+        weight_versions=[-1, -1, 4, 4],
+        completion_ids=[5, 1],
+        completion=completion,
+        finish_reason=finish_reason,
+    )
+
+
 def length(trajectory: Trajectory) -> int:
     return len(trajectory.completion_ids)
+
+
+def hold_the_interpreter() -> None:
+    """Hangs in C code that lets no other thread run."""
+    re.match(r"(a+)+$", "a" * 64 + "b")
 
 
 def obey(trajectory: Trajectory) -> object:
@@ -28,7 +52,7 @@ def obey(trajectory: Trajectory) -> object:
     if what == "abort":
         os.abort()
     if what == "print":
-        print('{"index": 0, "reward": 7.0, "metrics": {}, "rewards": null}')
+        print('{"index": 0, "reward": 7.0, "metrics": {}, "rewards": null}')  # noqa: T201
         os.write(1, b"raw bytes on descriptor 1\n")
     if what == "read":
         return len(sys.stdin.read())
@@ -37,7 +61,9 @@ def obey(trajectory: Trajectory) -> object:
     if what == "spawn":
         child = subprocess.Popen(["sleep", "600"])
         Path(trajectory.prompt.fields["file"]).write_text(f"{os.getpid()} {child.pid}")
-        time.sleep(600)
+        hold_the_interpreter()
+    if what == "hold":
+        hold_the_interpreter()
     return trajectory.prompt.fields.get("give", 1.0)
 
 
@@ -69,3 +95,13 @@ class Judges:
     @staticmethod
     def constant(trajectory: Trajectory) -> float:
         return 0.25
+
+
+async def block_async(trajectory: Trajectory) -> float:
+    """An async function that never gives the event loop back, as a forgotten synchronous request does."""
+    await asyncio.sleep(0.01)
+    return float(obey(trajectory))
+
+
+def has_torch(trajectory: Trajectory) -> bool:
+    return "torch" in sys.modules

@@ -1,0 +1,90 @@
+"""RewardHook: callables of this process, judged in a thread."""
+
+import asyncio
+import logging
+import threading
+
+import pytest
+from reward_functions import obey, obey_async, trajectory_that
+
+from lightrl.errors import RewardError
+from lightrl.rewards import Judgment, RewardHook
+
+
+def outcomes(hook: RewardHook, *trajectories: object) -> list[object]:
+    async def gathered() -> list[object]:
+        return await asyncio.gather(*map(hook.score, trajectories), return_exceptions=True)
+
+    hook.start()
+    try:
+        return asyncio.run(gathered())
+    finally:
+        hook.close()
+
+
+def reasons(results: list[object]) -> list[object]:
+    return [result.reason if isinstance(result, RewardError) else result.reward for result in results]
+
+
+class Scale:
+    """Stands for an RLModule whose reward uses `self`."""
+
+    factor = 3.0
+
+    def reward(self, trajectory):
+        return self.factor * trajectory.prompt.fields["give"]
+
+    async def reward_async(self, trajectory):
+        await asyncio.sleep(0)
+        return self.reward(trajectory)
+
+
+@pytest.mark.parametrize("function", [Scale().reward, Scale().reward_async, lambda t: Scale().reward_async(t)])
+def test_512_trajectories_are_judged_each_with_its_own_reward(function):
+    results = outcomes(RewardHook(function), *(trajectory_that(give=float(i)) for i in range(512)))
+    assert results == [Judgment(3.0 * i) for i in range(512)]
+
+
+@pytest.mark.parametrize("function", [obey, obey_async])
+def test_failures_have_their_reasons_and_the_rest_its_rewards(function):
+    batch = [trajectory_that(give=2.0), trajectory_that(do="raise"), trajectory_that(give=float("nan"))]
+    results = outcomes(RewardHook(function), *batch, trajectory_that())
+    assert reasons(results) == [2.0, "raised", "not_finite", 1.0]
+    assert "KeyError" in str(results[1])
+
+
+def hang_until(release: threading.Event):
+    def reward(trajectory):
+        if trajectory.prompt.fields.get("do") == "hang":
+            release.wait(60)
+        return float(trajectory.sample)
+
+    return reward
+
+
+def test_a_hung_call_is_abandoned_alone_and_said_once(caplog):
+    release = threading.Event()
+    hook = RewardHook(hang_until(release), timeout_s=0.3)
+    batch = [trajectory_that(sample=i, do="hang" if i in (2, 5) else None) for i in range(8)]
+    with caplog.at_level(logging.WARNING, "lightrl.rewards.hook"):
+        results = outcomes(hook, *batch)
+    release.set()
+    assert reasons(results) == [0.0, 1.0, "timeout", 3.0, 4.0, "timeout", 6.0, 7.0]
+    assert "test_hook.py" in str(results[2])
+    assert len(caplog.records) == 1
+    assert "cannot be killed and is abandoned" in caplog.text
+
+
+def test_a_hung_async_call_is_cancelled_without_its_neighbors(caplog):
+    batch = [trajectory_that(give=float(i), do="hang" if i == 2 else None) for i in range(4)]
+    results = outcomes(RewardHook(obey_async, timeout_s=0.3), *batch)
+    assert reasons(results) == [0.0, 1.0, "timeout", 3.0]
+    assert not caplog.records
+
+
+def test_close_ends_the_threads():
+    before = set(threading.enumerate())
+    outcomes(RewardHook(obey), trajectory_that())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+    assert set(threading.enumerate()) <= before

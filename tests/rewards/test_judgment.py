@@ -1,0 +1,75 @@
+"""What a reward function may return, and what becomes of the rest."""
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from reward_functions import trajectory_that
+
+from lightrl.errors import RewardError
+from lightrl.rewards import Judgment
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1.0, 1, True, np.float32(1), np.int64(1), torch.tensor(1.0), Decimal(1), Fraction(1), {"reward": np.float64(1)}],
+    ids=["float", "int", "bool", "numpy float", "numpy int", "tensor", "decimal", "fraction", "dict"],
+)
+def test_numbers_of_any_kind_are_rewards(value):
+    judgment = Judgment.of(value, trajectory_that())
+    assert judgment == Judgment(reward=1.0)
+    assert type(judgment.reward) is float
+
+
+def test_further_numbers_of_a_dict_are_metrics():
+    judgment = Judgment.of({"reward": 0.5, "accuracy": False, "format": 1}, trajectory_that())
+    assert judgment == Judgment(reward=0.5, metrics={"accuracy": 0.0, "format": 1.0})
+
+
+@pytest.mark.parametrize("rewards", [[0, 0, 0.5, 1], np.array([0, 0, 0.5, 1])], ids=["list", "array"])
+def test_rewards_per_token_sum_to_the_reward(rewards):
+    judgment = Judgment.of({"rewards": rewards, "turns": 1}, trajectory_that())
+    assert judgment == Judgment(reward=1.5, metrics={"turns": 1.0}, rewards=[0.0, 0.0, 0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, {"reward": -math.inf}, {"reward": 1, "format": math.nan}, 10**400]
+)
+def test_a_number_that_is_not_finite_is_refused(value):
+    with pytest.raises(RewardError, match="expected a finite number") as caught:
+        Judgment.of(value, trajectory_that())
+    assert caught.value.reason == "not_finite"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "None .NoneType. as its return value for prompt 'train-3', sample 0"),
+        ("1.0", "expected a number"),
+        ([1.0], "expected a number"),
+        (np.array([1.0, 2.0]), "expected one number"),
+        ({}, 'expected a key "reward"'),
+        ({"score": 1.0}, r"a dict with \['score'\]"),
+        ({"reward": 1.0, "accuracy": None}, "as 'accuracy'"),
+        ({"reward": 1.0, 3: 1.0}, "expected names to be strings"),
+        ({"rewards": [1.0]}, "1 rewards .* expected 4"),
+        ({"rewards": 1.0}, "expected a list of 4 numbers"),
+        ({"rewards": [0, 0, "a", 0]}, r"as rewards\[2\]"),
+        ({"reward": 3.0, "rewards": [0, 0, 1, 1]}, "expected the sum"),
+    ],
+)
+def test_what_is_no_judgment_is_refused_in_words(value, message):
+    with pytest.raises(RewardError, match=message) as caught:
+        Judgment.of(value, trajectory_that())
+    assert caught.value.reason == "raised"
+
+
+def test_a_judgment_is_written_into_its_trajectory():
+    trajectory = trajectory_that()
+    Judgment(reward=1.5, metrics={"format": 1.0}, rewards=[0.0, 0.0, 0.5, 1.0]).apply_to(trajectory)
+    assert trajectory.reward == 1.5
+    assert trajectory.rewards == [0.0, 0.0, 0.5, 1.0]
+    assert trajectory.metrics == {"format": 1.0}

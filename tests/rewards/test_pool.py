@@ -1,0 +1,248 @@
+"""RewardPool with real processes: what it gives back, whom it blames, and that nothing survives it."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from reward_functions import trajectory_that
+
+from lightrl.errors import RewardError
+from lightrl.rewards import Judgment, RewardPool
+from lightrl.rewards.pool import encoded
+
+HERE = str(Path(__file__).parent)
+
+
+@contextmanager
+def pool_of(function: str, **settings: object) -> Iterator[RewardPool]:
+    pool = RewardPool(f"reward_functions.{function}", search_paths=[HERE], **settings)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def outcomes(pool: RewardPool, *trajectories: object) -> list[object]:
+    """A Judgment or an exception for each trajectory, all asked for at the same time."""
+
+    async def gathered() -> list[object]:
+        return await asyncio.gather(*map(pool.score, trajectories), return_exceptions=True)
+
+    return asyncio.run(gathered())
+
+
+def reasons(results: list[object]) -> list[object]:
+    return [result.reason if isinstance(result, RewardError) else result.reward for result in results]
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture(scope="module", params=["obey", "obey_async"])
+def pool(request: pytest.FixtureRequest) -> Iterator[RewardPool]:
+    with pool_of(request.param) as pool:
+        yield pool
+
+
+def test_512_trajectories_are_judged_each_with_its_own_reward(pool):
+    results = outcomes(pool, *(trajectory_that(give=float(i), sample=i) for i in range(512)))
+    assert results == [Judgment(float(i)) for i in range(512)]
+
+
+def test_a_dict_gives_reward_and_metrics(pool):
+    (result,) = outcomes(pool, trajectory_that(give={"reward": 1, "format": 0.5}))
+    assert result == Judgment(1.0, {"format": 0.5})
+
+
+@pytest.mark.parametrize("what", ["raise", "sys.exit"])
+def test_a_function_that_raises_costs_its_own_trajectory_only(pool, what):
+    results = outcomes(pool, trajectory_that(), trajectory_that(do=what, sample=5), trajectory_that())
+    assert reasons(results) == [1.0, "raised", 1.0]
+    assert "prompt 'train-3', sample 5" in str(results[1])
+    assert "reward_functions.py" in str(results[1])  # the function's traceback
+    assert "lightrl/rewards" not in str(results[1])  # and nothing but
+
+
+def test_a_reward_that_is_not_finite_is_an_error_with_its_reason(pool):
+    assert reasons(outcomes(pool, trajectory_that(give=float("nan")))) == ["not_finite"]
+
+
+def test_prints_leave_the_results_alone_and_go_to_stderr_with_a_prefix(pool, capfd):
+    results = outcomes(pool, trajectory_that(do="print"), trajectory_that(give=2.0))
+    assert reasons(results) == [1.0, 2.0]
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert re.search(r"\[reward worker \d+\] raw bytes on descriptor 1\n", printed.err)
+
+
+def test_a_function_that_reads_stdin_finds_it_empty(pool):
+    assert reasons(outcomes(pool, trajectory_that(do="read"))) == [0.0]
+
+
+@pytest.mark.parametrize("what", ["exit", "abort"])
+@pytest.mark.parametrize("function", ["obey", "obey_async"])
+def test_a_worker_that_dies_is_replaced_and_the_culprit_named(function, what):
+    with pool_of(function) as pool:
+        batch = [trajectory_that(sample=i, do=what if i == 2 else None) for i in range(6)]
+        results = outcomes(pool, *batch)
+    assert reasons(results) == [1.0, 1.0, "killed", 1.0, 1.0, 1.0]
+    assert "exit code 3" in str(results[2]) or "SIGABRT" in str(results[2])
+
+
+@pytest.mark.parametrize("function", ["obey", "obey_async"])
+def test_a_hung_call_in_the_middle_of_a_batch_is_the_only_one_that_fails(function):
+    with pool_of(function, timeout_s=0.5) as pool:
+        batch = [trajectory_that(sample=i, give=float(i), do="hang" if i == 20 else None) for i in range(64)]
+        results = outcomes(pool, *batch)
+    assert reasons(results) == [float(i) if i != 20 else "timeout" for i in range(64)]
+    assert "sample 20 within timeout_s=0.5" in str(results[20])
+
+
+def test_a_hang_that_blocks_the_event_loop_is_found_out_by_trying_alone():
+    with pool_of("block_async", timeout_s=0.3) as pool:
+        results = outcomes(pool, *(trajectory_that(sample=i, do="hang" if i == 1 else None) for i in range(4)))
+    assert reasons(results) == [1.0, "timeout", 1.0, 1.0]
+
+
+@pytest.mark.parametrize("what", ["hang", "hold"], ids=["sleeping", "in C code"])
+def test_the_message_about_a_hang_says_where_it_was(what):
+    with pool_of("obey", timeout_s=0.3) as pool:
+        (error,) = outcomes(pool, trajectory_that(do=what))
+    assert error.reason == "timeout"
+    assert 'reward_functions.py", line' in str(error)
+    assert "in obey" in str(error)
+
+
+def test_async_calls_of_one_worker_run_together():
+    with pool_of("obey_async", timeout_s=5.0) as pool:
+        # The first call may leave alone before the second is there, so it is not one of the two that meet.
+        results = outcomes(pool, trajectory_that(), trajectory_that(do="meet"), trajectory_that(do="meet"))
+    assert reasons(results) == [1.0, 1.0, 1.0]
+
+
+def test_a_cancelled_call_leaves_the_pool_usable():
+    async def cancel_and_go_on(pool: RewardPool) -> Judgment:
+        tasks = [asyncio.create_task(pool.score(trajectory_that())) for _ in range(8)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return await pool.score(trajectory_that(give=3.0))
+
+    with pool_of("obey") as pool:
+        assert asyncio.run(cancel_and_go_on(pool)) == Judgment(3.0)
+
+
+def test_close_fails_the_calls_on_their_way_and_ends_all_processes():
+    async def close_while_hanging(pool: RewardPool) -> list[object]:
+        tasks = [asyncio.create_task(pool.score(trajectory_that(do="hang"))) for _ in range(5)]
+        await asyncio.sleep(0.2)
+        pool.close()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pool_of("obey", workers=2) as pool:
+        children = [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in before]
+        results = asyncio.run(close_while_hanging(pool))
+        pool.close()
+        assert len(children) >= 2
+        assert reasons(results) == ["killed"] * 5
+        assert wait_until_gone(children)
+        assert reasons(outcomes(pool, trajectory_that())) == ["killed"]
+
+
+def test_kill_9_of_the_trainer_ends_workers_and_what_they_started(tmp_path):
+    script = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from lightrl.rewards import RewardPool
+from reward_functions import trajectory_that
+pool = RewardPool("reward_functions.obey", search_paths=[sys.argv[1]])
+pool.start()
+asyncio.run(pool.score(trajectory_that(do="spawn", file=sys.argv[2])))
+"""
+    file = tmp_path / "pids"
+    trainer = subprocess.Popen([sys.executable, "-c", script, HERE, str(file)])
+    deadline = time.monotonic() + 30
+    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pids = [int(pid) for pid in file.read_text().split()]
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    assert len(pids) == 2
+    assert wait_until_gone(pids)
+
+
+def test_a_worker_imports_no_torch():
+    with pool_of("has_torch") as pool:
+        assert reasons(outcomes(pool, trajectory_that())) == [0.0]
+
+
+def test_a_method_of_a_class_may_be_named():
+    with pool_of("Judges.constant") as pool:
+        assert reasons(outcomes(pool, trajectory_that())) == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module.reward", "no module 'no_such_module' on the import path, .*Run from the folder"),
+        ("reward_functions.lenght", "'reward_functions' has no 'lenght'.*Did you mean 'length'"),
+        ("reward_functions.zzzz", "has no 'zzzz'.*It has .*length"),
+        ("reward_functions.sub.reward", "'reward_functions' has no 'sub'"),
+        ("reward_functions.NOT_A_FUNCTION", "is of type int, expected a function"),
+        ("lightrl.rewards.pool", "is a module, expected a function"),
+        ("length", "no dotted path, expected package.module.function"),
+        (
+            "broken_reward_module.reward",
+            "(?s)failed with ModuleNotFoundError.*broken_reward_module.py.*No module named",
+        ),
+    ],
+)
+def test_a_path_without_a_function_is_refused_at_start(path, message, tmp_path):
+    (tmp_path / "broken_reward_module.py").write_text("import a_package_that_is_not_installed\n")
+    pool = RewardPool(path, search_paths=[HERE, str(tmp_path)])
+    with pytest.raises(ValueError, match=message):
+        pool.start()
+
+
+def test_a_module_that_never_imports_is_refused_after_its_deadline(tmp_path):
+    (tmp_path / "slow_reward_module.py").write_text("import time\ntime.sleep(600)\n")
+    pool = RewardPool("slow_reward_module.reward", search_paths=[str(tmp_path)], startup_timeout_s=0.5)
+    with pytest.raises(ValueError, match=r"(?s)startup_timeout_s=0.5.*slow_reward_module.py"):
+        pool.start()
+
+
+@pytest.mark.parametrize("setting", ["workers", "timeout_s", "startup_timeout_s"])
+def test_settings_that_are_not_positive_are_refused(setting):
+    with pytest.raises(ValueError, match=f"{setting}=0, expected a number above 0"):
+        RewardPool("reward_functions.length", **{setting: 0})
+
+
+def test_what_travels_is_the_trajectory_as_json():
+    trajectory = trajectory_that(answer="7", nested={"a": [1, None]})
+    assert json.loads(encoded(trajectory)) == json.loads(json.dumps(trajectory.to_json()))
+
+
+def test_a_field_that_json_cannot_hold_is_an_error_of_its_trajectory():
+    with pool_of("obey") as pool:
+        results = outcomes(pool, trajectory_that(answer={1, 2}), trajectory_that())
+    assert reasons(results) == ["raised", 1.0]
+    assert "cannot be written as JSON" in str(results[0])
