@@ -103,7 +103,7 @@ class FakeEngine:
 
     async def generate(self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1) -> list[Completion]:
         """`n` completions, written at the same time; see `RolloutEngine`."""
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+        if n < 1 or not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             raise ValueError(
                 f"The prompt {token_ids} is empty or outside the vocabulary, expected 0 to {self._vocab_size}."
             )

@@ -139,6 +139,7 @@ class LocalEngine:
         self._vocab_size = 0
         self._load_lock = threading.Lock()  # one load at a time
         self._condition = threading.Condition()  # guards what follows
+        self._requests: set[_Request] = set()  # whose callers wait
         self._waiting: deque[Row] = deque()
         self._has_cancellations = False
         self._is_paused = False
@@ -207,6 +208,7 @@ class LocalEngine:
                 raise EngineError(
                     "LocalEngine has no weights yet, expected a load before the first request. Call load_weights first."
                 )
+            self._requests.add(request)
             self._waiting.extend(rows)
             self._condition.notify_all()
         try:
@@ -217,6 +219,9 @@ class LocalEngine:
                 self._has_cancellations = True
                 self._condition.notify_all()
             raise
+        finally:
+            with self._condition:
+                self._requests.discard(request)
 
     async def pause(self) -> None:
         """Returns when the decode thread has stopped between two tokens; requests wait until `resume`.
@@ -349,8 +354,8 @@ class LocalEngine:
     def _boundary_message(self, who: str) -> str:
         return (
             f"{who} waited {self.boundary_timeout_s:.0f} s for LocalEngine's token in progress, with "
-            f"{self._num_running} completions running, {len(self._waiting)} waiting, weight version {self.weight_version}. "
-            "Raise boundary_timeout_s, or lower max_batch or prefill_tokens."
+            f"{self._num_running} completions running, {len(self._waiting)} waiting, weight version "
+            f"{self.weight_version}. Raise boundary_timeout_s, or lower max_batch or prefill_tokens."
         )
 
     def _hold_for_load(self) -> None:
@@ -491,7 +496,7 @@ class LocalEngine:
     def _dismiss(self) -> None:
         """Last act of the decode thread: everyone who waits gets an error."""
         with self._condition:
-            rows = [*self._waiting, *(self._batch.clear() if self._batch is not None else [])]
+            requests = list(self._requests)
             self._waiting.clear()
             self._num_running = 0
             self._is_at_boundary = True
@@ -499,7 +504,7 @@ class LocalEngine:
             self._condition.notify_all()
             failure = self._failure
         deliveries = _Deliveries()
-        for request in dict.fromkeys(row.owner[0] for row in rows):
+        for request in requests:
             if failure is not None:
                 deliveries.add(request, self._failure_error())
             else:

@@ -172,12 +172,6 @@ class RunningBatch:
             row.version_changes.append((length, weight_version))
         self._decoder.append(list(sequences), owners)
 
-    def clear(self) -> list[Row]:
-        """All rows leave without a completion; gives them."""
-        rows, self._rows = self._rows, []
-        self._decoder.clear()
-        return rows
-
     def _draw(self, first: int, end: int, logits: Tensor) -> None:
         """One token for the slots `first` to `end`, from the logits of their next token, which are changed."""
         rows, generated = self._slots[first:end], self._generated[first:end]
