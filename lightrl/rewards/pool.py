@@ -170,9 +170,9 @@ class _WorkerProcess:
         self._log.clear()
         os.kill(self._process.pid, signal.SIGUSR1)  # faulthandler writes the stack to stderr
         deadline = time.monotonic() + _STACK_WAIT_S
-        while not self._log and not self._is_ended and time.monotonic() < deadline:
-            self._exchange(0.05, forward=False)
-        self._exchange(0.05, forward=False)
+        is_quiet = False
+        while not (self._log and is_quiet) and not self._is_ended and time.monotonic() < deadline:
+            is_quiet = not self._exchange(0.05, forward=False)
         own = ("lightrl/rewards/", '"<string>"')
         lines = [line for line in self._log if line.startswith("  File") and not any(part in line for part in own)]
         return "\n".join(lines)
@@ -196,17 +196,20 @@ class _WorkerProcess:
     def _receive_lines(self, wait_s: float) -> list[bytes]:
         if b"\n" not in self._reply_bytes:
             self._exchange(wait_s)
-        *lines, rest = self._reply_bytes.split(b"\n")
-        self._reply_bytes = rest
-        if not lines and (self._is_ended or self._has_exited()):
-            raise WorkerDied(self._obituary())
+        if b"\n" not in self._reply_bytes and (self._is_ended or self._has_exited()):
+            while self._exchange(0.0):  # its last words
+                pass
+            if b"\n" not in self._reply_bytes:
+                raise WorkerDied(self._obituary())
+        *lines, self._reply_bytes = self._reply_bytes.split(b"\n")
         return [bytes(line) for line in lines]
 
-    def _exchange(self, wait_s: float, *, forward: bool = True) -> None:
-        """Moves what the pipes take and give; waits up to `wait_s` for the first of them."""
+    def _exchange(self, wait_s: float, *, forward: bool = True) -> bool:
+        """Moves what the pipes take and give, after `wait_s` at most; False if that was nothing."""
         if self._is_ended:
-            return
-        for descriptor, _ in self._poller.poll(wait_s * 1000):
+            return False
+        ready = self._poller.poll(wait_s * 1000)
+        for descriptor, _ in ready:
             if descriptor == self._requests:
                 self._write()
             elif descriptor == self._replies:
@@ -219,6 +222,7 @@ class _WorkerProcess:
                     self._poller.unregister(descriptor)
                 self._error_bytes += data or b""
                 self._log_lines(forward)
+        return bool(ready)
 
     def _write(self) -> None:
         try:
@@ -231,8 +235,7 @@ class _WorkerProcess:
             self._poller.unregister(self._requests)
 
     def _log_lines(self, forward: bool) -> None:
-        *lines, rest = self._error_bytes.split(b"\n")
-        self._error_bytes = rest
+        *lines, self._error_bytes = self._error_bytes.split(b"\n")
         for line in lines:
             text = line.decode(errors="replace")
             self._log.append(text)

@@ -37,6 +37,7 @@ from lightrl.rewards.judgment import Outcome, Runner
 from lightrl.trajectory import Trajectory
 
 _PARENT_CHECK_MS = 1000
+_SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # of the pool: end, and show the stack
 
 
 def main() -> None:
@@ -44,15 +45,15 @@ def main() -> None:
     parent = int(sys.argv[1])
     del sys.argv[1:]
     requests, replies = _take_over_pipes()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # no moment in which a guardian dies without its worker
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # no moment in which a guardian dies without its worker
     worker = os.fork()  # before there is any thread
     if worker:
         os.close(replies)  # so that the pool sees it close when the worker ends
         _guard(worker, parent, requests)
     os.setpgid(0, 0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     faulthandler.enable()  # a crash in C code shows where it was
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the pool asks so where a hung call is
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with os.fdopen(requests, "rb") as lines:
         settings = json.loads(lines.readline())
         try:
@@ -168,7 +169,7 @@ def _guard(worker: int, parent: int, requests: int) -> NoReturn:
     mirror.start()
     signal.signal(signal.SIGTERM, lambda *_: _kill_group(worker))
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(worker, signal.SIGUSR1))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     poller = select.poll()
     poller.register(requests, 0)  # hang-up is always reported
     while os.getppid() == parent and not poller.poll(_PARENT_CHECK_MS):

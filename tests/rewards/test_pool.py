@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,7 +46,11 @@ def reasons(results: list[object]) -> list[object]:
     return [result.reason if isinstance(result, RewardError) else result.reward for result in results]
 
 
-def wait_until_gone(pids: list[int], seconds: float = 10.0) -> bool:
+def descendants() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def wait_until_gone(pids: Iterable[int], seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
@@ -157,15 +161,25 @@ def test_close_fails_the_calls_on_their_way_and_ends_all_processes():
         pool.close()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = descendants()
     with pool_of("obey", workers=2) as pool:
-        children = [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in before]
+        children = descendants() - before
         results = asyncio.run(close_while_hanging(pool))
         pool.close()
         assert len(children) >= 2
         assert reasons(results) == ["killed"] * 5
         assert wait_until_gone(children)
         assert reasons(outcomes(pool, trajectory_that())) == ["killed"]
+
+
+def test_a_worker_that_was_killed_while_idle_costs_no_trajectory():
+    before = descendants()
+    with pool_of("obey") as pool:
+        killed = descendants() - before
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        assert wait_until_gone(killed)
+        assert reasons(outcomes(pool, trajectory_that(), trajectory_that(give=2.0))) == [1.0, 2.0]
 
 
 def test_kill_9_of_the_trainer_ends_workers_and_what_they_started(tmp_path):
