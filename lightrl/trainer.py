@@ -63,7 +63,10 @@ class Trainer(L.Trainer):
     profiler: Profiler
 
     def __init__(self, *args: Any, engine: RolloutEngine | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        given = kwargs.pop("callbacks", None) or []
+        given = given if isinstance(given, list) else [given]
+        # Lightning appends its defaults to the very list it gets: with a copy, they can be told from the user's.
+        super().__init__(*args, callbacks=list(given), **kwargs)
         self.engine = engine
         self.rollout: RolloutController | None = None  # while a stage of an RLModule runs
         self._judge: Judge | None = None
@@ -71,8 +74,7 @@ class Trainer(L.Trainer):
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         if isinstance(self.strategy.checkpoint_io, TorchCheckpointIO):
             self.strategy.checkpoint_io = AtomicCheckpointIO()
-        given = kwargs.get("callbacks") or []
-        self._add_default_callbacks(given if isinstance(given, list) else [given])
+        self._add_default_callbacks(given)
 
     @property
     def weight_version(self) -> int:
