@@ -62,7 +62,7 @@ class RewardPool:
         search_paths: Sequence[str] = (),
     ) -> None:
         self.path = path
-        import_path = [str(Path(entry).resolve()) for entry in (*search_paths, *sys.path)]  # "" is the working folder
+        import_path = [str(Path(entry).absolute()) for entry in (*search_paths, *sys.path)]  # "" is the working folder
 
         def make_worker() -> _WorkerProcess:
             return _WorkerProcess(path, timeout_s=timeout_s, import_path=import_path)

@@ -95,13 +95,9 @@ def test_a_completion_that_did_not_end_by_itself_is_not_in_format(finish_reason)
     assert judged("#### 42", "42", finish_reason) == expected
 
 
-@pytest.mark.parametrize(
-    "completion", ["", "####", "#### ", r"\boxed{", r"\boxed{}", "no number", "#### 5 or 6", "####\n42 5"]
-)
+@pytest.mark.parametrize("completion", ["", "####", "#### ", r"\boxed{", r"\boxed{}", "no number", "#### 5 or 6"])
 def test_nothing_earns_nothing(completion):
-    assert judged(completion, "5") == {"reward": 0.0, "accuracy": 0.0, "lenient_accuracy": 0.0, "format": 0.0} | (
-        {"lenient_accuracy": 1.0} if completion.endswith(" 5") else {}
-    )
+    assert judged(completion, "5") == {"reward": 0.0, "accuracy": 0.0, "lenient_accuracy": 0.0, "format": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,15 @@ def test_a_hang_that_blocks_the_event_loop_is_found_out_by_trying_alone():
     assert reasons(results) == [1.0, "timeout", 1.0, 1.0]
 
 
+def test_a_runaway_expression_costs_its_own_trajectory_only():
+    pool = RewardPool("lightrl.rewards.math_answer", timeout_s=1.0)
+    pool.start()
+    runaway = trajectory_that(r"\boxed{9^{9^{9^{9}}}}", answer="42")
+    results = outcomes(pool, trajectory_that("#### 42", answer="42"), runaway, trajectory_that("#### 42", answer="42"))
+    pool.close()
+    assert reasons(results) == [1.0, "timeout", 1.0]
+
+
 @pytest.mark.parametrize("what", ["hang", "hold"], ids=["sleeping", "in C code"])
 def test_the_message_about_a_hang_says_where_it_was(what):
     with pool_of("obey", timeout_s=0.3) as pool:
