@@ -1,7 +1,8 @@
 """SingleModel: one model in one process. Padding is removed before the forward, results come back as [B, T].
 
 Shapes: B trajectories, T tokens, N loss tokens, H hidden size. On the CPU trajectories of like length form right-padded
-rectangles, which a causal model needs no attention mask for; on other devices a microbatch is one packed row with
+rectangles, which a causal model needs no attention mask for, and a group's prompt is computed once where that is
+cheaper; on other devices a microbatch is one packed row with
 restarting positions. Logprobs come from hidden states at the N positions that predict a loss token, so no [B, T, V]
 ever exists.
 """
@@ -26,6 +27,12 @@ from lightrl.functional import (
     token_logprobs,
 )
 from lightrl.models import Backward, LossFunction, Outputs
+from lightrl.strategies.shared_prefix import (
+    can_share_prefixes,
+    find_shared_prompts,
+    shared_prefix_hidden,
+    sharing_costs,
+)
 from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
@@ -35,8 +42,8 @@ if TYPE_CHECKING:
 RECTANGLE_OVERHEAD_TOKENS = 256
 
 
-# Rows [N] and columns [N] of the predicting positions, hidden states, and where in them these positions are.
-_Part = tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]
+# Rows [N], columns [N] and hidden states [N, H] of some predicting positions.
+_Part = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class SingleModel:
         self.model = model
         self.settings = settings
         self.head_is_plain = head_is_plain(model)
+        self.can_share_prefixes = self.head_is_plain and can_share_prefixes(model)
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
@@ -86,8 +94,7 @@ class SingleModel:
 
     def _read_hidden(self, experience: Experience) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Predicting positions (rows [N], columns [N]); logprob [N] and entropy [N] of the tokens predicted there."""
-        bodies = self._packed if experience.token_ids.device.type != "cpu" else self._rectangles
-        parts = [(rows, columns, hidden[at]) for rows, columns, hidden, at in bodies(experience)]
+        parts = list(self._hidden(experience))
         rows, columns = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
         head = self.model.get_output_embeddings()
         masked = _stops_are_masked(experience.loss_mask, self.settings.min_new_tokens)
@@ -103,20 +110,30 @@ class SingleModel:
         )
         return rows, columns, logprobs, entropy
 
-    def _rectangles(self, experience: Experience) -> Iterator[_Part]:
-        """Trajectories of like length side by side; their last tokens predict nothing and are left out."""
+    def _hidden(self, experience: Experience) -> Iterator[_Part]:
+        """Rows [N], columns [N] and hidden states [N, H] of the predicting positions, in the cheapest exact form."""
+        if experience.token_ids.device.type != "cpu":
+            yield self._packed_hidden(experience)
+            return
+        if self.can_share_prefixes:
+            shared = find_shared_prompts(experience)
+            cost, plain_cost = sharing_costs(shared, experience.lengths.tolist(), RECTANGLE_OVERHEAD_TOKENS)
+            if cost < plain_cost:
+                yield from shared_prefix_hidden(self.model, experience, shared, RECTANGLE_OVERHEAD_TOKENS)
+                return
         for picked, token_ids in self._token_rectangles(experience):
             hidden = self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
             rows, columns = predicting_positions(experience.loss_mask[picked, : token_ids.shape[1] + 1])
-            yield picked[rows], columns, hidden, (rows, columns)
+            yield picked[rows], columns, hidden[rows, columns]
 
     def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of like length side by side, and their tokens; the last ones predict nothing and are left out."""
         lengths = (experience.lengths - 1).clamp(min=1)
         for members in rectangles(lengths.tolist(), RECTANGLE_OVERHEAD_TOKENS):
             picked = torch.tensor(members, device=experience.token_ids.device)
             yield picked, experience.token_ids[picked, : int(lengths[picked].max())]
 
-    def _packed(self, experience: Experience) -> Iterator[_Part]:
+    def _packed_hidden(self, experience: Experience) -> _Part:
         """All trajectories end to end in one row, told apart by their restarting positions."""
         packed = pack(experience.token_ids, experience.lengths)
         hidden = self.model.base_model(
@@ -125,7 +142,7 @@ class SingleModel:
         place = torch.zeros_like(experience.token_ids)
         place[packed.rows, packed.columns] = torch.arange(len(packed.rows), device=place.device)
         rows, columns = predicting_positions(experience.loss_mask)
-        yield rows, columns, hidden, (place[rows, columns],)
+        return rows, columns, hidden[place[rows, columns]]
 
     def _read_logits(self, experience: Experience) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `_read_hidden`, from the model's own logits, for heads that do more than a matrix product."""

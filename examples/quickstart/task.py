@@ -1,0 +1,68 @@
+"""The quickstart's task: name the largest of four digits. Tokenizer, prompts and reward, all made on the spot.
+
+A prompt is `3719=`, the one right completion is `9` and the end token. Of the 10,000 prompts about 20 % are held out, by
+a hash of the prompt, so no seed can mix them with those trained on. Always answering `9` is right in 34 % of them.
+"""
+
+import hashlib
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightrl import Prompt, PromptDataModule, Trajectory
+
+VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789="]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    model = models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<unk>")
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=32
+    )
+
+
+class LargestDigit(PromptDataModule):
+    """Prompts of four digits, split by their hash.
+
+    Args:
+        batch_size: prompts, thus groups, per iteration.
+        num_validation: held-out prompts to measure on, at most.
+    """
+
+    def __init__(self, batch_size: int, num_validation: int = 1000) -> None:
+        super().__init__(train=None, batch_size=batch_size, validation_batch_size=num_validation)
+        self.num_validation = num_validation
+
+    def make_prompts(self, split: str) -> list[Prompt]:
+        texts = [f"{number:04d}=" for number in range(10_000)]
+        if split == "train":
+            texts = [text for text in texts if not is_held_out(text)]
+        else:
+            texts = sorted((text for text in texts if is_held_out(text)), key=digest)[: self.num_validation]
+        return [
+            Prompt(
+                id=text,
+                token_ids=[VOCABULARY.index(character) for character in text],
+                fields={"answer_ids": [VOCABULARY.index(max(text[:4])), VOCABULARY.index("<eos>")]},
+            )
+            for text in texts
+        ]
+
+
+def exact(trajectory: Trajectory) -> dict[str, Any]:
+    """1 for the right digit and the end token and nothing else, on token ids: decoded text would let `9<unk>` pass."""
+    right = float(trajectory.completion_ids == trajectory.prompt.fields["answer_ids"])
+    return {"reward": right, "accuracy": right}
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_held_out(text: str) -> bool:
+    return int(digest(text), 16) % 10 < 2

@@ -1,0 +1,132 @@
+"""The prompt of a group goes through the model once: its key-values are shared by the group's trajectories.
+
+G trajectories that differ only after a prompt of L tokens cost L + Σ completion tokens instead of G·L + Σ. It is exact,
+gradient included: a causal model's prompt states do not depend on what follows. Shapes: B trajectories, U distinct
+prompts, L prompt tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightrl.experience import Experience
+from lightrl.functional import predicting_positions, rectangles
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class SharedPrompt:
+    """Trajectories whose prompts have the same length, and which of them stand for all with the same prompt."""
+
+    num_tokens: int  # L
+    first_rows: list[int]  # [U], a row for each distinct prompt
+    rows: list[int]  # the trajectories
+    prompt_of_row: list[int]  # index into first_rows
+
+
+def find_shared_prompts(experience: Experience) -> list[SharedPrompt]:
+    """The trajectories sorted by prompt length, each prompt once; what comes before the first loss token is the prompt.
+
+    A prompt is the same where group and tokens are. The last token of a trajectory predicts nothing, so a trajectory
+    without a loss token counts as a prompt less its last token.
+    """
+    columns = torch.arange(experience.token_ids.shape[1], device=experience.token_ids.device)
+    has_loss = experience.loss_mask.any(1)
+    starts = torch.where(has_loss, experience.loss_mask.int().argmax(1), experience.lengths - 1).clamp(min=1)
+    prompts = torch.where(columns < starts[:, None], experience.token_ids, -1).tolist()
+    found: dict[int, tuple[list[int], list[int], list[int]]] = {}
+    index_of: dict[tuple[int, tuple[int, ...]], int] = {}
+    for row, (group, start) in enumerate(zip(experience.group_ids.tolist(), starts.tolist(), strict=True)):
+        first_rows, rows, prompt_of_row = found.setdefault(start, ([], [], []))
+        key = (group, tuple(prompts[row][:start]))
+        if key not in index_of:
+            index_of[key] = len(first_rows)
+            first_rows.append(row)
+        rows.append(row)
+        prompt_of_row.append(index_of[key])
+    return [SharedPrompt(start, *lists) for start, lists in sorted(found.items())]
+
+
+def sharing_costs(shared: list[SharedPrompt], lengths: list[int], overhead_tokens: int) -> tuple[int, int]:
+    """What the forward costs in tokens, with the prompts shared and in plain rectangles, one call `overhead_tokens`."""
+    cost = 0
+    for part in shared:
+        rests = [lengths[row] - 1 - part.num_tokens for row in part.rows if lengths[row] - 1 > part.num_tokens]
+        cost += overhead_tokens + part.num_tokens * len(part.first_rows)
+        cost += rectangles_cost(rests, overhead_tokens)
+    return cost, rectangles_cost([max(1, length - 1) for length in lengths], overhead_tokens)
+
+
+def rectangles_cost(lengths: list[int], overhead_tokens: int) -> int:
+    """Tokens of the best rectangles, padding included, and their calls."""
+    parts = rectangles(lengths, overhead_tokens)
+    return sum(overhead_tokens + len(part) * max(lengths[row] for row in part) for part in parts)
+
+
+def shared_prefix_hidden(
+    model: PreTrainedModel, experience: Experience, shared: list[SharedPrompt], overhead_tokens: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Rows [N], columns [N] and hidden states [N, H] of the predicting positions, part by part."""
+    device = experience.token_ids.device
+    for part in shared:
+        cache = new_cache(model)
+        prompts = experience.token_ids[torch.tensor(part.first_rows, device=device), : part.num_tokens]
+        hidden = model.base_model(input_ids=prompts, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        rows = torch.tensor(part.rows, device=device)
+        prompt_of_row = torch.tensor(part.prompt_of_row, device=device)
+        columns = torch.full_like(rows, part.num_tokens - 1)
+        # The prompt's last position predicts the first loss token of every trajectory that has one.
+        starts = experience.loss_mask[rows].any(1).nonzero()[:, 0]
+        yield rows[starts], columns[starts], hidden.index_select(0, prompt_of_row[starts])
+
+        rests = experience.lengths[rows] - 1 - part.num_tokens
+        longer = (rests > 0).nonzero()[:, 0]
+        for members in rectangles(rests[longer].tolist(), overhead_tokens):
+            picked = longer[torch.tensor(members, device=device)]
+            end = part.num_tokens + int(rests[picked].max())
+            token_ids = experience.token_ids[rows[picked], part.num_tokens : end]
+            hidden = model.base_model(
+                input_ids=token_ids, past_key_values=_repeated(model, cache, prompt_of_row[picked]), use_cache=True
+            ).last_hidden_state
+            # Column 0 of this part is token L, the first one of the completion: what it predicts comes after it.
+            at, offsets = predicting_positions(experience.loss_mask[rows[picked], part.num_tokens : end + 1])
+            yield rows[picked][at], offsets + part.num_tokens, hidden[at, offsets]
+
+
+def new_cache(model: PreTrainedModel) -> Any:
+    """An empty key-value cache of the model's kind."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+def _repeated(model: PreTrainedModel, cache: Any, prompt_of_row: Tensor) -> Any:
+    repeated = new_cache(model)
+    for index, layer in enumerate(cache.layers):
+        repeated.update(layer.keys.index_select(0, prompt_of_row), layer.values.index_select(0, prompt_of_row), index)
+    return repeated
+
+
+@torch.no_grad()
+def can_share_prefixes(model: PreTrainedModel) -> bool:
+    """Whether a forward in two parts gives what one forward gives, which a probe checks; only full attention can."""
+    from transformers.cache_utils import DynamicLayer
+
+    cache = new_cache(model)
+    if not all(type(layer) is DynamicLayer for layer in cache.layers):
+        return False
+    token_ids = torch.arange(min(6, model.config.vocab_size), device=model.device)[None]
+    whole = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    output = model.base_model(input_ids=token_ids[:, :2], past_key_values=cache, use_cache=True)
+    if getattr(output, "past_key_values", None) is not cache or cache.get_seq_length() != 2:
+        return False
+    repeated = _repeated(model, cache, torch.zeros(1, dtype=torch.int64, device=model.device))
+    rest = model.base_model(input_ids=token_ids[:, 2:], past_key_values=repeated, use_cache=True).last_hidden_state
+    return torch.allclose(whole[:, 2:].float(), rest.float(), rtol=1e-3, atol=1e-3)
