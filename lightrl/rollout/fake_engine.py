@@ -109,8 +109,8 @@ class FakeEngine:
             )
         if len(token_ids) + sampling.max_new_tokens > self._max_context:
             raise ValueError(
-                f"{len(token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} are more than the context "
-                f"of {self._max_context} tokens. Shorten the prompt or lower max_new_tokens."
+                f"{len(token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} are more than the "
+                f"context of {self._max_context} tokens. Shorten the prompt or lower max_new_tokens."
             )
         number = len(self.requests)
         self.requests.append(FakeRequest(number, list(token_ids), sampling, session, n, self.weight_version))

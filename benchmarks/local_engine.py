@@ -1,0 +1,225 @@
+"""Tokens per second of LocalEngine against transformers' `model.generate`, with equal and with skewed lengths.
+
+    python -m benchmarks.local_engine [--quick] [--models 1M,27M,120M] [--batches 8,64,256]
+
+What is equal on both sides: the model, its weights, float32, threads, distinct prompts of 32 tokens (so nothing is gained
+by sharing prefixes), sampling at temperature 1 from the whole vocabulary, and a list of lengths, one per completion. The
+end token is banned by a mask on the logits until a completion has its length, in both; there `generate` is forced to
+draw the end token (its only way to end a row), while LocalEngine ends the row by its own `max_new_tokens`. Both draw
+exactly the same number of tokens. LocalEngine computes the logprobs too, which `generate` is spared.
+
+Rows of the table:
+    equal      all completions have the same length, half the cap
+    skewed     5 % at the cap, the others geometric, a quarter of the cap on average; as many requests as slots
+    refilled   skewed, with four times as many requests as slots: `generate` runs four batches one after the other
+    no_removal skewed, but LocalEngine decodes every row to the cap and only the wanted tokens count: what it would be
+               without early removal
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, Qwen3Config
+
+from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
+from lightrl.rollout import LocalEngine
+from lightrl.trajectory import Sampling
+from lightrl.weights import bucketed
+
+END_TOKEN = 1
+PROMPT_TOKENS = 32
+MODELS: dict[str, dict[str, int]] = {  # parameters, in name
+    "1M": {"hidden": 128, "intermediate": 512, "layers": 4, "heads": 4, "kv_heads": 2, "head": 32, "vocab": 1024},
+    "27M": {"hidden": 512, "intermediate": 1408, "layers": 8, "heads": 8, "kv_heads": 4, "head": 64, "vocab": 8192},
+    "120M": {"hidden": 768, "intermediate": 3072, "layers": 12, "heads": 12, "kv_heads": 4, "head": 64, "vocab": 24576},
+}
+TARGETS = {("1M", 64, "skewed"): 3.0, ("27M", 64, "skewed"): 2.0}
+
+
+class ForcedLengths(LogitsProcessor):  # type: ignore[misc]
+    """Bans the end token until a row has its length, whose last token is then the end token."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, token_ids: Tensor, scores: Tensor) -> Tensor:
+        num_new = token_ids.shape[1] - PROMPT_TOKENS + 1  # with the token to be drawn
+        is_end = self.lengths <= num_new
+        scores[:, END_TOKEN] = torch.where(is_end, scores[:, END_TOKEN], float("-inf"))
+        if num_new in self.lengths:
+            ended = scores[is_end]
+            scores[is_end] = torch.full_like(ended, float("-inf")).index_fill_(1, torch.tensor([END_TOKEN]), 0.0)
+        return scores
+
+
+def make_model(name: str) -> PreTrainedModel:
+    size = MODELS[name]
+    config = Qwen3Config(
+        vocab_size=size["vocab"],
+        hidden_size=size["hidden"],
+        intermediate_size=size["intermediate"],
+        num_hidden_layers=size["layers"],
+        num_attention_heads=size["heads"],
+        num_key_value_heads=size["kv_heads"],
+        head_dim=size["head"],
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=END_TOKEN,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def equal_lengths(count: int, cap: int) -> list[int]:
+    return [cap // 2] * count
+
+
+def skewed_lengths(count: int, cap: int, seed: int = 0) -> list[int]:
+    """5 % at the cap, the others at the quantiles of a geometric distribution, a quarter of the cap on average."""
+    num_capped = max(1, round(0.05 * count))
+    mean = (0.25 * count - num_capped) / (count - num_capped) * cap
+    stay = math.log1p(-1 / mean)
+    quantiles = [(place + 0.5) / (count - num_capped) for place in range(count - num_capped)]
+    lengths = [min(cap, max(1, math.ceil(math.log1p(-quantile) / stay))) for quantile in quantiles]
+    lengths += [cap] * num_capped
+    random.Random(seed).shuffle(lengths)
+    return lengths
+
+
+def make_prompts(count: int, vocab_size: int) -> list[list[int]]:
+    generator = random.Random(1)
+    return [[generator.randrange(2, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+
+def run_generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int], batch: int) -> float:
+    """Seconds of `model.generate`, batch after batch."""
+    start = time.perf_counter()
+    for first in range(0, len(prompts), batch):
+        token_ids, part = torch.tensor(prompts[first : first + batch]), lengths[first : first + batch]
+        with torch.inference_mode():
+            output = model.generate(
+                token_ids,
+                attention_mask=torch.ones_like(token_ids),
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+                max_new_tokens=max(part),
+                eos_token_id=END_TOKEN,
+                pad_token_id=0,
+                logits_processor=LogitsProcessorList([ForcedLengths(part)]),
+            )
+        ends = (output[:, PROMPT_TOKENS:] == END_TOKEN).int().argmax(1) + 1
+        assert ends.tolist() == part
+    return time.perf_counter() - start
+
+
+def run_engine(engine: LocalEngine, prompts: list[list[int]], lengths: list[int]) -> float:
+    """Seconds of LocalEngine, all requests sent at once."""
+
+    async def wave() -> None:
+        await engine.pause()
+        samplings = [
+            Sampling(max_new_tokens=length, min_new_tokens=length, stop_token_ids=(END_TOKEN,), seed=seed)
+            for seed, length in enumerate(lengths)
+        ]
+        requests = zip(prompts, samplings, strict=True)
+        tasks = [asyncio.create_task(engine.generate(p, sampling, session="bench")) for p, sampling in requests]
+        await asyncio.sleep(0)
+        await engine.resume()
+        completions = await asyncio.gather(*tasks)
+        assert [len(completion.token_ids) for (completion,) in completions] == lengths
+
+    start = time.perf_counter()
+    asyncio.run(wave())
+    return time.perf_counter() - start
+
+
+def measure(report: Report, name: str, batch: int, cap: int, repeats: int, threads: int) -> dict[str, float]:
+    """All rows of one model and batch size; gives the ratios."""
+    model = make_model(name)
+    engine = LocalEngine(max_batch=batch, threads=threads)
+    engine.start(model.config)
+    engine.load_weights(bucketed(model.named_parameters(), 64 * 2**20), weight_version=0)
+    ratios = {}
+    workloads = {
+        "equal": equal_lengths(batch, cap),
+        "skewed": skewed_lengths(batch, cap),
+        "refilled": skewed_lengths(4 * batch, cap),
+    }
+    for workload, lengths in workloads.items():
+        prompts = make_prompts(len(lengths), model.config.vocab_size)
+        memory: dict[str, dict[str, float]] = {}
+
+        def remembered(side: str, function: Callable[[], float], memory: dict[str, dict[str, float]] = memory) -> float:
+            with PeakMemory() as peak:
+                seconds = function()
+            memory[side] = peak.values()
+            return seconds
+
+        contenders: dict[str, Callable[[], float]] = {
+            "generate": lambda p=prompts, n=lengths: remembered("generate", lambda: run_generate(model, p, n, batch)),
+            "lightrl": lambda p=prompts, n=lengths: remembered("lightrl", lambda: run_engine(engine, p, n)),
+        }
+        if workload == "skewed":
+            contenders["no_removal"] = lambda p=prompts, n=lengths: remembered(
+                "no_removal", lambda: run_engine(engine, p, [cap] * len(n))
+            )
+        seconds = interleaved(contenders, repeats=repeats + 1)
+        seconds = {side: times[1:] for side, times in seconds.items()}  # the first round warms up
+        for side, times in seconds.items():
+            report.add(
+                workload,
+                model=name,
+                batch=batch,
+                cap_tokens=cap,
+                requests=len(lengths),
+                mean_tokens=round(statistics.mean(lengths), 1),
+                engine=side,
+                tokens_per_s=round(sum(lengths) / statistics.median(times), 1),
+                seconds=round(statistics.median(times), 3),
+                **({} if side == "generate" else median_ratio(seconds["generate"], times)),
+                target=TARGETS.get((name, batch, workload)) if side == "lightrl" else None,
+                **memory[side],
+            )
+        ratios[f"ratio_{name}_{batch}_{workload}"] = median_ratio(seconds["generate"], seconds["lightrl"])["ratio"]
+    engine.close()
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="1M,27M,120M")
+    parser.add_argument("--batches", default="8,64,256")
+    parser.add_argument("--cap", type=int, default=128, help="longest completion, in tokens")
+    parser.add_argument("--repeats", type=int, default=3, help="measured rounds; one more warms up")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--quick", action="store_true", help="1M at batch 8 and 64, cap 64")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.models, arguments.batches, arguments.cap = "1M", "8,64", 64
+    torch.set_num_threads(arguments.threads)
+    report = Report("local_engine", prompt_tokens=PROMPT_TOKENS, dtype="float32", threads=arguments.threads)
+    ratios: dict[str, float] = {}
+    for name in arguments.models.split(","):
+        for batch in arguments.batches.split(","):
+            ratios |= measure(report, name, int(batch), arguments.cap, arguments.repeats, arguments.threads)
+    report.finish(
+        ["measurement", "model", "batch", "engine", "tokens_per_s", "seconds", "ratio", "target", "peak_rss_mib"],
+        **ratios,
+    )
+
+
+if __name__ == "__main__":
+    main()
