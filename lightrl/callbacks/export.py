@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -97,7 +99,8 @@ class HuggingFaceExport(RLCallback):
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             unfinished.mkdir(parents=True)
-            source.policy.save_pretrained(unfinished)
+            with _without_bars():
+                source.policy.save_pretrained(unfinished)
             if source.tokenizer is not None:
                 source.tokenizer.save_pretrained(unfinished)
             # Two renames, for a folder cannot be renamed onto a full one; killed between, the old one is at `replaced`.
@@ -108,3 +111,18 @@ class HuggingFaceExport(RLCallback):
             shutil.rmtree(unfinished, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
         log.info("Exported the policy after iteration %d to %s.", trainer.global_step, self.to)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hugging Face's progress bar for writing files would break into the run's own."""
+    from transformers.utils import logging as transformers_logging
+
+    if not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()

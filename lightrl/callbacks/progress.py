@@ -70,6 +70,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             )
         self.print_every_n_iterations = print_every_n_iterations
         self._phase_bar: Tqdm | None = None
+        self._num_trajectories: int | None = None  # of an iteration, once one is known
+        self._speed = ""  # of the last iteration, for the second line
         self._drawn_s = -math.inf  # monotonic clock
 
     @property
@@ -117,13 +119,14 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     # ------------------------------------------------------------------ the phase
 
     def on_rollout_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._show_phase("rollout", 0, None)
+        self._show_phase("rollout", 0, self._num_trajectories)
 
     def on_rollout_progress(self, trainer: L.Trainer, module: L.LightningModule, done: int, total: int) -> None:
+        self._num_trajectories = total
         self._show_phase("rollout", done, total)
 
     def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
-        num = sum(len(group.trajectories) for group in groups)
+        num = self._num_trajectories = sum(len(group.trajectories) for group in groups)
         self._show_phase("rollout", num, num)
 
     def on_minibatch_start(
@@ -153,7 +156,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             return
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         if self.is_enabled and values:
-            self.print(f"validation after iteration {_num_batches_done(trainer)}{_plain(values)}")
+            shown = {name.removeprefix("val/"): value for name, value in sorted(values.items())}
+            self.print(f"validation after iteration {_num_batches_done(trainer)}{_plain(shown)}")
 
     # ------------------------------------------------------------------ drawing
 
@@ -168,6 +172,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             values["val/accuracy_fraction"] = float(held_out)
         known = {**_LEARNING, **_SPEED}
         first = {short: values.pop(name) for name, short in known.items() if name in values}
+        if "staleness" in first:
+            first["staleness"] = f"{first['staleness']:g}"  # a whole number of versions
         return {**first, **values}
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
@@ -176,26 +182,28 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     def _show_metrics(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         values = self.get_metrics(trainer, module)
-        if self._phase_bar is not None:
-            speed = {name: values.pop(name) for name in _SPEED.values() if name in values}
-            self._phase_bar.set_postfix({name: _short_number(value) for name, value in speed.items()}, refresh=False)
-        self.train_progress_bar.set_postfix(
-            {name: _short_number(value) for name, value in values.items()}, refresh=False
-        )
+        speed = {name: values.pop(name) for name in _SPEED.values() if name in values}
+        self._speed = ", ".join(f"{name}={_short_number(value)}" for name, value in speed.items())
+        postfix = {name: _short_number(value) for name, value in values.items()}
+        self.train_progress_bar.set_postfix(postfix, refresh=False)
 
     def _show_phase(self, name: str, done: int, total: int | None) -> None:
         if self.is_disabled or self._train_progress_bar is None:
             return
+        desc = f"  {name}: "
         if self._phase_bar is None:
             self._phase_bar = Tqdm(
+                desc=desc[:-2],
+                total=total,
                 position=2 * self.process_position + 1,
                 leave=False,
                 dynamic_ncols=True,
                 file=sys.stdout,
                 bar_format=_PHASE_FORMAT,
             )
-        is_new_phase = self._phase_bar.desc != (desc := f"  {name}: ")
+        is_new_phase = self._phase_bar.desc != desc
         self._phase_bar.desc = desc
+        self._phase_bar.postfix = self._speed
         self._phase_bar.n = done
         if total is not None or is_new_phase:
             self._phase_bar.total = total
@@ -242,18 +250,14 @@ def _is_terminal() -> bool:
 
 
 def _short_number(value: object) -> str:
-    """A number for a bar: three digits that matter, always as wide, so that the line does not jump."""
-    if not isinstance(value, (int, float)):
+    """A number for a bar: the digits that matter, as wide each time, so that the line does not jump."""
+    if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if float(value).is_integer() and abs(value) < 1000:
-        return str(int(value))
     if abs(value) >= 1e6:
         return f"{value / 1e6:.1f}M"
     if abs(value) >= 1e3:
         return f"{value / 1e3:.1f}k"
-    return f"{value:.3f}" if abs(value) >= 1e-3 else f"{value:.1e}"
+    return f"{value:.3f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
 
 
 def _plain(values: Mapping[str, object]) -> str:
