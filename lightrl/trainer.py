@@ -55,6 +55,7 @@ class Trainer(L.Trainer):
 
     Args:
         engine: what generates; `LocalEngine()`, in this process, if None.
+        callbacks: one or several, Lightning's and lightrl's.
         kwargs: Lightning's.
     """
 
@@ -62,11 +63,16 @@ class Trainer(L.Trainer):
     fast_dev_run: int | bool
     profiler: Profiler
 
-    def __init__(self, *args: Any, engine: RolloutEngine | None = None, **kwargs: Any) -> None:
-        given = kwargs.pop("callbacks", None) or []
-        given = given if isinstance(given, list) else [given]
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine | None = None,
+        callbacks: list[Callback] | Callback | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         # Lightning appends its defaults to the very list it gets: with a copy, they can be told from the user's.
-        super().__init__(*args, callbacks=list(given), **kwargs)
+        super().__init__(callbacks=list(given), **kwargs)
         self.engine = engine
         self.rollout: RolloutController | None = None  # while a stage of an RLModule runs
         self._judge: Judge | None = None
@@ -233,7 +239,8 @@ class Trainer(L.Trainer):
         if num % module.num_minibatches:
             raise ValueError(
                 f"num_minibatches={module.num_minibatches} does not divide the iteration's {groups_per_iteration} "
-                f"groups × group_size={module.group_size} = {num} trajectories, expected a divisor. Change one of the three."
+                f"groups × group_size={module.group_size} = {num} trajectories, expected a divisor. "
+                "Change one of the three."
             )
 
     def _one_of(self, kind: type[Any]) -> Any:

@@ -25,8 +25,8 @@ from lightrl.module import RLModule
 class GRPO(RLModule):
     """A clipped policy gradient whose baseline is the mean reward of the other answers to the same prompt.
 
-    The clip is centered on the behavior policy, as PPO writes it; with `decoupled` on the proximal policy (the one at the
-    start of the update), and the loss is weighted by proximal ÷ behavior, so that stale trajectories and numerical
+    The clip is centered on the behavior policy, as PPO writes it; with `decoupled` on the proximal policy, the one at
+    the start of the update, and the loss is weighted by proximal ÷ behavior, so that stale trajectories and numerical
     differences between engine and trainer are corrected instead of clipped away.
 
     Source: GRPO, https://arxiv.org/abs/2402.03300; decoupled loss, https://arxiv.org/abs/2505.24298.

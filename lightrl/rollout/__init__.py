@@ -5,8 +5,12 @@ Reading order:
     workflow.py      a prompt to a trajectory
     buffer.py        what may start and what may be trained on: pure functions
     controller.py    keeps groups in flight and hands over batches
-    local_engine.py  the engine of a laptop: in this process, on its own thread
     fake_engine.py   deterministic, slow or broken on request, for tests
+    local_engine.py  the engine of a laptop: in this process, on its own thread
+    running_batch.py   its slots: rows that decode together, join and leave
+    decoder.py         what it decodes with: any Hugging Face model
+    fast_decoder.py    the same for models of Llama's shape, faster
+    sampler.py         logits to tokens and logprobs, one uniform number each
 
 May import: errors, trajectory, experience, functional, rewards, weights. To add an engine: fulfil RolloutEngine and run
 tests/rollout/engine_contract.py on it.
