@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightrl.errors import EngineError, WeightSyncError
-from lightrl.rollout.engine import Completion
+from lightrl.rollout.engine import Completion, RolloutEngine
 from lightrl.trajectory import FinishReason, Sampling
 from lightrl.weights import Bucket
 
@@ -36,7 +36,7 @@ class FakeRequest:
     weight_version: int  # when it came
 
 
-class FakeEngine:
+class FakeEngine(RolloutEngine):
     """Completions by a script or a hash, at the pace you ask for, token by token, with pauses and syncs honored.
 
     Without a script token i is a hash of (seed, i), uniform over the vocabulary: the policy that gives every token the

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightrl.errors import EngineError, EngineTimeout, WeightSyncError
 from lightrl.rollout.decoder import Decoder, HuggingFaceDecoder
-from lightrl.rollout.engine import Completion
+from lightrl.rollout.engine import Completion, RolloutEngine
 from lightrl.rollout.fast_decoder import LlamaDecoder, find_family
 from lightrl.rollout.running_batch import Row, RunningBatch
 from lightrl.rollout.sampler import completion_seed
@@ -74,7 +74,7 @@ def _resolve(results: list[tuple[_Request, EngineError | None]]) -> None:
             request.future.set_result([completion for completion in request.completions if completion is not None])
 
 
-class LocalEngine:
+class LocalEngine(RolloutEngine):
     """A rollout engine in this process, on the CPU (or one GPU), that owns its copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; any other decoder-only model with a key-value cache
