@@ -134,6 +134,7 @@ class RolloutController:
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
         self._admitting = asyncio.Lock()
+        self._waving = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run_loop, name="lightrl-rollout", daemon=True)
         self._thread.start()
@@ -360,13 +361,14 @@ class RolloutController:
     @contextlib.asynccontextmanager
     async def _wave(self) -> AsyncIterator[None]:
         """What is started inside reaches the engine while it stands still, so that it is admitted at once, in order."""
-        await self.engine.pause()
-        try:
-            yield
-            for _ in range(WAVE_TICKS):
-                await asyncio.sleep(0)
-        finally:
-            await self.engine.resume()
+        async with self._waving:
+            await self.engine.pause()
+            try:
+                yield
+                for _ in range(WAVE_TICKS):
+                    await asyncio.sleep(0)
+            finally:
+                await self.engine.resume()
 
     def _pump_soon(self) -> None:
         task = self._loop.create_task(self._pump())
