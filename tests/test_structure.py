@@ -20,7 +20,9 @@ FLOORS = [
     {"module", "data", "strategies"},
     {"algorithms", "loops", "callbacks"},
     {"trainer"},
-    {"cli", "config_errors", "__main__"},
+    {"config_errors"},
+    {"cli"},
+    {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
