@@ -2,11 +2,11 @@
 
     python -m benchmarks.local_engine [--quick] [--models 1M,27M,120M] [--batches 8,64,256]
 
-What is equal on both sides: the model, its weights, float32, threads, distinct prompts of 32 tokens (so nothing is gained
-by sharing prefixes), sampling at temperature 1 from the whole vocabulary, and a list of lengths, one per completion. The
-end token is banned by a mask on the logits until a completion has its length, in both; there `generate` is forced to
-draw the end token (its only way to end a row), while LocalEngine ends the row by its own `max_new_tokens`. Both draw
-exactly the same number of tokens. LocalEngine computes the logprobs too, which `generate` is spared.
+Equal on both sides: the model and its weights, float32, threads, distinct prompts of 32 tokens (so nothing is gained by
+sharing prefixes), sampling at temperature 1 from the whole vocabulary, and a list of lengths, one per completion. Both
+ban the end token by a mask on the logits until a completion has its length; there `generate` is forced to draw the end
+token (its only way to end a row), while LocalEngine ends the row by its `max_new_tokens`. Both draw exactly the same
+number of tokens. LocalEngine computes the logprobs too, which `generate` is spared.
 
 Rows of the table:
     equal      all completions have the same length, half the cap
@@ -146,10 +146,11 @@ def run_engine(engine: LocalEngine, prompts: list[list[int]], lengths: list[int]
     return time.perf_counter() - start
 
 
-def measure(report: Report, name: str, batch: int, cap: int, repeats: int, threads: int) -> dict[str, float]:
+def measure(report: Report, name: str, batch: int, arguments: argparse.Namespace) -> dict[str, float]:
     """All rows of one model and batch size; gives the ratios."""
+    cap: int = arguments.cap
     model = make_model(name)
-    engine = LocalEngine(max_batch=batch, threads=threads)
+    engine = LocalEngine(max_batch=batch, threads=arguments.threads)
     engine.start(model.config)
     engine.load_weights(bucketed(model.named_parameters(), 64 * 2**20), weight_version=0)
     ratios = {}
@@ -158,7 +159,8 @@ def measure(report: Report, name: str, batch: int, cap: int, repeats: int, threa
         "skewed": skewed_lengths(batch, cap),
         "refilled": skewed_lengths(4 * batch, cap),
     }
-    for workload, lengths in workloads.items():
+    for workload in arguments.workloads.split(","):
+        lengths = workloads[workload]
         prompts = make_prompts(len(lengths), model.config.vocab_size)
         memory: dict[str, dict[str, float]] = {}
 
@@ -176,7 +178,7 @@ def measure(report: Report, name: str, batch: int, cap: int, repeats: int, threa
             contenders["no_removal"] = lambda p=prompts, n=lengths: remembered(
                 "no_removal", lambda: run_engine(engine, p, [cap] * len(n))
             )
-        seconds = interleaved(contenders, repeats=repeats + 1)
+        seconds = interleaved(contenders, repeats=arguments.repeats + 1)
         seconds = {side: times[1:] for side, times in seconds.items()}  # the first round warms up
         for side, times in seconds.items():
             report.add(
@@ -202,6 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="1M,27M,120M")
     parser.add_argument("--batches", default="8,64,256")
+    parser.add_argument("--workloads", default="equal,skewed,refilled")
     parser.add_argument("--cap", type=int, default=128, help="longest completion, in tokens")
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds; one more warms up")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -214,7 +217,7 @@ def main() -> None:
     ratios: dict[str, float] = {}
     for name in arguments.models.split(","):
         for batch in arguments.batches.split(","):
-            ratios |= measure(report, name, int(batch), arguments.cap, arguments.repeats, arguments.threads)
+            ratios |= measure(report, name, int(batch), arguments)
     report.finish(
         ["measurement", "model", "batch", "engine", "tokens_per_s", "seconds", "ratio", "target", "peak_rss_mib"],
         **ratios,
