@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +60,7 @@ class ModelSpec:
         tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None.
         dtype: of the weights, for example `float32` or `bfloat16`; float32 if None, which mixed precision expects.
         attn_implementation: as in transformers; None is its default.
-        seed: of the random weights when `config` is given.
+        seed: of the random weights when `config` is given; None is that of `seed_everything`.
         trust_remote_code: runs the Python code of a hub repository; think before you say true.
     """
 
@@ -68,7 +69,7 @@ class ModelSpec:
     tokenizer: str | None = None
     dtype: str | None = None
     attn_implementation: str | None = None
-    seed: int = 0
+    seed: int | None = None
     trust_remote_code: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of `from_pretrained`
 
@@ -109,7 +110,7 @@ class ModelSpec:
             options["attn_implementation"] = self.attn_implementation
         if self.config is not None:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.seed)
+                torch.manual_seed(int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed)
                 model = AutoModelForCausalLM.from_config(self.load_config(), dtype=dtype, **options)
         else:
             model = AutoModelForCausalLM.from_pretrained(
