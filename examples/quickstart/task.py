@@ -34,7 +34,7 @@ class LargestDigit(PromptDataModule):
         num_validation: held-out prompts to measure on, at most.
     """
 
-    def __init__(self, batch_size: int, num_validation: int = 1000) -> None:
+    def __init__(self, batch_size: int, num_validation: int = 2000) -> None:
         super().__init__(train=None, batch_size=batch_size, validation_batch_size=num_validation)
         self.num_validation = num_validation
 

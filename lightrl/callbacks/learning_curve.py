@@ -35,7 +35,8 @@ class LearningCurve(RLCallback):
     keeps the metrics, the plotted numbers as `learning_curve.csv`. Then the folder and its contents are printed. The
     numbers are part of the checkpoint: the picture of a resumed run shows all of it.
 
-    Iteration i on the axis means: sampled by the weights after i iterations. Only what `RolloutMetrics` and validation
+    Iteration i on the axis means: sampled by the weights after i iterations; the held-out accuracy of iteration 0 is
+    there with `num_sanity_val_steps=-1`. Only what `RolloutMetrics` and validation
     log is drawn; a run without these has no picture.
 
     Args:
@@ -72,7 +73,8 @@ class LearningCurve(RLCallback):
                 self._curves[name][trainer.global_step - 1] = float(metrics[name])
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not trainer.sanity_checking and HELD_OUT_ACCURACY in trainer.callback_metrics:
+        is_whole = not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf")
+        if is_whole and HELD_OUT_ACCURACY in trainer.callback_metrics:
             self._curves[HELD_OUT_ACCURACY][trainer.global_step] = float(trainer.callback_metrics[HELD_OUT_ACCURACY])
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -1,8 +1,9 @@
 """Strategies: where a model's parameters and its work live. Each gives a ParallelModel (models.py) for a role.
 
 Reading order:
-    single.py      one process, one device: padding removed, logprobs from hidden states
-    checkpoint.py  checkpoints that are whole or absent
+    single.py         one process, one device: padding removed, logprobs from hidden states
+    shared_prefix.py  the prompt of a group goes through the model once
+    checkpoint.py     checkpoints that are whole or absent
 
 May import: errors, trajectory, experience, functional, weights, models; Lightning. To add one: subclass a Lightning
 strategy and give it `parallel_model(model, settings)`; `parallel_model` below asks for that first.
