@@ -1,4 +1,4 @@
-"""What may start and what may be trained on: the two decisions that bound staleness, as pure functions of counts.
+"""What may start and what may be trained on: the decisions that bound staleness, as pure functions of counts.
 
 Letters: v the weight version (now), η `max_staleness`, P `groups_per_iteration`, s any version. A group's version is
 that of its oldest token; for one that still runs it is the version that served when it started, a lower bound.
@@ -88,6 +88,29 @@ def choose_batch(
             stragglers = [group_id for group_id, oldest in running.items() if oldest <= version]
             return Batch(None, sorted(stragglers))
     return Batch(sorted(taken), [])
+
+
+def find_overdue(
+    finished: Mapping[int, int], *, weight_version: int, groups_per_iteration: int, max_staleness: int
+) -> list[int]:
+    """The finished groups that no batch can take in time any more.
+
+    None in a run that kept both rules; some after a resume with a smaller η or P. Their prompts are drawn again.
+
+    Args:
+        finished: group id → version of its oldest token.
+        weight_version: v, of the trainer.
+        groups_per_iteration: P.
+        max_staleness: η, in versions.
+    """
+    overdue: list[int] = []
+    num_kept = 0
+    for group_id in sorted(finished, key=lambda group_id: (finished[group_id], group_id)):
+        if num_kept < (finished[group_id] + max_staleness - weight_version + 1) * groups_per_iteration:
+            num_kept += 1
+        else:
+            overdue.append(group_id)
+    return sorted(overdue)
 
 
 def describe_waiting(waits_for: Sequence[int], limit: int = 5) -> str:

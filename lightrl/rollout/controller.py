@@ -1,7 +1,8 @@
 """RolloutController: starts groups, judges what comes back, and hands over batches that keep the staleness bound.
 
 One asyncio loop in one daemon thread, on rank 0. All state below belongs to that thread; the public methods are called
-from the main thread and cross over. What may start and what may be taken is decided in buffer.py.
+from the main thread and cross over: a coroutine does the work there, the main thread waits for it and keeps the
+deadlines, so that a blocked event loop is noticed too. What may start and what may be taken is decided in buffer.py.
 
     prompt stream ──position──► trajectory tasks × G ──► judge ──► finished groups ──► take() ──► commit()
                      admit         workflow, engine                  by version         oldest     trained on
@@ -14,17 +15,21 @@ import collections
 import concurrent.futures
 import contextlib
 import logging
+import math
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+import traceback
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from lightrl.errors import EngineError, LightRLError, RewardError, RolloutError
-from lightrl.rewards import Judge
-from lightrl.rollout.buffer import choose_batch, describe_waiting, num_admissible
+from lightrl.errors import LightRLError, RewardError, RolloutError
+from lightrl.rewards import Judge, Judgment
+from lightrl.rollout.buffer import choose_batch, describe_waiting, find_overdue, num_admissible
 from lightrl.rollout.engine import Completion, RolloutEngine
-from lightrl.rollout.workflow import Workflow
+from lightrl.rollout.workflow import Generate, Workflow, check_trajectory
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.weights import Bucket
 
@@ -34,6 +39,7 @@ _T = TypeVar("_T")
 # Ticks of the event loop after which every new trajectory task has reached its first `generate`: one starts the task,
 # the others leave room for a workflow that awaits something ready first.
 WAVE_TICKS = 4
+WAIT_S = 0.1  # between two looks of a waiting main thread at signals, deadlines and progress
 
 
 class Prompts(Protocol):
@@ -62,6 +68,16 @@ class _Running:
     redraws: int = 0
 
 
+@dataclass
+class _Wait:
+    """One call of the main thread that waits for trajectories; written on the event loop, read by the main thread."""
+
+    total: int  # trajectories it needs
+    done: int = 0
+    for_whom: str = "the first trajectory"
+    last_news: float = field(default_factory=time.monotonic)  # seconds, when a trajectory that it waits for was done
+
+
 class RolloutController:
     """Keeps as many groups in flight as the staleness bound allows, and hands finished ones to the loop.
 
@@ -81,7 +97,7 @@ class RolloutController:
             others are there. Faster with a heavy tail, but short completions are then drawn too often.
         rollout_timeout_s: the run ends if for so long no trajectory finishes that a batch waits for.
         max_failed_fraction: the run ends if more than this fraction of an iteration's trajectories fails.
-        load_timeout_s: deadline of one weight load.
+        loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for so long.
     """
 
     def __init__(
@@ -101,8 +117,17 @@ class RolloutController:
         redraw_stragglers: bool = False,
         rollout_timeout_s: float = 1800.0,
         max_failed_fraction: float = 0.5,
-        load_timeout_s: float = 600.0,
+        loop_timeout_s: float = 60.0,
     ) -> None:
+        _check_bounds(
+            group_size=(group_size, 1, math.inf),
+            groups_per_iteration=(groups_per_iteration, 1, math.inf),
+            max_staleness=(max_staleness, 0, math.inf),
+            max_concurrent=(1 if max_concurrent is None else max_concurrent, 1, math.inf),
+            rollout_timeout_s=(rollout_timeout_s, 1e-3, threading.TIMEOUT_MAX),
+            max_failed_fraction=(max_failed_fraction, 0, 1),
+            loop_timeout_s=(loop_timeout_s, 1e-3, threading.TIMEOUT_MAX),
+        )
         self.engine = engine
         self.workflow = workflow
         self.judge = judge
@@ -117,25 +142,26 @@ class RolloutController:
         self.redraw_stragglers = redraw_stragglers
         self.rollout_timeout_s = rollout_timeout_s
         self.max_failed_fraction = max_failed_fraction
-        self.load_timeout_s = load_timeout_s
+        self.loop_timeout_s = loop_timeout_s
 
         self.num_consumed = 0  # groups that an iteration was trained on
         self._next_position = 0
-        self._restart: collections.deque[int] = collections.deque()  # positions in flight at the checkpoint
+        self._restart: collections.deque[int] = collections.deque()  # positions to start before new ones
         self._running: dict[int, _Running] = {}
         self._finished: dict[int, Group] = {}
         self._taken: list[Group] = []
-        self._drops: list[Drop] = []
+        self._drops: collections.deque[Drop] = collections.deque()  # the main thread takes from its left end
+        self._last_drop: Drop | None = None
         self._num_failed = 0  # trajectories, since the last batch was taken
         self._failure: BaseException | None = None
-        self._is_taking = False
-        self._last_news = time.monotonic()
+        self._take_wait: _Wait | None = None  # of the `take` in progress
+        self._is_closing = False
 
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
-        self._admitting = asyncio.Lock()
         self._waving = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
+        self._given_up: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # tasks that we cancelled
         self._thread = threading.Thread(target=self._run_loop, name="lightrl-rollout", daemon=True)
         self._thread.start()
 
@@ -144,26 +170,20 @@ class RolloutController:
     def take(self, weight_version: int, *, on_wait: Callable[[int, int], None] | None = None) -> list[Group]:
         """The next P groups to train on, in stream order; they stay in `state_dict` until `commit`.
 
+        Without a `commit` in between, the groups of the last `take` are candidates again.
+
         Args:
             weight_version: the trainer's version now, v.
             on_wait: called with (trajectories finished, trajectories needed) about ten times a second; may raise.
 
         Raises:
-            RolloutError: if nothing finishes for `rollout_timeout_s`, naming what is waited for; or if too many fail.
+            RolloutError: if nothing finishes for `rollout_timeout_s`, naming what is waited for; if too many fail; if
+                the engine's weights are missing or too old for anything to be taken.
             EngineError: if the engine fails.
         """
-        future = self._submit(self._take(weight_version))
-        try:
-            while True:
-                try:
-                    return future.result(timeout=0.1)
-                except concurrent.futures.TimeoutError:
-                    if future.done():
-                        raise
-                if on_wait is not None:
-                    on_wait(*self._progress())
-        finally:
-            future.cancel()
+        wait = _Wait(self.groups_per_iteration * self.group_size)
+        who = f"The loop at weight version {weight_version}"
+        return self._wait_for(self._take(weight_version, wait), wait, on_wait, who)
 
     def commit(self) -> None:
         """The groups of the last `take` have been trained on: forget them."""
@@ -174,6 +194,7 @@ class RolloutController:
 
         Raises:
             WeightSyncError: from the engine; the old weights serve on.
+            EngineTimeout: from the engine, which keeps the deadline of its load.
         """
         self.engine.load_weights(buckets, weight_version=weight_version)
         self._run(self._pump())
@@ -191,34 +212,18 @@ class RolloutController:
         Trajectories whose reward failed are missing from their group; `drain_drops` tells why.
 
         Raises:
-            RolloutError: if nothing finishes for `rollout_timeout_s`.
+            RolloutError: if none of them finishes for `rollout_timeout_s`.
+            EngineError: if the engine fails.
         """
-        done = [0]
-        total = len(prompts) * num_samples
-        future = self._submit(self._evaluate(prompts, sampling, num_samples, done))
-        started, seen = time.monotonic(), 0
-        try:
-            while True:
-                try:
-                    return future.result(timeout=0.1)
-                except concurrent.futures.TimeoutError:
-                    if future.done():
-                        raise
-                if done[0] > seen:
-                    started, seen = time.monotonic(), done[0]
-                if time.monotonic() - started > self.rollout_timeout_s:
-                    raise RolloutError(
-                        f"Validation got no trajectory for {self.rollout_timeout_s:.0f} s ({done[0]} of {total} are "
-                        "there), expected one at least. Look at the engine and the reward, or raise rollout_timeout_s."
-                    )
-                if on_wait is not None:
-                    on_wait(done[0], total)
-        finally:
-            future.cancel()
+        wait = _Wait(len(prompts) * num_samples, for_whom=f"{len(prompts)} prompts × {num_samples} samples")
+        return self._wait_for(self._evaluate(prompts, sampling, num_samples, wait), wait, on_wait, "Validation")
 
     def drain_drops(self) -> list[Drop]:
         """The trajectories dropped since the last call."""
-        drops, self._drops = self._drops, []
+        drops: list[Drop] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                drops.append(self._drops.popleft())
         return drops
 
     def progress(self) -> dict[str, int]:
@@ -256,7 +261,12 @@ class RolloutController:
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while True:
+            try:
+                self._loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets them through, out of a workflow's own tasks
+                self._fail(RolloutError(f"A task on the event loop raised {error!r}, expected it not to exit."), error)
 
     def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         if not self._thread.is_alive():
@@ -264,16 +274,69 @@ class RolloutController:
             raise RolloutError("The rollout controller is closed, expected it open. Start a new run.")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def _run(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float = 60.0) -> _T:
-        try:
-            return self._submit(coroutine).result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            raise RolloutError(
-                f"The rollout event loop did not answer for {timeout_s:.0f} s, expected milliseconds. A workflow, "
-                "environment or async reward blocks it: let it await, or move its work to a thread."
-            ) from None
+    def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """For what takes milliseconds."""
+        future = self._submit(coroutine)
+        concurrent.futures.wait([future], self.loop_timeout_s)
+        if not future.done():
+            future.cancel()
+            raise self._blocked_error()
+        return future.result()
 
-    # ------------------------------------------------------------------ on the event loop
+    def _wait_for(
+        self, coroutine: Coroutine[Any, Any, _T], wait: _Wait, on_wait: Callable[[int, int], None] | None, who: str
+    ) -> _T:
+        """The coroutine's result, or an error at a deadline; whatever is raised here cancels it."""
+        future = self._submit(coroutine)
+        has_answered = threading.Event()
+        has_answered.set()
+        silent_s = 0.0  # counted in waits, not by the clock: a stopped process is not a blocked loop
+        try:
+            while True:
+                concurrent.futures.wait([future], WAIT_S)
+                if future.cancelled():
+                    raise RolloutError(f"{who} waited while the controller was closed, expected it open.")
+                if future.done():
+                    return future.result()
+                if has_answered.is_set():
+                    has_answered.clear()
+                    silent_s = 0.0
+                    self._loop.call_soon_threadsafe(self._answer, wait, has_answered)
+                else:
+                    silent_s += WAIT_S
+                if silent_s > self.loop_timeout_s:
+                    raise self._blocked_error()
+                if time.monotonic() - wait.last_news > self.rollout_timeout_s:
+                    raise self._overdue_error(wait, who)
+                if on_wait is not None:
+                    on_wait(min(wait.done, wait.total), wait.total)
+        finally:
+            future.cancel()
+
+    def _answer(self, wait: _Wait, has_answered: threading.Event) -> None:
+        if wait is self._take_wait:
+            wait.done = sum(item.num_done for item in self._running.values())
+            wait.done += len(self._finished) * self.group_size
+        has_answered.set()
+
+    def _blocked_error(self) -> RolloutError:
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        here = traceback.extract_stack(frame)[-1] if frame is not None else None
+        where = f"It is at {here.filename}:{here.lineno}, in {here.name}. " if here is not None else ""
+        return RolloutError(
+            f"The rollout event loop did not answer for loop_timeout_s={self.loop_timeout_s:g}, expected milliseconds. "
+            f"{where}A workflow, environment or async reward blocks it: let it await, or move its work to a thread."
+        )
+
+    def _overdue_error(self, wait: _Wait, who: str) -> RolloutError:
+        return RolloutError(
+            f"{who} has waited for {wait.for_whom} and no trajectory finished for "
+            f"rollout_timeout_s={self.rollout_timeout_s:g}, expected {wait.total} trajectories and have "
+            f"{wait.done}. Queue depths: {self.progress()}. Look at the engine and the reward, or raise "
+            "StalenessControl.rollout_timeout_s."
+        )
+
+    # ------------------------------------------------------------------ on the event loop: batches
 
     async def _commit(self) -> None:
         self.num_consumed += len(self._taken)
@@ -282,6 +345,7 @@ class RolloutController:
     async def _state(self) -> dict[str, Any]:
         return {
             "run_seed": self.run_seed,
+            "groups_per_iteration": self.groups_per_iteration,
             "num_consumed": self.num_consumed,
             "next_position": self._next_position,
             "in_flight": sorted([*self._running, *self._restart]),
@@ -289,23 +353,29 @@ class RolloutController:
         }
 
     async def _restore(self, state: Mapping[str, Any]) -> None:
+        num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.run_seed = int(state["run_seed"])
-        self.num_consumed = int(state["num_consumed"])
+        self.num_consumed = num_iterations * self.groups_per_iteration  # admission counts in iterations of this run
         self._next_position = int(state["next_position"])
         self._restart = collections.deque(state["in_flight"])
         groups = [Group.from_json(record) for record in state["finished"]]
         self._finished = {group.id: group for group in groups}
 
-    async def _take(self, weight_version: int) -> list[Group]:
-        self._is_taking = True
-        self._last_news = time.monotonic()
+    async def _take(self, weight_version: int, wait: _Wait) -> list[Group]:
+        """Waits for `_changed`, set by each group that finishes and by each failure. A cancelled one takes nothing."""
+        if self._failure is None:
+            self._check_versions(weight_version)
+        self._finished.update((group.id, group) for group in self._taken)
+        self._taken = []
+        self._give_back_overdue(weight_version)
+        self._take_wait = wait
+        self._pump_soon()
         try:
             while True:
-                await self._pump()
                 if self._failure is not None:
                     raise self._failure
                 batch = choose_batch(
-                    {group.id: group.oldest_version for group in self._finished.values()},
+                    self._finished_versions(weight_version),
                     {group_id: item.started_version for group_id, item in self._running.items()},
                     weight_version=weight_version,
                     groups_per_iteration=self.groups_per_iteration,
@@ -314,56 +384,80 @@ class RolloutController:
                 if batch.group_ids is not None:
                     self._taken = [self._finished.pop(group_id) for group_id in batch.group_ids]
                     self._num_failed = 0
-                    return self._taken
-                if self.redraw_stragglers and len(self._finished) >= self.groups_per_iteration and batch.waits_for:
+                    return list(self._taken)
+                if self.redraw_stragglers and len(self._finished) >= self.groups_per_iteration:
                     self._redraw(batch.waits_for)
-                    continue
-                await self._wait_for_news(weight_version, batch.waits_for)
+                whom = f"groups {describe_waiting(batch.waits_for)}" if batch.waits_for else "more finished groups"
+                wait.for_whom = whom
+                self._changed.clear()
+                await self._changed.wait()
         finally:
-            self._is_taking = False
+            if self._take_wait is wait:  # else a later `take` has begun
+                self._take_wait = None
 
-    async def _wait_for_news(self, weight_version: int, waits_for: Sequence[int]) -> None:
-        self._changed.clear()
-        left = self._last_news + self.rollout_timeout_s - time.monotonic()
-        try:
-            await asyncio.wait_for(self._changed.wait(), max(left, 0.0))
-        except asyncio.TimeoutError:
-            for_whom = f"groups {describe_waiting(waits_for)}" if waits_for else "more finished groups"
+    def _check_versions(self, weight_version: int) -> None:
+        served = self.engine.weight_version
+        if served < 0 or weight_version - served > self.max_staleness:
             raise RolloutError(
-                f"The loop at weight version {weight_version} has waited for {for_whom} and no trajectory finished for "
-                f"{self.rollout_timeout_s:.0f} s, expected {self.groups_per_iteration} groups. Queue depths: "
-                f"{self.progress()}. Look at the engine and the reward, or raise StalenessControl.rollout_timeout_s."
-            ) from None
+                f"The engine serves weight version {served} and the trainer is at {weight_version}, expected at most "
+                f"max_staleness={self.max_staleness} between them. Load the weights before the next batch is taken."
+            )
+
+    def _finished_versions(self, weight_version: int) -> dict[int, int]:
+        versions = {group.id: group.oldest_version for group in self._finished.values()}
+        # A group in which the policy wrote nothing cannot be stale.
+        return {group_id: version if version >= 0 else weight_version for group_id, version in versions.items()}
+
+    def _give_back_overdue(self, weight_version: int) -> None:
+        overdue = find_overdue(
+            self._finished_versions(weight_version),
+            weight_version=weight_version,
+            groups_per_iteration=self.groups_per_iteration,
+            max_staleness=self.max_staleness,
+        )
+        for group_id in overdue:
+            group = self._finished.pop(group_id)
+            self._restart.append(group_id)
+            message = f"Group {group_id} is too old for max_staleness={self.max_staleness}; its prompt is drawn again."
+            for _ in group.trajectories:
+                self._drop("stale", message, group.prompt)
+
+    # ------------------------------------------------------------------ on the event loop: groups in flight
+
+    def _num_admissible(self) -> int:
+        """On-policy groups start only while a batch is waited for."""
+        is_idle = self.max_staleness == 0 and self._take_wait is None
+        if self.prompts is None or self._failure is not None or self._is_closing or is_idle:
+            return 0
+        return num_admissible(
+            running=len(self._running),
+            accepted=self.num_consumed + len(self._taken) + len(self._finished),
+            weight_version=self.engine.weight_version,
+            groups_per_iteration=self.groups_per_iteration,
+            max_staleness=self.max_staleness,
+            max_concurrent=self.max_concurrent,
+            total=self.total_groups,
+        )
 
     async def _pump(self) -> None:
-        """Starts what may start. On-policy only while a batch is waited for, as one wave in a fixed order."""
-        async with self._admitting:
-            if self.prompts is None or self._failure is not None or (self.max_staleness == 0 and not self._is_taking):
-                return
-            num = num_admissible(
-                running=len(self._running),
-                accepted=self.num_consumed + len(self._taken) + len(self._finished),
-                weight_version=self.engine.weight_version,
-                groups_per_iteration=self.groups_per_iteration,
-                max_staleness=self.max_staleness,
-                max_concurrent=self.max_concurrent,
-                total=self.total_groups,
-            )
-            if num == 0:
-                return
-            try:
-                async with self._wave():
-                    for _ in range(num):
-                        self._start_group(self._restart.popleft() if self._restart else self._advance())
-            except EngineError as error:
-                self._fail(error)
+        """Starts what may start; on-policy as one wave in a fixed order. What a cancelled one has started runs on."""
+        if not self._num_admissible():
+            return
+        if self.max_staleness > 0:  # what runs already would have to stand still, and the order is not promised
+            self._start_groups()
+            return
+        async with self._wave():
+            self._start_groups()
 
     @contextlib.asynccontextmanager
     async def _wave(self) -> AsyncIterator[None]:
-        """What is started inside reaches the engine while it stands still, so that it is admitted at once, in order."""
+        """What is started inside reaches the engine while it stands still, so that it is admitted at once, in order.
+
+        Waits for the wave before it and for the engine's pause. On cancellation the engine is resumed.
+        """
         async with self._waving:
-            await self.engine.pause()
             try:
+                await self.engine.pause()
                 yield
                 for _ in range(WAVE_TICKS):
                     await asyncio.sleep(0)
@@ -373,20 +467,30 @@ class RolloutController:
     def _pump_soon(self) -> None:
         task = self._loop.create_task(self._pump())
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._on_pumped)
 
-    def _advance(self) -> int:
-        position = self._next_position
-        self._next_position += 1
-        return position
+    def _on_pumped(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
 
-    def _start_group(self, position: int, redraws: int = 0) -> None:
+    def _start_groups(self) -> None:
         assert self.prompts is not None
-        try:
-            prompt = self.prompts[position]
-        except Exception as error:  # noqa: BLE001 - the user's own dataset
-            self._fail(RolloutError(f"Prompt at position {position} cannot be read: {error!r}. Mend the data set."), error)
-            return
+        for _ in range(self._num_admissible()):
+            position = self._restart[0] if self._restart else self._next_position
+            try:
+                prompt = self.prompts[position]
+            except Exception as error:  # noqa: BLE001 - the user's own dataset
+                self._fail(RolloutError(f"Prompt {position} of the stream raised {error!r}. Mend the data set."), error)
+                return
+            if self._restart:
+                self._restart.popleft()
+            else:
+                self._next_position += 1
+            self._start_group(position, prompt)
+
+    def _start_group(self, position: int, prompt: Prompt, redraws: int = 0) -> None:
         running = _Running(Group(position, prompt), started_version=self.engine.weight_version, redraws=redraws)
         self._running[position] = running
         seed_name = f"{position}:{prompt.id}" + (f":{redraws}" if redraws else "")
@@ -396,61 +500,30 @@ class RolloutController:
             task.add_done_callback(lambda done, item=running: self._on_done(item, done))  # type: ignore[misc]
 
     def _redraw(self, group_ids: Sequence[int]) -> None:
+        """Starts these groups again, except those that would get no newer weights than they had."""
         for group_id in group_ids:
-            item = self._running.pop(group_id)
+            item = self._running[group_id]
+            if item.started_version == self.engine.weight_version:
+                continue
+            self._give_up(item.tasks)
+            message = f"Group {group_id} of version {item.started_version} held a batch back and is drawn again."
             for task in item.tasks:
-                task.cancel()
-            self._drops.append(Drop("straggler", f"Group {group_id} was given up and drawn again.", item.group.prompt.id))
-            self._start_group(group_id, item.redraws + 1)
+                if not task.done() or task.cancelled() or task.result() is not None:  # else it was dropped before
+                    self._drop("straggler", message, item.group.prompt)
+            self._start_group(group_id, item.group.prompt, item.redraws + 1)
 
-    async def _trajectory(
-        self, prompt: Prompt, group_id: int, sample: int, sampling: Sampling, seed_name: str
-    ) -> Trajectory | None:
-        """One interaction, judged; None if it was dropped."""
-        turn = 0
-        session = f"{seed_name}/{sample}"
-
-        async def generate(token_ids: list[int]) -> Completion:
-            nonlocal turn
-            seed = sampling_seed(self.run_seed, seed_name, sample, turn)
-            turn += 1
-            completions = await self.engine.generate(token_ids, replace(sampling, seed=seed), session=session)
-            return completions[0]
-
-        try:
-            trajectory = await self._workflow_trajectory(prompt, generate)
-            trajectory.group_id, trajectory.sample = group_id, sample
-            judgment = await self.judge.score(trajectory)
-        except RewardError as error:
-            self._drop(f"reward_{error.reason}", str(error), prompt)
-            return None
-        except RolloutError as error:
-            self._drop("rollout", str(error), prompt)
-            return None
-        trajectory.reward, trajectory.rewards = judgment.reward, judgment.rewards
-        trajectory.metrics.update(judgment.metrics)
-        return trajectory
-
-    async def _workflow_trajectory(
-        self, prompt: Prompt, generate: Callable[[list[int]], Awaitable[Completion]]
-    ) -> Trajectory:
-        try:
-            return await self.workflow.run(prompt, generate)
-        except LightRLError:
-            raise
-        except Exception as error:
-            name = type(self.workflow).__name__
-            raise RolloutError(f"{name}.run raised {error!r} on prompt {prompt.id!r}, expected a Trajectory.") from error
-
-    def _drop(self, reason: str, message: str, prompt: Prompt) -> None:
-        self._drops.append(Drop(reason, message, prompt.id))
+    def _give_up(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            self._given_up.add(task)
+            task.cancel()
 
     def _on_done(self, running: _Running, task: asyncio.Task[Trajectory | None]) -> None:
+        error = None if task.cancelled() else task.exception()
         if task.cancelled() or self._running.get(running.group.id) is not running:
             return
-        self._last_news = time.monotonic()
+        if self._take_wait is not None:
+            self._take_wait.last_news = time.monotonic()
         running.num_done += 1
-        error = task.exception()
         if error is not None:
             self._fail(error)
             return
@@ -464,18 +537,18 @@ class RolloutController:
             if running.group.trajectories:
                 self._finished[running.group.id] = running.group
             self._changed.set()
-            if not self._is_taking:
-                self._pump_soon()
+            self._pump_soon()
 
     def _check_failures(self) -> None:
         total = self.groups_per_iteration * self.group_size
         if self._num_failed > self.max_failed_fraction * total:
-            last = self._drops[-1] if self._drops else Drop("unknown", "", "")
+            last = self._last_drop
+            assert last is not None
             self._fail(
                 RolloutError(
                     f"{self._num_failed} trajectories failed while one iteration of {total} was collected, expected at "
-                    f"most max_failed_fraction={self.max_failed_fraction} of them. The last one: {last.reason}: "
-                    f"{last.message}"
+                    f"most max_failed_fraction={self.max_failed_fraction} of them. Mend what fails; the last one: "
+                    f"{last.reason}: {last.message}"
                 )
             )
 
@@ -486,36 +559,104 @@ class RolloutController:
             self._failure = error
         self._changed.set()
 
-    def _progress(self) -> tuple[int, int]:
-        total = self.groups_per_iteration * self.group_size
-        done = sum(item.num_done for item in list(self._running.values())) + len(self._finished) * self.group_size
-        return min(done, total), total
+    # ------------------------------------------------------------------ on the event loop: one trajectory
+
+    async def _trajectory(
+        self, prompt: Prompt, group_id: int, sample: int, sampling: Sampling, seed_name: str
+    ) -> Trajectory | None:
+        """One interaction, judged; None if it was dropped. Waits for the workflow, then for the judge."""
+        turn = 0
+        session = f"{seed_name}/{sample}"
+
+        async def generate(token_ids: list[int]) -> Completion:
+            nonlocal turn
+            seed = sampling_seed(self.run_seed, seed_name, sample, turn)
+            turn += 1
+            completions = await self.engine.generate(token_ids, replace(sampling, seed=seed), session=session)
+            if completions[0].finish_reason == "abort":
+                raise RolloutError(
+                    f"The engine aborted turn {turn - 1} of prompt {prompt.id!r}, expected stop or length."
+                )
+            return completions[0]
+
+        try:
+            trajectory = await self._play(prompt, generate)
+            trajectory.group_id, trajectory.sample = group_id, sample
+            (await self._judge(trajectory)).apply_to(trajectory)
+        except RewardError as error:
+            self._drop(f"reward_{error.reason}", str(error), prompt)
+            return None
+        except RolloutError as error:
+            self._drop("rollout", str(error), prompt)
+            return None
+        return trajectory
+
+    async def _play(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        name = f"{type(self.workflow).__name__}.run"
+        try:
+            return check_trajectory(await self.workflow.run(prompt, generate), self.workflow, prompt)
+        except LightRLError:
+            raise
+        except asyncio.CancelledError as error:
+            if self._is_closing or asyncio.current_task() in self._given_up:
+                raise
+            raise RolloutError(f"{name} let a cancellation of its own escape on prompt {prompt.id!r}.") from error
+        except (Exception, SystemExit) as error:
+            raise RolloutError(f"{name} raised {error!r} on prompt {prompt.id!r}, expected a Trajectory.") from error
+
+    async def _judge(self, trajectory: Trajectory) -> Judgment:
+        try:
+            return await self.judge.score(trajectory)
+        except LightRLError:
+            raise
+        except Exception as error:
+            raise RewardError(f"{type(self.judge).__name__}.score raised {error!r}, expected a Judgment.") from error
+
+    def _drop(self, reason: str, message: str, prompt: Prompt) -> None:
+        self._last_drop = Drop(reason, message, prompt.id)
+        self._drops.append(self._last_drop)
 
     async def _evaluate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, done: list[int]
+        self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: _Wait
     ) -> list[Group]:
+        """Waits for all trajectories, or for the first error. On cancellation they are cancelled and awaited."""
         groups = [Group(index, prompt) for index, prompt in enumerate(prompts)]
+        rows: list[list[asyncio.Task[Trajectory | None]]] = [[] for _ in groups]
 
-        async def one(group: Group, sample: int) -> Trajectory | None:
-            result = await self._trajectory(group.prompt, group.id, sample, sampling, f"validation:{group.prompt.id}")
-            done[0] += 1
-            return result
+        def on_done(task: asyncio.Task[Trajectory | None]) -> None:
+            wait.done += 1
+            wait.last_news = time.monotonic()
 
-        tasks: list[list[asyncio.Task[Trajectory | None]]] = []
         try:
             async with self._wave():
-                for group in groups:
-                    tasks.append([self._loop.create_task(one(group, sample)) for sample in range(num_samples)])
-            for group, row in zip(groups, tasks, strict=True):
-                group.trajectories = [item for item in await asyncio.gather(*row) if item is not None]
+                for group, row in zip(groups, rows, strict=True):
+                    for sample in range(num_samples):
+                        seed_name = f"validation:{group.prompt.id}"
+                        run = self._trajectory(group.prompt, group.id, sample, sampling, seed_name)
+                        row.append(self._loop.create_task(run))
+                        row[-1].add_done_callback(on_done)
+            tasks = [task for row in rows for task in row]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
+            for task in done:
+                task.result()  # raises what it raised
+            for group, row in zip(groups, rows, strict=True):
+                group.trajectories = [item for task in row if (item := task.result()) is not None]
         finally:
-            for row in tasks:
-                for task in row:
-                    task.cancel()
+            self._give_up(task for row in rows for task in row)
+            await asyncio.gather(*(task for row in rows for task in row), return_exceptions=True)
         return groups
 
     async def _cancel_all(self) -> None:
-        tasks = [task for task in asyncio.all_tasks(self._loop) if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._is_closing = True
+        while tasks := asyncio.all_tasks(self._loop) - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        await self._loop.shutdown_asyncgens()
+        await self._loop.shutdown_default_executor()
+
+
+def _check_bounds(**settings: tuple[float, float, float]) -> None:
+    for name, (value, low, high) in settings.items():
+        if not low <= value <= high:
+            raise ValueError(f"{name}={value}, expected a number from {low:g} to {high:g}. Mend it.")

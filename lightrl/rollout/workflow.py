@@ -52,7 +52,9 @@ class SingleTurn(Workflow):
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         if not prompt.token_ids:
-            raise RolloutError(f"Prompt {prompt.id!r} has no token ids, expected at least one. Render its messages first.")
+            raise RolloutError(
+                f"Prompt {prompt.id!r} has no token ids, expected at least one. Render its messages first."
+            )
         completion = await generate(prompt.token_ids)
         start, num_new = len(prompt.token_ids), len(completion.token_ids)
         return Trajectory(
@@ -69,3 +71,28 @@ class SingleTurn(Workflow):
             is_truncated=completion.finish_reason == "length",
             turns=[Turn(start, start + num_new, completion.finish_reason)],
         )
+
+
+def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> Trajectory:
+    """What a workflow returned, if it is a trajectory that can be trained on.
+
+    Raises:
+        RolloutError: if it is none, its lists differ in length, or a token to train on has no weight version.
+    """
+    name = f"{type(workflow).__name__}.run"
+    if not isinstance(trajectory, Trajectory):
+        raise RolloutError(f"{name} returned {trajectory!r:.200} for prompt {prompt.id!r}, expected a Trajectory.")
+    lists = ("token_ids", "loss_mask", "behavior_logprobs", "weight_versions")
+    lengths = {field: len(getattr(trajectory, field)) for field in lists}
+    if len(set(lengths.values())) > 1:
+        raise RolloutError(
+            f"{name} returned lists of lengths {lengths} for prompt {prompt.id!r}, expected one entry per token in "
+            "each. Fill in False, 0.0 and -1 where the policy did not write."
+        )
+    trained = zip(trajectory.loss_mask, trajectory.weight_versions, strict=True)
+    if any(is_trained and version < 0 for is_trained, version in trained):
+        raise RolloutError(
+            f"{name} set loss_mask where weight_versions is -1 for prompt {prompt.id!r}, expected only tokens that the "
+            "policy wrote. Copy weight_versions from the Completion, or clear loss_mask there."
+        )
+    return trajectory
