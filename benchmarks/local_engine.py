@@ -165,9 +165,11 @@ def measure(report: Report, name: str, batch: int, arguments: argparse.Namespace
         memory: dict[str, dict[str, float]] = {}
 
         def remembered(side: str, function: Callable[[], float], memory: dict[str, dict[str, float]] = memory) -> float:
+            cpu_start = time.process_time()
             with PeakMemory() as peak:
                 seconds = function()
-            memory[side] = peak.values()
+            # all threads, of the last round: comparable with one thread even where other programs run
+            memory[side] = {"cpu_s": round(time.process_time() - cpu_start, 3), **peak.values()}
             return seconds
 
         contenders: dict[str, Callable[[], float]] = {
@@ -219,7 +221,18 @@ def main() -> None:
         for batch in arguments.batches.split(","):
             ratios |= measure(report, name, int(batch), arguments)
     report.finish(
-        ["measurement", "model", "batch", "engine", "tokens_per_s", "seconds", "ratio", "target", "peak_rss_mib"],
+        [
+            "measurement",
+            "model",
+            "batch",
+            "engine",
+            "tokens_per_s",
+            "seconds",
+            "cpu_s",
+            "ratio",
+            "target",
+            "peak_rss_mib",
+        ],
         **ratios,
     )
 
