@@ -1,0 +1,51 @@
+"""What the README shows: its module trains, its commands exist, its files are there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def code_block(name: str) -> str:
+    found = re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
+    assert found, name
+    return found.group(1)
+
+
+def test_the_module_in_the_readme_has_at_most_30_lines_and_trains(tmp_path):
+    code = code_block("grpo")
+    module = code[code.index("class MyGRPO") : code.index('if __name__ == "__main__"')].strip()
+    assert len(module.splitlines()) <= 30
+    script = tmp_path / "my_module.py"
+    script.write_text(code)
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "`max_steps=2` reached" in run.stdout + run.stderr
+
+
+def test_every_file_that_the_readme_names_is_there():
+    for name in set(re.findall(r"(?:examples|benchmarks|docs)/[\w/.-]+\.\w+", README)):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_files_of_one_iteration_are_there():
+    path = README[README.index("One iteration, in reading order") : README.index("`CONTRIBUTING.md` says")]
+    files = re.findall(r"`([\w/]+\.py)`", path)
+    assert 14 <= len(files) <= 18
+    assert all((ROOT / "lightrl" / name).exists() for name in files)
+
+
+def test_example_configs_are_at_most_40_lines():
+    for config in (ROOT / "examples").rglob("*.yaml"):
+        assert len(config.read_text().splitlines()) <= 40, config
