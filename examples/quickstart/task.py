@@ -1,7 +1,7 @@
 """The quickstart's task: name the largest of four digits. Tokenizer, prompts and reward, all made on the spot.
 
-A prompt is `3719=`, the one right completion is `9` and the end token. Of the 10,000 prompts about 20 % are held out, by
-a hash of the prompt, so no seed can mix them with those trained on. Always answering `9` is right in 34 % of them.
+A prompt is `3719=`, the one right completion is `9` and the end token. Of the 10,000 prompts 1,980 are held out, by a hash
+of the prompt, so no seed can mix them with those trained on. Always answering `9` is right in 33 % of them.
 """
 
 import hashlib

@@ -37,9 +37,7 @@ class RolloutEngine(Protocol):
         """Builds or reaches the model of this config; called on the main thread, before anything else."""
         ...
 
-    async def generate(
-        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1
-    ) -> list[Completion]:
+    async def generate(self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1) -> list[Completion]:
         """`n` completions of one prompt; requests are admitted in the order of the calls.
 
         With n > 1 completion i draws with `sampling_seed`-like independence from (sampling.seed, i). On cancellation
@@ -68,6 +66,10 @@ class RolloutEngine(Protocol):
         Raises:
             WeightSyncError: if a name, shape or value is not what the model wants; the old weights serve on.
         """
+        ...
+
+    def queue_depths(self) -> dict[str, int]:
+        """Completions that are being written (`running`) and that wait for a slot (`waiting`); for messages."""
         ...
 
     def close(self) -> None:
