@@ -1,16 +1,15 @@
-"""The quickstart's task: name the largest of four digits. Tokenizer, prompts and reward, all made on the spot.
+"""The quickstart's task: name the largest of four digits. Tokenizer and prompts, made on the spot.
 
-A prompt is `3719=`, the one right completion is `9` and the end token. Of the 10,000 prompts 1,980 are held out, by a hash
-of the prompt, so no seed can mix them with those trained on. Always answering `9` is right in 33 % of them.
+A prompt is `3719=`, the one right completion is `9` and the end token. Of the 10,000 prompts 1,980 are held out, by a
+hash of the prompt, so no seed can mix them with those trained on. Always answering `9` is right in 33 % of them.
 """
 
 import hashlib
-from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightrl import Prompt, PromptDataModule, Trajectory
+from lightrl import Prompt, PromptDataModule
 
 VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789="]
 
@@ -52,12 +51,6 @@ class LargestDigit(PromptDataModule):
             )
             for text in texts
         ]
-
-
-def exact(trajectory: Trajectory) -> dict[str, Any]:
-    """1 for the right digit and the end token and nothing else, on token ids: decoded text would let `9<unk>` pass."""
-    right = float(trajectory.completion_ids == trajectory.prompt.fields["answer_ids"])
-    return {"reward": right, "accuracy": right}
 
 
 def digest(text: str) -> str:
