@@ -3,6 +3,7 @@
 Reading order:
     single.py         one process, one device: padding removed, logprobs from hidden states
     shared_prefix.py  the prompt of a group goes through the model once
+    probes.py         what a model allows, found by running it
     checkpoint.py     checkpoints that are whole or absent
 
 May import: errors, trajectory, experience, functional, weights, models; Lightning. To add one: subclass a Lightning
@@ -17,7 +18,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from lightrl.models import ParallelModel
 from lightrl.strategies.checkpoint import AtomicCheckpointIO
-from lightrl.strategies.single import LogprobSettings, SingleModel, head_is_plain
+from lightrl.strategies.probes import head_is_plain
+from lightrl.strategies.single import LogprobSettings, SingleModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

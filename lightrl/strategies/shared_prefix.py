@@ -93,7 +93,7 @@ def shared_prefix_hidden(
             end = part.num_tokens + int(rests[picked].max())
             token_ids = experience.token_ids[rows[picked], part.num_tokens : end]
             hidden = model.base_model(
-                input_ids=token_ids, past_key_values=_repeated(model, cache, prompt_of_row[picked]), use_cache=True
+                input_ids=token_ids, past_key_values=repeated_cache(model, cache, prompt_of_row[picked]), use_cache=True
             ).last_hidden_state
             # Column 0 of this part is token L, the first one of the completion: what it predicts comes after it.
             at, offsets = predicting_positions(experience.loss_mask[rows[picked], part.num_tokens : end + 1])
@@ -107,26 +107,9 @@ def new_cache(model: PreTrainedModel) -> Any:
     return DynamicCache(config=model.config)
 
 
-def _repeated(model: PreTrainedModel, cache: Any, prompt_of_row: Tensor) -> Any:
+def repeated_cache(model: PreTrainedModel, cache: Any, prompt_of_row: Tensor) -> Any:
+    """The key-values of each row's prompt, as a cache of its own; gradients flow back to the prompt's."""
     repeated = new_cache(model)
     for index, layer in enumerate(cache.layers):
         repeated.update(layer.keys.index_select(0, prompt_of_row), layer.values.index_select(0, prompt_of_row), index)
     return repeated
-
-
-@torch.no_grad()
-def can_share_prefixes(model: PreTrainedModel) -> bool:
-    """Whether a forward in two parts gives what one forward gives, which a probe checks; only full attention can."""
-    from transformers.cache_utils import DynamicLayer
-
-    cache = new_cache(model)
-    if not all(type(layer) is DynamicLayer for layer in cache.layers):
-        return False
-    token_ids = torch.arange(min(6, model.config.vocab_size), device=model.device)[None]
-    whole = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-    output = model.base_model(input_ids=token_ids[:, :2], past_key_values=cache, use_cache=True)
-    if getattr(output, "past_key_values", None) is not cache or cache.get_seq_length() != 2:
-        return False
-    repeated = _repeated(model, cache, torch.zeros(1, dtype=torch.int64, device=model.device))
-    rest = model.base_model(input_ids=token_ids[:, 2:], past_key_values=repeated, use_cache=True).last_hidden_state
-    return torch.allclose(whole[:, 2:].float(), rest.float(), rtol=1e-3, atol=1e-3)

@@ -2,16 +2,15 @@
 
 Shapes: B trajectories, T tokens, N loss tokens, H hidden size. On the CPU trajectories of like length form right-padded
 rectangles, which a causal model needs no attention mask for, and a group's prompt is computed once where that is
-cheaper; on other devices a microbatch is one packed row with
-restarting positions. Logprobs come from hidden states at the N positions that predict a loss token, so no [B, T, V]
-ever exists.
+cheaper; on other devices a microbatch is one packed row with restarting positions. Logprobs come from hidden states at
+the N positions that predict a loss token, so no [B, T, V] ever exists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -27,12 +26,8 @@ from lightrl.functional import (
     token_logprobs,
 )
 from lightrl.models import Backward, LossFunction, Outputs
-from lightrl.strategies.shared_prefix import (
-    can_share_prefixes,
-    find_shared_prompts,
-    shared_prefix_hidden,
-    sharing_costs,
-)
+from lightrl.strategies.probes import can_pack, can_share_prefixes, head_is_plain
+from lightrl.strategies.shared_prefix import SharedPrompt, find_shared_prompts, shared_prefix_hidden, sharing_costs
 from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
@@ -41,6 +36,8 @@ if TYPE_CHECKING:
 # Cost of one more forward over a rectangle, in tokens: below that, padding is cheaper than another call of every layer.
 RECTANGLE_OVERHEAD_TOKENS = 256
 
+# How the padding is removed; all give the same numbers.
+Form = Literal["rectangles", "shared_prefix", "packed"]
 
 # Rows [N], columns [N] and hidden states [N, H] of some predicting positions.
 _Part = tuple[Tensor, Tensor, Tensor]
@@ -63,13 +60,25 @@ class SingleModel:
         model: with a body (`base_model`) and an output head without further arithmetic, which a probe checks; for
             other models the logits come from the model itself, one rectangle at a time.
         settings: what the engine does to the logits.
+        form: how the padding is removed; None chooses, for each microbatch, the cheapest that is exact for this model.
+
+    Raises:
+        ValueError: if the model does not allow `form`.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: LogprobSettings) -> None:
+    def __init__(self, model: PreTrainedModel, settings: LogprobSettings, *, form: Form | None = None) -> None:
         self.model = model
         self.settings = settings
+        self.form = form
         self.head_is_plain = head_is_plain(model)
         self.can_share_prefixes = self.head_is_plain and can_share_prefixes(model)
+        self.can_pack = self.head_is_plain and can_pack(model)
+        allowed = {"rectangles": True, "shared_prefix": self.can_share_prefixes, "packed": self.can_pack}
+        if form is not None and not allowed[form]:
+            raise ValueError(
+                f"form={form!r} is not exact for {type(model).__name__}, expected one of "
+                f"{[name for name, is_allowed in allowed.items() if is_allowed]} or None. Use None to choose by itself."
+            )
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
@@ -97,7 +106,7 @@ class SingleModel:
         parts = list(self._hidden(experience))
         rows, columns = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
         head = self.model.get_output_embeddings()
-        masked = _stops_are_masked(experience.loss_mask, self.settings.min_new_tokens)
+        masked = _stops_are_masked(experience.weight_versions, self.settings.min_new_tokens)
         logprobs, entropy = hidden_logprobs(
             torch.cat([part[2] for part in parts]),
             head.weight,
@@ -111,20 +120,30 @@ class SingleModel:
         return rows, columns, logprobs, entropy
 
     def _hidden(self, experience: Experience) -> Iterator[_Part]:
-        """Rows [N], columns [N] and hidden states [N, H] of the predicting positions, in the cheapest exact form."""
-        if experience.token_ids.device.type != "cpu":
+        """Rows [N], columns [N] and hidden states [N, H] of the predicting positions."""
+        form, shared = self._choose(experience)
+        if form == "packed":
             yield self._packed_hidden(experience)
-            return
-        if self.can_share_prefixes:
-            shared = find_shared_prompts(experience)
-            cost, plain_cost = sharing_costs(shared, experience.lengths.tolist(), RECTANGLE_OVERHEAD_TOKENS)
-            if cost < plain_cost:
-                yield from shared_prefix_hidden(self.model, experience, shared, RECTANGLE_OVERHEAD_TOKENS)
-                return
-        for picked, token_ids in self._token_rectangles(experience):
-            hidden = self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-            rows, columns = predicting_positions(experience.loss_mask[picked, : token_ids.shape[1] + 1])
-            yield picked[rows], columns, hidden[rows, columns]
+        elif form == "shared_prefix":
+            yield from shared_prefix_hidden(self.model, experience, shared, RECTANGLE_OVERHEAD_TOKENS)
+        else:
+            for picked, token_ids in self._token_rectangles(experience):
+                hidden = self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+                rows, columns = predicting_positions(experience.loss_mask[picked, : token_ids.shape[1] + 1])
+                yield picked[rows], columns, hidden[rows, columns]
+
+    def _choose(self, experience: Experience) -> tuple[Form, list[SharedPrompt]]:
+        """The cheapest exact form for this microbatch, and its shared prompts if that is the form."""
+        form = self.form
+        if form is None and self.can_pack and experience.token_ids.device.type != "cpu":
+            form = "packed"
+        if form in ("packed", "rectangles") or not self.can_share_prefixes:
+            return form or "rectangles", []
+        shared = find_shared_prompts(experience)
+        cost, plain_cost = sharing_costs(shared, experience.lengths.tolist(), RECTANGLE_OVERHEAD_TOKENS)
+        if form == "shared_prefix" or cost < plain_cost:
+            return "shared_prefix", shared
+        return "rectangles", []
 
     def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of like length side by side, and their tokens; the last ones predict nothing and are left out."""
@@ -146,7 +165,7 @@ class SingleModel:
 
     def _read_logits(self, experience: Experience) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `_read_hidden`, from the model's own logits, for heads that do more than a matrix product."""
-        masked = _stops_are_masked(experience.loss_mask, self.settings.min_new_tokens)
+        masked = _stops_are_masked(experience.weight_versions, self.settings.min_new_tokens)
         found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for picked, token_ids in self._token_rectangles(experience):
             width = token_ids.shape[1] + 1
@@ -166,26 +185,17 @@ class SingleModel:
         return rows, columns, logprobs, entropy
 
     def _masked_ids(self, experience: Experience) -> Tensor:
-        return torch.tensor(self.settings.stop_token_ids, device=experience.token_ids.device)
+        return torch.tensor(self.settings.stop_token_ids, dtype=torch.int64, device=experience.token_ids.device)
 
 
-def _stops_are_masked(loss_mask: Tensor, min_new_tokens: int) -> Tensor | None:
-    """[B, T], True where the engine could not draw a stop token: the first `min_new_tokens` of each turn."""
+def _stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:
+    """[B, T], True where the engine could not draw a stop token: the first `min_new_tokens` of each turn.
+
+    From the versions, which tell what the policy wrote: a callback may have taken tokens out of the loss mask since.
+    """
     if min_new_tokens == 0:
         return None
-    trains = loss_mask.long()
-    count = trains.cumsum(1)
-    before_turn = torch.where(loss_mask, 0, count).cummax(1).values
-    return loss_mask & (count - before_turn <= min_new_tokens)
-
-
-@torch.no_grad()
-def head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether the logits are the output head applied to the body's last hidden state and nothing else."""
-    head = model.get_output_embeddings()
-    if head is None or not isinstance(head, torch.nn.Linear) or model.base_model is model:
-        return False
-    token_ids = torch.arange(min(4, head.weight.shape[0]), device=head.weight.device)[None]
-    logits = model(input_ids=token_ids, use_cache=False).logits
-    hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-    return torch.allclose(head(hidden).float(), logits.float(), rtol=1e-3, atol=1e-3)
+    is_written = weight_versions >= 0
+    count = is_written.long().cumsum(1)
+    before_turn = torch.where(is_written, 0, count).cummax(1).values
+    return is_written & (count - before_turn <= min_new_tokens)

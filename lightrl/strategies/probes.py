@@ -1,0 +1,104 @@
+"""What a model allows, found by running a few tokens through it: a plain head, a forward in two parts, packed rows.
+
+Families differ, and a wrong guess would train on wrong logprobs without any error; so nothing is assumed by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightrl.strategies.shared_prefix import new_cache, repeated_cache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Relative to the largest value: rounding stays far below, a token that sees too much or too little far above.
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+# Kinds of rotary embedding whose angles depend on how many tokens one forward sees.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+@torch.no_grad()
+def head_is_plain(model: PreTrainedModel) -> bool:
+    """Whether the logits are the output head applied to the body's last hidden state and nothing else."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
+        return False
+    token_ids = _some_tokens(model, 4)
+    said: list[tuple[Tensor, Tensor]] = []
+
+    def answer(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        # Large numbers, since a cap such as 30 · tanh(logits / 30) does next to nothing to logits near 0.
+        large = torch.linspace(-100, 100, output.numel(), device=output.device).view_as(output).to(output.dtype)
+        said.append((inputs[0], large))
+        return large
+
+    hook = head.register_forward_hook(answer)
+    try:
+        logits = model(input_ids=token_ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    if len(said) != 1:
+        return False
+    (read, large), hidden = said[0], _hidden(model, token_ids)
+    return read.shape == hidden.shape and _is_close(read, hidden) and _is_close(logits, large)
+
+
+@torch.no_grad()
+def can_share_prefixes(model: PreTrainedModel) -> bool:
+    """Whether a forward in two parts gives what one forward gives; only full attention can."""
+    from transformers.cache_utils import DynamicLayer
+
+    if not _takes(model, "past_key_values") or _rope_depends_on_length(model):
+        return False
+    cache = new_cache(model)
+    if not all(type(layer) is DynamicLayer for layer in cache.layers):
+        return False
+    token_ids = _some_tokens(model, 6)
+    output = model.base_model(input_ids=token_ids[:, :2], past_key_values=cache, use_cache=True)
+    if output.get("past_key_values") is not cache or cache.get_seq_length() != 2:
+        return False
+    repeated = repeated_cache(model, cache, torch.zeros(1, dtype=torch.int64, device=model.device))
+    rest = model.base_model(input_ids=token_ids[:, 2:], past_key_values=repeated, use_cache=True).last_hidden_state
+    return _is_close(rest, _hidden(model, token_ids)[:, 2:])
+
+
+@torch.no_grad()
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether trajectories end to end in one row, told apart by restarting positions, do not see each other."""
+    if not _takes(model, "position_ids") or _rope_depends_on_length(model):
+        return False
+    token_ids = _some_tokens(model, 6)
+    position_ids = torch.arange(3, device=model.device).repeat(2)[None]
+    packed = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    return _is_close(packed[:, 3:], _hidden(model, token_ids[:, 3:]))
+
+
+def _some_tokens(model: PreTrainedModel, num: int) -> Tensor:
+    vocabulary: int = model.get_input_embeddings().weight.shape[0]
+    return torch.arange(num, device=model.device)[None] % vocabulary
+
+
+def _hidden(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    hidden: Tensor = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    return hidden
+
+
+def _takes(model: PreTrainedModel, argument: str) -> bool:
+    return argument in set(inspect.signature(model.base_model.forward).parameters)
+
+
+def _rope_depends_on_length(model: PreTrainedModel) -> bool:
+    parameters: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return any(kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE for kind in kinds)
+
+
+def _is_close(left: Tensor, right: Tensor) -> bool:
+    tolerance = _TOLERANCE.get(left.dtype, 1e-3) * max(1e-6, float(right.float().abs().max()))
+    return torch.allclose(left.float(), right.float(), rtol=0, atol=tolerance)
