@@ -1,0 +1,235 @@
+"""SingleModel against a loop over Hugging Face's logits: outputs, gradients, forms, and how much it allocates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lightrl.experience import Experience
+from lightrl.models import Outputs
+from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.strategies.single import Form
+from lightrl.trajectory import Prompt, Trajectory
+from tiny import FAMILIES, VOCABULARY, gradients, random_experience, slow_outputs, tiny_model, widened
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+FORMS: list[Form] = ["rectangles", "shared_prefix", "packed"]
+
+
+def weighted(outputs: Outputs) -> Tensor:
+    """A number whose gradient is different for each token's logprob and entropy."""
+    num, width = outputs.logprobs.shape
+    weights = torch.linspace(-1, 2, num * 40).view(num, 40)
+    return (weights[:, :width] * outputs.logprobs + weights.flip(1)[:, :width] * outputs.entropy).sum()
+
+
+def gradient_of(parallel: SingleModel, experience: Experience) -> dict[str, Tensor]:
+    parallel.forward_backward([experience], lambda _, outputs: weighted(outputs), Tensor.backward)
+    return gradients(parallel.model)
+
+
+def slow_gradient(model: PreTrainedModel, experience: Experience, **settings: Any) -> dict[str, Tensor]:
+    weighted(Outputs(*slow_outputs(model, experience, **settings))).backward()
+    return gradients(model)
+
+
+def assert_same_gradient(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Up to float32's rounding of sums; a parameter without gradient counts as zero."""
+    largest = max(float(value.abs().max()) for value in expected.values())
+    for name in found.keys() | expected.keys():
+        left = found.get(name, torch.zeros(()))
+        right = expected.get(name, torch.zeros(()))
+        torch.testing.assert_close(left, right.expand_as(left), rtol=1e-4, atol=1e-5 * largest, msg=name)
+
+
+def refuses(model: PreTrainedModel, form: Form) -> bool:
+    try:
+        SingleModel(model, LogprobSettings(), form=form)
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("num_turns", [1, 3], ids=["one turn", "three turns"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_entropy_equal_a_slow_loop(family: str, temperature: float, num_turns: int) -> None:
+    model, experience = tiny_model(family), random_experience(num_turns=num_turns)
+    settings = LogprobSettings(temperature=temperature)
+    (outputs,) = SingleModel(model, settings).forward([experience])
+    logprobs, entropy = slow_outputs(model, experience, temperature=temperature)
+    torch.testing.assert_close(outputs.logprobs, logprobs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(outputs.entropy, entropy, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_form_gives_the_gradient_of_a_slow_loop_or_is_refused(family: str, form: Form) -> None:
+    model, experience = tiny_model(family), random_experience()
+    if refuses(model, form):
+        assert family not in ("llama", "qwen2", "qwen3", "gpt2")
+        return
+    parallel = SingleModel(model, LogprobSettings(temperature=0.8), form=form)
+    expected = slow_gradient(model, experience, temperature=0.8)
+    assert_same_gradient(gradient_of(parallel, experience), expected)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2 with capped logits"])
+def test_the_form_chosen_by_itself_gives_the_gradient_of_a_slow_loop(family: str) -> None:
+    model, experience = tiny_model(family), random_experience(num_turns=2)
+    assert_same_gradient(
+        gradient_of(SingleModel(model, LogprobSettings()), experience), slow_gradient(model, experience)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_turns", [1, 3], ids=["one turn", "three turns"])
+def test_stop_tokens_are_masked_at_the_first_tokens_of_each_turn(form: Form, num_turns: int) -> None:
+    model, experience = tiny_model(), random_experience(num_turns=num_turns, completion_tokens=(3, 6))
+    rules = {"min_new_tokens": 2, "stop_token_ids": (1, 5)}
+    # The engine cannot have drawn a stop token there.
+    is_stop = (experience.token_ids == 1) | (experience.token_ids == 5)
+    experience = replace(experience, token_ids=torch.where(is_stop, 6, experience.token_ids))
+    parallel = SingleModel(model, LogprobSettings(**rules), form=form)
+    (outputs,) = parallel.forward([experience])
+    logprobs, entropy = slow_outputs(model, experience, **rules)
+    torch.testing.assert_close(outputs.logprobs, logprobs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(outputs.entropy, entropy, rtol=1e-4, atol=1e-4)
+    assert_same_gradient(gradient_of(parallel, experience), slow_gradient(model, experience, **rules))
+
+
+def test_stop_tokens_are_masked_through_capped_logits_too() -> None:
+    model, experience = tiny_model("gemma2 with capped logits"), random_experience()
+    experience = replace(experience, token_ids=torch.where(experience.token_ids == 1, 6, experience.token_ids))
+    rules = {"min_new_tokens": 2, "stop_token_ids": (1,)}
+    (outputs,) = SingleModel(model, LogprobSettings(**rules)).forward([experience])
+    torch.testing.assert_close(outputs.logprobs, slow_outputs(model, experience, **rules)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_taken_out_of_the_loss_mask_still_counts_as_written() -> None:
+    rules = {"min_new_tokens": 2, "stop_token_ids": (5,)}
+    parallel = SingleModel(tiny_model(), LogprobSettings(**rules))
+    experience = random_experience(completion_tokens=(4, 6))
+    (whole,) = parallel.forward([experience])
+    first = experience.loss_mask & (experience.loss_mask.cumsum(1) == 1)
+    fewer = replace(experience, loss_mask=experience.loss_mask & ~first)
+    (outputs,) = parallel.forward([fewer])
+    torch.testing.assert_close(outputs.logprobs, torch.where(fewer.loss_mask, whole.logprobs, 0.0))
+
+
+def test_min_new_tokens_without_stop_tokens_masks_nothing() -> None:
+    experience = random_experience()
+    (outputs,) = SingleModel(tiny_model(), LogprobSettings(min_new_tokens=3)).forward([experience])
+    (expected,) = SingleModel(tiny_model(), LogprobSettings()).forward([experience])
+    torch.testing.assert_close(outputs.logprobs, expected.logprobs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_changes_no_output_and_no_gradient(form: Form) -> None:
+    model, experience = tiny_model(), random_experience()
+    parallel = SingleModel(model, LogprobSettings(), form=form)
+    (narrow,), (wide,) = parallel.forward([experience]), parallel.forward([widened(experience, 5)])
+    assert wide.logprobs[:, -5:].eq(0).all()
+    torch.testing.assert_close(wide.logprobs[:, :-5], narrow.logprobs)
+    assert_same_gradient(gradient_of(parallel, widened(experience, 5)), gradient_of(parallel, widened(experience, 0)))
+
+
+def test_tokens_that_do_not_train_have_no_logprob() -> None:
+    experience = random_experience(num_turns=2)
+    (outputs,) = SingleModel(tiny_model(), LogprobSettings()).forward([experience])
+    assert outputs.logprobs[~experience.loss_mask].eq(0).all()
+    assert outputs.entropy[~experience.loss_mask].eq(0).all()
+    assert outputs.logprobs[experience.loss_mask].lt(0).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_that_train_nothing_give_zeros_and_a_gradient_of_zeros(form: Form) -> None:
+    trajectories = [
+        Trajectory(
+            Prompt(id="a", token_ids=[3]), 0, 0, ids, [False] * len(ids), [0.0] * len(ids), [-1] * len(ids), [], ""
+        )
+        for ids in ([3], [3, 4, 5])
+    ]
+    experience = Experience.from_trajectories([replace(item, reward=0.0) for item in trajectories])
+    parallel = SingleModel(tiny_model(), LogprobSettings(), form=form)
+    (outputs,) = parallel.forward([experience])
+    assert outputs.logprobs.eq(0).all()
+    assert all(value.eq(0).all() for value in gradient_of(parallel, experience).values())
+
+
+def test_a_uniform_policy_has_the_entropy_log_v() -> None:
+    model, experience = tiny_model(), random_experience()
+    model.get_output_embeddings().weight.data.zero_()
+    (outputs,) = SingleModel(model, LogprobSettings()).forward([experience])
+    torch.testing.assert_close(
+        outputs.entropy[experience.loss_mask], torch.full((experience.num_loss_tokens,), math.log(VOCABULARY))
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_stays_near_float32(form: Form) -> None:
+    """A bfloat16 has 8 bits: with logits of up to 8, logprobs differ by a few hundredths."""
+    experience = random_experience()
+    low, full = tiny_model(dtype=torch.bfloat16), tiny_model()
+    full.load_state_dict(low.state_dict())
+    (outputs,) = SingleModel(low, LogprobSettings(), form=form).forward([experience])
+    assert outputs.logprobs.dtype == torch.float32
+    torch.testing.assert_close(outputs.logprobs, slow_outputs(full, experience)[0], rtol=0, atol=0.15)
+
+
+def test_forward_leaves_no_graph() -> None:
+    (outputs,) = SingleModel(tiny_model(), LogprobSettings()).forward([random_experience()])
+    assert not outputs.logprobs.requires_grad
+    assert not outputs.entropy.requires_grad
+
+
+def test_the_entropy_carries_no_gradient_where_the_loss_needs_none() -> None:
+    parallel = SingleModel(tiny_model(), LogprobSettings(entropy_needs_gradient=False))
+    seen = []
+    parallel.forward_backward(
+        [random_experience()], lambda _, outputs: seen.append(outputs) or outputs.logprobs.sum(), Tensor.backward
+    )
+    assert seen[0].logprobs.requires_grad
+    assert not seen[0].entropy.requires_grad
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation gave, backward included."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, Tensor):
+                self.num = max(self.num, item.numel())
+        return result
+
+
+def test_no_tensor_as_large_as_all_logits_is_made() -> None:
+    vocabulary, experience = 60_000, random_experience(num_groups=40, group_size=8, completion_tokens=(2, 6))
+    parallel = SingleModel(tiny_model("llama", vocab_size=vocabulary), LogprobSettings(entropy_needs_gradient=False))
+    with LargestTensor() as largest:
+        parallel.forward_backward([experience], lambda _, outputs: outputs.logprobs.sum(), Tensor.backward)
+    all_logits = experience.num_loss_tokens * vocabulary
+    assert all_logits > 60e6
+    assert largest.num <= 2**22  # a chunk of logits; the head itself has 1e6
+
+
+def test_a_form_that_is_not_exact_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"form='shared_prefix' is not exact for MistralForCausalLM"):
+        SingleModel(tiny_model("mistral with a window"), LogprobSettings(), form="shared_prefix")
+
+
+def test_full_parameters_are_all_parameters_in_buckets() -> None:
+    model = tiny_model()
+    buckets = list(SingleModel(model, LogprobSettings()).full_parameters(2_000))
+    assert [bucket.is_last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
+    found = {name: value for bucket in buckets for name, value in bucket.tensors.items()}
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(found[name], value) for name, value in model.named_parameters())

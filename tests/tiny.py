@@ -1,0 +1,193 @@
+"""Tiny policies, a tokenizer of characters and random ragged experience, for tests that run a model.
+
+Shapes: B trajectories, T tokens, V = 17 tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightrl.experience import Experience
+from lightrl.models import ModelSpec
+from lightrl.trajectory import Prompt, Trajectory
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+LETTERS = ["<pad>", "<eos>", "<unk>", *"0123456789=+- "]
+VOCABULARY = len(LETTERS)
+
+# Weights of this size make peaked distributions, in which a wrong mask or shift cannot hide.
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.4,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64, "eos_token_id": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_COMMON, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", **_COMMON},
+    "qwen3": {"model_type": "qwen3", **_COMMON},
+    "gpt2": {"model_type": "gpt2", **_GPT2, "bos_token_id": None, "initializer_range": 0.4},
+    "mistral with a window": {"model_type": "mistral", **_COMMON, "sliding_window": 3},
+    "gemma2 with capped logits": {"model_type": "gemma2", **_COMMON, "sliding_window": 3, "query_pre_attn_scalar": 4},
+    "gemma3 hybrid": {
+        "model_type": "gemma3_text",
+        **_COMMON,
+        "sliding_window": 3,
+        "query_pre_attn_scalar": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+
+
+def char_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    model = models.WordLevel({token: index for index, token in enumerate(LETTERS)}, unk_token="<unk>")
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=64
+    )
+
+
+def not_a_tokenizer() -> int:
+    return 3
+
+
+def tiny_spec(family: str = "qwen3", **options: Any) -> ModelSpec:
+    """Random weights, the same for each test."""
+    return ModelSpec(config=FAMILIES[family], tokenizer="tiny.char_tokenizer", **{"seed": 0, **options})
+
+
+def tiny_model(family: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    values = {**FAMILIES[family], **changes}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(values.pop("model_type"), **values), dtype=dtype
+        ).eval()
+
+
+def random_trajectories(
+    num_groups: int = 3,
+    group_size: int = 3,
+    *,
+    prompt_tokens: tuple[int, int] = (1, 6),
+    completion_tokens: tuple[int, int] = (1, 8),
+    num_turns: int = 1,
+    seed: int = 0,
+) -> list[Trajectory]:
+    """Groups with a prompt each; several turns are told apart by two tokens of an environment."""
+    draw = random.Random(seed)
+
+    def token_ids(num: int) -> list[int]:
+        return [draw.randrange(VOCABULARY) for _ in range(num)]
+
+    def one(group: int, sample: int, prompt: list[int]) -> Trajectory:
+        ids, mask = list(prompt), [False] * len(prompt)
+        for turn in range(num_turns):
+            said = token_ids(draw.randint(*completion_tokens))
+            ids, mask = ids + said, mask + [True] * len(said)
+            if turn + 1 < num_turns:
+                ids, mask = ids + token_ids(2), mask + [False] * 2
+        return Trajectory(
+            prompt=Prompt(id=f"prompt-{group}", token_ids=prompt),
+            group_id=group,
+            sample=sample,
+            token_ids=ids,
+            loss_mask=mask,
+            behavior_logprobs=[-3 * draw.random() if trains else 0.0 for trains in mask],
+            weight_versions=[4 if trains else -1 for trains in mask],
+            completion_ids=said,
+            completion="",
+            reward=draw.choice([0.0, 0.25, 1.0]),
+        )
+
+    prompts = [token_ids(draw.randint(*prompt_tokens)) for _ in range(num_groups)]
+    return [one(group, sample, prompt) for group, prompt in enumerate(prompts) for sample in range(group_size)]
+
+
+def random_experience(*, is_scored: bool = True, **settings: Any) -> Experience:
+    """Of `random_trajectories`; scored ones have advantages, proximal and reference logprobs too."""
+    experience = Experience.from_trajectories(random_trajectories(**settings))
+    if not is_scored:
+        return experience
+    generator = torch.Generator().manual_seed(1)
+
+    def near(values: Tensor, scale: float) -> Tensor:
+        noise = torch.randn(values.shape, generator=generator) * scale
+        return torch.where(experience.loss_mask, values + noise, 0.0)
+
+    return replace(
+        experience,
+        proximal_logprobs=near(experience.behavior_logprobs, 0.3),
+        reference_logprobs=near(experience.behavior_logprobs, 0.3),
+        advantages=near(torch.zeros(experience.token_ids.shape), 1.0),
+    )
+
+
+def slow_outputs(
+    model: PreTrainedModel,
+    experience: Experience,
+    *,
+    temperature: float = 1.0,
+    min_new_tokens: int = 0,
+    stop_token_ids: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropy [B, T] from Hugging Face's logits, one trajectory and one token at a time."""
+    shape = experience.token_ids.shape
+    logprobs, entropy = torch.zeros(shape), torch.zeros(shape)
+    for row, length in enumerate(experience.lengths.tolist()):
+        token_ids = experience.token_ids[row, :length]
+        logits = model(input_ids=token_ids[None], use_cache=False).logits[0].float() / temperature
+        written = 0
+        for t in range(1, length):
+            written = written + 1 if experience.loss_mask[row, t] else 0
+            if written == 0:
+                continue
+            predicted = logits[t - 1].clone()
+            if written <= min_new_tokens:
+                predicted[list(stop_token_ids)] = -1e30
+            distribution = torch.distributions.Categorical(logits=predicted)
+            logprobs = logprobs.index_put((torch.tensor(row), torch.tensor(t)), distribution.log_prob(token_ids[t]))
+            entropy = entropy.index_put((torch.tensor(row), torch.tensor(t)), distribution.entropy())
+    return logprobs, entropy
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """By parameter name; the parameters' own are cleared."""
+    found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def widened(experience: Experience, num: int, fill: float = 0.0) -> Experience:
+    """With `num` more columns of padding; `fill` stands there in float fields."""
+    changes = {}
+    for name, value in experience.tensors().items():
+        if value.dim() == 2:
+            what: Any = fill if value.is_floating_point() else -1 if name == "weight_versions" else 0
+            changes[name] = torch.nn.functional.pad(value, (0, num), value=what)
+    return replace(experience, **changes)
+
+
+def float_fields(experience: Experience) -> Iterator[tuple[str, Tensor]]:
+    for name, value in experience.tensors().items():
+        if value.dim() == 2 and value.is_floating_point():
+            yield name, value
