@@ -58,13 +58,16 @@ class Experience:
         """Pads on the right to the longest trajectory; rows in the order given.
 
         Raises:
-            ValueError: if there is no trajectory, or one has no reward.
+            ValueError: if there is no trajectory, or one has no reward, lists of unequal length, or a first token that
+                trains although nothing predicts it.
         """
         if not trajectories:
             raise ValueError("No trajectories, expected at least one. Every group of this iteration was dropped.")
         unjudged = [item.prompt.id for item in trajectories if item.reward is None]
         if unjudged:
             raise ValueError(f"Prompt {unjudged[0]!r} has a trajectory without a reward, expected a float. Judge it.")
+        for item in trajectories:
+            _check_tokens(item)
         width = max(len(item.token_ids) for item in trajectories)
 
         def rows(values: list[list[_T]], fill: _T, dtype: torch.dtype) -> Tensor:
@@ -123,6 +126,12 @@ class Experience:
     def concat(cls, parts: Sequence[Experience]) -> Experience:
         """The trajectories of all parts, in order, padded to the longest."""
         width = max(part.token_ids.shape[1] for part in parts)
+        names = {name for part in parts for name in part.tensors()}
+        uneven = [name for name in sorted(names) if any(getattr(part, name) is None for part in parts)]
+        if uneven:
+            raise ValueError(
+                f"Only some of the parts have {uneven[0]!r}, expected the same fields in all. Add it to the others."
+            )
         joined: dict[str, Tensor] = {}
         for name, first in parts[0].tensors().items():
             values = [getattr(part, name) for part in parts]
@@ -138,9 +147,11 @@ class Experience:
     def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0) -> Iterator[Self]:
         """`num` minibatches for each of `epochs` passes: a new shuffle each pass, cut as evenly as can be.
 
-        With one minibatch the rows keep their order, since a shuffle would change nothing but the rounding.
+        There are never more minibatches than trajectories, so none is empty. With one minibatch the rows keep their
+        order, since a shuffle would change nothing but the rounding.
         """
         generator = torch.Generator().manual_seed(seed)
+        num = min(num, len(self))
         for _ in range(epochs):
             if num == 1:
                 yield self
@@ -176,6 +187,22 @@ class Experience:
         from tensordict import TensorDict
 
         return TensorDict(self.tensors(), batch_size=[len(self)])
+
+
+def _check_tokens(trajectory: Trajectory) -> None:
+    num = len(trajectory.token_ids)
+    for name in ("loss_mask", "behavior_logprobs", "weight_versions", "rewards"):
+        values = getattr(trajectory, name)
+        if values is not None and len(values) != num:
+            raise ValueError(
+                f"A trajectory of prompt {trajectory.prompt.id!r} has {len(values)} {name}, expected one for each of "
+                f"its {num} token_ids. Mend the workflow or the reward that made it."
+            )
+    if num and trajectory.loss_mask[0]:
+        raise ValueError(
+            f"A trajectory of prompt {trajectory.prompt.id!r} trains its first token, which nothing predicts, expected "
+            "a prompt of at least one token. Begin it with a start token."
+        )
 
 
 def _token_rewards(trajectory: Trajectory) -> list[float]:

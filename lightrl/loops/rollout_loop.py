@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightrl.data import prompts_of
 from lightrl.experience import Experience
 from lightrl.loops.interrupt import InterruptGate
-from lightrl.loops.score import score
+from lightrl.loops.score import accept_changes, score
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.module import RLModule
 from lightrl.trajectory import Group, sampling_seed
@@ -80,8 +79,8 @@ class RolloutLoop(_AutomaticOptimization):
         trainer: Any = self.trainer
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         experience = Experience.from_trajectories(trajectories).to(module.device)
-        with self._phase("score"), trainer.precision_plugin.forward_context():
-            experience = score(module, experience)
+        with self._phase("score"):
+            experience = score(module, experience, forward_context=trainer.precision_plugin.forward_context)
         experience = self._offer(experience)
         self.is_updating = True
         with self._phase("update"):
@@ -97,7 +96,7 @@ class RolloutLoop(_AutomaticOptimization):
     def _update(self, module: RLModule, experience: Experience, batch_idx: int) -> None:
         trainer: Any = self.trainer
         seed = sampling_seed(trainer.run_seed, "minibatches", self.weight_version)
-        total = module.num_minibatches * module.update_epochs
+        total = min(module.num_minibatches, len(experience)) * module.update_epochs
         minibatches = experience.minibatches(module.num_minibatches, epochs=module.update_epochs, seed=seed)
         sums: dict[str, float] = {}
         for index, minibatch in enumerate(minibatches):
@@ -124,7 +123,8 @@ class RolloutLoop(_AutomaticOptimization):
             self._optimizer_zero_grad(batch_idx, optimizer)
 
         def backward(loss: torch.Tensor) -> None:
-            call._call_strategy_hook(trainer, "backward", loss, optimizer)
+            with torch.autocast(loss.device.type, enabled=False):  # a backward runs in the dtypes of its forward
+                call._call_strategy_hook(trainer, "backward", loss, optimizer)
 
         @torch.enable_grad()
         def closure() -> torch.Tensor:
@@ -150,17 +150,8 @@ class RolloutLoop(_AutomaticOptimization):
         for hook in trainer.rl_hooks("on_experience_ready"):
             with self.logging_allowed(trainer.lightning_module):
                 changed = hook(experience)
-            if changed is None:
-                continue
-            for name, before in experience.tensors().items():
-                after = getattr(changed, name)
-                if name not in ("loss_mask", "advantages") and not (after is before or torch.equal(after, before)):
-                    raise ValueError(
-                        f"on_experience_ready changed {name!r}, expected changes of loss_mask and advantages only. "
-                        "Change what the reward or the workflow gives instead."
-                    )
-            masked = torch.where(changed.loss_mask, changed.advantages, 0.0)
-            experience = replace(changed, advantages=masked)
+            if changed is not None:
+                experience = accept_changes(experience, changed)
         return experience
 
     # ------------------------------------------------------------------ evaluation

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,25 +26,69 @@ ROLLOUT_FIELDS = frozenset(
 
 
 @torch.no_grad()
-def score(module: RLModule, experience: Experience) -> Experience:
-    """Experience with the outputs of the module's score calls and its advantages, [B, T]."""
+def score(
+    module: RLModule,
+    experience: Experience,
+    *,
+    forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Experience:
+    """Experience with the outputs of the module's score calls and its advantages, [B, T].
+
+    Args:
+        module: has `score_calls`, `advantages` and the models.
+        experience: of the whole iteration.
+        forward_context: the precision plugin's, for the models only: half precision would make bfloat16 the default
+            dtype of what `advantages` creates.
+    """
     for call in module.score_calls():
-        experience = _infer(module, call, experience)
+        with forward_context():
+            result = _infer(module, call, experience)
+        experience = replace(experience, **{call.outputs[0]: result})
     return replace(experience, advantages=_per_token(module.advantages(experience), experience))
 
 
-def _infer(module: RLModule, call: ModelCall, experience: Experience) -> Experience:
-    """One forward over all trajectories; its logprobs under the call's output name, rows in order."""
+def accept_changes(before: Experience, changed: Experience) -> Experience:
+    """What an `on_experience_ready` hook returned, with advantages masked anew.
+
+    Raises:
+        TypeError: if it is no Experience with advantages.
+        ValueError: if it differs from `before` in more than loss mask and advantages, or trains tokens that the loss
+            mask left out.
+    """
+    if not isinstance(changed, Experience) or changed.advantages is None:
+        raise TypeError(
+            f"on_experience_ready returned {type(changed).__name__}, expected None or an Experience with advantages. "
+            "Use dataclasses.replace on the one it got."
+        )
+    old, new = before.tensors(), changed.tensors()
+    for name in sorted((old.keys() | new.keys()) - {"loss_mask", "advantages"}):
+        if name not in new or name not in old or not (new[name] is old[name] or torch.equal(new[name], old[name])):
+            raise ValueError(
+                f"on_experience_ready changed {name!r}, expected changes of loss_mask and advantages only. "
+                "Change what the reward or the workflow gives instead."
+            )
+    num_added = int((changed.loss_mask & ~before.loss_mask).sum())
+    if num_added:
+        raise ValueError(
+            f"on_experience_ready added {num_added} tokens to loss_mask, expected tokens to be taken out only: there "
+            "are no logprobs of the others. Return loss_mask & your_mask."
+        )
+    return replace(changed, advantages=torch.where(changed.loss_mask, changed.advantages, 0.0))
+
+
+def _infer(module: RLModule, call: ModelCall, experience: Experience) -> Tensor:
+    """One forward over all trajectories: what the call's output name stands for, rows in order, float32 [B, T]."""
     rows, parts = experience.microbatch_rows(call.microbatch_tokens or module.microbatch_tokens)
     outputs = module.parallel_models[call.role].forward(parts)
     (key,) = call.outputs
-    result = torch.zeros(experience.token_ids.shape, device=experience.token_ids.device)
+    # The dtype is spelled out because half precision changes the default, and bfloat16 would round the logprobs.
+    result = torch.zeros(experience.token_ids.shape, dtype=torch.float32, device=experience.token_ids.device)
     for index, output in zip(rows, outputs, strict=True):
         values = output.values if key == "values" else output.logprobs
         if values is None:
             raise ValueError(f"Model call {call.name!r} gives {key!r}, but the model of {call.role!r} has no values.")
-        result[index, : values.shape[1]] = values
-    return replace(experience, **{key: result})
+        result[index, : values.shape[1]] = values.float()
+    return result
 
 
 def _per_token(advantages: Tensor, experience: Experience) -> Tensor:

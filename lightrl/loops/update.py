@@ -49,6 +49,12 @@ class MinibatchLoss:
             raise ValueError(f"loss returned the keys {sorted(result)}, expected 'loss' among them. Add it.")
         mask = experience.loss_mask
         for name, value in result.items():
+            if not isinstance(value, Tensor) or value.shape not in (mask.shape, mask.shape[:1]):
+                found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as {type(value).__name__}"
+                raise ValueError(
+                    f"loss returned {name!r} {found}, expected [B, T] = {tuple(mask.shape)} or [B] = "
+                    f"{tuple(mask.shape[:1])}. Return it per token or per trajectory; the framework averages."
+                )
             self._add(name, value.detach(), mask)
         with torch.no_grad():
             self._add("entropy_nats", outputs.entropy.detach(), mask)
@@ -83,10 +89,8 @@ class MinibatchLoss:
     def _add(self, name: str, value: Tensor, mask: Tensor) -> None:
         if value.dim() == 2:
             share = torch.where(mask, value.float(), 0.0).sum() / self.num_tokens
-        elif value.dim() == 1:
-            share = torch.where(mask.any(1), value.float(), 0.0).sum() / self.num_sequences
         else:
-            raise ValueError(f"loss returned {name!r} of shape {tuple(value.shape)}, expected [B, T] or [B].")
+            share = torch.where(mask.any(1), value.float(), 0.0).sum() / self.num_sequences
         self.sums[name] = self.sums[name] + share if name in self.sums else share
 
 
