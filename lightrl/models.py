@@ -81,6 +81,15 @@ class ModelSpec:
             )
         if self.path is None and self.tokenizer is None:
             raise ValueError("ModelSpec has a config but no tokenizer, expected both. Add tokenizer=.")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError(
+                f"ModelSpec's config has the keys {sorted(self.config)}, expected model_type among them. Add one, for "
+                "example qwen3."
+            )
+        if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(
+                f"dtype={self.dtype!r}, expected a torch dtype such as float32 or bfloat16. Mend its name."
+            )
         if self.path is not None and _looks_local(self.path) and not Path(self.path).is_dir():
             raise ValueError(
                 f"Model folder {self.path!r} does not exist, expected a folder with config.json or a hub name. "
@@ -97,7 +106,8 @@ class ModelSpec:
 
         if self.config is None:
             return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        values = copy.deepcopy(self.config)
+        # Random weights know no end token: a family's default id would stand for some other token of this tokenizer.
+        values = {"eos_token_id": None, **copy.deepcopy(self.config)}
         return AutoConfig.for_model(values.pop("model_type"), **values)
 
     def load_model(self) -> PreTrainedModel:
@@ -139,13 +149,21 @@ def _looks_local(path: str) -> bool:
 
 
 def _dotted(name: str) -> Callable[[], Any] | None:
-    """The function behind `package.module.function`; None if the name is not one."""
+    """The function behind `package.module.function`; None if there is no such module.
+
+    Raises:
+        ValueError: if there is the module but not the function.
+    """
     module, _, attribute = name.rpartition(".")
     if not module or Path(name).exists():
         return None
     try:
-        return getattr(importlib.import_module(module), attribute, None)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name and not module.startswith(error.name):
+        if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise
         return None
+    if not callable(getattr(found, attribute, None)):
+        raise ValueError(f"{name!r} is no function: {module} has no {attribute!r}, expected one there. Mend the name.")
+    make: Callable[[], Any] = getattr(found, attribute)
+    return make

@@ -264,13 +264,14 @@ class RLModule(L.LightningModule):
         return batch if trainer.training else trainer.rollout_loop.evaluate(batch)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Frozen roles are loaded from where they came from, so they do not travel with each checkpoint."""
+        """Frozen roles come back from where they came from, so they do not travel with each checkpoint."""
         frozen = tuple(f"{role}." for role in self.models() if role != "policy")
         state = checkpoint["state_dict"]
         for name in [name for name in state if frozen and name.startswith(frozen)]:
             del state[name]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.configure_model()  # `load_from_checkpoint` comes here before any trainer does
         for role in self.models():
             if role != "policy":
                 frozen = getattr(self, role).state_dict(prefix=f"{role}.")
@@ -338,7 +339,8 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
         [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], tokenize=False
     )
     after = text[text.rindex(said) + len(said) :].lstrip() if said in text else ""
-    special = sorted((str(token) for token in tokenizer.all_special_tokens), key=len, reverse=True)
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = sorted({*map(str, tokenizer.all_special_tokens), *added}, key=len, reverse=True)
     found = next((token for token in special if after.startswith(token)), None)
     return None if found is None else int(tokenizer.convert_tokens_to_ids(found))
 
