@@ -77,6 +77,8 @@ class GRPO(RLModule):
     ) -> None:
         self.compares_groups = advantage_mean == "group" or advantage_std == "group"
         super().__init__(policy, **kwargs)
+        if kl_coef < 0:
+            raise ValueError(f"kl_coef={kl_coef}, expected 0 (no KL term) or more. Raise it.")
         if kl_coef > 0 and reference is None:
             raise ValueError(
                 f"kl_coef={kl_coef} needs a reference policy, expected reference=. Give the checkpoint that training "

@@ -49,7 +49,10 @@ class DAPO(GRPO):
 
 
 class RLOO(GRPO):
-    """REINFORCE whose baseline is the mean reward of the group's other trajectories; the ratio of the whole trajectory.
+    """REINFORCE whose baseline is the mean reward of the group's other trajectories.
+
+    The loss of a trajectory is the sum over its tokens, since the whole completion is one action; `fixed` divides that
+    by a constant. The ratio is clipped token by token, which on-policy is the same.
 
     Source: https://arxiv.org/abs/2402.14740.
     """
@@ -117,6 +120,8 @@ class GSPO(GRPO):
 class CISPO(GRPO):
     """The clipped ratio weighs the policy gradient, so a clipped token still learns.
 
+    It has no use for `ratio_level="sequence"` and `dual_clip`, and refuses them.
+
     Source: https://arxiv.org/abs/2506.13585. The paper tunes `clip_high` and names no number.
     """
 
@@ -124,6 +129,9 @@ class CISPO(GRPO):
         self, policy: str | ModelSpec, *, clip_low: float = 1.0, clip_high: float = 4.0, **kwargs: Any
     ) -> None:
         super().__init__(policy, clip_low=clip_low, clip_high=clip_high, **kwargs)
+        for name, value, default in (("ratio_level", self.ratio_level, "token"), ("dual_clip", self.dual_clip, None)):
+            if value != default:
+                raise ValueError(f"CISPO got {name}={value!r}, which its loss does not read, expected {default!r}.")
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         assert experience.advantages is not None
