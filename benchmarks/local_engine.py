@@ -20,16 +20,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, Qwen3Config
 
+from benchmarks.lengths import ForcedLengths, equal_lengths, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from lightrl.rollout import LocalEngine
 from lightrl.trajectory import Sampling
@@ -43,22 +42,6 @@ MODELS: dict[str, dict[str, int]] = {  # parameters, in name
     "120M": {"hidden": 768, "intermediate": 3072, "layers": 12, "heads": 12, "kv_heads": 4, "head": 64, "vocab": 24576},
 }
 TARGETS = {("1M", 64, "skewed"): 3.0, ("27M", 64, "skewed"): 2.0}
-
-
-class ForcedLengths(LogitsProcessor):  # type: ignore[misc]
-    """Bans the end token until a row has its length, whose last token is then the end token."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = torch.tensor(lengths)
-
-    def __call__(self, token_ids: Tensor, scores: Tensor) -> Tensor:
-        num_new = token_ids.shape[1] - PROMPT_TOKENS + 1  # with the token to be drawn
-        is_end = self.lengths <= num_new
-        scores[:, END_TOKEN] = torch.where(is_end, scores[:, END_TOKEN], float("-inf"))
-        if num_new in self.lengths:
-            ended = scores[is_end]
-            scores[is_end] = torch.full_like(ended, float("-inf")).index_fill_(1, torch.tensor([END_TOKEN]), 0.0)
-        return scores
 
 
 def make_model(name: str) -> PreTrainedModel:
@@ -81,22 +64,6 @@ def make_model(name: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def equal_lengths(count: int, cap: int) -> list[int]:
-    return [cap // 2] * count
-
-
-def skewed_lengths(count: int, cap: int, seed: int = 0) -> list[int]:
-    """5 % at the cap, the others at the quantiles of a geometric distribution, a quarter of the cap on average."""
-    num_capped = max(1, round(0.05 * count))
-    mean = (0.25 * count - num_capped) / (count - num_capped) * cap
-    stay = math.log1p(-1 / mean)
-    quantiles = [(place + 0.5) / (count - num_capped) for place in range(count - num_capped)]
-    lengths = [min(cap, max(1, math.ceil(math.log1p(-quantile) / stay))) for quantile in quantiles]
-    lengths += [cap] * num_capped
-    random.Random(seed).shuffle(lengths)
-    return lengths
-
-
 def make_prompts(count: int, vocab_size: int) -> list[list[int]]:
     generator = random.Random(1)
     return [[generator.randrange(2, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
@@ -107,6 +74,7 @@ def run_generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list
     start = time.perf_counter()
     for first in range(0, len(prompts), batch):
         token_ids, part = torch.tensor(prompts[first : first + batch]), lengths[first : first + batch]
+        forced = ForcedLengths(part, end_token=END_TOKEN, prompt_tokens=PROMPT_TOKENS)
         with torch.inference_mode():
             output = model.generate(
                 token_ids,
@@ -118,7 +86,7 @@ def run_generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list
                 max_new_tokens=max(part),
                 eos_token_id=END_TOKEN,
                 pad_token_id=0,
-                logits_processor=LogitsProcessorList([ForcedLengths(part)]),
+                logits_processor=LogitsProcessorList([forced]),
             )
         ends = (output[:, PROMPT_TOKENS:] == END_TOKEN).int().argmax(1) + 1
         assert ends.tolist() == part
@@ -202,7 +170,7 @@ def measure(report: Report, name: str, batch: int, arguments: argparse.Namespace
     return ratios
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="1M,27M,120M")
     parser.add_argument("--batches", default="8,64,256")
@@ -211,7 +179,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds; one more warms up")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="1M at batch 8 and 64, cap 64")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.models, arguments.batches, arguments.cap = "1M", "8,64", 64
     torch.set_num_threads(arguments.threads)

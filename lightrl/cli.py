@@ -14,12 +14,12 @@ import tempfile
 import traceback
 import warnings
 from argparse import ArgumentError
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 from typing import Any, cast
 
+import jsonargparse
 import lightning as L
 import torch
 from jsonargparse import ArgumentParser, Namespace
@@ -91,6 +91,12 @@ class LightRLCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         return super().init_parser(dump_header=[f"lightrl=={lightrl.__version__}"], **kwargs)
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        commands = LightningCLI.subcommands()
+        commands["predict"].add("return_predictions")  # they go to a file
+        return commands
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_optimizer_args((torch.optim.Optimizer,))
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
@@ -128,9 +134,11 @@ class LightRLCLI(LightningCLI):
         log.info(
             "optimizer: %s instead of %s.configure_optimizers.", optimizer["class_path"], type(self.model).__name__
         )
-        self.model.configure_optimizers = MethodType(
-            partial(_configure_optimizers, optimizer=optimizer, scheduler=scheduler), self.model
-        )
+
+        def configure_optimizers(module: L.LightningModule) -> Any:
+            return _configured_optimizers(module, optimizer, scheduler)
+
+        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
     # ------------------------------------------------------------------ running
 
@@ -153,18 +161,12 @@ class LightRLCLI(LightningCLI):
 
     def predict(self, **kwargs: Any) -> None:
         """Predicts; the trajectories of an RLModule are written to the run's folder, one per line."""
-        results = self.trainer.predict(**kwargs)
-        groups = list(_groups_in(results))
-        if not groups or not self.trainer.is_global_zero:
-            return
-        folder = run_folder(self.trainer) or Path.cwd()
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "predictions.jsonl"
-        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for group in groups:
-                for trajectory in group.trajectories:
-                    file.write(json.dumps(trajectory.to_json(), ensure_ascii=False) + "\n")
-        self.trainer.print(f"Predictions: {path}")
+        folder = run_folder(self.trainer)
+        writer = _PredictionFile((folder or Path.cwd()) / "predictions.jsonl")
+        self.trainer.callbacks.append(writer)
+        self.trainer.predict(**kwargs, return_predictions=False)
+        if writer.has_written:
+            self.trainer.print(f"Predictions: {writer.path}")
 
     def _find_checkpoint(self) -> None:
         """`ckpt_path: last` across runs, each of which has a new folder: the newest that has one."""
@@ -184,7 +186,7 @@ class LightRLCLI(LightningCLI):
         elif ckpt_path not in ("best", "hpc") and ":" not in ckpt_path and not Path(ckpt_path).exists():
             raise UsageError(
                 f"ckpt_path={ckpt_path} does not exist, expected a checkpoint, last or best. "
-                f"{nearest_files(Path(ckpt_path))}"
+                f"{nearest_files(Path(ckpt_path), '.ckpt')}"
             )
 
 
@@ -197,6 +199,33 @@ class SaveRunConfig(SaveConfigCallback):
         target = (Path(trainer.log_dir) / self.config_filename).absolute()
         if target not in [Path(str(source)).absolute() for source in self.config.get("config") or []]:
             super().setup(trainer, pl_module, stage)
+
+
+class _PredictionFile(L.Callback):
+    """Writes the judged trajectories of each batch to a file when they are there, one per line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.has_written = False
+
+    def on_predict_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        groups = [item for item in outputs if isinstance(item, Group)] if isinstance(outputs, list) else []
+        if not groups or not trainer.is_global_zero:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        mode = "a" if self.has_written else "w"
+        with self.path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
+            for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+                file.write(json.dumps(trajectory.to_json(), ensure_ascii=False) + "\n")
+        self.has_written = True
 
 
 class _RunWatch(L.Callback):
@@ -242,7 +271,7 @@ def last_checkpoint(folder: Path | None) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def _configure_optimizers(module: L.LightningModule, *, optimizer: Any, scheduler: Any) -> Any:
+def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:
     """What `configure_optimizers` gives for the sections `optimizer:` and `lr_scheduler:`."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     made = instantiate_class((trained,), optimizer)
@@ -253,14 +282,6 @@ def _configure_optimizers(module: L.LightningModule, *, optimizer: Any, schedule
         # an iteration is the unit of an RL run; Lightning's default is the epoch
         return {"optimizer": made, "lr_scheduler": {"scheduler": made_scheduler, "interval": "step"}}
     return LightningCLI.configure_optimizers(module, made, made_scheduler)
-
-
-def _groups_in(results: Any) -> Iterator[Group]:
-    if isinstance(results, Group):
-        yield results
-    elif isinstance(results, list):
-        for item in results:
-            yield from _groups_in(item)
 
 
 # ---------------------------------------------------------------------- the command
@@ -287,16 +308,13 @@ def run(args: Sequence[str], descriptions: Mapping[str, str] | None = None) -> i
         if debug:
             raise
         return _say(str(error), code=2)
-    except LightRLError as error:
-        if debug:
+    except (LightRLError, *_MENDABLE) as error:
+        cause = _unwrapped(error)
+        if debug or (watch.has_begun and not isinstance(error, LightRLError) and not _raised_in(cause, lightrl)):
             raise
-        return _say(f"{_chain(error)}\n{_keep_traceback(watch.folder)}", code=1)
-    except _MENDABLE as error:
-        if debug or (watch.has_begun and not _raised_by_lightrl(error)):
-            raise
-        if watch.has_begun:
-            return _say(f"{_chain(error)}\n{_keep_traceback(watch.folder)}", code=1)
-        return _say(f"{_chain(error)}\nNothing was trained. LIGHTRL_DEBUG=1 shows the traceback.", code=2)
+        if watch.has_begun or isinstance(error, LightRLError):
+            return _say(f"{_chain(cause)}\n{_keep_traceback(watch.folder)}", code=1)
+        return _say(f"{_chain(cause)}\nNothing was trained. LIGHTRL_DEBUG=1 shows the traceback.", code=2)
     return 0
 
 
@@ -306,22 +324,34 @@ def _say(message: str, *, code: int) -> int:
 
 
 def _chain(error: BaseException) -> str:
-    """The message and those of its causes that it does not quote."""
+    """The message and those of its causes that it does not quote; of others' errors also type and place."""
     lines: list[str] = []
     link: BaseException | None = error
     while link is not None:
         text = str(link) or type(link).__name__
         if not any(text in line for line in lines):
-            name = type(link).__name__
-            foreign = not isinstance(link, LightRLError | ValueError | TypeError)
-            lines.append(f"  caused by {name}: {text}" if lines else f"{name}: {text}" if foreign else text)
+            file, number = _place(link)
+            ours = not file or _raised_in(link, lightrl)
+            said = text if ours else f"{type(link).__name__}: {text} ({file}:{number})"
+            lines.append(f"  caused by {said}" if lines else said)
         link = link.__cause__
     return "\n".join(lines)
 
 
-def _raised_by_lightrl(error: BaseException) -> bool:
+def _unwrapped(error: BaseException) -> BaseException:
+    """The error of a constructor, without the types that jsonargparse tried it for."""
+    cause = error.__cause__ or error.__context__
+    return _unwrapped(cause) if cause is not None and _raised_in(error, jsonargparse) else error
+
+
+def _raised_in(error: BaseException, package: ModuleType) -> bool:
+    return Path(_place(error)[0]).is_relative_to(Path(str(package.__file__)).parent)
+
+
+def _place(error: BaseException) -> tuple[str, int]:
+    """File and line that raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
 
 
 def _keep_traceback(folder: Path | None) -> str:
@@ -376,8 +406,8 @@ def silence_irrelevant() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
     # Lightning 2.6.6 on torch 2.13, in every loop
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
-    # Lightning 2.6.6 calls jsonargparse by names that version 4.49 renamed
-    warnings.filterwarnings("ignore", r"(?s).*(instantiate_classes|JsonargparseDeprecationWarning)", DeprecationWarning)
+    # Lightning 2.6.6 calls jsonargparse by names that its version 4.49 renamed
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     # a bar for each load of a model's weights, some of milliseconds
     from transformers.utils import logging as transformers_logging
 

@@ -66,17 +66,22 @@ def explain(error: ArgumentError, parser: ArgumentParser, args: Sequence[str]) -
     return _shortened(error.message)
 
 
-def nearest_files(path: Path) -> str:
-    """A sentence that names the existing files nearest to a missing one, or the first missing folder."""
+def nearest_files(path: Path, *suffixes: str) -> str:
+    """A sentence that names the existing files nearest to a missing one, or the first missing folder.
+
+    Args:
+        path: of the missing file.
+        suffixes: of the files to name where no name is near.
+    """
     folder = path.parent
     if not folder.is_dir():
         missing = next(parent for parent in [*reversed(path.parents), folder] if not parent.is_dir())
         return f"There is no folder {missing}."
     names = sorted(item.name for item in folder.iterdir() if item.is_file())
-    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    close = close or [name for name in names if Path(name).suffix in (".yaml", ".yml", ".json")][:5]
+    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    close = close or [name for name in names if name.endswith(suffixes)][:5]
     if not close:
-        return f"The folder {folder.absolute()} has no config file."
+        return f"The folder {folder.absolute()} has none."
     return f"Nearest in {folder.absolute()}: {', '.join(close)}."
 
 
@@ -118,7 +123,7 @@ def _read_config(path: str) -> dict[str, Any] | None:
     file = Path(path).expanduser()
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
-        raise UsageError(f"--config {path} {what}, expected a YAML file. {nearest_files(file)}")
+        raise UsageError(f"--config {path} {what}, expected a YAML file. {nearest_files(file, '.yaml', '.yml')}")
     try:
         text = file.read_text(encoding="utf-8")
         yaml.safe_load(text)
@@ -444,5 +449,5 @@ def _name(kind: type) -> str:
 
 def _shortened(message: str) -> str:
     """The parser's message without the subtrees that it quotes."""
-    kept = [line for line in message.splitlines() if not line.strip().startswith(("Given value", "Subtypes:"))]
+    kept = [line for line in message.splitlines() if not (len(line) > 200 and "Given value" in line)]
     return "\n".join(kept)

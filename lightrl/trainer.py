@@ -5,11 +5,14 @@ A plain LightningModule runs through it as through Lightning's own.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import io
 import logging
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +29,7 @@ from lightrl.dataflow import check_score_calls
 from lightrl.errors import LightRLError
 from lightrl.loops import RolloutLoop
 from lightrl.loops.score import ROLLOUT_FIELDS
+from lightrl.models import ModelSpec
 from lightrl.module import RLModule
 from lightrl.rewards import Judge, make_judge
 from lightrl.rollout import LocalEngine, RolloutController, RolloutEngine
@@ -37,6 +41,12 @@ if TYPE_CHECKING:
     from lightning.pytorch.profilers import Profiler
 
 log = logging.getLogger(__name__)
+
+# Plain data that hyper-parameters may hold: checkpoints are loaded with weights_only=True.
+torch.serialization.add_safe_globals([ModelSpec, Sampling])
+
+# Where Lightning keeps the loop's own state in a checkpoint, under `loops` and `fit_loop`.
+ROLLOUT_LOOP_KEY = "epoch_loop.automatic_optimization.state_dict"
 
 # Lightning's warnings about what an RLModule does on purpose.
 MEANT: tuple[tuple[str, type[Warning]], ...] = (
@@ -76,9 +86,12 @@ class Trainer(L.Trainer):
         self.engine = engine
         self.rollout: RolloutController | None = None  # while a stage of an RLModule runs
         self._judge: Judge | None = None
+        self._engine_is_open = False
+        self._hook_calls: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self._fresh_callbacks: dict[str, Callback] = {}  # as they were before a fast_dev_run, by state key
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
-        if isinstance(self.strategy.checkpoint_io, TorchCheckpointIO):
+        if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
         self._add_default_callbacks(given)
 
@@ -106,12 +119,40 @@ class Trainer(L.Trainer):
             yield hook
 
     def call_rl_hook(self, name: str, *args: Any) -> None:
-        """Calls an RL hook of all callbacks and of the module."""
-        with self.rollout_loop.logging_allowed(self.lightning_module):
-            for hook in self.rl_hooks(name):
-                hook(*args)
+        """Calls an RL hook of all callbacks and of the module; one that is called from a hook waits for its end.
+
+        So everybody sees `on_policy_updated` before the `on_weights_synced` that WeightSync makes of it.
+        """
+        self._hook_calls.append((name, args))
+        if len(self._hook_calls) > 1:
+            return
+        try:
+            with self.rollout_loop.logging_allowed(self.lightning_module):
+                while self._hook_calls:
+                    name, args = self._hook_calls[0]
+                    for hook in self.rl_hooks(name):
+                        hook(*args)
+                    self._hook_calls.popleft()
+        finally:
+            self._hook_calls.clear()
 
     # ------------------------------------------------------------------ Lightning's stages
+
+    def fit(self, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
+        self._check(model)
+        super().fit(model, *args, **kwargs)
+
+    def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
+        self._check(model)
+        return super().validate(model, *args, **kwargs)
+
+    def test(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
+        self._check(model)
+        return super().test(model, *args, **kwargs)
+
+    def predict(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
+        self._check(model)
+        return super().predict(model, *args, **kwargs)
 
     def _run_stage(self) -> Any:
         module = self.lightning_module
@@ -120,23 +161,31 @@ class Trainer(L.Trainer):
         with warnings.catch_warnings():
             for message, category in MEANT:
                 warnings.filterwarnings("ignore", message, category)
-            self._open_rollout(module)
-            results = super()._run_stage()
-        if self.fast_dev_run and self.state.fn == TrainerFn.FITTING:
-            self._check_resume()
+            try:
+                self._open_rollout(module)
+                results = super()._run_stage()
+                if self._checks_resume:
+                    self._check_resume()
+            finally:
+                # Not left to `_teardown`: it is skipped where a callback's `on_exception` raises.
+                self._close_rollout()
         return results
 
     def _teardown(self) -> None:
-        """The funnel that success, exceptions and Ctrl-C all pass."""
-        self._close_rollout()
-        super()._teardown()
+        """The funnel that success, exceptions and Ctrl-C all pass; a second Ctrl-C may have cut the first try short."""
+        try:
+            self._close_rollout()
+        finally:
+            super()._teardown()
 
-    def save_checkpoint(self, filepath: Any, weights_only: bool | None = False, storage_options: Any = None) -> None:
-        if self.rollout_loop.is_updating:
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+        reason = self.rollout_loop.why_no_checkpoint
+        if reason is not None:
             log.warning(
-                "No checkpoint was saved at %s: the run stopped in the middle of an update, and half an iteration "
-                "would be trained on twice. The last whole one is still there.",
+                "No checkpoint was saved at %s: %s, and what it holds would be trained on twice or never. The last "
+                "whole one is still there. Save between iterations, for example in on_train_batch_end.",
                 filepath,
+                reason,
             )
             return
         super().save_checkpoint(filepath, weights_only, storage_options)
@@ -148,9 +197,12 @@ class Trainer(L.Trainer):
         return dataclasses.replace(sampling, stop_token_ids=tuple(sorted(ids | set(sampling.stop_token_ids))))
 
     def _open_rollout(self, module: RLModule) -> None:
-        self._check(module)
+        check_score_calls(module.score_calls(), set(module.models()), set(ROLLOUT_FIELDS))
         staleness = self._one_of(StalenessControl)
         is_fit = self.state.fn == TrainerFn.FITTING
+        self.rollout_loop.begin()
+        if self._checks_resume:
+            self._keep_fresh_callbacks()
         sampling = self.with_stop_tokens(module.sampling)
         settings = LogprobSettings(
             temperature=sampling.temperature,
@@ -162,6 +214,8 @@ class Trainer(L.Trainer):
             role: parallel_model(self.strategy, getattr(module, role), settings) for role in module.models()
         }
         self._use_plain_no_grad()
+        # Batches are plain Python; Lightning's walk through them for floats fails at frozen dataclasses.
+        vars(self.precision_plugin)["convert_input"] = lambda data: data
         prompts, groups_per_iteration, total_groups = None, 1, None
         if is_fit:
             prompts = prompt_source(
@@ -182,6 +236,7 @@ class Trainer(L.Trainer):
         if self.engine is None:
             self.engine = LocalEngine()
         self.engine.start(module.policy_config)
+        self._engine_is_open = True
         self.rollout = RolloutController(
             self.engine,
             module.configure_workflow(),
@@ -202,19 +257,41 @@ class Trainer(L.Trainer):
             self.rollout_loop.restore_rollout()
 
     def _close_rollout(self) -> None:
-        rollout, self.rollout = self.rollout, None
-        judge, self._judge = self._judge, None
-        if rollout is not None:
-            rollout.close()
-        if judge is not None:
-            judge.close()
-        if rollout is not None:
-            rollout.engine.close()
+        """Keeps the rollout's state for checkpoints and later fits, and ends threads and processes; each in any case."""
+        vars(self.precision_plugin).pop("convert_input", None)
+        with contextlib.ExitStack() as stack:
+            if self._engine_is_open and self.engine is not None:
+                stack.callback(self._close_engine, self.engine)
+            if self._judge is not None:
+                stack.callback(self._close_judge, self._judge)
+            if self.rollout is not None:
+                stack.callback(self._close_controller, self.rollout)
+                self.rollout_loop.keep_rollout()
 
-    # ------------------------------------------------------------------ checks before a device is touched
+    def _close_controller(self, rollout: RolloutController) -> None:
+        rollout.close()
+        self.rollout = None
 
-    def _check(self, module: RLModule) -> None:
+    def _close_judge(self, judge: Judge) -> None:
+        judge.close()
+        self._judge = None
+
+    def _close_engine(self, engine: RolloutEngine) -> None:
+        engine.close()
+        self._engine_is_open = False
+
+    # ------------------------------------------------------------------ checks before anything starts
+
+    def _check(self, model: L.LightningModule | None) -> None:
+        module = self.lightning_module if model is None else model
+        if not isinstance(module, RLModule):
+            return
         check_strategy(self.strategy)
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__}.automatic_optimization is False, expected True: the loop updates the policy "
+                "with what `loss` returns. Leave it as it is."
+            )
         if self.accumulate_grad_batches != 1:
             raise ValueError(
                 f"accumulate_grad_batches={self.accumulate_grad_batches}, expected 1 with an RLModule: microbatches "
@@ -232,7 +309,6 @@ class Trainer(L.Trainer):
                 f"max_staleness={allowed} to allow that. Raise StalenessControl.max_staleness to {needed}, "
                 "or sync more often."
             )
-        check_score_calls(module.score_calls(), set(module.models()), set(ROLLOUT_FIELDS))
 
     def _check_sizes(self, module: RLModule, groups_per_iteration: int) -> None:
         num = groups_per_iteration * module.group_size
@@ -267,6 +343,18 @@ class Trainer(L.Trainer):
 
     # ------------------------------------------------------------------ fast_dev_run
 
+    @property
+    def _checks_resume(self) -> bool:
+        return bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING
+
+    def _keep_fresh_callbacks(self) -> None:
+        """Copies of the callbacks as a new process would have them, for `_check_resume`."""
+        self._fresh_callbacks = {}
+        for callback in self.callbacks:
+            # What cannot be copied, because of a lock or an open file, is left out.
+            with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
+                self._fresh_callbacks[callback.state_key] = copy.deepcopy(callback)
+
     def _check_resume(self) -> None:
         """Writes a checkpoint to memory, reads it as a resume would, and compares: Lightning saves none here.
 
@@ -274,25 +362,87 @@ class Trainer(L.Trainer):
             LightRLError: if something of the state would not survive a resume.
         """
         before = self._checkpoint_connector.dump_checkpoint(weights_only=False)
-        buffer = io.BytesIO()
-        torch.save(before, buffer)
-        buffer.seek(0)
-        try:
-            loaded = torch.load(buffer, weights_only=True)
-        except Exception as error:
-            raise LightRLError(
-                f"The checkpoint cannot be loaded with weights_only=True: {error}. A callback, module or data module "
-                "puts something else than tensors and plain Python into its state; convert it there."
-            ) from error
+        loaded = _through_file(before)
         difference = _first_difference(before, loaded, "checkpoint")
         if difference is None:
-            self.strategy.load_model_state_dict(loaded, strict=True)
-            self.strategy.load_optimizer_state_dict(loaded)
+            self._load(_through_file(before))
             after = self._checkpoint_connector.dump_checkpoint(weights_only=False)
+            after["callbacks"] = self._reloaded_callbacks(loaded["callbacks"])
             difference = _first_difference(before, after, "checkpoint")
         if difference is not None:
-            raise LightRLError(f"{difference} differs after a resume, expected it equal. Save it as it was.")
+            raise LightRLError(
+                f"{difference} differs after a resume, expected it equal. Give back in load_state_dict (or "
+                "on_load_checkpoint) what state_dict (or on_save_checkpoint) saved."
+            )
         log.info("fast_dev_run: a resume from this state restores it exactly.")
+
+    def _load(self, checkpoint: dict[str, Any]) -> None:
+        """As a resume does, without Lightning's own counters."""
+        module: Any = self.lightning_module
+        datamodule: Any = getattr(self, "datamodule", None)
+        if datamodule is not None:
+            datamodule.on_load_checkpoint(checkpoint)
+            if datamodule.__class__.__qualname__ in checkpoint:
+                datamodule.load_state_dict(checkpoint[datamodule.__class__.__qualname__])
+        module.on_load_checkpoint(checkpoint)
+        self.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
+        self.strategy.load_optimizer_state_dict(checkpoint)
+        for config, state in zip(self.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
+            config.scheduler.load_state_dict(state)
+        self.rollout_loop.on_load_checkpoint(checkpoint["loops"]["fit_loop"][ROLLOUT_LOOP_KEY])
+        self.rollout_loop.restore_rollout()
+
+    def _reloaded_callbacks(self, states: dict[str, Any]) -> dict[str, Any]:
+        """The state of each callback after a new one has loaded it."""
+        reloaded: dict[str, Any] = {}
+        for key, state in states.items():
+            fresh = self._fresh_callbacks.get(key)
+            if fresh is None:
+                reloaded[key] = state
+                continue
+            fresh.load_state_dict(copy.deepcopy(state))
+            reloaded[key] = fresh.state_dict()
+        return reloaded
+
+
+def _through_file(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint is after it was written and read; raises LightRLError if it holds code."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(checkpoint, buffer)
+        buffer.seek(0)
+        loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    except Exception as error:
+        where = next((name for name in _leaves(checkpoint) if not _survives(name[1])), ("checkpoint", None))[0]
+        raise LightRLError(
+            f"The checkpoint cannot be loaded with weights_only=True, because of {where}: {error} Expected tensors and "
+            "plain Python in the state of callbacks, module and data module. Convert it there."
+        ) from error
+    return loaded
+
+
+def _leaves(value: Any, name: str = "checkpoint") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{name}[{index}]")
+    else:
+        yield name, value
+
+
+def _survives(value: Any) -> bool:
+    if value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor):
+        return True
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception:  # noqa: BLE001 - of whatever kind: the caller names the value
+        return False
+    return True
 
 
 def _first_difference(left: Any, right: Any, name: str) -> str | None:

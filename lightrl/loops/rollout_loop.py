@@ -10,6 +10,7 @@ through Lightning's own code untouched.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.data import prompts_of
+from lightrl.errors import LightRLError
 from lightrl.experience import Experience
 from lightrl.loops.interrupt import InterruptGate
 from lightrl.loops.score import accept_changes, score
@@ -29,6 +32,15 @@ from lightrl.trajectory import Group, sampling_seed
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+log = logging.getLogger(__name__)
+
+
+class JudgedGroups(list[Group]):
+    """A validation, test or predict batch after its rollout; Lightning may move it and leaves it as it is."""
+
+    def to(self, *args: Any, **kwargs: Any) -> JudgedGroups:
+        return self
 
 
 class RolloutLoop(_AutomaticOptimization):
@@ -44,9 +56,10 @@ class RolloutLoop(_AutomaticOptimization):
         self.phase_seconds: dict[str, float] = {}  # of the present iteration: rollout, score, update, sync
         self.gate = InterruptGate()
         self.guard = GradientGuard()
-        self.is_updating = False
-        self._num_evaluated = 0  # batches, for the ids of prompts that have none
-        self._rollout_state: dict[str, Any] | None = None  # from a checkpoint, until the controller takes it over
+        self.why_no_checkpoint: str | None = None  # what makes a checkpoint wrong at this moment
+        self._rollout_state: dict[str, Any] | None = None  # of the last fit or checkpoint, for the next controller
+        self._rng_state: torch.Tensor | None = None  # from a checkpoint, until the first iteration
+        self._is_restored = False  # the present controller has taken the state over
 
     @property
     def weight_version(self) -> int:
@@ -58,6 +71,9 @@ class RolloutLoop(_AutomaticOptimization):
         if not isinstance(module, RLModule):
             return super().run(optimizer, batch_idx, kwargs)
         self.gate.check()
+        if self._rng_state is not None:
+            torch.set_rng_state(self._rng_state)
+            self._rng_state = None
         self.phase_seconds = {}
         groups = self._take_groups()
         with self.gate.held_back():
@@ -82,20 +98,21 @@ class RolloutLoop(_AutomaticOptimization):
         with self._phase("score"):
             experience = score(module, experience, forward_context=trainer.precision_plugin.forward_context)
         experience = self._offer(experience)
-        self.is_updating = True
+        self.why_no_checkpoint = "an update is in progress or failed"
         with self._phase("update"):
             self._update(module, experience, batch_idx)
         progress = self.optim_progress.optimizer.step
         progress.increment_ready()
         progress.increment_completed()
         trainer.rollout.commit()
-        self.is_updating = False
+        self.why_no_checkpoint = "an iteration is in progress or failed"  # Lightning has not counted it yet
         with self._phase("sync"):
             trainer.call_rl_hook("on_policy_updated", self.weight_version)
+        self.why_no_checkpoint = None
 
     def _update(self, module: RLModule, experience: Experience, batch_idx: int) -> None:
         trainer: Any = self.trainer
-        seed = sampling_seed(trainer.run_seed, "minibatches", self.weight_version)
+        seed = sampling_seed(trainer.rollout.run_seed, "minibatches", self.weight_version)
         total = min(module.num_minibatches, len(experience)) * module.update_epochs
         minibatches = experience.minibatches(module.num_minibatches, epochs=module.update_epochs, seed=seed)
         sums: dict[str, float] = {}
@@ -164,44 +181,86 @@ class RolloutLoop(_AutomaticOptimization):
             prompts_of(
                 batch,
                 module.tokenizer,
-                name=f"{trainer.state.stage}-{self._num_evaluated}",
+                name=f"{trainer.state.fn.value}-{self._evaluation_index()}",
                 max_prompt_tokens=module.max_prompt_tokens,
             ),
             sampling=trainer.with_stop_tokens(module.validation_sampling),
             num_samples=module.validation_group_size,
             on_wait=self._on_wait_evaluation,
         )
-        self._num_evaluated += 1
         self.report_drops()
-        return groups
+        return JudgedGroups(groups)
+
+    def _evaluation_index(self) -> int:
+        """Of the batch within its loop: ids, and with them the seeds, are the same in each validation."""
+        trainer: Any = self.trainer
+        loops = {
+            TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
+            TrainerFn.VALIDATING: trainer.validate_loop,
+            TrainerFn.TESTING: trainer.test_loop,
+            TrainerFn.PREDICTING: trainer.predict_loop,
+        }
+        return int(loops[trainer.state.fn].batch_progress.current.ready)
 
     # ------------------------------------------------------------------ resume
 
+    def begin(self) -> None:
+        """A stage begins: forgets what an earlier one, which may have failed, left behind."""
+        self.gate.is_held = False
+        self.why_no_checkpoint = None
+        self._is_restored = False
+
     def on_save_checkpoint(self) -> dict[str, Any]:
         trainer: Any = self.trainer
-        if trainer.rollout is None:
+        state = trainer.rollout.state_dict() if trainer.rollout is not None and self._is_restored else None
+        state = state or self._rollout_state
+        if state is None:
             return {}
         return {
-            "rollout": trainer.rollout.state_dict(),
+            "rollout": state,
             "num_updates": self.num_updates,
             "num_skipped": self.guard.num_skipped,
-            "torch_rng": torch.get_rng_state(),
+            "num_skipped_in_a_row": self.guard.num_in_a_row,
+            "torch_rng": torch.get_rng_state() if self._rng_state is None else self._rng_state,
         }
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        if "rollout" not in state_dict:
+        self._rollout_state = state_dict.get("rollout")
+        if self._rollout_state is None:
             return
-        self._rollout_state = state_dict["rollout"]
         self.num_updates = int(state_dict["num_updates"])
         self.guard.num_skipped = int(state_dict["num_skipped"])
-        torch.set_rng_state(state_dict["torch_rng"])
+        self.guard.num_in_a_row = int(state_dict["num_skipped_in_a_row"])
+        self._rng_state = state_dict["torch_rng"]
 
     def restore_rollout(self) -> None:
-        """Hands the checkpoint's rollout state, if there is one, to the new controller."""
+        """Hands the state of the checkpoint or of the fit before, if there is one, to the new controller."""
         trainer: Any = self.trainer
         if self._rollout_state is not None:
+            seed = self._rollout_state["run_seed"]
+            if seed != trainer.run_seed:
+                log.warning(
+                    "The checkpoint was made with seed %d and this run has seed %d, expected the same: prompts come in "
+                    "another order, some twice. Set seed_everything to %d.", seed, trainer.run_seed, seed,
+                )  # fmt: skip
             trainer.rollout.load_state_dict(self._rollout_state)
-            self._rollout_state = None
+        self._is_restored = True
+
+    def keep_rollout(self) -> None:
+        """Before the controller closes: its state is what checkpoints and later fits go on from."""
+        trainer: Any = self.trainer
+        if not self._is_restored:
+            return
+        self._is_restored = False
+        self.why_no_checkpoint = self.why_no_checkpoint or "the rollout's state is unknown"
+        try:
+            self._rollout_state = trainer.rollout.state_dict()
+        except LightRLError as error:
+            log.warning("The rollout's state cannot be had: %s", error)
+        else:
+            self.why_no_checkpoint = (
+                None if self.why_no_checkpoint == "the rollout's state is unknown" else self.why_no_checkpoint
+            )
 
     # ------------------------------------------------------------------ while it waits
 
@@ -209,12 +268,14 @@ class RolloutLoop(_AutomaticOptimization):
         trainer: Any = self.trainer
         if trainer.received_sigterm:
             raise SIGTERMException
+        self.gate.check()
         trainer.call_rl_hook("on_rollout_progress", done, total)
 
     def _on_wait_evaluation(self, done: int, total: int) -> None:
         trainer: Any = self.trainer
         if trainer.received_sigterm:
             raise SIGTERMException
+        self.gate.check()
 
     def report_drops(self) -> None:
         """Tells callbacks and the module about the trajectories dropped since the last time."""

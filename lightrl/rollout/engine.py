@@ -28,7 +28,8 @@ class RolloutEngine(Protocol):
     """Prompts in, completions out, asynchronously, with a weight version on every token.
 
     Life: `start` once, then `load_weights` before the first request, then `generate` as often as wanted with
-    `load_weights` in between, then `close`. One contract suite, `tests/rollout/engine_contract.py`, holds for all.
+    `load_weights` in between, then `close`; then it may be started again, for another life. One contract suite,
+    `tests/rollout/engine_contract.py`, holds for all.
     """
 
     weight_version: int  # of the weights that sample now; -1 before the first load

@@ -93,7 +93,11 @@ class FakeEngine(RolloutEngine):
         self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def start(self, config: PretrainedConfig) -> None:
-        """Takes the size of the vocabulary and of the context from the config."""
+        """Takes the size of the vocabulary and of the context from the config; after `close` it opens again."""
+        with self._lock:
+            self._is_closed = self._is_paused = False
+        self.weight_version = -1
+        self._shapes = None
         self._vocab_size = config.vocab_size
         self._max_context = getattr(config, "max_position_embeddings", None) or 2**31 - 1
 

@@ -126,7 +126,8 @@ class LocalEngine(RolloutEngine):
         self.weight_version = -1
         self.max_batch = max_batch
         self.threads = threads
-        self.max_context = max_context
+        self.max_context = max_context  # after `start` a number
+        self._given_max_context = max_context
         self.dtype = dtype
         self.device = torch.device(device)
         self.fast_path = fast_path
@@ -152,21 +153,24 @@ class LocalEngine(RolloutEngine):
         self._num_running = 0
 
     def start(self, config: PretrainedConfig) -> None:
-        """Builds the model, its weights still unset, and starts the decode thread.
+        """Builds the model, its weights still unset, and starts the decode thread; after `close` all begins anew.
 
         Raises:
             ValueError: if the config is of no decoder-only model, or leaves less room than `max_context`.
         """
-        if self._thread is not None:
-            raise EngineError("LocalEngine was started before, expected one start. Make a new engine for a new model.")
+        if self._thread is not None and (self._thread.is_alive() or not self._is_closed):
+            raise EngineError("LocalEngine was started before, expected one start. Close it first, or make a new one.")
         room = getattr(config, "max_position_embeddings", None)
-        if self.max_context is None:
+        if self._given_max_context is None:
             self.max_context = room if room is not None else 2**31 - 1
-        elif room is not None and self.max_context > room:
+        elif room is not None and self._given_max_context > room:
             raise ValueError(
                 f"max_context={self.max_context}, expected at most the model's max_position_embeddings={room}. "
                 "Lower it."
             )
+        self.weight_version = -1
+        self._is_closed = self._is_paused = self._is_stale = self._has_cancellations = False
+        self._failure = None
         if self.threads is None:
             self.threads = torch.get_num_threads()
         self._vocab_size = config.vocab_size
