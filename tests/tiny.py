@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightrl.experience import Experience
-from lightrl.models import ModelSpec
-from lightrl.trajectory import Prompt, Trajectory
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from lightrl.experience import Experience
+from lightrl.models import ModelSpec
+from lightrl.trajectory import Prompt, Trajectory
 
 LETTERS = ["<pad>", "<eos>", "<unk>", *"0123456789=+- "]
 VOCABULARY = len(LETTERS)

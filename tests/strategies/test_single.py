@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import FAMILIES, VOCABULARY, gradients, random_experience, slow_outputs, tiny_model, widened
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
 from lightrl.experience import Experience
 from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.single import Form
 from lightrl.trajectory import Prompt, Trajectory
-from tiny import FAMILIES, VOCABULARY, gradients, random_experience, slow_outputs, tiny_model, widened
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
 FORMS: list[Form] = ["rectangles", "shared_prefix", "packed"]
 

@@ -1,0 +1,53 @@
+"""What the probes find, for families whose code is known; a wrong yes would train on wrong logprobs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import FAMILIES, VOCABULARY, tiny_model
+from transformers import MambaConfig, MambaForCausalLM
+
+from lightrl.strategies.probes import can_pack, can_share_prefixes, head_is_plain
+
+PLAIN = ["llama", "qwen2", "qwen3", "gpt2"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_head_is_plain_unless_it_caps_logits(family: str) -> None:
+    assert head_is_plain(tiny_model(family)) == ("capped" not in family)
+
+
+def test_a_cap_is_found_though_it_hardly_changes_the_logits_of_small_weights() -> None:
+    model = tiny_model("gemma2 with capped logits", initializer_range=1e-3, final_logit_softcapping=30.0)
+    assert not head_is_plain(model)
+
+
+def test_a_factor_on_the_logits_is_found() -> None:
+    model = tiny_model("llama", model_type="granite", logits_scaling=8.0)
+    assert not head_is_plain(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefixes_are_shared_under_full_attention_only(family: str) -> None:
+    assert can_share_prefixes(tiny_model(family)) == (family in PLAIN)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_packed_rows_are_exact_for_common_families(family: str) -> None:
+    assert can_pack(tiny_model(family))
+    assert can_pack(tiny_model(family, dtype=torch.bfloat16))
+    assert can_share_prefixes(tiny_model(family, dtype=torch.bfloat16))
+
+
+def test_a_state_that_runs_through_the_row_can_be_neither_packed_nor_shared() -> None:
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4, use_cache=False)
+    model = MambaForCausalLM(config).eval()
+    assert not can_pack(model)
+    assert not can_share_prefixes(model)
+
+
+def test_rotary_angles_that_depend_on_the_length_of_a_forward_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    model = tiny_model("llama", rope_parameters=rope)
+    assert not can_share_prefixes(model)
+    assert not can_pack(model)

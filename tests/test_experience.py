@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny import random_experience, random_trajectories
+
+from lightrl.experience import Experience
+from lightrl.trajectory import Prompt, Trajectory
+
+
+def trajectory(**changes: Any) -> Trajectory:
+    fields = {
+        "prompt": Prompt(id="sum-1", token_ids=[5, 6]),
+        "group_id": 12,
+        "sample": 0,
+        "token_ids": [5, 6, 7, 1],
+        "loss_mask": [False, False, True, True],
+        "behavior_logprobs": [0.0, 0.0, -1.5, -0.25],
+        "weight_versions": [-1, -1, 4, 5],
+        "completion_ids": [7, 1],
+        "completion": "7",
+        "reward": 1.0,
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+def equal(left: Experience, right: Experience) -> bool:
+    one, other = left.tensors(), right.tensors()
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_rows_are_padded_on_the_right_with_what_means_nothing() -> None:
+    short = trajectory(
+        token_ids=[5, 7],
+        loss_mask=[False, True],
+        behavior_logprobs=[0.0, -1.0],
+        weight_versions=[-1, 3],
+        reward=0.0,
+        group_id=13,
+        is_truncated=True,
+    )
+    experience = Experience.from_trajectories([trajectory(), short])
+    assert experience.token_ids.tolist() == [[5, 6, 7, 1], [5, 7, 0, 0]]
+    assert experience.loss_mask.tolist() == [[False, False, True, True], [False, True, False, False]]
+    assert experience.behavior_logprobs.tolist() == [[0.0, 0.0, -1.5, -0.25], [0.0, -1.0, 0.0, 0.0]]
+    assert experience.weight_versions.tolist() == [[-1, -1, 4, 5], [-1, 3, -1, -1]]
+    assert experience.rewards.tolist() == [1.0, 0.0]
+    assert experience.group_ids.tolist() == [12, 13]
+    assert experience.is_truncated.tolist() == [False, True]
+    assert experience.lengths.tolist() == [4, 2]
+    assert experience.token_rewards is None
+    assert experience.num_loss_tokens == 3
+
+
+def test_a_reward_of_the_whole_goes_to_the_last_loss_token_where_others_judge_tokens() -> None:
+    judged = trajectory(rewards=[0.0, 0.0, 0.5, 0.25], reward=0.75)
+    whole = trajectory(loss_mask=[False, True, True, False], reward=2.0)
+    experience = Experience.from_trajectories([judged, whole])
+    assert experience.token_rewards is not None
+    assert experience.token_rewards.tolist() == [[0.0, 0.0, 0.5, 0.25], [0.0, 0.0, 2.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "message"),
+    [
+        ([], "No trajectories, expected at least one"),
+        ([trajectory(reward=None)], "'sum-1' has a trajectory without a reward"),
+        ([trajectory(loss_mask=[False, True])], r"'sum-1' has 2 loss_mask, expected one for each of its 4 token_ids"),
+        ([trajectory(rewards=[1.0])], r"'sum-1' has 1 rewards, expected one for each of its 4 token_ids"),
+        ([trajectory(loss_mask=[True] * 4)], "trains its first token, which nothing predicts"),
+    ],
+    ids=["none", "unjudged", "short mask", "short rewards", "no prompt"],
+)
+def test_trajectories_that_cannot_train_are_refused(trajectories: list[Trajectory], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Experience.from_trajectories(trajectories)
+
+
+def test_a_field_of_another_shape_is_refused() -> None:
+    experience = random_experience()
+    with pytest.raises(ValueError, match=r"advantages has shape \(9, 2\), expected .* Align it"):
+        replace(experience, advantages=torch.zeros(9, 2))
+
+
+@pytest.mark.parametrize("sizes", [[9], [1, 8], [2, 3, 4], [1] * 9], ids=str)
+def test_split_then_concat_is_the_identity(sizes: list[int]) -> None:
+    experience = random_experience()
+    parts = experience.split(sizes)
+    assert [len(part) for part in parts] == sizes
+    assert equal(Experience.concat(parts), experience)
+
+
+def test_sizes_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sizes \[2, 3\] sum to 5, expected the 9 trajectories"):
+        random_experience().split([2, 3])
+
+
+def test_parts_with_different_fields_are_not_joined() -> None:
+    with pytest.raises(ValueError, match="Only some of the parts have 'advantages'"):
+        Experience.concat([random_experience(), random_experience(is_scored=False)])
+
+
+def test_selected_rows_come_in_the_order_asked_for_and_cut_to_the_longest() -> None:
+    experience = random_experience()
+    rows = experience.lengths.argsort()[:3].flip(0)
+    picked = experience.select(rows)
+    assert torch.equal(picked.lengths, experience.lengths[rows])
+    assert picked.token_ids.shape == (3, int(picked.lengths.max()))
+    assert torch.equal(picked.advantages, experience.advantages[rows, : picked.token_ids.shape[1]])
+
+
+@pytest.mark.parametrize("num", [1, 2, 4, 9])
+def test_each_epoch_trains_each_trajectory_exactly_once(num: int) -> None:
+    experience = replace(random_experience(), rewards=torch.arange(9.0))
+    minibatches = list(experience.minibatches(num, epochs=3, seed=5))
+    assert len(minibatches) == 3 * num
+    for epoch in range(3):
+        part = minibatches[epoch * num : (epoch + 1) * num]
+        assert sorted(torch.cat([minibatch.rewards for minibatch in part]).tolist()) == list(range(9))
+        assert max(map(len, part)) - min(map(len, part)) <= 1
+
+
+def test_minibatches_follow_the_seed_and_change_with_the_epoch() -> None:
+    experience = replace(random_experience(), rewards=torch.arange(9.0))
+
+    def rows(seed: int) -> list[list[float]]:
+        return [minibatch.rewards.tolist() for minibatch in experience.minibatches(3, epochs=2, seed=seed)]
+
+    assert rows(1) == rows(1)
+    assert rows(1) != rows(2)
+    assert rows(1)[:3] != rows(1)[3:]
+
+
+def test_no_minibatch_is_empty_when_drops_left_too_few_trajectories() -> None:
+    experience = random_experience(num_groups=1, group_size=3)
+    assert [len(minibatch) for minibatch in experience.minibatches(8)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12, 25, 60, 10**6])
+def test_microbatches_keep_to_the_budget_and_lose_nothing(max_tokens: int) -> None:
+    experience = random_experience(num_groups=5, completion_tokens=(1, 15))
+    rows, parts = experience.microbatch_rows(max_tokens)
+    assert sorted(row for part in rows for row in part) == list(range(len(experience)))
+    for picked, part in zip(rows, parts, strict=True):
+        assert len(part) == 1 or int(part.lengths.sum()) <= max_tokens
+        assert equal(part, experience.select(picked))
+
+
+def test_microbatches_are_as_few_as_the_budget_allows_for_equal_lengths() -> None:
+    experience = Experience.from_trajectories([trajectory() for _ in range(6)])
+    assert [len(part) for part in experience.microbatches(8)] == [2, 2, 2]
+
+
+def test_rows_keep_the_order_of_the_trajectories() -> None:
+    trajectories = random_trajectories()
+    experience = Experience.from_trajectories(trajectories)
+    assert experience.group_ids.tolist() == [item.group_id for item in trajectories]
+
+
+def test_moving_to_a_device_moves_every_field() -> None:
+    moved = random_experience().to("meta")
+    assert {value.device.type for value in moved.tensors().values()} == {"meta"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensordict") is None, reason="tensordict is not installed")
+def test_tensordict_has_the_fields_that_are_set() -> None:
+    experience = random_experience()
+    found = experience.to_tensordict()
+    assert set(found.keys()) == set(experience.tensors())
+    assert found.batch_size == (9,)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, char_tokenizer, tiny_model, tiny_spec
+
+from lightrl.models import ModelSpec
+
+CONFIG = FAMILIES["qwen3"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "path=None and config=None, expected exactly one"),
+        ({"path": "a/b", "config": CONFIG}, "expected exactly one of them"),
+        ({"config": CONFIG}, "a config but no tokenizer"),
+        ({"config": {"hidden_size": 8}, "tokenizer": "x"}, r"keys \['hidden_size'\], expected model_type"),
+        ({"path": "./nowhere"}, r"Model folder './nowhere' does not exist.*Mend the path"),
+        ({"path": "/tmp/no/such/model"}, "Model folder '/tmp/no/such/model' does not exist"),
+        ({"path": "a/b", "dtype": "flaot32"}, "dtype='flaot32', expected a torch dtype"),
+    ],
+    ids=["neither", "both", "no tokenizer", "no model type", "no folder", "no absolute folder", "misspelled dtype"],
+)
+def test_a_spec_that_cannot_load_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelSpec(**fields)
+
+
+def test_a_hub_name_is_not_taken_for_a_folder() -> None:
+    assert ModelSpec.of("Qwen/Qwen3-0.6B").path == "Qwen/Qwen3-0.6B"
+    assert ModelSpec.of("gpt2").path == "gpt2"
+
+
+def test_random_weights_follow_the_seed_and_leave_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    first, again, other = (tiny_spec(seed=seed).load_model() for seed in (1, 1, 2))
+    assert torch.equal(before, torch.get_rng_state())
+    head = [model.get_output_embeddings().weight for model in (first, again, other)]
+    assert torch.equal(head[0], head[1])
+    assert not torch.equal(head[0], head[2])
+
+
+def test_without_a_seed_the_weights_are_those_of_seed_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    found, expected = tiny_spec(seed=None).load_model(), tiny_spec(seed=7).load_model()
+    assert torch.equal(found.get_output_embeddings().weight, expected.get_output_embeddings().weight)
+
+
+def test_models_are_in_evaluation_mode_and_float32_unless_told() -> None:
+    assert not tiny_spec().load_model().training
+    assert tiny_spec().load_model().dtype == torch.float32
+    assert tiny_spec(dtype="bfloat16").load_model().dtype == torch.bfloat16
+
+
+def test_a_config_is_not_changed_by_loading() -> None:
+    before = dict(CONFIG)
+    tiny_spec().load_config()
+    assert before == CONFIG
+
+
+def test_random_weights_have_no_end_token_that_the_config_does_not_name() -> None:
+    """Llama's default is 2, which in this tokenizer is <unk>."""
+    config = {name: value for name, value in FAMILIES["llama"].items() if name != "eos_token_id"}
+    model = ModelSpec(config=config, tokenizer="tiny.char_tokenizer").load_model()
+    assert model.config.eos_token_id is None
+    assert model.generation_config.eos_token_id is None
+
+
+def test_a_folder_gives_its_weights_and_its_tokenizer(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    char_tokenizer().save_pretrained(tmp_path)
+    spec = ModelSpec.of(str(tmp_path))
+    loaded = spec.load_model().state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    assert spec.load_tokenizer().encode("12") == char_tokenizer().encode("12")
+    assert spec.load_config().vocab_size == CONFIG["vocab_size"]
+
+
+def test_a_dotted_path_makes_the_tokenizer() -> None:
+    assert tiny_spec().load_tokenizer().eos_token == "<eos>"
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("tiny.not_a_tokenizer", TypeError, "'tiny.not_a_tokenizer' returned int, expected a Hugging Face tokenizer"),
+        ("tiny.char_tokeniser", ValueError, "'tiny.char_tokeniser' is no function: tiny has no 'char_tokeniser'"),
+    ],
+    ids=["not a tokenizer", "misspelled"],
+)
+def test_a_dotted_path_that_gives_no_tokenizer_is_refused(name: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ModelSpec(config=CONFIG, tokenizer=name).load_tokenizer()
+
+
+def test_an_import_that_fails_inside_the_module_is_not_swallowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_tokenizer.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        ModelSpec(config=CONFIG, tokenizer="broken_tokenizer.make").load_tokenizer()
