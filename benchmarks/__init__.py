@@ -5,9 +5,10 @@ command, machine and targets are in README.md beside this file.
 
 Reading order:
     report.py           what every benchmark prints: machine, measurements, peak memory, table
+    lengths.py          lists of completion lengths, and how both sides of a comparison keep to them
     grpo_vs_trl.py      iterations per second against TRL's GRPOTrainer, short and skewed completions
     local_engine.py     tokens per second against `model.generate`
-    packing.py          forward and backward, packed against padded
+    packing.py          forward and backward, without padding against padded, with the same gradients
     async_overlap.py    iterations per second with max_staleness 0, 1, 2, 4 under a long tail of latencies
 
 May import: everything of lightrl, and the extra [bench]. To add one: a file named for what it measures, with

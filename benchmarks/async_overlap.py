@@ -1,0 +1,325 @@
+"""Iterations per second with max_staleness η = 0, 1, 2, 4, and how long the trainer waits for rollouts.
+
+    python -m benchmarks.async_overlap [--quick] [--rollout-to-update 0.9,2] [--threads 2]
+
+The engine plays recorded lengths back as a remote server would: a long tail, one pace for all tokens, as many requests
+at once as come, no work for this computer. A weight sync interrupts it for real: what runs stops between two tokens and
+goes on under the new version. The update is real work of fixed size: forward, backward and AdamW on the same number of
+trajectories in every iteration.
+
+The pace is set from the update measured at the start, so that the longest completion takes `rollout_to_update` updates.
+Where that is at most 1, the update can hide the rollout: iterations then take as long as updates (η ≥ 1), and the
+trainer idles (phase `rollout`, over the whole) for at most the 5 % that are the goal. Where it is 2, η = 1 cannot hide
+it all.
+
+Columns: iterations/s and their ratio to η = 0 round by round; `idle_fraction`; staleness reached, in versions; the
+fraction of trajectories written by two or more weight versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import bisect
+import contextlib
+import functools
+import logging
+import math
+import random
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import lightrl
+from benchmarks.grpo_vs_trl import odd_fraction, save_model
+from benchmarks.lengths import session_length, skewed_lengths
+from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
+from examples.quickstart.task import LargestDigit
+from lightrl.errors import EngineError
+from lightrl.rollout import Completion, RolloutEngine
+from lightrl.trajectory import Sampling
+from lightrl.weights import Bucket
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+IDLE_GOAL = 0.05
+_SHORTEST_SLEEP_S = 0.002
+WARM_UP = 3  # iterations that fill the pipeline, not measured
+
+
+class PlaybackEngine(RolloutEngine):
+    """A remote server of which only the clock is left: completions of recorded lengths, at a fixed pace.
+
+    Its clock stands still while it is paused or loads. A completion sleeps until its last token is due, and then reads
+    from the history of loads which version wrote each token; so it costs this computer one or two wake-ups, however
+    many tokens it has and however often it was interrupted. Tokens and logprobs are those of a uniform policy.
+
+    Args:
+        lengths: of the completions, by position of the prompt and number of the sample, over and over.
+        group_size: G, samples of a prompt.
+        seconds_per_token: the server's pace, whatever its load.
+        load_s: how long a weight load interrupts it.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], *, group_size: int, seconds_per_token: float, load_s: float = 0.01
+    ) -> None:
+        self.weight_version = -1
+        self.lengths = lengths
+        self.group_size = group_size
+        self.seconds_per_token = seconds_per_token
+        self.load_s = load_s
+        self._vocab_size = 1
+        self._lock = threading.Lock()  # guards what follows
+        self._is_paused = False
+        self._is_loading = False
+        self._is_closed = False
+        self._clock_s = 0.0  # when it was last stopped or started
+        self._runs_since: float | None = time.monotonic()  # None while it stands still
+        self._loads: list[tuple[float, int]] = []  # clock and version
+        self._writers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+
+    def start(self, config: PretrainedConfig) -> None:
+        self._vocab_size = config.vocab_size
+
+    async def generate(self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1) -> list[Completion]:
+        """One completion of the session's length; see `RolloutEngine`."""
+        length = min(session_length(session, self.lengths, self.group_size), sampling.max_new_tokens)
+        started_s = self.clock_s()
+        await self._sleep_until(started_s + length * self.seconds_per_token)
+        draw = random.Random(sampling.seed)
+        return [
+            Completion(
+                token_ids=[draw.randrange(2, self._vocab_size) for _ in range(length)],
+                logprobs=[-math.log(self._vocab_size)] * length,
+                weight_versions=self._versions([started_s + place * self.seconds_per_token for place in range(length)]),
+                finish_reason="length",
+            )
+        ]
+
+    async def pause(self) -> None:
+        with self._lock:
+            self._is_paused = True
+            self._set_clock()
+
+    async def resume(self) -> None:
+        with self._lock:
+            self._is_paused = False
+            self._set_clock()
+
+    def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
+        """Interrupts all completions for `load_s`; their next tokens carry the new version."""
+        with self._lock:
+            self._is_loading = True
+            self._set_clock()
+        for _ in buckets:  # what a server would be sent
+            pass
+        time.sleep(self.load_s)
+        with self._lock:
+            self.weight_version = weight_version
+            self._loads.append((self._clock_s, weight_version))
+            self._is_loading = False
+            self._set_clock()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            writers = list(self._writers)
+        for loop, closed in writers:
+            try:
+                loop.call_soon_threadsafe(closed.set)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                continue
+
+    def clock_s(self) -> float:
+        """The time during which it has been writing."""
+        with self._lock:
+            return self._clock_s + (0.0 if self._runs_since is None else time.monotonic() - self._runs_since)
+
+    def _set_clock(self) -> None:
+        now = time.monotonic()
+        if self._runs_since is not None:
+            self._clock_s += now - self._runs_since
+        self._runs_since = None if self._is_paused or self._is_loading else now
+
+    async def _sleep_until(self, due_s: float) -> None:
+        """Sleeps until the clock shows `due_s`; woken early by `close` only."""
+        writer = (asyncio.get_running_loop(), asyncio.Event())
+        with self._lock:
+            self._writers.add(writer)
+        try:
+            while not self._is_closed:
+                left_s = due_s - self.clock_s()
+                if left_s <= 0:
+                    return
+                with contextlib.suppress(asyncio.TimeoutError):
+                    # While the clock stands still `left_s` stays the same: look again in a moment.
+                    await asyncio.wait_for(writer[1].wait(), max(left_s, _SHORTEST_SLEEP_S))
+        finally:
+            with self._lock:
+                self._writers.discard(writer)
+        raise EngineError("PlaybackEngine was closed before the completion was finished.")
+
+    def _versions(self, written_s: list[float]) -> list[int]:
+        """The version that served at each of these readings of the clock."""
+        with self._lock:
+            loads = list(self._loads)
+        return [loads[bisect.bisect_right(loads, (clock_s, math.inf)) - 1][1] for clock_s in written_s]
+
+
+@dataclass
+class Timeline(lightrl.RLCallback):  # type: ignore[misc]
+    """What a run's iterations took, and what they were trained on."""
+
+    seconds: list[float] = field(default_factory=list)
+    rollout_s: list[float] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+    staleness: list[float] = field(default_factory=list)
+    mixed_fraction: list[float] = field(default_factory=list)
+    trained_tokens: list[int] = field(default_factory=list)
+    started: float = 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_experience_ready(self, trainer: Any, module: Any, experience: Any) -> None:
+        self.trained_tokens.append(experience.num_loss_tokens)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self.started)
+        self.started = now
+        self.rollout_s.append(trainer.rollout_loop.phase_seconds["rollout"])
+        self.update_s.append(trainer.rollout_loop.phase_seconds["update"])
+        self.staleness.append(float(trainer.callback_metrics["staleness/max_versions"]))
+        self.mixed_fraction.append(float(trainer.callback_metrics["rollout/mixed_version_fraction"]))
+
+
+def train(max_staleness: int, seconds_per_token: float, num_iterations: int, arguments: argparse.Namespace) -> Timeline:
+    """One run of the usual Trainer with the playback engine."""
+    timeline = Timeline()
+    engine = PlaybackEngine(
+        skewed_lengths(arguments.prompts * arguments.group_size, arguments.cap),
+        group_size=arguments.group_size,
+        seconds_per_token=seconds_per_token,
+    )
+    with tempfile.TemporaryDirectory(prefix="async_overlap_") as folder:
+        save_model(Path(folder) / "model")
+        trainer = lightrl.Trainer(
+            engine=engine,
+            callbacks=[lightrl.StalenessControl(max_staleness), timeline],
+            max_steps=WARM_UP + num_iterations,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+            default_root_dir=folder,
+        )
+        module = lightrl.GRPO(
+            f"{folder}/model",
+            reward=odd_fraction,
+            group_size=arguments.group_size,
+            sampling=Sampling(max_new_tokens=arguments.cap),
+            lr=1e-6,
+        )
+        trainer.fit(module, datamodule=LargestDigit(batch_size=arguments.prompts))
+    return timeline
+
+
+def measure(report: Report, rollout_to_update: float, update_s: float, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All rows of one pace; gives the ratios to η = 0 and the idle fractions."""
+    seconds_per_token = rollout_to_update * update_s / arguments.cap
+    etas = [int(eta) for eta in arguments.max_staleness.split(",")]
+    timelines: dict[str, list[Timeline]] = {str(eta): [] for eta in etas}
+    memory: dict[str, dict[str, float]] = {}
+
+    def run(eta: int) -> float:
+        with PeakMemory() as peak:
+            timeline = train(eta, seconds_per_token, arguments.iterations, arguments)
+        memory[str(eta)] = peak.values()
+        timelines[str(eta)].append(timeline)
+        return statistics.mean(timeline.seconds[WARM_UP:])
+
+    runs = {str(eta): functools.partial(run, eta) for eta in etas}
+    seconds = interleaved(runs, repeats=arguments.repeats)
+    summary: dict[str, Any] = {}
+    for eta, rounds in timelines.items():
+        total = sum(sum(item.seconds[WARM_UP:]) for item in rounds)
+        waited = sum(sum(item.rollout_s[WARM_UP:]) for item in rounds)
+        against = {} if eta == "0" or "0" not in seconds else median_ratio(seconds["0"], seconds[eta])
+        row = report.add(
+            "overlap",
+            rollout_to_update=rollout_to_update,
+            max_staleness=int(eta),
+            iterations_per_s=round(1 / statistics.median(seconds[eta]), 3),
+            seconds=round(statistics.median(seconds[eta]), 4),
+            update_s=round(statistics.median(value for item in rounds for value in item.update_s[WARM_UP:]), 4),
+            longest_rollout_s=round(seconds_per_token * arguments.cap, 4),
+            **against,
+            idle_fraction=round(waited / total, 4),
+            goal=IDLE_GOAL if eta != "0" and rollout_to_update <= 1 else None,
+            staleness_reached_versions=max(max(item.staleness[WARM_UP:]) for item in rounds),
+            mixed_version_fraction=round(
+                statistics.mean(value for item in rounds for value in item.mixed_fraction[WARM_UP:]), 3
+            ),
+            trained_tokens=round(statistics.mean(count for item in rounds for count in item.trained_tokens[WARM_UP:])),
+            **memory[eta],
+        )
+        summary[f"idle_fraction_{rollout_to_update:g}_eta_{eta}"] = row["idle_fraction"]
+        if against:
+            summary[f"ratio_{rollout_to_update:g}_eta_{eta}"] = against["ratio"]
+    return summary
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-staleness", default="0,1,2,4")
+    parser.add_argument("--rollout-to-update", default="0.9,2", help="longest completion, in updates")
+    parser.add_argument("--prompts", type=int, default=16, help="P")
+    parser.add_argument("--group-size", type=int, default=8, help="G")
+    parser.add_argument("--cap", type=int, default=64, help="longest completion, in tokens")
+    parser.add_argument("--iterations", type=int, default=10, help=f"measured in a run; {WARM_UP} more warm up")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds over all settings")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--quick", action="store_true", help="4 prompts × 2, cap 8, η = 0 and 1, 3 iterations")
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.prompts, arguments.group_size, arguments.cap = 4, 2, 8
+        arguments.max_staleness, arguments.rollout_to_update = "0,1", "0.9"
+        arguments.iterations, arguments.repeats = 3, 1
+    torch.set_num_threads(arguments.threads)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    report = Report(
+        "async_overlap",
+        threads=arguments.threads,
+        prompts=arguments.prompts,
+        group_size=arguments.group_size,
+        cap_tokens=arguments.cap,
+    )
+    update_s = statistics.median(train(0, 1e-5, 5, arguments).update_s[WARM_UP:])
+    summary: dict[str, Any] = {}
+    for ratio in arguments.rollout_to_update.split(","):
+        summary |= measure(report, float(ratio), update_s, arguments)
+    report.finish(
+        [
+            "rollout_to_update", "max_staleness", "iterations_per_s", "ratio", "idle_fraction", "goal", "update_s",
+            "longest_rollout_s", "staleness_reached_versions", "mixed_version_fraction", "peak_rss_mib",
+        ],
+        **summary,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Forced completion lengths: the lists that benchmarks share, and how `model.generate` is made to keep to one.
+
+A benchmark compares like with like only if both sides draw the same number of tokens, so the end token is banned on
+both until a completion has its length. LocalEngine then ends the row by `max_new_tokens`; `generate` has no length per
+row and must draw the end token there.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+
+def equal_lengths(count: int, cap: int) -> list[int]:
+    """All half the cap."""
+    return [cap // 2] * count
+
+
+def skewed_lengths(count: int, cap: int, seed: int = 0) -> list[int]:
+    """5 % at the cap, the others at the quantiles of a geometric distribution, a quarter of the cap on average."""
+    num_capped = max(1, round(0.05 * count))
+    num_others = count - num_capped
+    wanted = (0.25 * count - num_capped) / num_others * cap
+
+    def others(mean: float) -> list[int]:
+        stay = math.log1p(-1 / mean)
+        quantiles = [(place + 0.5) / num_others for place in range(num_others)]
+        return [min(cap - 1, max(1, math.ceil(math.log1p(-quantile) / stay))) for quantile in quantiles]
+
+    # The cap cuts the tail off, so the distribution's own mean lies above the mean of what is left.
+    low, high = 1.01, 4.0 * max(wanted, 2.0)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(others(middle)) < wanted * num_others else (low, middle)
+    lengths = others(high) + [cap] * num_capped
+    random.Random(seed).shuffle(lengths)
+    return lengths
+
+
+def session_length(session: str, lengths: Sequence[int], group_size: int) -> int:
+    """The length on the list for one of the controller's sessions, `position:prompt/sample`; the list repeats."""
+    position, sample = int(session.split(":")[0]), int(session.rsplit("/")[-1])
+    return lengths[(position * group_size + sample) % len(lengths)]
+
+
+class ForcedLengths(LogitsProcessor):  # type: ignore[misc]
+    """Bans the end token until a row has its length, whose last token is then the end token.
+
+    Args:
+        lengths: of each row's completion, the end token included.
+        end_token: its id.
+        prompt_tokens: width of the prompts, padding included.
+        cap: `max_new_tokens`; a row of that length is ended by it and draws no end token. None: it does.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, end_token: int, prompt_tokens: int, cap: int | None = None) -> None:
+        self.lengths = torch.tensor(lengths)
+        self.end_token = end_token
+        self.prompt_tokens = prompt_tokens
+        self.cap = cap
+
+    def __call__(self, token_ids: Tensor, scores: Tensor) -> Tensor:
+        num_new = token_ids.shape[1] - self.prompt_tokens + 1  # with the token to be drawn
+        is_end = self.lengths <= num_new
+        if num_new == self.cap:
+            is_end = is_end & (self.lengths < num_new)
+        scores[:, self.end_token] = torch.where(is_end, scores[:, self.end_token], float("-inf"))
+        ends_now = (self.lengths == num_new) & is_end
+        if ends_now.any():
+            only_end = torch.full_like(scores[0], float("-inf"))
+            only_end[self.end_token] = 0.0
+            scores[ends_now] = only_end
+        return scores

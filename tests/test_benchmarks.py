@@ -1,0 +1,139 @@
+"""The benchmarks run, in their tiny form, and measure the same work on both sides. Their times are not tested."""
+
+import asyncio
+import importlib.util
+import json
+import statistics
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from benchmarks import async_overlap, grpo_vs_trl, local_engine, packing
+from benchmarks.async_overlap import PlaybackEngine
+from benchmarks.lengths import ForcedLengths, equal_lengths, session_length, skewed_lengths
+from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
+from lightrl.trajectory import Sampling
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def printed(capsys) -> list[dict]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize(("count", "cap"), [(128, 128), (64, 256), (512, 64)])
+def test_skewed_lengths_have_5_percent_at_the_cap_and_a_mean_of_a_quarter_of_it(count, cap):
+    lengths = skewed_lengths(count, cap)
+    assert len(lengths) == count
+    assert min(lengths) >= 1
+    assert lengths.count(cap) / count == pytest.approx(0.05, abs=0.01)
+    assert statistics.mean(lengths) == pytest.approx(cap / 4, rel=0.03)
+    assert statistics.median(lengths) < 0.75 * statistics.mean(lengths)  # ln 2 of the mean if it is geometric
+
+
+def test_equal_lengths_are_half_the_cap():
+    assert equal_lengths(3, 10) == [5, 5, 5]
+
+
+def test_a_session_has_the_length_of_its_position_and_sample():
+    lengths = [10, 11, 12, 13]
+    assert [session_length(f"{position}:some/prompt/1", lengths, 2) for position in range(3)] == [11, 13, 11]
+
+
+def test_forced_rows_draw_the_end_token_at_their_length_and_not_before():
+    force = ForcedLengths([1, 2, 3], end_token=1, prompt_tokens=4, cap=3)
+    first = force(torch.zeros(3, 4).long(), torch.zeros(3, 5)).softmax(-1)[:, 1]
+    second = force(torch.zeros(3, 5).long(), torch.zeros(3, 5)).softmax(-1)[:, 1]
+    third = force(torch.zeros(3, 6).long(), torch.zeros(3, 5)).softmax(-1)[:, 1]
+    assert first.tolist() == [1, 0, 0]
+    assert second[1:].tolist() == [1, 0]
+    assert third[2] == 0  # the cap ends it
+
+
+def test_contenders_take_turns_in_alternating_order():
+    calls: list[str] = []
+    found = interleaved({name: lambda name=name: calls.append(name) or 1.0 for name in "ab"}, repeats=2)
+    assert calls == ["a", "b", "b", "a"]
+    assert found == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+
+
+def test_ratios_are_made_pair_by_pair():
+    assert median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == {"ratio": 2.0, "ratio_min": 1.0, "ratio_max": 3.0}
+
+
+def test_a_report_prints_the_machine_each_measurement_and_the_summary_last(capsys):
+    report = Report("some_benchmark", seed=3)
+    with PeakMemory() as memory:
+        torch.zeros(1000)
+    report.add("speed", tokens_per_s=12.5, **memory.values())
+    report.finish(ratio=2.0)
+    lines = printed(capsys)
+    assert lines[0]["machine"]["cores"] >= 1
+    assert lines[1]["tokens_per_s"] == 12.5
+    assert lines[1]["peak_rss_mib"] > 0
+    assert lines[-1] == {"ratio": 2.0}
+
+
+def test_a_played_back_completion_goes_on_under_the_version_that_interrupts_it():
+    async def interrupted() -> list[int]:
+        engine = PlaybackEngine([20], group_size=1, seconds_per_token=0.01, load_s=0.001)
+        engine.start(Qwen3Config(vocab_size=8))
+        engine.load_weights([], weight_version=0)
+        writing = asyncio.create_task(engine.generate([3], Sampling(), session="0:a/0"))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(engine.load_weights, [], weight_version=1)
+        (completion,) = await writing
+        return completion.weight_versions
+
+    versions = asyncio.run(interrupted())
+    assert len(versions) == 20
+    assert versions == sorted(versions)
+    assert set(versions) == {0, 1}
+
+
+def test_packing_gives_the_gradients_of_the_padded_form(capsys):
+    packing.main(["--quick"])
+    rows = [line for line in printed(capsys) if "form" in line]
+    assert {row["form"] for row in rows} == {"padded", "rectangles", "shared"}
+    assert max(row["gradient_difference"] for row in rows) < packing.LARGEST_DIFFERENCE
+
+
+def test_local_engine_prints_its_ratio_to_generate(capsys):
+    local_engine.main(["--quick", "--workloads", "skewed", "--repeats", "1"])
+    assert printed(capsys)[-1]["ratio_1M_64_skewed"] > 0
+
+
+def test_async_overlap_keeps_its_staleness_bound(capsys):
+    async_overlap.main(["--quick"])
+    rows = [line for line in printed(capsys) if "max_staleness" in line]
+    assert [row["max_staleness"] for row in rows] == [0, 1]
+    assert all(row["staleness_reached_versions"] <= row["max_staleness"] for row in rows)
+
+
+def test_grpo_vs_trl_runs_lightrl_by_turns(capsys):
+    grpo_vs_trl.main(["--quick", "--threads", "1", "--tasks", "skewed", "--contenders", "lightrl"])
+    (row,) = [line for line in printed(capsys) if "contender" in line]
+    assert row["trained_tokens"] == sum(skewed_lengths(32, 16))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: extra [bench]")
+def test_grpo_vs_trl_trains_as_many_tokens_on_both_sides(capsys):
+    grpo_vs_trl.main(["--quick", "--threads", "1", "--tasks", "skewed", "--contenders", "trl,lightrl"])
+    lines = printed(capsys)
+    tokens = [line["trained_tokens"] for line in lines if "contender" in line]
+    assert tokens == [sum(skewed_lengths(32, 16))] * 2
+    assert lines[-1]["ratio_skewed"] > 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is not None, reason="TRL is installed")
+def test_grpo_vs_trl_says_how_to_install_trl():
+    with pytest.raises(SystemExit, match="not installed"):
+        grpo_vs_trl.main(["--quick"])
