@@ -152,7 +152,8 @@ class RolloutController:
         self._taken: list[Group] = []
         self._drops: collections.deque[Drop] = collections.deque()  # the main thread takes from its left end
         self._last_drop: Drop | None = None
-        self._num_failed = 0  # trajectories, since the last batch was taken
+        self._num_done = 0  # trajectories, since the last batch was taken
+        self._num_failed = 0  # of them
         self._failure: BaseException | None = None
         self._take_wait: _Wait | None = None  # of the `take` in progress
         self._is_closing = False
@@ -383,7 +384,7 @@ class RolloutController:
                 )
                 if batch.group_ids is not None:
                     self._taken = [self._finished.pop(group_id) for group_id in batch.group_ids]
-                    self._num_failed = 0
+                    self._num_done = self._num_failed = 0
                     return list(self._taken)
                 if self.redraw_stragglers and len(self._finished) >= self.groups_per_iteration:
                     self._redraw(batch.waits_for)
@@ -527,6 +528,7 @@ class RolloutController:
         if error is not None:
             self._fail(error)
             return
+        self._num_done += 1
         if task.result() is None:
             self._num_failed += 1
             self._check_failures()
@@ -540,14 +542,14 @@ class RolloutController:
             self._pump_soon()
 
     def _check_failures(self) -> None:
-        total = self.groups_per_iteration * self.group_size
+        total = max(self._num_done, self.groups_per_iteration * self.group_size)  # async: up to η + 1 iterations' worth
         if self._num_failed > self.max_failed_fraction * total:
             last = self._last_drop
             assert last is not None
             self._fail(
                 RolloutError(
-                    f"{self._num_failed} trajectories failed while one iteration of {total} was collected, expected at "
-                    f"most max_failed_fraction={self.max_failed_fraction} of them. Mend what fails; the last one: "
+                    f"{self._num_failed} of {total} trajectories failed since the last batch was taken, expected at most "
+                    f"max_failed_fraction={self.max_failed_fraction} of them. Mend what fails; the last one: "
                     f"{last.reason}: {last.message}"
                 )
             )

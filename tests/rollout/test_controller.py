@@ -1,0 +1,890 @@
+"""RolloutController through its public door, with FakeEngine: order, staleness, failures, resume, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from lightrl.errors import EngineError, RewardError, RolloutError, WeightSyncError
+from lightrl.rewards import Judgment, RewardHook
+from lightrl.rollout.controller import RolloutController, _Wait
+from lightrl.rollout.engine import Completion
+from lightrl.rollout.fake_engine import FakeEngine
+from lightrl.rollout.local_engine import LocalEngine
+from lightrl.rollout.workflow import Generate, SingleTurn, Workflow
+from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
+from lightrl.weights import bucketed
+
+SAMPLING = Sampling(max_new_tokens=4)
+CONFIG = Qwen3Config(
+    vocab_size=997,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+Make = Callable[..., RolloutController]
+
+
+class Numbers:
+    """The prompt at position k has the one token k."""
+
+    def __getitem__(self, position: int) -> Prompt:
+        return Prompt(id=f"p{position}", token_ids=[position])
+
+
+class Words:
+    """As much of a tokenizer as SingleTurn uses."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class PlainJudge:
+    """Judges on the event loop."""
+
+    def __init__(self, function: Callable[[Trajectory], float]) -> None:
+        self.function = function
+
+    def start(self) -> None: ...
+
+    async def score(self, trajectory: Trajectory) -> Judgment:
+        await asyncio.sleep(0)
+        return Judgment(self.function(trajectory), {"seen": 1.0})
+
+    def close(self) -> None: ...
+
+
+class Playing(Workflow):
+    """SingleTurn after a coroutine of the test, which may wait, raise, or return something else instead."""
+
+    def __init__(self, before: Callable[[Prompt, Generate], Coroutine[Any, Any, Any]]) -> None:
+        self.before = before
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        result = await self.before(prompt, generate)
+        return result if result is not None else await single_turn().run(prompt, generate)
+
+
+def single_turn() -> SingleTurn:
+    return SingleTurn(Words())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def make(caplog: pytest.LogCaptureFixture) -> Iterator[Make]:
+    """Makes controllers with weight version 0 loaded; in the end none has left anything behind."""
+    made: list[RolloutController] = []
+
+    def factory(engine: Any = None, *, load: bool = True, reward: Any = lambda trajectory: 1.0, **kwargs: Any) -> Any:
+        engine = engine or FakeEngine()
+        engine.start(CONFIG)
+        arguments: dict[str, Any] = {"sampling": SAMPLING, "prompts": Numbers(), "groups_per_iteration": 2} | kwargs
+        workflow = arguments.pop("workflow", None) or single_turn()
+        controller = RolloutController(engine, workflow, PlainJudge(reward), **arguments)
+        made.append(controller)
+        if load:
+            load_version(controller, 0)
+        return controller
+
+    yield factory
+    for controller in made:
+        controller.close()
+        assert controller.engine.num_running == 0  # type: ignore[attr-defined]
+    assert "lightrl-rollout" not in {thread.name for thread in threading.enumerate()}
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def load_version(controller: RolloutController, version: int) -> None:
+    controller.load_weights(bucketed([("weight", torch.zeros(1))], 8), weight_version=version)
+
+
+def iterate(controller: RolloutController, version: int) -> list[Group]:
+    """One iteration: take, train, commit, sync."""
+    groups = controller.take(version)
+    controller.commit()
+    load_version(controller, version + 1)
+    return groups
+
+
+def ids(groups: list[Group]) -> list[int]:
+    return [group.id for group in groups]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():  # pytest's timeout ends it
+        time.sleep(0.001)
+
+
+def fake(controller: RolloutController) -> FakeEngine:
+    assert isinstance(controller.engine, FakeEngine)
+    return controller.engine
+
+
+def uneven(prompt: list[int], sampling: Sampling) -> float:
+    return 0.0005 * (1 + prompt[0] * 7 % 5)
+
+
+# ---------------------------------------------------------------------- on-policy
+
+
+def test_on_policy_requests_come_in_one_wave_of_prompts_and_samples(make: Make) -> None:
+    controller = make(FakeEngine(seconds_per_token=uneven), group_size=3, groups_per_iteration=4)
+    groups = controller.take(0)
+    assert [request.token_ids[0] for request in fake(controller).requests] == [k for k in range(4) for _ in range(3)]
+    seeds = [sampling_seed(0, f"{k}:p{k}", sample, 0) for k in range(4) for sample in range(3)]
+    assert [request.sampling.seed for request in fake(controller).requests] == seeds
+    assert ids(groups) == [0, 1, 2, 3]
+    assert [(item.group_id, item.sample) for group in groups for item in group.trajectories] == [
+        (k, sample) for k in range(4) for sample in range(3)
+    ]
+
+
+def test_the_same_run_gives_the_same_trajectories_whatever_finishes_first(make: Make) -> None:
+    runs = []
+    for pace in (0.0, uneven):
+        controller = make(FakeEngine(seconds_per_token=pace), group_size=2, run_seed=5)
+        runs.append([iterate(controller, version) for version in range(3)])
+    assert runs[0] == runs[1]
+    other = make(group_size=2, run_seed=6).take(0)
+    assert other[0].trajectories[0].token_ids != runs[0][0][0].trajectories[0].token_ids
+
+
+def test_on_policy_nothing_starts_before_a_batch_is_waited_for(make: Make) -> None:
+    controller = make()
+    load_version(controller, 0)
+    assert controller.progress()["running_groups"] == len(fake(controller).requests) == 0
+    iterate(controller, 0)
+    controller.state_dict()  # the event loop has handled all that came before
+    assert len(fake(controller).requests) == 2
+
+
+def test_local_engine_gives_the_trajectories_of_the_plain_order(make: Make) -> None:
+    engine = LocalEngine(threads=1)
+    engine.start(CONFIG)
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(CONFIG)
+    judge = RewardHook(lambda trajectory: float(len(trajectory.token_ids)))
+    judge.start()
+    controller = RolloutController(
+        engine, single_turn(), judge, sampling=SAMPLING, prompts=Numbers(), group_size=2, groups_per_iteration=3
+    )
+    try:
+        controller.load_weights(bucketed(model.named_parameters(), 10_000), weight_version=0)
+        groups = controller.take(0)
+        for group in groups:
+            for item in group.trajectories:
+                seed = sampling_seed(0, f"{group.id}:p{group.id}", item.sample)
+                sampling = Sampling(max_new_tokens=4, seed=seed)
+                (alone,) = asyncio.run(engine.generate([group.id], sampling, session="alone"))
+                assert item.completion_ids == alone.token_ids
+                assert item.behavior_logprobs[1:] == pytest.approx(alone.logprobs, abs=1e-5)
+                assert item.reward == 5.0
+    finally:
+        controller.close()
+        judge.close()
+        engine.close()
+
+
+# ---------------------------------------------------------------------- staleness
+
+
+def test_later_groups_run_while_the_update_is_in_progress(make: Make) -> None:
+    controller = make(FakeEngine(seconds_per_token=0.005), max_staleness=1)
+    assert ids(controller.take(0)) == [0, 1]
+    # Here the update is in progress: nothing was committed or synced.
+    wait_until(lambda: {request.token_ids[0] for request in fake(controller).requests} == {0, 1, 2, 3})
+    controller.commit()
+    load_version(controller, 1)
+    assert [request.weight_version for request in fake(controller).requests] == [0, 0, 0, 0, 1, 1]
+
+
+class PausingScript(list[int]):
+    """Pauses the engine when its first token is drawn."""
+
+    def __init__(self, engine: FakeEngine, paused: threading.Event) -> None:
+        super().__init__([5, 6, 7, 8])
+        self.engine, self.paused = engine, paused
+
+    def __getitem__(self, index: Any) -> Any:
+        if not self.paused.is_set():
+            self.pausing = asyncio.ensure_future(self.engine.pause())
+            self.pausing.add_done_callback(lambda done: self.paused.set())
+        return super().__getitem__(index)
+
+
+def test_a_sync_in_the_middle_of_a_generation_gives_two_versions_that_never_decrease(make: Make) -> None:
+    paused = threading.Event()
+    engine = FakeEngine(seconds_per_token=lambda prompt, sampling: 0.01 if prompt[0] == 2 else 0.0)
+    engine.script = lambda prompt, sampling, sample: PausingScript(engine, paused) if prompt[0] == 2 else [9]
+    controller = make(engine, max_staleness=1)
+    assert ids(controller.take(0)) == [0, 1]
+    paused.wait(20)
+    controller.commit()
+    load_version(controller, 1)
+    asyncio.run(engine.resume())
+    groups = controller.take(1)
+    assert [group.trajectories[0].weight_versions for group in groups] == [[-1, 0, 1, 1, 1], [-1, 0]]
+    assert [group.oldest_version for group in groups] == [0, 0]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_every_token_keeps_the_bound_with_a_straggler_thirty_times_slower(make: Make, max_staleness: int) -> None:
+    def pace(prompt: list[int], sampling: Sampling) -> float:
+        return 0.0004 * (30 if prompt[0] % 10 == 7 else 1)
+
+    controller = make(FakeEngine(seconds_per_token=pace), max_staleness=max_staleness, groups_per_iteration=3)
+    seen: list[int] = []
+    for version in range(15):
+        groups = iterate(controller, version)
+        assert ids(groups) == sorted(ids(groups))
+        seen += ids(groups)
+        tokens = [token for group in groups for item in group.trajectories for token in item.weight_versions[1:]]
+        assert version - max_staleness <= min(tokens) <= max(tokens) <= version
+    assert len(seen) == len(set(seen)) == 45
+
+
+def test_groups_complete_in_any_order_and_the_oldest_are_taken_first(make: Make) -> None:
+    gates = {position: threading.Event() for position in range(6)}
+
+    async def gate(prompt: Prompt, generate: Generate) -> None:
+        while not gates.get(prompt.token_ids[0], gates[0]).is_set():  # type: ignore[index]
+            await asyncio.sleep(0.001)
+
+    controller = make(workflow=Playing(gate), max_staleness=2)
+    for position in (5, 3, 1, 2, 4):
+        gates[position].set()
+    wait_until(lambda: controller.progress()["finished_groups"] == 5)
+    assert ids(controller.take(0)) == [1, 2]
+    gates[0].set()
+    controller.commit()
+    wait_until(lambda: controller.progress()["finished_groups"] == 4)
+    load_version(controller, 1)
+    assert ids(controller.take(1)) == [0, 3]
+
+
+def test_a_straggler_is_given_up_and_drawn_again_with_newer_weights(make: Make) -> None:
+    controller = make(FakeEngine(hang_requests={1}), max_staleness=1, redraw_stragglers=True)
+    assert ids(iterate(controller, 0)) == [0, 2]
+    assert ids(iterate(controller, 1)) == [3, 4]  # of version 0 there was group 1 too, no later batch could take it
+    assert [(drop.reason, drop.prompt_id) for drop in controller.drain_drops()] == [("straggler", "p1")]
+    groups = controller.take(2)
+    assert ids(groups) == [1, 5]
+    assert groups[0].oldest_version == 1
+    assert controller.drain_drops() == []
+
+
+def test_without_redrawing_the_loop_waits_for_the_straggler(make: Make) -> None:
+    released = threading.Event()
+
+    async def gate(prompt: Prompt, generate: Generate) -> None:
+        while prompt.token_ids == [1] and not released.is_set():
+            await asyncio.sleep(0.001)
+
+    controller = make(workflow=Playing(gate), max_staleness=1)
+    assert ids(iterate(controller, 0)) == [0, 2]
+    assert ids(controller.take(1, on_wait=lambda done, total: released.set())) == [1, 3]
+
+
+def test_max_concurrent_bounds_the_groups_in_flight(make: Make) -> None:
+    in_flight: list[int] = []
+    most: list[int] = []
+
+    async def count(prompt: Prompt, generate: Generate) -> None:
+        in_flight.append(1)
+        most.append(len(in_flight))
+        await generate(prompt.token_ids or [])
+        in_flight.pop()
+
+    controller = make(workflow=Playing(count), max_staleness=2, groups_per_iteration=4, max_concurrent=3)
+    for version in range(3):
+        iterate(controller, version)
+    assert max(most) == 3
+
+
+def test_no_prompt_starts_beyond_what_the_run_needs(make: Make) -> None:
+    controller = make(max_staleness=4, total_groups=6, reward=fails_for({3}), max_failed_fraction=1.0)
+    seen = [position for version in range(3) for position in ids(iterate(controller, version))]
+    assert sorted(seen) == [0, 1, 2, 4, 5, 6]
+    controller.state_dict()
+    assert controller.progress()["next_position"] == 7  # 6 and one for the dropped one
+    assert len(fake(controller).requests) == 7
+
+
+# ---------------------------------------------------------------------- what is dropped
+
+
+def fails_for(positions: set[int], reason: str = "raised") -> Callable[[Trajectory], float]:
+    def reward(trajectory: Trajectory) -> float:
+        if trajectory.token_ids[0] in positions:
+            raise RewardError(f"no reward for {trajectory.token_ids[0]}", reason=reason)
+        return 1.0
+
+    return reward
+
+
+@pytest.mark.parametrize("reason", ["raised", "not_finite", "timeout", "killed"])
+def test_a_failed_reward_drops_its_trajectory_with_the_reason_and_is_never_zero(make: Make, reason: str) -> None:
+    def reward(trajectory: Trajectory) -> float:
+        return fails_for({0}, reason)(trajectory) if trajectory.sample == 1 else 1.0
+
+    controller = make(reward=reward, group_size=3)
+    groups = controller.take(0)
+    assert [item.sample for item in groups[0].trajectories] == [0, 2]
+    assert {item.reward for group in groups for item in group.trajectories} == {1.0}
+    assert groups[0].trajectories[0].metrics == {"seen": 1.0}
+    (drop,) = controller.drain_drops()
+    assert (drop.reason, drop.message, drop.prompt_id) == (f"reward_{reason}", "no reward for 0", "p0")
+    assert controller.drain_drops() == []
+
+
+async def raises(prompt: Prompt, generate: Generate) -> None:
+    raise KeyError("no such tool")
+
+
+async def exits(prompt: Prompt, generate: Generate) -> None:
+    raise SystemExit(3)
+
+
+async def gives_up(prompt: Prompt, generate: Generate) -> None:
+    raise RolloutError("the environment is gone")
+
+
+async def cancels_itself(prompt: Prompt, generate: Generate) -> None:
+    task = asyncio.ensure_future(asyncio.sleep(9))
+    task.cancel()
+    await task
+
+
+async def returns_nonsense(prompt: Prompt, generate: Generate) -> str:
+    return "nonsense"
+
+
+async def asks_too_much(prompt: Prompt, generate: Generate) -> None:
+    await generate([1] * 100)
+
+
+@pytest.mark.parametrize(
+    ("play", "message"),
+    [
+        (raises, "Playing.run raised KeyError"),
+        (exits, "Playing.run raised SystemExit"),
+        (gives_up, "the environment is gone"),
+        (cancels_itself, "a cancellation of its own"),
+        (returns_nonsense, "returned 'nonsense'"),
+        (asks_too_much, "more than the context"),
+    ],
+)
+def test_a_failed_workflow_drops_its_trajectory_and_the_run_goes_on(make: Make, play: Any, message: str) -> None:
+    async def first_only(prompt: Prompt, generate: Generate) -> Any:
+        return await play(prompt, generate) if prompt.id == "p0" else None
+
+    controller = make(workflow=Playing(first_only))
+    assert ids(controller.take(0)) == [1, 2]
+    (drop,) = controller.drain_drops()
+    assert drop.reason == "rollout"
+    assert message in drop.message
+
+
+def test_an_aborted_completion_is_not_trained_on(make: Make) -> None:
+    class Aborting(FakeEngine):
+        async def generate(self, token_ids: list[int], *args: Any, **kwargs: Any) -> list[Completion]:
+            if token_ids == [0]:
+                return [Completion([5], [0.0], [0], "abort")]
+            return await super().generate(token_ids, *args, **kwargs)
+
+    controller = make(Aborting())
+    assert ids(controller.take(0)) == [1, 2]
+    assert "aborted turn 0" in controller.drain_drops()[0].message
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_groups_without_a_trajectory_are_replaced_by_new_prompts(make: Make, max_staleness: int) -> None:
+    controller = make(reward=fails_for({1, 2, 5}), max_staleness=max_staleness, max_failed_fraction=1.0, group_size=2)
+    seen = [ids(iterate(controller, version)) for version in range(3)]
+    assert sorted(position for taken in seen for position in taken) == [0, 3, 4, 6, 7, 8]
+    assert len(controller.drain_drops()) == 6
+
+
+def test_dropped_groups_are_replaced_while_nobody_takes(make: Make) -> None:
+    controller = make(reward=fails_for({1, 2}), max_staleness=1, max_failed_fraction=1.0)
+    wait_until(lambda: controller.progress()["finished_groups"] == 4)
+    assert controller.progress()["next_position"] == 6
+
+
+def test_too_many_failures_end_the_run_with_the_last_reason(make: Make) -> None:
+    controller = make(reward=fails_for(set(range(100)), "timeout"), groups_per_iteration=4, max_failed_fraction=0.25)
+    with pytest.raises(RolloutError, match=r"2 of 4 trajectories failed .*max_failed_fraction=0.25.*reward_timeout"):
+        controller.take(0)
+
+
+def test_failures_are_counted_anew_for_each_iteration(make: Make) -> None:
+    controller = make(reward=fails_for({1, 5, 9}), groups_per_iteration=3, max_failed_fraction=0.4)
+    assert [ids(iterate(controller, version)) for version in range(3)] == [[0, 2, 3], [4, 6, 7], [8, 10, 11]]
+
+
+def test_a_group_in_which_the_policy_wrote_nothing_does_not_hold_the_others_up(make: Make) -> None:
+    async def silent(prompt: Prompt, generate: Generate) -> Trajectory | None:
+        if prompt.token_ids is None or prompt.token_ids[0] % 3:
+            return None
+        return Trajectory(prompt, -1, -1, [prompt.token_ids[0]], [False], [0.0], [-1], [], "")
+
+    controller = make(workflow=Playing(silent), max_staleness=1)
+    seen = [position for version in range(6) for position in ids(iterate(controller, version))]
+    assert len(seen) == len(set(seen)) == 12
+
+
+# ---------------------------------------------------------------------- what ends the run
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_an_engine_error_reaches_take_at_once(make: Make, max_staleness: int) -> None:
+    hanging = {0, 1, 2}
+    controller = make(FakeEngine(fail_requests={3}, hang_requests=hanging), group_size=2, max_staleness=max_staleness)
+    with pytest.raises(EngineError, match="request 3"):
+        controller.take(0)
+    with pytest.raises(EngineError, match="request 3"):
+        controller.take(0)
+
+
+def test_a_closed_engine_fails_many_requests_and_one_error_is_raised(make: Make) -> None:
+    controller = make(FakeEngine(hang_requests=range(100)), group_size=4)
+    with pytest.raises(EngineError, match="closed"):
+        controller.take(0, on_wait=lambda done, total: controller.engine.close())
+
+
+def test_an_expired_wait_names_who_waits_for_whom(make: Make) -> None:
+    controller = make(FakeEngine(hang_requests={1, 2}), groups_per_iteration=3, rollout_timeout_s=0.25)
+    expected = r"weight version 0 has waited for groups 1, 2 .*rollout_timeout_s=0.25.*'running_groups': 2"
+    with pytest.raises(RolloutError, match=expected):
+        controller.take(0)
+    assert controller.state_dict()["in_flight"] == [1, 2]
+
+
+def test_a_blocked_event_loop_is_found_with_the_line_that_blocks_it(make: Make) -> None:
+    released = threading.Event()
+
+    async def block(prompt: Prompt, generate: Generate) -> None:
+        released.wait(20)
+
+    controller = make(workflow=Playing(block), loop_timeout_s=0.3)
+    with pytest.raises(RolloutError, match=r"did not answer for loop_timeout_s=0.3.*threading.py"):
+        controller.take(0)
+    with pytest.raises(RolloutError, match="let it await"):
+        controller.state_dict()
+    released.set()
+
+
+def test_a_stray_task_that_exits_ends_the_run_not_the_event_loop(make: Make) -> None:
+    async def leave() -> None:
+        raise SystemExit(1)
+
+    async def stray(prompt: Prompt, generate: Generate) -> None:
+        task = asyncio.ensure_future(leave())
+        task.add_done_callback(lambda done: done.exception())
+        await asyncio.sleep(20)
+
+    controller = make(workflow=Playing(stray))
+    with pytest.raises(RolloutError, match="SystemExit"):
+        controller.take(0)
+
+
+def test_a_prompt_that_cannot_be_read_ends_the_run_and_is_not_lost(make: Make) -> None:
+    class Broken(Numbers):
+        def __getitem__(self, position: int) -> Prompt:
+            if position == 3:
+                raise OSError("disk")
+            return super().__getitem__(position)
+
+    controller = make(prompts=Broken())
+    iterate(controller, 0)
+    with pytest.raises(RolloutError, match=r"Prompt 3 .*disk"):
+        controller.take(1)
+    assert controller.state_dict()["next_position"] == 3
+
+
+def test_an_engine_whose_pause_fails_ends_the_run(make: Make) -> None:
+    class Unpausable(FakeEngine):
+        async def pause(self) -> None:
+            raise EngineError("no pause")
+
+    with pytest.raises(EngineError, match="no pause"):
+        make(Unpausable()).take(0)
+
+
+def test_missing_or_too_old_weights_are_an_error_at_once(make: Make) -> None:
+    controller = make(load=False, max_staleness=1)
+    with pytest.raises(RolloutError, match="serves weight version -1 and the trainer is at 0"):
+        controller.take(0)
+    load_version(controller, 0)
+    with pytest.raises(RolloutError, match="serves weight version 0 and the trainer is at 2"):
+        controller.take(2)
+    assert len(controller.take(1)) == 2  # synced every second iteration, say
+
+
+def test_a_failed_load_leaves_the_old_weights_and_the_rollouts_as_they_were(make: Make) -> None:
+    controller = make(FakeEngine(fail_loads={1}))
+    controller.take(0)
+    with pytest.raises(WeightSyncError, match="version 1"):
+        load_version(controller, 1)
+    assert ids(controller.take(0)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"group_size": 0},
+        {"groups_per_iteration": 0},
+        {"max_staleness": -1},
+        {"max_concurrent": 0},
+        {"rollout_timeout_s": 0},
+        {"loop_timeout_s": float("inf")},
+        {"max_failed_fraction": 1.5},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_out_of_bounds_are_refused(make: Make, setting: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        make(**setting)
+
+
+# ---------------------------------------------------------------------- resume
+
+
+def through_disk(state: dict[str, Any]) -> dict[str, Any]:
+    assert json.loads(json.dumps(state)) == state
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    assert loaded == state
+    return loaded
+
+
+def interrupt(done: int, total: int) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("point", ["committed", "synced", "rolling out", "taken"])
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_nothing_is_lost_or_trained_on_twice_after_a_stop_anywhere(make: Make, max_staleness: int, point: str) -> None:
+    state = None
+    trained: list[int] = []
+    for version in range(6):
+        engine = FakeEngine(seconds_per_token=uneven)
+        controller = make(engine, load=False, max_staleness=max_staleness, groups_per_iteration=3, total_groups=18)
+        if state is not None:
+            controller.load_state_dict(state)
+        load_version(controller, version)
+        groups = controller.take(version)
+        assert all(group.oldest_version >= version - max_staleness for group in groups)
+        controller.commit()
+        trained += ids(groups)
+        if point != "committed":
+            load_version(controller, version + 1)
+        if point == "rolling out" and version < 5:
+            engine.seconds_per_token = 0.2
+            with contextlib.suppress(KeyboardInterrupt):  # raised if there is something to wait for
+                controller.take(version + 1, on_wait=interrupt)
+        if point == "taken" and version < 5:
+            controller.take(version + 1)
+        state = through_disk(controller.state_dict())
+        controller.close()
+    assert sorted(trained) == list(range(18))
+
+
+def test_a_resumed_run_takes_the_same_groups_as_one_that_never_stopped(make: Make) -> None:
+    whole = make(group_size=2)
+    expected = [iterate(whole, version) for version in range(4)]
+    first = make(group_size=2)
+    seen = [iterate(first, version) for version in range(2)]
+    second = make(group_size=2, run_seed=99, load=False)  # the seed of the checkpoint counts
+    second.load_state_dict(through_disk(first.state_dict()))
+    load_version(second, 2)
+    seen += [iterate(second, version) for version in (2, 3)]
+    assert seen == expected
+
+
+def test_finished_groups_and_positions_in_flight_are_restored(make: Make) -> None:
+    first = make(FakeEngine(hang_requests={1, 3}), max_staleness=1)
+    wait_until(lambda: first.progress()["finished_groups"] == 2)
+    state = first.state_dict()
+    assert (state["in_flight"], [group["id"] for group in state["finished"]]) == ([1, 3], [0, 2])
+    second = make(load=False, max_staleness=1)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    load_version(second, 0)
+    assert ids(iterate(second, 0) + iterate(second, 1)) == [0, 2, 1, 3] or ids(second.take(2))
+    assert [request.token_ids[0] for request in fake(second).requests][:2] == [1, 3]
+
+
+def test_a_resume_with_a_smaller_bound_draws_what_is_too_old_again(make: Make) -> None:
+    first = make(max_staleness=3)
+    wait_until(lambda: first.progress()["finished_groups"] == 8)
+    iterate(first, 0)
+    second = make(load=False, max_staleness=0)
+    second.load_state_dict(first.state_dict())
+    load_version(second, 1)
+    seen = []
+    for version in (1, 2, 3, 4):
+        groups = iterate(second, version)
+        assert {group.oldest_version for group in groups} == {version}
+        seen += ids(groups)
+    assert sorted(seen) == list(range(2, 10))
+    assert {drop.reason for drop in second.drain_drops()} == {"stale"}
+
+
+def test_a_resume_with_another_number_of_groups_per_iteration_goes_on(make: Make) -> None:
+    first = make(groups_per_iteration=2)
+    for version in range(3):
+        iterate(first, version)
+    second = make(load=False, groups_per_iteration=5)
+    second.load_state_dict(first.state_dict())
+    load_version(second, 3)
+    assert ids(iterate(second, 3)) == [6, 7, 8, 9, 10]
+    assert ids(second.take(4)) == [11, 12, 13, 14, 15]
+
+
+def test_groups_of_an_interrupted_take_come_again(make: Make) -> None:
+    controller = make(max_staleness=1)
+    first = controller.take(0)
+    assert controller.take(0) == first
+    controller.commit()
+    controller.commit()
+    assert controller.progress()["consumed_groups"] == 2
+    assert ids(controller.take(0)) == [2, 3]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_an_interrupt_while_waiting_leaves_every_group_in_the_state(make: Make, max_staleness: int) -> None:
+    controller = make(FakeEngine(seconds_per_token=0.05), max_staleness=max_staleness)
+    with pytest.raises(KeyboardInterrupt):
+        controller.take(0, on_wait=interrupt)
+    state = controller.state_dict()
+    assert state["in_flight"] + [group["id"] for group in state["finished"]] == list(range(state["next_position"]))
+    assert ids(controller.take(0)) == [0, 1]  # and nothing waits for ever
+
+
+def test_progress_is_told_while_it_waits(make: Make) -> None:
+    told: list[tuple[int, int]] = []
+    controller = make(FakeEngine(hang_requests={3}), group_size=2, rollout_timeout_s=0.5)
+    with pytest.raises(RolloutError):
+        controller.take(0, on_wait=lambda *counts: told.append(counts))
+    assert told[-1] == (3, 4)
+
+
+# ---------------------------------------------------------------------- validation
+
+
+def test_evaluation_keeps_the_order_and_lets_training_rollouts_go_on(make: Make) -> None:
+    pace = lambda prompt, sampling: 0.03 if prompt[0] in (900, 1, 2, 3) else 0.001  # noqa: E731
+    controller = make(FakeEngine(seconds_per_token=pace), max_staleness=1)
+    prompts = [Prompt(id=f"v{number}", token_ids=[900 + number]) for number in range(5)]
+    groups = controller.evaluate(prompts, sampling=Sampling(max_new_tokens=3, temperature=0.0), num_samples=2)
+    assert [group.prompt for group in groups] == prompts
+    assert [[item.sample for item in group.trajectories] for group in groups] == [[0, 1]] * 5
+    assert {len(item.completion_ids) for group in groups for item in group.trajectories} == {3}
+    assert {version for group in groups for item in group.trajectories for version in item.weight_versions} == {-1, 0}
+    assert [request.token_ids[0] for request in fake(controller).requests][4:] == [900 + k // 2 for k in range(10)]
+    assert ids(controller.take(0) + iterate(controller, 0)) == [0, 1, 0, 1]
+    assert controller.progress()["next_position"] == 6  # validation took no place of a training group
+
+
+def test_failed_rewards_are_missing_from_validation_groups(make: Make) -> None:
+    controller = make(reward=fails_for({901}), prompts=None)
+    groups = controller.evaluate([Prompt(id="a", token_ids=[900]), Prompt(id="b", token_ids=[901])], sampling=SAMPLING)
+    assert [len(group.trajectories) for group in groups] == [1, 0]
+    assert [drop.prompt_id for drop in controller.drain_drops()] == ["b"]
+    assert controller.evaluate([], sampling=SAMPLING) == []
+
+
+def test_an_engine_error_ends_validation_though_another_request_hangs(make: Make) -> None:
+    controller = make(FakeEngine(hang_requests={0}, fail_requests={1, 2}))
+    with pytest.raises(EngineError, match="fails request"):
+        controller.evaluate([Prompt(id="a", token_ids=[1])], sampling=SAMPLING, num_samples=3)
+    assert ids(controller.take(0)) == [0, 1]
+
+
+def test_a_validation_that_hangs_says_how_far_it_came(make: Make) -> None:
+    controller = make(FakeEngine(hang_requests={2}), rollout_timeout_s=0.25)
+    with pytest.raises(
+        RolloutError, match=r"Validation has waited for 1 prompts × 4 samples .*4 trajectories and have 3"
+    ):
+        controller.evaluate([Prompt(id="a", token_ids=[1])], sampling=SAMPLING, num_samples=4)
+    wait_until(lambda: fake(controller).num_running == 0)
+
+
+def test_an_interrupted_validation_is_cancelled_and_training_goes_on(make: Make) -> None:
+    controller = make(FakeEngine(seconds_per_token=lambda prompt, sampling: 5.0 if prompt[0] > 800 else 0.0))
+    with pytest.raises(KeyboardInterrupt):
+        controller.evaluate([Prompt(id="a", token_ids=[900])], sampling=SAMPLING, on_wait=interrupt)
+    wait_until(lambda: fake(controller).num_running == 0)
+    assert ids(controller.take(0)) == [0, 1]
+
+
+# ---------------------------------------------------------------------- the end, and cancellation
+
+
+def test_close_cancels_what_runs_or_hangs_and_may_be_called_twice(make: Make) -> None:
+    controller = make(FakeEngine(seconds_per_token=9.0, hang_requests={1}), max_staleness=3)
+    wait_until(lambda: fake(controller).num_running == 7)
+    controller.close()
+    assert fake(controller).num_running == 0
+    assert not controller._thread.is_alive()
+    controller.close()
+    with pytest.raises(RolloutError, match="closed"):
+        controller.take(0)
+    with pytest.raises(RolloutError, match="closed"):
+        controller.state_dict()
+
+
+def test_close_ends_the_threads_of_to_thread(make: Make) -> None:
+    before = set(threading.enumerate())
+
+    async def in_thread(prompt: Prompt, generate: Generate) -> None:
+        await asyncio.to_thread(lambda: None)
+
+    controller = make(workflow=Playing(in_thread))
+    controller.take(0)
+    assert len(set(threading.enumerate()) - before) > 1
+    controller.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_close_leaves_behind_what_ignores_cancellation_and_says_so(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    released = threading.Event()
+
+    async def stubborn(prompt: Prompt, generate: Generate) -> None:
+        while not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    controller = make(workflow=Playing(stubborn), max_staleness=1, groups_per_iteration=1)
+    wait_until(lambda: controller.progress()["running_groups"] == 2)
+    closing = threading.Thread(target=controller.close, args=(20.0,))
+    closing.start()
+    released.set()
+    closing.join()
+    assert not controller._thread.is_alive()
+
+
+class PausesSlowly(FakeEngine):
+    """Its pause and resume need some turns of the event loop; like LocalEngine's, a cancelled pause stands."""
+
+    async def pause(self) -> None:
+        await super().pause()
+        for _ in range(2):
+            await asyncio.sleep(0)
+
+    async def resume(self) -> None:
+        await asyncio.sleep(0)
+        await super().resume()
+
+
+TICKS = range(0, 24)  # more than any coroutine here lives
+
+
+def cancelled_after(controller: RolloutController, coroutine: Coroutine[Any, Any, Any], ticks: int) -> bool:
+    """Runs the coroutine on the controller's loop, cancels it after so many turns; whether that came in time."""
+
+    async def scenario() -> bool:
+        task = asyncio.ensure_future(coroutine)
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    return asyncio.run_coroutine_threadsafe(scenario(), controller._loop).result(30)
+
+
+def assert_no_slot_leaks(controller: RolloutController) -> None:
+    """Two whole iterations follow, every position is somewhere, and the engine is idle then."""
+    seen = ids(iterate(controller, 0)) + ids(controller.take(1))
+    assert seen == [0, 1, 2, 3]
+    state = controller.state_dict()
+    kept = state["in_flight"] + [group["id"] for group in state["finished"]]
+    assert sorted([*kept, 0, 1]) == list(range(state["next_position"]))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_take_cancelled_at_any_await_leaks_no_slot(make: Make, max_staleness: int) -> None:
+    outcomes = set()
+    for ticks in TICKS:
+        controller = make(PausesSlowly(), max_staleness=max_staleness)
+        outcomes.add(cancelled_after(controller, controller._take(0, _Wait(2)), ticks))
+        assert_no_slot_leaks(controller)
+        controller.close()
+    assert outcomes == {True, False} or max_staleness
+
+
+def test_a_wave_cancelled_at_any_await_leaves_the_engine_running(make: Make) -> None:
+    for ticks in TICKS:
+        controller = make(PausesSlowly())
+        controller._take_wait = _Wait(2)  # as while a batch is waited for
+        cancelled_after(controller, controller._pump(), ticks)
+        assert_no_slot_leaks(controller)
+        controller.close()
+
+
+def test_validation_cancelled_at_any_await_leaks_no_slot(make: Make) -> None:
+    outcomes = set()
+    for ticks in TICKS:
+        controller = make(PausesSlowly())
+        prompts = [Prompt(id=f"v{number}", token_ids=[900]) for number in range(2)]
+        outcomes.add(cancelled_after(controller, controller._evaluate(prompts, SAMPLING, 2, _Wait(4)), ticks))
+        assert fake(controller).num_running == 0
+        assert_no_slot_leaks(controller)
+        controller.close()
+    assert outcomes == {True, False}
+
+
+def test_everything_cancelled_at_any_await_leaves_an_idle_engine(make: Make) -> None:
+    for ticks in TICKS:
+        controller = make(PausesSlowly())
+
+        async def scenario(controller: RolloutController = controller, ticks: int = ticks) -> None:
+            task = asyncio.ensure_future(controller._take(0, _Wait(2)))
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            await controller._cancel_all()
+            assert task.done()
+
+        asyncio.run_coroutine_threadsafe(scenario(), controller._loop).result(30)
+        controller.close()
+        assert fake(controller).num_running == 0
+        (completion,) = asyncio.run(controller.engine.generate([1], SAMPLING, session="it is not paused"))
+        assert len(completion.token_ids) == 4
+
+
+def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: Make) -> None:
+    for ticks in TICKS:
+        controller = make(max_staleness=1, groups_per_iteration=1)
+
+        async def scenario(controller: RolloutController = controller, ticks: int = ticks) -> None:
+            controller._finished.clear()
+            await controller._pump()
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            controller.engine.weight_version = 1  # newer than what runs
+            controller._redraw(list(controller._running))
+            controller.engine.weight_version = 0
+
+        asyncio.run_coroutine_threadsafe(scenario(), controller._loop).result(30)
+        groups = iterate(controller, 0) + iterate(controller, 1) + iterate(controller, 2)
+        assert len(set(ids(groups))) == 3
+        controller.close()
