@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NEEDS_OUR_TRAINER = (
+    "An RLModule got Lightning's own Trainer, expected lightrl's, whose loop rolls out and calls loss. "
+    "Use lightrl.Trainer instead of lightning.Trainer."
+)
+
 RewardFunction = Callable[[Trajectory], Any]
 
 
@@ -135,6 +140,7 @@ class RLModule(L.LightningModule):
         self.max_skipped_updates = max_skipped_updates
         self.parallel_models: dict[str, ParallelModel] = {}  # by role; the trainer fills it in
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._log_batch_size = 1  # 1 in training, where an iteration counts as one
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature=0 draws G equal completions, expected above 0. Use 1.0 to train.")
 
@@ -241,6 +247,8 @@ class RLModule(L.LightningModule):
         return self.num_minibatches * self.update_epochs == 1
 
     def configure_model(self) -> None:
+        if self._trainer is not None and not hasattr(self._trainer, "rollout_loop"):
+            raise RuntimeError(NEEDS_OUR_TRAINER)
         for role, spec in self.models().items():
             if hasattr(self, role):
                 continue
@@ -251,9 +259,7 @@ class RLModule(L.LightningModule):
         self._check_vocabulary()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        raise RuntimeError(
-            "An RLModule is trained by RolloutLoop, which calls loss. Use lightrl.Trainer instead of lightning.Trainer."
-        )
+        raise RuntimeError(NEEDS_OUR_TRAINER)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch  # prompts are plain Python
@@ -261,7 +267,18 @@ class RLModule(L.LightningModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Validation, test and predict batches are prompts; their steps get the judged groups."""
         trainer: Any = self.trainer
-        return batch if trainer.training else trainer.rollout_loop.evaluate(batch)
+        if trainer.training:
+            self._log_batch_size = 1
+            return batch
+        groups: list[Group] = trainer.rollout_loop.evaluate(batch)
+        self._log_batch_size = max(1, sum(len(group.trajectories) for group in groups))
+        return groups
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Lightning's. Where no `batch_size` is given it is the number of trajectories: Lightning looks for tensors."""
+        if not args and kwargs.get("batch_size") is None:
+            kwargs["batch_size"] = self._log_batch_size
+        super().log(name, value, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Frozen roles come back from where they came from, so they do not travel with each checkpoint."""

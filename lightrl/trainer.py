@@ -54,6 +54,8 @@ MEANT: tuple[tuple[str, type[Warning]], ...] = (
     (r"Found \d+ module\(s\) in eval mode", UserWarning),
     # Validation batches become judged groups in a module hook, whatever data module they come from.
     (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
+    # An RLModule can validate, but need not.
+    (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
 )
 
 
@@ -139,36 +141,44 @@ class Trainer(L.Trainer):
     # ------------------------------------------------------------------ Lightning's stages
 
     def fit(self, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
-        self._check(model)
-        super().fit(model, *args, **kwargs)
+        with self._checked(model):
+            super().fit(model, *args, **kwargs)
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
-        self._check(model)
-        return super().validate(model, *args, **kwargs)
+        with self._checked(model):
+            return super().validate(model, *args, **kwargs)
 
     def test(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
-        self._check(model)
-        return super().test(model, *args, **kwargs)
+        with self._checked(model):
+            return super().test(model, *args, **kwargs)
 
     def predict(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
-        self._check(model)
-        return super().predict(model, *args, **kwargs)
+        with self._checked(model):
+            return super().predict(model, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _checked(self, model: L.LightningModule | None) -> Iterator[None]:
+        """Refuses, before anything starts, what cannot train an RLModule; inside, Lightning's warnings fit one."""
+        module = self.lightning_module if model is None else model
+        with warnings.catch_warnings():
+            if isinstance(module, RLModule):
+                self._check(module)
+                for message, category in MEANT:
+                    warnings.filterwarnings("ignore", message, category)
+            yield
 
     def _run_stage(self) -> Any:
         module = self.lightning_module
         if not isinstance(module, RLModule):
             return super()._run_stage()
-        with warnings.catch_warnings():
-            for message, category in MEANT:
-                warnings.filterwarnings("ignore", message, category)
-            try:
-                self._open_rollout(module)
-                results = super()._run_stage()
-                if self._checks_resume:
-                    self._check_resume()
-            finally:
-                # Not left to `_teardown`: it is skipped where a callback's `on_exception` raises.
-                self._close_rollout()
+        try:
+            self._open_rollout(module)
+            results = super()._run_stage()
+            if self._checks_resume:
+                self._check_resume()
+        finally:
+            # Not left to `_teardown`: it is skipped where a callback's `on_exception` raises.
+            self._close_rollout()
         return results
 
     def _teardown(self) -> None:
@@ -257,7 +267,7 @@ class Trainer(L.Trainer):
             self.rollout_loop.restore_rollout()
 
     def _close_rollout(self) -> None:
-        """Keeps the rollout's state for checkpoints and later fits, and ends threads and processes; each in any case."""
+        """Keeps the rollout's state for checkpoints and later fits; ends threads and processes, each in any case."""
         vars(self.precision_plugin).pop("convert_input", None)
         with contextlib.ExitStack() as stack:
             if self._engine_is_open and self.engine is not None:
@@ -282,10 +292,7 @@ class Trainer(L.Trainer):
 
     # ------------------------------------------------------------------ checks before anything starts
 
-    def _check(self, model: L.LightningModule | None) -> None:
-        module = self.lightning_module if model is None else model
-        if not isinstance(module, RLModule):
-            return
+    def _check(self, module: RLModule) -> None:
         check_strategy(self.strategy)
         if not module.automatic_optimization:
             raise ValueError(
@@ -380,10 +387,9 @@ class Trainer(L.Trainer):
         """As a resume does, without Lightning's own counters."""
         module: Any = self.lightning_module
         datamodule: Any = getattr(self, "datamodule", None)
-        if datamodule is not None:
-            datamodule.on_load_checkpoint(checkpoint)
-            if datamodule.__class__.__qualname__ in checkpoint:
-                datamodule.load_state_dict(checkpoint[datamodule.__class__.__qualname__])
+        key = type(datamodule).__qualname__
+        if key in checkpoint:
+            datamodule.load_state_dict(checkpoint[key])
         module.on_load_checkpoint(checkpoint)
         self.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
         self.strategy.load_optimizer_state_dict(checkpoint)

@@ -1,0 +1,119 @@
+"""A policy of a few thousand parameters on six prompts, and quiet trainers: what the tests of this room share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+import lightrl
+from lightrl import GRPO, ModelSpec, Prompt, PromptDataModule, Sampling, Trajectory
+
+EOS = 1
+GROUP_SIZE = 4
+BATCH_SIZE = 2  # P: prompts per iteration, of NUM_PROMPTS
+NUM_PROMPTS = 6  # 3 iterations per epoch
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 8,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": True,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<unk>": 0, "<eos>": EOS} | {str(digit): digit + 2 for digit in range(6)}
+    backend = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+    made.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return made
+
+
+def tokenizer_without_end() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")))
+
+
+def large_tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<unk>": 0, "<eos>": EOS} | {str(number): number + 2 for number in range(20)}
+    backend = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+
+
+POLICY = ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer", seed=3)
+
+
+class Digits(PromptDataModule):
+    def __init__(self, batch_size: int = BATCH_SIZE, num_prompts: int = NUM_PROMPTS, **kwargs: Any) -> None:
+        super().__init__(None, batch_size=batch_size, **kwargs)
+        self.num_prompts = num_prompts
+
+    def make_prompts(self, split: str) -> list[Prompt]:
+        num = self.num_prompts if split == "train" else 4
+        return [Prompt(f"{split}-{index}", token_ids=[2 + index % 6, 2, 2 + index // 6 % 6]) for index in range(num)]
+
+
+def token_reward(trajectory: Trajectory) -> float:
+    """The share of one digit, which any policy can raise."""
+    return sum(token == 7 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
+
+
+class TinyGRPO(GRPO):
+    """Judged in this process, so that no worker has to start, and with a record of what it was trained on."""
+
+    def __init__(self, policy: str | ModelSpec = POLICY, **kwargs: Any) -> None:
+        settings = {"group_size": GROUP_SIZE, "sampling": Sampling(max_new_tokens=6), "lr": 1e-2} | kwargs
+        super().__init__(policy, **settings)
+        self.trained: list[list[int]] = []  # stream positions, by iteration
+        self.experiences: list[lightrl.Experience] = []
+
+    def reward(self, trajectory: Trajectory) -> Any:
+        return token_reward(trajectory)
+
+    def on_experience_ready(self, experience: lightrl.Experience) -> None:
+        self.trained.append(list(dict.fromkeys(experience.group_ids.tolist())))
+        self.experiences.append(experience)
+
+
+def make_trainer(folder: Path | str, **kwargs: Any) -> lightrl.Trainer:
+    settings = {
+        "accelerator": "cpu",
+        "default_root_dir": folder,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "log_every_n_steps": 1,
+    }
+    settings |= {"max_steps": 3} if not {"max_epochs", "max_time", "fast_dev_run"} & kwargs.keys() else {}
+    return lightrl.Trainer(**(settings | kwargs))
+
+
+def weights(module: TinyGRPO) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in module.policy.state_dict().items()}
+
+
+def are_equal(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def our_threads() -> list[str]:
+    names = ("lightrl", "reward")
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(names) and thread.is_alive()]
