@@ -157,11 +157,13 @@ class RolloutController:
         self._failure: BaseException | None = None
         self._take_wait: _Wait | None = None  # of the `take` in progress
         self._is_closing = False
+        self._closing: concurrent.futures.Future[None] | None = None
 
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
         self._waving = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
+        self._resuming: set[asyncio.Task[None]] = set()
         self._given_up: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # tasks that we cancelled
         self._thread = threading.Thread(target=self._run_loop, name="lightrl-rollout", daemon=True)
         self._thread.start()
@@ -247,16 +249,12 @@ class RolloutController:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Cancels what runs and ends the thread; the engine is the caller's to close. May be called twice."""
-        if not self._thread.is_alive():
-            return
-        try:
-            self._submit(self._cancel_all()).result(timeout_s)
-        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-            log.warning("Rollout tasks did not end within %.0f s after cancellation; leaving them behind.", timeout_s)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._closing is None and self._thread.is_alive():
+            self._closing = self._submit(self._cancel_all())
+            self._closing.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._loop.stop))
         self._thread.join(timeout_s)
-        if not self._thread.is_alive():
-            self._loop.close()
+        if self._thread.is_alive():
+            log.warning("Rollout tasks did not end within %.1f s after cancellation; leaving them behind.", timeout_s)
 
     # ------------------------------------------------------------------ crossing over
 
@@ -265,12 +263,13 @@ class RolloutController:
         while True:
             try:
                 self._loop.run_forever()
-                return
+                break
             except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets them through, out of a workflow's own tasks
                 self._fail(RolloutError(f"A task on the event loop raised {error!r}, expected it not to exit."), error)
+        self._loop.close()
 
     def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
-        if not self._thread.is_alive():
+        if self._closing is not None or not self._thread.is_alive():
             coroutine.close()
             raise RolloutError("The rollout controller is closed, expected it open. Start a new run.")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -386,8 +385,9 @@ class RolloutController:
                     self._taken = [self._finished.pop(group_id) for group_id in batch.group_ids]
                     self._num_done = self._num_failed = 0
                     return list(self._taken)
-                if self.redraw_stragglers and len(self._finished) >= self.groups_per_iteration:
-                    self._redraw(batch.waits_for)
+                may_redraw = self.redraw_stragglers and len(self._finished) >= self.groups_per_iteration
+                if may_redraw and self._redraw(batch.waits_for):
+                    continue
                 whom = f"groups {describe_waiting(batch.waits_for)}" if batch.waits_for else "more finished groups"
                 wait.for_whom = whom
                 self._changed.clear()
@@ -454,7 +454,8 @@ class RolloutController:
     async def _wave(self) -> AsyncIterator[None]:
         """What is started inside reaches the engine while it stands still, so that it is admitted at once, in order.
 
-        Waits for the wave before it and for the engine's pause. On cancellation the engine is resumed.
+        Waits for the wave before it and for the engine's pause. On cancellation the engine is resumed, and the resume
+        itself is never cancelled: a cancelled pause stands.
         """
         async with self._waving:
             try:
@@ -463,7 +464,14 @@ class RolloutController:
                 for _ in range(WAVE_TICKS):
                     await asyncio.sleep(0)
             finally:
-                await self.engine.resume()
+                resuming = self._loop.create_task(self.engine.resume())
+                self._resuming.add(resuming)
+                resuming.add_done_callback(self._resuming.discard)
+                try:
+                    await asyncio.shield(resuming)
+                except asyncio.CancelledError:
+                    await asyncio.wait({resuming})
+                    raise
 
     def _pump_soon(self) -> None:
         task = self._loop.create_task(self._pump())
@@ -500,18 +508,20 @@ class RolloutController:
             running.tasks.append(task)
             task.add_done_callback(lambda done, item=running: self._on_done(item, done))  # type: ignore[misc]
 
-    def _redraw(self, group_ids: Sequence[int]) -> None:
-        """Starts these groups again, except those that would get no newer weights than they had."""
-        for group_id in group_ids:
+    def _redraw(self, group_ids: Sequence[int]) -> int:
+        """Starts these groups again, except those that would get no newer weights than they had; how many it were."""
+        outdated = [
+            group_id for group_id in group_ids if self._running[group_id].started_version < self.engine.weight_version
+        ]
+        for group_id in outdated:
             item = self._running[group_id]
-            if item.started_version == self.engine.weight_version:
-                continue
             self._give_up(item.tasks)
             message = f"Group {group_id} of version {item.started_version} held a batch back and is drawn again."
             for task in item.tasks:
                 if not task.done() or task.cancelled() or task.result() is not None:  # else it was dropped before
                     self._drop("straggler", message, item.group.prompt)
             self._start_group(group_id, item.group.prompt, item.redraws + 1)
+        return len(outdated)
 
     def _give_up(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in tasks:
@@ -548,8 +558,8 @@ class RolloutController:
             assert last is not None
             self._fail(
                 RolloutError(
-                    f"{self._num_failed} of {total} trajectories failed since the last batch was taken, expected at most "
-                    f"max_failed_fraction={self.max_failed_fraction} of them. Mend what fails; the last one: "
+                    f"{self._num_failed} of {total} trajectories failed since the last batch was taken, expected at "
+                    f"most max_failed_fraction={self.max_failed_fraction} of them. Mend what fails; the last one: "
                     f"{last.reason}: {last.message}"
                 )
             )
@@ -651,7 +661,7 @@ class RolloutController:
     async def _cancel_all(self) -> None:
         self._is_closing = True
         while tasks := asyncio.all_tasks(self._loop) - {asyncio.current_task()}:
-            for task in tasks:
+            for task in tasks - self._resuming:
                 task.cancel()
             await asyncio.wait(tasks)
         await self._loop.shutdown_asyncgens()

@@ -626,7 +626,7 @@ def test_finished_groups_and_positions_in_flight_are_restored(make: Make) -> Non
     second.load_state_dict(state)
     assert second.state_dict() == state
     load_version(second, 0)
-    assert ids(iterate(second, 0) + iterate(second, 1)) == [0, 2, 1, 3] or ids(second.take(2))
+    assert sorted(ids(iterate(second, 0) + iterate(second, 1))) == [0, 1, 2, 3]
     assert [request.token_ids[0] for request in fake(second).requests][:2] == [1, 3]
 
 
@@ -763,23 +763,34 @@ def test_close_ends_the_threads_of_to_thread(make: Make) -> None:
     assert set(threading.enumerate()) == before
 
 
-def test_close_leaves_behind_what_ignores_cancellation_and_says_so(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    released = threading.Event()
+def test_close_waits_for_a_workflow_that_cleans_up(make: Make) -> None:
+    cleaned: list[str] = []
 
-    async def stubborn(prompt: Prompt, generate: Generate) -> None:
-        while not released.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(0.01)
+    async def cleans_up(prompt: Prompt, generate: Generate) -> None:
+        try:
+            await asyncio.sleep(20)
+        finally:
+            await asyncio.sleep(0.05)
+            cleaned.append(prompt.id)
 
-    controller = make(workflow=Playing(stubborn), max_staleness=1, groups_per_iteration=1)
-    wait_until(lambda: controller.progress()["running_groups"] == 2)
-    closing = threading.Thread(target=controller.close, args=(20.0,))
-    closing.start()
+    controller = make(workflow=Playing(cleans_up), max_staleness=1)
+    controller.close()
+    assert sorted(cleaned) == ["p0", "p1", "p2", "p3"]
+
+
+def test_close_says_what_it_leaves_behind(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    released, is_blocked = threading.Event(), threading.Event()
+
+    async def blocks(prompt: Prompt, generate: Generate) -> None:
+        await asyncio.sleep(0.01)
+        is_blocked.set()
+        released.wait(20)
+
+    controller = make(workflow=Playing(blocks), max_staleness=1, groups_per_iteration=1)
+    is_blocked.wait(20)
+    controller.close(timeout_s=0.05)
+    assert "leaving them behind" in caplog.text
     released.set()
-    closing.join()
-    assert not controller._thread.is_alive()
 
 
 class PausesSlowly(FakeEngine):
@@ -829,7 +840,7 @@ def test_take_cancelled_at_any_await_leaks_no_slot(make: Make, max_staleness: in
         outcomes.add(cancelled_after(controller, controller._take(0, _Wait(2)), ticks))
         assert_no_slot_leaks(controller)
         controller.close()
-    assert outcomes == {True, False} or max_staleness
+    assert outcomes == {True, False}
 
 
 def test_a_wave_cancelled_at_any_await_leaves_the_engine_running(make: Make) -> None:
@@ -876,7 +887,6 @@ def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: M
         controller = make(max_staleness=1, groups_per_iteration=1)
 
         async def scenario(controller: RolloutController = controller, ticks: int = ticks) -> None:
-            controller._finished.clear()
             await controller._pump()
             for _ in range(ticks):
                 await asyncio.sleep(0)
