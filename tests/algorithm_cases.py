@@ -1,0 +1,74 @@
+"""Every algorithm under every reduction, for the invariances; add a new algorithm to ALGORITHMS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tiny import gradients, tiny_spec
+from torch import Tensor
+
+from lightrl.algorithms import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforceBaseline
+from lightrl.experience import Experience
+from lightrl.loops.update import MinibatchLoss
+from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.strategies.single import Form
+from lightrl.trajectory import Sampling
+
+ALGORITHMS: dict[str, Callable[..., GRPO]] = {
+    "GRPO": GRPO,
+    "GRPO decoupled": lambda *args, **kwargs: GRPO(*args, decoupled=True, importance_cap=2.0, **kwargs),
+    "GRPO with KL and entropy": lambda *args, **kwargs: GRPO(
+        *args, kl_coef=0.1, reference=tiny_spec(seed=1), entropy_coef=0.02, dual_clip=3.0, **kwargs
+    ),
+    "GRPO by sequence": lambda *args, **kwargs: GRPO(
+        *args, decoupled=True, ratio_level="sequence", importance_level="sequence", **kwargs
+    ),
+    "DrGRPO": DrGRPO,
+    "DAPO": lambda *args, **kwargs: DAPO(*args, overlong_buffer_tokens=4, **kwargs),
+    "RLOO": RLOO,
+    "ReinforceBaseline": ReinforceBaseline,
+    "GSPO": lambda *args, **kwargs: GSPO(*args, clip_low=0.1, clip_high=0.1, **kwargs),
+    "CISPO": CISPO,
+}
+every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+every_reduction = pytest.mark.parametrize("reduction", ["token", "sequence", "fixed"])
+
+
+def make_module(algorithm: str = "GRPO", **settings: Any) -> GRPO:
+    """With its models in place, one of two updates of an iteration, so that proximal logprobs are those given."""
+    defaults: dict[str, Any] = {
+        "reward": lambda trajectory: 0.0,
+        "num_minibatches": 2,
+        "sampling": Sampling(max_new_tokens=8, temperature=0.9),
+    }
+    module = ALGORITHMS[algorithm](tiny_spec(), **{**defaults, **settings})
+    module.configure_model()
+    return module
+
+
+def minibatch_gradient(
+    module: GRPO, minibatch: Experience, *, form: Form | None = None, microbatch_tokens: int = 10**6
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The gradient of one minibatch's loss by parameter, and its metrics."""
+    settings = LogprobSettings(
+        temperature=module.sampling.temperature, entropy_needs_gradient=module.needs_entropy_gradient
+    )
+    losses = MinibatchLoss(module, minibatch)
+    microbatches = minibatch.microbatches(microbatch_tokens)
+    SingleModel(module.policy, settings, form=form).forward_backward(microbatches, losses, Tensor.backward)
+    return gradients(module.policy), losses.metrics()
+
+
+def assert_same(
+    found: tuple[dict[str, Tensor], dict[str, float]], expected: tuple[dict[str, Tensor], dict[str, float]]
+) -> None:
+    """Gradients up to float32's rounding of sums, which is relative to the largest; metrics likewise."""
+    largest = max(float(value.abs().max()) for value in expected[0].values())
+    assert largest > 0
+    assert found[0].keys() == expected[0].keys()
+    for name, value in found[0].items():
+        error = float((value - expected[0][name]).abs().max())
+        assert error <= 2e-5 * largest, f"{name}: {error} beside {largest}"
+    assert found[1] == pytest.approx(expected[1], rel=1e-4, abs=1e-5)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from algorithm_cases import make_module, minibatch_gradient
+from tiny import gradients, random_experience, slow_outputs, tiny_spec
+from torch import Tensor
+
+from lightrl.algorithms import GRPO
+from lightrl.dataflow import check_score_calls
+from lightrl.experience import Experience
+from lightrl.loops.score import ROLLOUT_FIELDS
+from lightrl.loops.update import MinibatchLoss
+from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.trajectory import Sampling
+
+
+def names(module: GRPO) -> list[str]:
+    return [call.outputs[0] for call in module.score_calls()]
+
+
+def make_loss(module: GRPO, minibatch: Experience) -> Tensor:
+    """The number that is backpropagated."""
+    (outputs,) = SingleModel(module.policy, LogprobSettings(temperature=0.9)).forward([minibatch])
+    return MinibatchLoss(module, minibatch)(minibatch, outputs)
+
+
+def test_on_policy_the_gradient_is_advantage_times_the_gradient_of_the_logprob() -> None:
+    module, minibatch = make_module(), random_experience()
+    logprobs, _ = slow_outputs(module.policy, minibatch, temperature=0.9)
+    minibatch = replace(minibatch, behavior_logprobs=logprobs.detach())
+    (-(minibatch.advantages * logprobs).sum() / minibatch.num_loss_tokens).backward()
+    expected = gradients(module.policy)
+    found, _ = minibatch_gradient(module, minibatch)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_the_loss_equals_the_papers_formula_token_by_token() -> None:
+    """Clip-higher around the behavior policy, each trajectory averaged over its tokens, then the trajectories."""
+    module = make_module(clip_low=0.1, clip_high=0.3, loss_reduction="sequence", advantage_std=None)
+    minibatch = random_experience()
+    logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
+    total = 0.0
+    for row in range(len(minibatch)):
+        terms = []
+        for t in minibatch.loss_mask[row].nonzero()[:, 0].tolist():
+            ratio = float((logprobs[row, t] - minibatch.behavior_logprobs[row, t]).exp())
+            advantage = float(minibatch.advantages[row, t])
+            terms.append(-min(ratio * advantage, min(max(ratio, 0.9), 1.3) * advantage))
+        total += sum(terms) / len(terms) / len(minibatch)
+    assert float(make_loss(module, minibatch)) == pytest.approx(total, rel=1e-4)
+
+
+def test_the_decoupled_loss_is_centered_on_the_proximal_policy_and_weighted() -> None:
+    module, minibatch = make_module(decoupled=True, importance_cap=1.2), random_experience()
+    logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
+    total = 0.0
+    for row, t in minibatch.loss_mask.nonzero().tolist():
+        proximal, advantage = minibatch.proximal_logprobs[row, t], float(minibatch.advantages[row, t])
+        ratio = float((logprobs[row, t] - proximal).exp())
+        weight = float((proximal - minibatch.behavior_logprobs[row, t]).exp())
+        surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+        total -= (weight if weight <= 1.2 else 0.0) * surrogate
+    assert float(make_loss(module, minibatch)) == pytest.approx(total / minibatch.num_loss_tokens, rel=1e-4)
+
+
+def test_the_only_update_of_an_iteration_takes_its_own_logprobs_as_proximal() -> None:
+    module, minibatch = make_module(decoupled=True, num_minibatches=1), random_experience()
+    assert module.loss_is_on_policy
+    metrics = minibatch_gradient(module, replace(minibatch, proximal_logprobs=None))[1]
+    assert metrics["ratio"] == 1
+    assert metrics["clipped_fraction"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, []),
+        ({"num_minibatches": 4, "update_epochs": 2}, []),
+        ({"decoupled": True, "num_minibatches": 1}, []),
+        ({"decoupled": True, "num_minibatches": 2}, ["proximal_logprobs"]),
+        ({"decoupled": True, "num_minibatches": 1, "update_epochs": 2}, ["proximal_logprobs"]),
+        ({"kl_coef": 0.1, "num_minibatches": 1}, ["reference_logprobs"]),
+        ({"kl_coef": 0.1, "decoupled": True}, ["proximal_logprobs", "reference_logprobs"]),
+    ],
+    ids=["coupled", "coupled, many updates", "decoupled, one update", "two", "two epochs", "reference", "both"],
+)
+def test_models_run_in_the_score_phase_only_where_their_numbers_are_needed(
+    settings: dict[str, Any], expected: list[str]
+) -> None:
+    defaults: dict[str, Any] = {"reward": len, "num_minibatches": 2, "reference": tiny_spec()}
+    module = GRPO(tiny_spec(), **{**defaults, **settings})
+    assert names(module) == expected
+    check_score_calls(module.score_calls(), set(module.models()), set(ROLLOUT_FIELDS))
+
+
+def test_a_reference_is_loaded_only_for_a_kl_term() -> None:
+    assert set(GRPO(tiny_spec(), reward=len, reference=tiny_spec()).models()) == {"policy"}
+    assert set(GRPO(tiny_spec(), reward=len, reference=tiny_spec(), kl_coef=0.1).models()) == {"policy", "reference"}
+
+
+def test_the_kl_term_adds_its_estimate_to_the_loss() -> None:
+    plain = make_module()
+    penalized = make_module("GRPO", kl_coef=0.5, kl_estimator="k1", reference=tiny_spec(seed=1))
+    minibatch = random_experience()
+    logprobs = slow_outputs(plain.policy, minibatch, temperature=0.9)[0].detach()
+    expected = float((logprobs - minibatch.reference_logprobs)[minibatch.loss_mask].mean())
+    assert minibatch_gradient(penalized, minibatch)[1]["kl_reference_nats"] == pytest.approx(expected, rel=1e-4)
+    difference = make_loss(penalized, minibatch) - make_loss(plain, minibatch)
+    assert float(difference) == pytest.approx(0.5 * expected, rel=1e-3)
+
+
+def test_the_entropy_bonus_lowers_the_loss_and_has_a_gradient() -> None:
+    minibatch = replace(random_experience(), advantages=torch.zeros_like(random_experience().behavior_logprobs))
+    module = make_module(entropy_coef=0.5)
+    _, entropy = slow_outputs(module.policy, minibatch, temperature=0.9)
+    mean = entropy[minibatch.loss_mask].mean()
+    (-0.5 * mean).backward()
+    expected = gradients(module.policy)["lm_head.weight"]
+    assert float(make_loss(module, minibatch)) == pytest.approx(-0.5 * mean.item(), rel=1e-4)
+    torch.testing.assert_close(
+        minibatch_gradient(module, minibatch)[0]["lm_head.weight"], expected, rtol=1e-3, atol=1e-6
+    )
+
+
+def test_the_overlong_penalty_comes_before_the_group_statistics() -> None:
+    """Limit 8, buffer 4: completions of 4, 6 and 8 tokens lose 0, 1/2 and 1."""
+    sampling = Sampling(max_new_tokens=8)
+    module = make_module(overlong_buffer_tokens=4, advantage_std=None, sampling=sampling)
+    experience = random_experience(num_groups=1, group_size=3)
+    width = torch.arange(experience.token_ids.shape[1])
+    experience = replace(
+        experience,
+        loss_mask=(width >= 1) & (width <= torch.tensor([4, 6, 8])[:, None]),
+        rewards=torch.ones(3),
+    )
+    torch.testing.assert_close(module.advantages(experience), torch.tensor([0.5, 0.0, -0.5]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl_coef": 0.1}, "kl_coef=0.1 needs a reference policy"),
+        ({"kl_coef": -0.1}, "kl_coef=-0.1, expected 0"),
+        ({"group_size": 1}, "group_size=1 leaves nothing to compare"),
+        ({"group_size": 1, "advantage_mean": None}, "group_size=1 leaves nothing to compare"),
+        ({"loss_reduction": "mean"}, "loss_reduction='mean', expected token, sequence or fixed"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPO(tiny_spec(), reward=len, **settings)
+
+
+def test_groups_of_one_are_allowed_where_nothing_is_compared_within_a_group() -> None:
+    assert GRPO(tiny_spec(), reward=len, group_size=1, advantage_mean="batch", advantage_std=None).group_size == 1

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from algorithm_cases import make_module
+from tiny import random_experience, slow_outputs
+from torch import Tensor
+
+from lightrl.algorithms import GRPO
+from lightrl.experience import Experience
+from lightrl.loops.score import accept_changes, score
+from lightrl.strategies import LogprobSettings, SingleModel
+
+
+def scored_by(module: GRPO, experience: Experience, **settings: Any) -> Experience:
+    module.parallel_models = {role: SingleModel(getattr(module, role), LogprobSettings()) for role in module.models()}
+    return score(module, experience, **settings)
+
+
+@pytest.mark.parametrize("microbatch_tokens", [1, 30, 10**6])
+def test_scores_are_those_of_their_models_in_the_rows_order(microbatch_tokens: int) -> None:
+    module = make_module("GRPO decoupled")
+    module.microbatch_tokens = microbatch_tokens
+    experience = scored_by(module, random_experience(is_scored=False))
+    logprobs, _ = slow_outputs(module.policy, experience)
+    torch.testing.assert_close(experience.proximal_logprobs, logprobs.detach(), rtol=1e-4, atol=1e-4)
+    assert experience.reference_logprobs is None
+
+
+def test_the_reference_is_another_model() -> None:
+    module = make_module("GRPO with KL and entropy")
+    experience = scored_by(module, random_experience(is_scored=False))
+    logprobs, _ = slow_outputs(module.reference, experience)
+    torch.testing.assert_close(experience.reference_logprobs, logprobs.detach(), rtol=1e-4, atol=1e-4)
+    assert experience.proximal_logprobs is None
+    assert not any(value.requires_grad for value in experience.tensors().values())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_updates", "expected"),
+    [("GRPO", 2, 0), ("GRPO decoupled", 1, 0), ("GRPO decoupled", 2, 1), ("CISPO", 2, 0)],
+)
+def test_the_policy_runs_only_for_proximal_logprobs_that_can_differ(
+    algorithm: str, num_updates: int, expected: int
+) -> None:
+    module = make_module(algorithm, num_minibatches=num_updates)
+    module.parallel_models = {"policy": SingleModel(module.policy, LogprobSettings(), form="packed")}
+    calls = []
+    module.policy.base_model.register_forward_hook(lambda *_: calls.append(1))
+    score(module, random_experience(is_scored=False))
+    assert len(calls) == expected
+
+
+@pytest.mark.parametrize("is_per_token", [False, True], ids=["B", "B by T"])
+def test_advantages_are_spread_over_loss_tokens_and_masked_elsewhere(is_per_token: bool) -> None:
+    experience, module = random_experience(is_scored=False), make_module()
+    values = torch.randn(experience.token_ids.shape if is_per_token else experience.rewards.shape)
+    module.advantages = lambda _: values  # type: ignore[method-assign]
+    found = scored_by(module, experience).advantages
+    expected = values if is_per_token else values[:, None].expand(experience.token_ids.shape)
+    assert torch.equal(found, torch.where(experience.loss_mask, expected, 0.0))
+
+
+@pytest.mark.parametrize("shape", [(3,), (9, 3), (9, 1), ()], ids=str)
+def test_advantages_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    module = make_module()
+    module.advantages = lambda _: torch.zeros(shape)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"advantages returned shape .*, expected \[B\] = \(9,\) or \[B, T\] = \(9, 1"):
+        scored_by(module, random_experience(is_scored=False))
+
+
+def test_scores_stay_float32_and_advantages_keep_the_default_dtype_in_half_precision() -> None:
+    @contextlib.contextmanager
+    def half_precision() -> Iterator[None]:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    module = make_module("GRPO decoupled")
+    default_dtypes = []
+
+    def advantages(experience: Experience) -> Tensor:
+        default_dtypes.append(torch.get_default_dtype())
+        return experience.rewards
+
+    module.advantages = advantages  # type: ignore[method-assign]
+    experience = scored_by(module, random_experience(is_scored=False), forward_context=half_precision)
+    assert experience.proximal_logprobs.dtype == torch.float32
+    assert not torch.equal(experience.proximal_logprobs, experience.proximal_logprobs.bfloat16().float())
+    assert default_dtypes == [torch.float32]
+
+
+def test_a_hook_may_take_tokens_out_and_change_advantages() -> None:
+    experience = random_experience()
+    loss_mask = experience.loss_mask & (experience.token_ids > 4)
+    changed = replace(experience, loss_mask=loss_mask, advantages=experience.advantages + 1)
+    accepted = accept_changes(experience, changed)
+    assert torch.equal(accepted.loss_mask, loss_mask)
+    assert torch.equal(accepted.advantages, torch.where(loss_mask, experience.advantages + 1, 0.0))
+
+
+@pytest.mark.parametrize("name", ["rewards", "token_ids", "behavior_logprobs", "proximal_logprobs", "lengths"])
+def test_a_hook_may_change_nothing_else(name: str) -> None:
+    experience = random_experience()
+    changed = replace(experience, **{name: getattr(experience, name) + 1})
+    with pytest.raises(ValueError, match=f"on_experience_ready changed '{name}'"):
+        accept_changes(experience, changed)
+
+
+def test_a_hook_may_neither_add_nor_remove_a_field() -> None:
+    experience = random_experience()
+    changed = replace(experience, values=torch.zeros_like(experience.behavior_logprobs))
+    with pytest.raises(ValueError, match="on_experience_ready changed 'values'"):
+        accept_changes(experience, changed)
+    with pytest.raises(ValueError, match="on_experience_ready changed 'values'"):
+        accept_changes(changed, experience)
+
+
+def test_a_hook_may_not_train_tokens_that_have_no_logprobs() -> None:
+    experience = random_experience()
+    changed = replace(experience, loss_mask=torch.ones_like(experience.loss_mask))
+    with pytest.raises(ValueError, match=r"added \d+ tokens to loss_mask, expected tokens to be taken out only"):
+        accept_changes(experience, changed)
+
+
+@pytest.mark.parametrize("changed", [True, replace(random_experience(), advantages=None)], ids=["a bool", "none left"])
+def test_a_hook_that_returns_no_experience_with_advantages_is_told_so(changed: Any) -> None:
+    with pytest.raises(TypeError, match="expected None or an Experience with advantages"):
+        accept_changes(random_experience(), changed)
