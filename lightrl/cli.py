@@ -179,7 +179,7 @@ class LightRLCLI(LightningCLI):
                 return  # one place for all runs, where Lightning looks itself
             found = last_checkpoint(run_folder(self.trainer))
             if found is not None:
-                log.info("ckpt_path=last is %s.", found)
+                log.info("ckpt_path=last is %s. This run has a folder of its own.", found)
                 settings["ckpt_path"] = str(found)
             elif self.config.subcommand != "fit":
                 raise UsageError("ckpt_path=last found no last.ckpt, expected one of an earlier run. Give its path.")
@@ -406,6 +406,8 @@ def silence_irrelevant() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
     # Lightning 2.6.6 on torch 2.13, in every loop
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+    # each run has a new folder, also one that resumes: its best checkpoints are its own
+    warnings.filterwarnings("ignore", r"The dirpath has changed from", UserWarning)
     # Lightning 2.6.6 calls jsonargparse by names that its version 4.49 renamed
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     # a bar for each load of a model's weights, some of milliseconds

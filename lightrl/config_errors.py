@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentParser, get_loader
 
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 
@@ -125,11 +125,9 @@ def _read_config(path: str) -> dict[str, Any] | None:
         what = "is a folder" if file.is_dir() else "does not exist"
         raise UsageError(f"--config {path} {what}, expected a YAML file. {nearest_files(file, '.yaml', '.yml')}")
     try:
-        text = file.read_text(encoding="utf-8")
-        yaml.safe_load(text)
+        settings = get_loader("yaml")(file.read_text(encoding="utf-8"))  # the parser's: it takes 1e-3 for a number
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path} cannot be read, expected YAML. {error}") from error
-    settings = _loaded(text)
     if settings is None:
         return {}
     if not isinstance(settings, dict):
@@ -137,15 +135,8 @@ def _read_config(path: str) -> dict[str, Any] | None:
     return settings
 
 
-def _loaded(text: str) -> Any:
-    """`text` as the parser reads it: its YAML takes 1e-3 for a number."""
-    probe = ArgumentParser(exit_on_error=False)
-    probe.add_argument("--value", type=Any)
-    return probe.parse_args([f"--value={text}"]).value
-
-
 def _structured(value: str) -> Any:
-    loaded = _loaded(value) if value.lstrip().startswith(("{", "[")) else None
+    loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
     return loaded if isinstance(loaded, dict | list) else _Flag(value)
 
 

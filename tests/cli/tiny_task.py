@@ -1,0 +1,30 @@
+"""A task small enough to run through the whole command: a tokenizer, prompts and rewards, as in a user's own file."""
+
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from lightrl import Prompt, PromptDataModule, Trajectory
+
+ANSWER = 5
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *"0123456789"])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+
+
+class Digits(PromptDataModule):
+    def __init__(self, batch_size: int = 2) -> None:
+        super().__init__(None, batch_size=batch_size)
+
+    def make_prompts(self, split: str) -> list[Prompt]:
+        return [Prompt(id=f"{split}-{index}", token_ids=[2 + index]) for index in range(8)]
+
+
+def exact(trajectory: Trajectory) -> float:
+    return float(trajectory.completion_ids[0] == ANSWER)
+
+
+def broken(trajectory: Trajectory) -> float:
+    raise RuntimeError("this reward is broken")
