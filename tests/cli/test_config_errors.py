@@ -133,9 +133,7 @@ def test_a_module_that_a_users_file_imports_and_is_missing_is_the_one_named(sett
 
 def test_a_missing_argument_is_named_with_its_owner(settings, config):
     settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": "train.jsonl"}}
-    with pytest.raises(
-        UsageError, match=r"batch_size is not set .* lightrl\.PromptDataModule needs it"
-    ):
+    with pytest.raises(UsageError, match=r"batch_size is not set .* lightrl\.PromptDataModule needs it"):
         parsed("fit", "--config", config(settings))
 
 
