@@ -341,7 +341,9 @@ class Trainer(L.Trainer):
             if isinstance(callback, ProgressBar):
                 self.callbacks[index] = RolloutProgressBar()
             elif type(callback) is ModelCheckpoint:
-                self.callbacks[index] = ModelCheckpoint(save_last=True, save_on_exception=True)
+                # Lightning 2.6.6 writes `last.ckpt` under fast_dev_run too, into the working folder.
+                keeps = not self.fast_dev_run
+                self.callbacks[index] = ModelCheckpoint(save_last=keeps, save_on_exception=keeps)
 
     def _use_plain_no_grad(self) -> None:
         """Tensors made under Lightning's inference mode could not be loaded into in place later."""
