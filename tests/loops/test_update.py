@@ -1,0 +1,324 @@
+"""Minibatch losses, the guard against gradients that are not finite, and updates through Lightning's own trainer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from algorithm_cases import ALGORITHMS, make_module
+from tiny import random_experience, tiny_spec
+from torch import Tensor
+
+from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
+from lightrl.algorithms import GRPO
+from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.errors import TrainingError
+from lightrl.experience import Experience
+from lightrl.loops.update import GradientGuard, MinibatchLoss
+from lightrl.models import Outputs
+
+# ---------------------------------------------------------------------- MinibatchLoss
+
+
+def outputs_like(experience: Experience, *, requires_grad: bool = False) -> Outputs:
+    logprobs = torch.where(experience.loss_mask, experience.behavior_logprobs - 0.1, 0.0)
+    return Outputs(logprobs.requires_grad_(requires_grad), torch.full_like(experience.behavior_logprobs, 2.0))
+
+
+def returning(value: Any, **settings: Any) -> GRPO:
+    """A module whose loss gives this, or what this gives for (experience, outputs)."""
+    module = make_module(**settings)
+    module.loss = value if callable(value) else lambda *_: value  # type: ignore[method-assign]
+    return module
+
+
+def test_metrics_are_means_over_the_loss_tokens_and_trajectories_of_the_whole_minibatch() -> None:
+    minibatch = random_experience()
+    per_token, per_trajectory = torch.randn(minibatch.token_ids.shape), torch.randn(len(minibatch))
+    rows, parts = minibatch.microbatch_rows(30)
+    assert len(parts) > 2
+    values = iter(
+        [
+            {"loss": per_token[r, : p.token_ids.shape[1]], "level": per_trajectory[r]}
+            for r, p in zip(rows, parts, strict=True)
+        ]
+    )
+    losses = MinibatchLoss(returning(lambda *_: next(values)), minibatch)
+    total = sum(float(losses(part, outputs_like(part))) for part in parts)
+    assert losses.metrics()["loss"] == pytest.approx(float(per_token[minibatch.loss_mask].mean()), rel=1e-5)
+    assert losses.metrics()["level"] == pytest.approx(float(per_trajectory.mean()), rel=1e-5)
+    assert losses.metrics()["entropy_nats"] == pytest.approx(2.0)
+    # d = 0.1 for every token: the policy's logprob is lower by that.
+    assert losses.metrics()["kl_behavior_nats"] == pytest.approx(math.exp(-0.1) - 1 + 0.1, rel=1e-3)
+    assert total == pytest.approx(losses.metrics()["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"policy_loss": torch.zeros(9, 1)}, r"loss returned the keys \['policy_loss'\], expected 'loss' among them"),
+        ({"loss": torch.zeros(())}, r"loss returned 'loss' of shape \(\), expected \[B, T\] = \(9, "),
+        ({"loss": torch.zeros(9, 1)}, r"'loss' of shape \(9, 1\), expected"),
+        ({"loss": torch.zeros(9), "level": torch.zeros(4)}, r"'level' of shape \(4,\), expected .* or \[B\] = \(9,\)"),
+        ({"loss": torch.zeros(9), "level": 0.5}, "'level' as float, expected"),
+    ],
+    ids=["no loss", "a scalar", "would broadcast", "a wrong metric", "a number"],
+)
+def test_what_loss_returns_is_checked(value: dict[str, Any], message: str) -> None:
+    minibatch = random_experience()
+    with pytest.raises(ValueError, match=message):
+        MinibatchLoss(returning(value), minibatch)(minibatch, outputs_like(minibatch))
+
+
+def test_a_metric_that_carries_a_gradient_is_logged_without_it() -> None:
+    minibatch = random_experience()
+    losses = MinibatchLoss(
+        returning(lambda _, outputs: {"loss": outputs.logprobs, "twice": 2 * outputs.logprobs}), minibatch
+    )
+    losses(minibatch, outputs_like(minibatch, requires_grad=True)).backward()
+    assert not [name for name, value in losses.sums.items() if value.requires_grad]
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf], ids=str)
+def test_outputs_that_are_not_finite_at_masked_positions_leave_loss_and_gradient_as_they_are(junk: float) -> None:
+    module, minibatch = make_module(), random_experience()
+    results = []
+    for fill in (0.0, junk):
+        logprobs = torch.where(minibatch.loss_mask, minibatch.behavior_logprobs - 0.1, fill).requires_grad_()
+        entropy = torch.where(minibatch.loss_mask, torch.tensor(2.0), torch.tensor(fill))
+        losses = MinibatchLoss(module, minibatch)
+        losses(minibatch, Outputs(logprobs, entropy)).backward()
+        results.append((logprobs.grad, losses.metrics()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def test_a_minibatch_that_trains_nothing_has_loss_zero() -> None:
+    minibatch = random_experience()
+    minibatch = replace(minibatch, loss_mask=torch.zeros_like(minibatch.loss_mask))
+    losses = MinibatchLoss(make_module(), minibatch)
+    assert float(losses(minibatch, outputs_like(minibatch))) == 0
+    assert losses.metrics()["entropy_nats"] == 0
+
+
+# ---------------------------------------------------------------------- GradientGuard
+
+
+def trained_once() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return layer, optimizer
+
+
+def test_the_norm_is_that_of_all_gradients_together() -> None:
+    layer, optimizer = trained_once()
+    layer.weight.grad, layer.bias.grad = torch.full((2, 3), 2.0), torch.tensor([5.0, 0.0])
+    # sqrt(6·4 + 25) = 7
+    assert GradientGuard().check(list(layer.parameters()), optimizer.zero_grad, max_in_a_row=2) == pytest.approx(7)
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+def test_an_update_without_finite_gradients_changes_neither_parameters_nor_optimizer(bad: float) -> None:
+    layer, optimizer = trained_once()
+    before = [value.detach().clone() for value in layer.parameters()]
+    moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
+    layer.weight.grad[0, 0] = bad
+    guard = GradientGuard()
+    guard.check(list(layer.parameters()), optimizer.zero_grad, max_in_a_row=2)
+    optimizer.step()
+    assert guard.num_skipped == 1
+    assert all(map(torch.equal, before, layer.parameters()))
+    assert all(map(torch.equal, moments, [value for state in optimizer.state.values() for value in state.values()]))
+
+
+def test_the_run_ends_after_the_stated_number_in_a_row_and_a_good_update_starts_anew() -> None:
+    layer, optimizer = trained_once()
+    guard = GradientGuard()
+
+    def check(value: float) -> None:
+        layer.bias.grad = torch.tensor([value, 0.0])
+        guard.check(list(layer.parameters()), optimizer.zero_grad, max_in_a_row=3)
+
+    for value in (math.nan, math.nan, 1.0, math.inf, math.nan):
+        check(value)
+    assert (guard.num_skipped, guard.num_in_a_row) == (4, 2)
+    with pytest.raises(TrainingError, match=r"3 updates in a row .* max_skipped_updates=3\. Lower the learning rate"):
+        check(math.nan)
+
+
+# ---------------------------------------------------------------------- through Lightning
+
+
+class FourPrompts(PromptDataModule):
+    def __init__(self) -> None:
+        super().__init__(train=None, batch_size=4)
+
+    def make_prompts(self, split: str) -> list[Prompt]:
+        return [Prompt(f"{split}-{index}", token_ids=[3 + index] * (index + 1)) for index in range(4)]
+
+
+class Counts(RLCallback):
+    """What Lightning does to the optimizer, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.gradient_norms: list[float] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.events.append("zero")
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.events.append("backward")
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.events.append("step")
+
+    def on_minibatch_end(self, trainer: Any, module: Any, metrics: dict[str, float], index: int, total: int) -> None:
+        self.metrics.append(metrics)
+
+
+def fit(folder: Path, module: GRPO, *callbacks: L.Callback, num_iterations: int = 1, **settings: Any) -> Trainer:
+    """Rolls out with FakeEngine, whose completions depend on nothing but their seed, so every run learns the same."""
+    defaults: dict[str, Any] = {"enable_checkpointing": False, "logger": False}
+    trainer = Trainer(
+        engine=FakeEngine(),
+        accelerator="cpu",
+        max_steps=num_iterations,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **{**defaults, **settings},
+    )
+    trainer.fit(module, FourPrompts())
+    return trainer
+
+
+def module_to_fit(algorithm: str = "GRPO", **settings: Any) -> GRPO:
+    defaults: dict[str, Any] = {
+        # A lambda is judged in this process; a function would cost each test the start of a worker.
+        "reward": lambda trajectory: float(trajectory.completion_ids[0] % 3),
+        "group_size": 3,
+        "sampling": Sampling(max_new_tokens=6),
+        "lr": 0.01,
+    }
+    return ALGORITHMS[algorithm](tiny_spec(), **{**defaults, **settings})
+
+
+def test_gradients_are_zeroed_once_and_applied_once_for_each_minibatch(tmp_path: Path) -> None:
+    counts = Counts()
+    module = module_to_fit(num_minibatches=2, update_epochs=2, microbatch_tokens=1)
+    trainer = fit(tmp_path, module, counts)
+    one_minibatch = ["zero", *["backward"] * 6, "step"]
+    assert counts.events == one_minibatch * 4
+    assert trainer.rollout_loop.num_updates == 4
+    assert trainer.global_step == trainer.weight_version == 1
+
+
+@pytest.mark.parametrize("algorithm", ["GRPO", "GRPO decoupled", "GSPO"])
+def test_the_trained_weights_do_not_depend_on_microbatches(algorithm: str, tmp_path: Path) -> None:
+    """Plain gradient descent, whose step is the gradient: Adam's would hide a factor."""
+    weights = []
+    for microbatch_tokens in (1, 20, 10**6):
+        module = module_to_fit(algorithm, num_minibatches=2, microbatch_tokens=microbatch_tokens)
+        start = module.policy_spec.load_model().state_dict()
+        module.configure_optimizers = lambda: torch.optim.SGD(module.policy.parameters(), lr=0.05)  # noqa: B023
+        fit(tmp_path, module)
+        weights.append({name: value - start[name] for name, value in module.policy.state_dict().items()})
+    for other in weights[1:]:
+        for name, value in weights[0].items():
+            torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-6)
+    assert max(float(value.abs().max()) for value in weights[0].values()) > 1e-3
+
+
+class SpoilsGradients(RLCallback):
+    """Makes the gradients of the given updates NaN."""
+
+    def __init__(self, *updates: int) -> None:
+        self.updates = updates
+
+    def on_after_backward(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        if trainer.rollout_loop.num_updates in self.updates:
+            next(pl_module.parameters()).grad.fill_(math.nan)
+
+
+def test_a_skipped_update_leaves_the_policy_and_the_run_goes_on(tmp_path: Path) -> None:
+    module, counts = module_to_fit(), Counts()
+    trainer = fit(tmp_path, module, counts, SpoilsGradients(0), gradient_clip_val=1.0)
+    start = module.policy_spec.load_model()
+    assert all(map(torch.equal, start.parameters(), module.policy.parameters()))
+    assert not trainer.optimizers[0].state
+    assert trainer.callback_metrics["policy/skipped_updates"] == 1
+    assert "grad_norm" not in counts.metrics[0]
+    assert trainer.weight_version == 1
+
+
+def test_the_run_ends_when_too_many_updates_are_skipped(tmp_path: Path) -> None:
+    module = module_to_fit(max_skipped_updates=2, num_minibatches=3)
+    with pytest.raises(TrainingError, match="2 updates in a row"):
+        fit(tmp_path, module, SpoilsGradients(1, 2))
+
+
+def test_bfloat16_mixed_precision_stays_near_float32(tmp_path: Path) -> None:
+    """Weights are float32, products bfloat16: the norms agree within 5 %, the logprobs' divergence within 0.01 nats."""
+    found = []
+    for precision in ("32-true", "bf16-mixed"):
+        counts = Counts()
+        module = module_to_fit("GRPO decoupled", num_minibatches=2, microbatch_tokens=20)
+        fit(tmp_path, module, counts, precision=precision)
+        assert module.policy.dtype == torch.float32
+        found.append(counts.metrics)
+    for full, mixed in zip(*found, strict=True):
+        assert mixed["grad_norm"] == pytest.approx(full["grad_norm"], rel=0.05)
+        assert mixed["entropy_nats"] == pytest.approx(full["entropy_nats"], abs=0.01)
+
+
+def test_bfloat16_weights_train_with_float32_logprobs(tmp_path: Path) -> None:
+    seen: list[Experience] = []
+
+    class Keep(RLCallback):
+        def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> None:
+            seen.append(experience)
+
+    module = module_to_fit("GRPO decoupled", num_minibatches=2)
+    fit(tmp_path, module, Keep(), precision="bf16-true")
+    assert module.policy.dtype == torch.bfloat16
+    assert {value.dtype for value in seen[0].tensors().values() if value.is_floating_point()} == {torch.float32}
+
+
+def test_a_hook_that_masks_tokens_is_obeyed_by_the_update(tmp_path: Path) -> None:
+    class OnlyFirstTokens(RLCallback):
+        def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> Experience:
+            first = experience.loss_mask & (experience.loss_mask.cumsum(1) == 1)
+            return replace(experience, loss_mask=first)
+
+    seen: list[int] = []
+
+    class Count(RLCallback):
+        def on_minibatch_start(self, trainer: Any, module: Any, minibatch: Experience, index: int, total: int) -> None:
+            seen.append(minibatch.num_loss_tokens)
+            assert minibatch.advantages[~minibatch.loss_mask].eq(0).all()
+
+    fit(tmp_path, module_to_fit(), OnlyFirstTokens(), Count())
+    assert seen == [12]
+
+
+def test_gradient_tensors_are_float32_where_weights_are(tmp_path: Path) -> None:
+    dtypes: set[torch.dtype] = set()
+
+    class Look(RLCallback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: L.LightningModule, optimizer: Any) -> None:
+            gradients: list[Tensor | None] = [value.grad for value in pl_module.parameters()]
+            dtypes.update(value.dtype for value in gradients if value is not None)
+
+    fit(tmp_path, module_to_fit(), Look(), precision="bf16-mixed")
+    assert dtypes == {torch.float32}

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, VOCABULARY, char_tokenizer, random_experience, tiny_model, tiny_spec
+from torch import Tensor
+
+from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer, Trajectory
+from lightrl.algorithms import GRPO
+from lightrl.experience import Experience
+from lightrl.functional import group_advantages
+from lightrl.models import ModelSpec, Outputs
+from lightrl.module import RLModule, accuracy
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def judge(trajectory: Trajectory) -> float:
+    return float(len(trajectory.completion_ids))
+
+
+class Reinforce(RLModule):
+    """The least that a user writes."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return judge(trajectory)
+
+    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
+        return {"loss": -experience.advantages * outputs.logprobs}
+
+
+def module(**settings: Any) -> Reinforce:
+    return Reinforce(settings.pop("policy", tiny_spec()), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_size": 0}, "group_size=0, expected at least 1"),
+        ({"num_minibatches": 0}, "num_minibatches=0, expected at least 1"),
+        ({"microbatch_tokens": 0}, "microbatch_tokens=0, expected at least 1"),
+        ({"max_skipped_updates": 0}, "max_skipped_updates=0, expected at least 1"),
+        ({"loss_reduction": "sum"}, "loss_reduction='sum', expected token, sequence or fixed"),
+        ({"group_size": 1}, "group_size=1 leaves nothing to compare a trajectory with"),
+        ({"sampling": Sampling(temperature=0)}, "sampling.temperature=0 draws G equal completions"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        module(**settings)
+
+
+def test_a_module_without_a_reward_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"GRPO has no reward, expected one\. Write `def reward"):
+        GRPO(tiny_spec())
+
+
+def test_a_reward_may_be_given_instead_of_written() -> None:
+    assert GRPO(tiny_spec(), reward=judge).reward_source is judge
+    assert module().reward_source is None
+
+
+def test_validation_is_greedy_with_the_same_limits_unless_told() -> None:
+    sampling = Sampling(max_new_tokens=9, min_new_tokens=2)
+    assert module(sampling=sampling).validation_sampling == Sampling(0.0, max_new_tokens=9, min_new_tokens=2)
+    other = Sampling(temperature=0.5)
+    assert module(sampling=sampling, validation_sampling=other).validation_sampling == other
+
+
+def test_advantages_are_those_of_the_group_by_default() -> None:
+    experience = random_experience()
+    expected = group_advantages(experience.rewards, experience.group_ids)
+    assert torch.equal(module().advantages(experience), expected)
+
+
+@pytest.mark.parametrize(
+    ("num_minibatches", "update_epochs", "expected"), [(1, 1, 0), (2, 1, 1), (1, 2, 1)], ids=["one", "two", "epochs"]
+)
+def test_proximal_logprobs_cost_a_forward_only_with_several_updates(
+    num_minibatches: int, update_epochs: int, expected: int
+) -> None:
+    several = module(num_minibatches=num_minibatches, update_epochs=update_epochs)
+    assert len(several.score_calls()) == expected
+    several.needs_proximal_logprobs = False
+    assert several.score_calls() == []
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+def folder_with(tmp_path: Path, tokenizer: Any, **ids: Any) -> str:
+    """A checkpoint whose generation config and model config name these end tokens."""
+    model = tiny_model(vocab_size=32, eos_token_id=ids.get("model"))
+    model.generation_config.eos_token_id = ids.get("generation")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_stop_tokens_are_the_union_of_all_that_name_one(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    path = folder_with(tmp_path, tokenizer, generation=[5, 6], model=7)
+    made = module(policy=path, sampling=Sampling(stop_token_ids=(9,)))
+    made.configure_model()
+    turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert made.stop_token_ids() == {
+        "sampling": [9],
+        "generation config": [5, 6],
+        "model config": [7],
+        "tokenizer": [1],
+        "turn end": [turn_end],
+    }
+
+
+def test_a_turn_end_that_is_no_named_special_token_is_found_too(tmp_path: Path) -> None:
+    from tokenizers import AddedToken
+
+    tokenizer = char_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    tokenizer.chat_template = CHATML
+    made = module(policy=folder_with(tmp_path, tokenizer))
+    made.configure_model()
+    assert made.stop_token_ids()["turn end"] == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_without_a_chat_template_there_is_no_turn_end() -> None:
+    made = module()
+    made.configure_model()
+    assert made.stop_token_ids() == {"generation config": [1], "model config": [1], "tokenizer": [1]}
+
+
+def endless_tokenizer() -> Any:
+    tokenizer = char_tokenizer()
+    tokenizer.eos_token = None
+    return tokenizer
+
+
+def test_a_tokenizer_without_an_end_token_is_refused_unless_a_stop_token_is_given() -> None:
+    spec = ModelSpec(config=FAMILIES["qwen3"], tokenizer="test_module.endless_tokenizer")
+    with pytest.raises(ValueError, match=r"'test_module.endless_tokenizer' has no end token, expected eos_token"):
+        module(policy=spec).tokenizer  # noqa: B018
+    assert module(policy=spec, sampling=Sampling(stop_token_ids=(4,))).tokenizer.eos_token_id is None
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
+    spec = ModelSpec(config={**FAMILIES["qwen3"], "vocab_size": 11}, tokenizer="tiny.char_tokenizer")
+    with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the model's vocabulary has 11"):
+        module(policy=spec).configure_model()
+
+
+def test_the_context_bounds_the_prompt() -> None:
+    assert module(sampling=Sampling(max_new_tokens=24)).max_prompt_tokens == 64 - 24
+    with pytest.raises(ValueError, match=r"max_new_tokens=64 leaves no room for a prompt in the context of 64 tokens"):
+        module(sampling=Sampling(max_new_tokens=64)).max_prompt_tokens  # noqa: B018
+
+
+# ---------------------------------------------------------------------- roles and checkpoints
+
+
+def with_reference() -> GRPO:
+    made = GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=tiny_spec(seed=1))
+    made.configure_model()
+    return made
+
+
+def test_only_the_policy_is_trained() -> None:
+    made = with_reference()
+    assert all(value.requires_grad for value in made.policy.parameters())
+    assert not any(value.requires_grad for value in made.reference.parameters())
+    optimizer = GRPO.configure_optimizers(made)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(made.policy.parameters()))
+
+
+def test_the_reference_is_not_saved_and_comes_back_from_its_source() -> None:
+    made = with_reference()
+    with torch.no_grad():
+        made.policy.get_output_embeddings().weight.add_(1)
+    checkpoint = {"state_dict": made.state_dict()}
+    made.on_save_checkpoint(checkpoint)
+    assert {name.partition(".")[0] for name in checkpoint["state_dict"]} == {"policy"}
+
+    again = GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=tiny_spec(seed=1))
+    again.on_load_checkpoint(checkpoint)  # `load_from_checkpoint` asks for nothing before
+    again.load_state_dict(checkpoint["state_dict"])
+    assert all(map(torch.equal, again.state_dict().values(), made.state_dict().values()))
+
+
+def test_configuring_twice_keeps_the_models() -> None:
+    made = with_reference()
+    policy = made.policy
+    made.configure_model()
+    assert made.policy is policy
+
+
+class TwoPrompts(PromptDataModule):
+    def __init__(self) -> None:
+        super().__init__(train=None, batch_size=2, validation_batch_size=2)
+
+    def make_prompts(self, split: str) -> list[Prompt]:
+        return [Prompt(f"{split}-{index}", token_ids=[3 + index, 4]) for index in range(2)]
+
+
+def trainer(folder: Path, engine: FakeEngine | None = None, **settings: Any) -> Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    return Trainer(engine=engine or FakeEngine(), default_root_dir=folder, **{**quiet, **settings})
+
+
+def test_a_checkpoint_of_a_run_holds_the_policy_alone_and_loads_by_itself(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"reward": lambda trajectory: float(trajectory.completion_ids[0]), "group_size": 2}
+    settings["sampling"] = Sampling(max_new_tokens=4)
+    made = GRPO(tiny_spec(), kl_coef=0.1, reference=tiny_spec(seed=1), lr=0.1, **settings)
+    run = trainer(tmp_path, max_steps=1)
+    run.fit(made, TwoPrompts())
+    path = run.checkpoint_callback.last_model_path
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert state
+    assert all(name.startswith("policy.") for name in state)
+    again = GRPO.load_from_checkpoint(
+        path, policy=tiny_spec(), kl_coef=0.1, reference=tiny_spec(seed=1), weights_only=True, **settings
+    )
+    assert all(map(torch.equal, again.state_dict().values(), made.state_dict().values()))
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+def test_validation_logs_reward_accuracy_and_further_numbers(tmp_path: Path) -> None:
+    """Prompts [3, 4] and [4, 4], answered by [3, end] and by [4]; the reward wants a 3."""
+
+    def reward(trajectory: Trajectory) -> dict[str, float]:
+        right = float(trajectory.completion_ids[0] == 3)
+        return {"reward": 2 * right - 1, "accuracy": right, "style": 0.25}
+
+    engine = FakeEngine(script=lambda prompt, sampling, sample: [prompt[0], 1] if prompt[0] == 3 else [4, 4, 4])
+    made = GRPO(tiny_spec(), reward=reward, sampling=Sampling(max_new_tokens=2))
+    (found,) = trainer(tmp_path, engine).validate(made, TwoPrompts(), verbose=False)
+    assert found == pytest.approx(
+        {
+            "val/reward": 0.0,
+            "val/accuracy_fraction": 0.5,
+            "val/style": 0.25,
+            "val/length_tokens": 2.0,
+            "val/truncated_fraction": 0.5,
+            "val/prompts": 2.0,
+        }
+    )
+
+
+def test_accuracy_is_the_rewards_own_or_a_reward_of_at_least_one() -> None:
+    def with_reward(reward: float, **metrics: float) -> Trajectory:
+        return Trajectory(
+            Prompt("a", token_ids=[3]), 0, 0, [3], [False], [0.0], [-1], [], "", reward=reward, metrics=metrics
+        )
+
+    assert [accuracy(with_reward(reward)) for reward in (0.99, 1.0, 1.5)] == [0.0, 1.0, 1.0]
+    assert accuracy(with_reward(5.0, accuracy=0.5)) == 0.5
+
+
+def test_lightnings_own_trainer_is_told_who_trains_this_module() -> None:
+    with pytest.raises(RuntimeError, match=r"Use lightrl\.Trainer instead of lightning\.Trainer"):
+        module().training_step(None, 0)
