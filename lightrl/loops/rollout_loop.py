@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,6 @@ class RolloutLoop(_AutomaticOptimization):
         self.guard = GradientGuard()
         self.why_no_checkpoint: str | None = None  # what makes a checkpoint wrong at this moment
         self._rollout_state: dict[str, Any] | None = None  # of the last fit or checkpoint, for the next controller
-        self._rng_state: torch.Tensor | None = None  # from a checkpoint, until the first iteration
         self._is_restored = False  # the present controller has taken the state over
 
     @property
@@ -71,14 +71,22 @@ class RolloutLoop(_AutomaticOptimization):
         if not isinstance(module, RLModule):
             return super().run(optimizer, batch_idx, kwargs)
         self.gate.check()
-        if self._rng_state is not None:
-            torch.set_rng_state(self._rng_state)
-            self._rng_state = None
         self.phase_seconds = {}
         groups = self._take_groups()
-        with self.gate.held_back():
+        with self.gate.held_back(), self._own_randomness(module):
             self._learn(module, groups, batch_idx)
         return {}
+
+    @contextlib.contextmanager
+    def _own_randomness(self, module: RLModule) -> Iterator[None]:
+        """Random numbers drawn inside follow from (seed, weight version) alone, and those outside go on as before.
+
+        A resume cannot repeat all that loaders and validation have drawn from the global state in between.
+        """
+        trainer: Any = self.trainer
+        with torch.random.fork_rng(devices=[module.device] if module.device.type == "cuda" else []):
+            torch.manual_seed(sampling_seed(trainer.rollout.run_seed, "iteration", self.weight_version))
+            yield
 
     # ------------------------------------------------------------------ phases
 
@@ -115,16 +123,17 @@ class RolloutLoop(_AutomaticOptimization):
         seed = sampling_seed(trainer.rollout.run_seed, "minibatches", self.weight_version)
         total = min(module.num_minibatches, len(experience)) * module.update_epochs
         minibatches = experience.minibatches(module.num_minibatches, epochs=module.update_epochs, seed=seed)
-        sums: dict[str, float] = {}
+        found: dict[str, list[float]] = {}
         for index, minibatch in enumerate(minibatches):
             trainer.call_rl_hook("on_minibatch_start", minibatch, index, total)
             metrics = self._step(module, minibatch, batch_idx)
             self.num_updates += 1
             trainer.call_rl_hook("on_minibatch_end", metrics, index, total)
             for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
+                found.setdefault(name, []).append(value)
         with self.logging_allowed(module):
-            module.log_dict({f"policy/{name}": value / total for name, value in sums.items()})
+            # A skipped update has no gradient norm, so each metric is averaged over the updates that have it.
+            module.log_dict({f"policy/{name}": sum(values) / len(values) for name, values in found.items()})
             module.log("policy/skipped_updates", float(self.guard.num_skipped))
 
     def _step(self, module: RLModule, minibatch: Experience, batch_idx: int) -> dict[str, float]:
@@ -157,7 +166,7 @@ class RolloutLoop(_AutomaticOptimization):
             trainer, "optimizer_step", trainer.current_epoch, batch_idx, optimizer, closure
         )
         metrics = losses.metrics()
-        if norms and norms[0] == norms[0]:
+        if norms and math.isfinite(norms[0]):
             metrics["grad_norm"] = norms[0]
         return metrics
 
@@ -221,7 +230,7 @@ class RolloutLoop(_AutomaticOptimization):
             "num_updates": self.num_updates,
             "num_skipped": self.guard.num_skipped,
             "num_skipped_in_a_row": self.guard.num_in_a_row,
-            "torch_rng": torch.get_rng_state() if self._rng_state is None else self._rng_state,
+            "torch_rng": torch.get_rng_state(),
         }
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
@@ -231,7 +240,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.num_updates = int(state_dict["num_updates"])
         self.guard.num_skipped = int(state_dict["num_skipped"])
         self.guard.num_in_a_row = int(state_dict["num_skipped_in_a_row"])
-        self._rng_state = state_dict["torch_rng"]
+        torch.set_rng_state(state_dict["torch_rng"])
 
     def restore_rollout(self) -> None:
         """Hands the state of the checkpoint or of the fit before, if there is one, to the new controller."""
@@ -252,15 +261,12 @@ class RolloutLoop(_AutomaticOptimization):
         if not self._is_restored:
             return
         self._is_restored = False
-        self.why_no_checkpoint = self.why_no_checkpoint or "the rollout's state is unknown"
+        reason, self.why_no_checkpoint = self.why_no_checkpoint, "the rollout's state could not be had"
         try:
             self._rollout_state = trainer.rollout.state_dict()
+            self.why_no_checkpoint = reason
         except LightRLError as error:
-            log.warning("The rollout's state cannot be had: %s", error)
-        else:
-            self.why_no_checkpoint = (
-                None if self.why_no_checkpoint == "the rollout's state is unknown" else self.why_no_checkpoint
-            )
+            log.warning("The rollout's state could not be had for a checkpoint: %s", error)
 
     # ------------------------------------------------------------------ while it waits
 

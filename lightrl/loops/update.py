@@ -6,6 +6,7 @@ N loss tokens and B trajectories are those of the whole minibatch, so gradients 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -109,10 +110,12 @@ class GradientGuard:
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        if norm == norm and norm != float("inf"):
+        if math.isfinite(norm):
             self.num_in_a_row = 0
             return norm
         zero_grad()
+        for parameter in parameters:  # a gradient of zeros would still move Adam's moments and decay the weights
+            parameter.grad = None
         self.num_skipped += 1
         self.num_in_a_row += 1
         log.warning("The gradient norm is %s: this update is skipped (%d so far).", norm, self.num_skipped)

@@ -132,7 +132,11 @@ def test_an_update_without_finite_gradients_changes_neither_parameters_nor_optim
     moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
     layer.weight.grad[0, 0] = bad
     guard = GradientGuard()
-    guard.check(list(layer.parameters()), optimizer.zero_grad, max_in_a_row=2)
+
+    def zero_grad() -> None:  # as a module may override it
+        optimizer.zero_grad(set_to_none=False)
+
+    guard.check(list(layer.parameters()), zero_grad, max_in_a_row=2)
     optimizer.step()
     assert guard.num_skipped == 1
     assert all(map(torch.equal, before, layer.parameters()))
@@ -260,6 +264,27 @@ def test_a_skipped_update_leaves_the_policy_and_the_run_goes_on(tmp_path: Path) 
     assert trainer.callback_metrics["policy/skipped_updates"] == 1
     assert "grad_norm" not in counts.metrics[0]
     assert trainer.weight_version == 1
+
+
+def test_the_logged_norm_is_that_of_the_updates_that_were_made(tmp_path: Path) -> None:
+    counts = Counts()
+    trainer = fit(tmp_path, module_to_fit(num_minibatches=3), counts, SpoilsGradients(1))
+    made = [metrics["grad_norm"] for metrics in counts.metrics if "grad_norm" in metrics]
+    assert len(made) == 2
+    assert float(trainer.callback_metrics["policy/grad_norm"]) == pytest.approx(sum(made) / 2, rel=1e-5)
+
+
+def test_fewer_trajectories_than_minibatches_make_fewer_updates(tmp_path: Path) -> None:
+    """Two of three rewards fail: four trajectories are left for six minibatches, and none of these is empty."""
+
+    def reward(trajectory: Any) -> float:
+        return 1.0 if trajectory.sample == 0 else math.nan
+
+    counts = Counts()
+    module = module_to_fit(num_minibatches=6, max_failed_fraction=1.0, reward=reward)
+    trainer = fit(tmp_path, module, counts)
+    assert counts.events == ["zero", "backward", "step"] * 4
+    assert trainer.rollout_loop.num_updates == 4
 
 
 def test_the_run_ends_when_too_many_updates_are_skipped(tmp_path: Path) -> None:
