@@ -3,6 +3,11 @@
 Reading order:
     engine.py        the protocol of what generates, and Completion
     workflow.py      a prompt to a trajectory
+    multi_turn.py    a workflow of several turns with an environment
+      conversation.py  its tokens: what the policy wrote, and what the chat template puts between
+      environment.py   what answers the policy
+      tools.py         an environment of functions that the policy calls
+      deadline.py      calls of user code that cannot block or hang the others
     buffer.py        what may start and what may be trained on: pure functions
     controller.py    keeps groups in flight and hands over batches
     fake_engine.py   deterministic, slow or broken on request, for tests
@@ -18,8 +23,14 @@ tests/rollout/engine_contract.py on it.
 
 from lightrl.rollout.controller import RolloutController
 from lightrl.rollout.engine import Completion, RolloutEngine
+from lightrl.rollout.environment import Environment, RetryWithFeedback
 from lightrl.rollout.fake_engine import FakeEngine
 from lightrl.rollout.local_engine import LocalEngine
+from lightrl.rollout.multi_turn import MultiTurn
+from lightrl.rollout.tools import ToolEnvironment
 from lightrl.rollout.workflow import SingleTurn, Workflow
 
-__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutController", "RolloutEngine", "SingleTurn", "Workflow"]
+__all__ = [
+    "Completion", "Environment", "FakeEngine", "LocalEngine", "MultiTurn", "RetryWithFeedback", "RolloutController",
+    "RolloutEngine", "SingleTurn", "ToolEnvironment", "Workflow",
+]  # fmt: skip

@@ -580,11 +580,14 @@ class RolloutController:
         turn = 0
         session = f"{seed_name}/{sample}"
 
-        async def generate(token_ids: list[int]) -> Completion:
+        async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
             nonlocal turn
             seed = sampling_seed(self.run_seed, seed_name, sample, turn)
             turn += 1
-            completions = await self.engine.generate(token_ids, replace(sampling, seed=seed), session=session)
+            longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
+            shortest = min(sampling.min_new_tokens, longest)
+            drawn = replace(sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
+            completions = await self.engine.generate(token_ids, drawn, session=session)
             if completions[0].finish_reason == "abort":
                 raise RolloutError(
                     f"The engine aborted turn {turn - 1} of prompt {prompt.id!r}, expected stop or length."

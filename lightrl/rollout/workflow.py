@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lightrl.errors import RolloutError
 from lightrl.rollout.engine import Completion
@@ -13,7 +12,13 @@ from lightrl.trajectory import Prompt, Trajectory, Turn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Generate = Callable[[list[int]], Awaitable[Completion]]
+
+class Generate(Protocol):
+    """Asks the policy; sampling settings, the seed of each turn and the session are bound to it."""
+
+    async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+        """The completion after these token ids, of at most `max_new_tokens` where that is below the sampling's."""
+        ...
 
 
 class Workflow(ABC):
@@ -29,8 +34,7 @@ class Workflow(ABC):
 
         Args:
             prompt: the task; `prompt.token_ids` is set.
-            generate: awaits the policy's completion after these token ids. Sampling settings, the seed of each turn
-                and the session are bound to it. Cancelled when the group is given up.
+            generate: awaits the policy's completion after these token ids. Cancelled when the group is given up.
 
         Returns:
             The trajectory without reward; `group_id` and `sample` are filled in by the controller.
