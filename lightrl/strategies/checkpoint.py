@@ -17,17 +17,42 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Writes `checkpoint`; what dead writers of the same name left behind is cleared away.
+
+        Raises:
+            OSError: if it cannot be written; the file that was there before stays as it was.
+        """
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(target.name + f".{os.getpid()}.part")
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")
         try:
             with part.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(target)
+        except (OSError, RuntimeError) as error:  # torch's writer makes a RuntimeError of a full disk
+            raise OSError(
+                f"Checkpoint {target} could not be written ({error}), expected a disk with room and the right to "
+                "write. Free some, or set another default_root_dir; a file that was there before is still whole."
+            ) from error
         finally:
             part.unlink(missing_ok=True)
+        for left in target.parent.glob(f"{target.name}.*.part"):
+            if not _is_alive(left.name.split(".")[-2]):
+                left.unlink(missing_ok=True)
+
+
+def _is_alive(process: str) -> bool:
+    if not process.isdigit():
+        return True
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

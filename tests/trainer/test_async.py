@@ -1,0 +1,177 @@
+"""With `max_staleness` above 0 rollouts overlap the update and the bound holds. Shown by the order of events."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import BATCH_SIZE, GROUP_SIZE, NUM_PROMPTS, Digits, TinyGRPO, make_trainer
+
+from lightrl import Experience, FakeEngine, LocalEngine, RLCallback, Sampling, StalenessControl
+from lightrl.trajectory import Group
+
+
+class Overlap(RLCallback):
+    """Holds each update back until the engine has begun and continued groups that this update does not train on."""
+
+    def __init__(self) -> None:
+        self.later_groups: list[set[int]] = []  # of each update: stream positions that were generating meanwhile
+        self.mixed: list[float] = []
+        self.staleness: list[int] = []
+
+    def on_minibatch_start(self, trainer: Any, module: Any, minibatch: Experience, index: int, total: int) -> None:
+        mine = set(minibatch.group_ids.tolist())
+        needs_more = trainer.global_step < trainer.max_steps - 1
+        deadline = time.monotonic() + 30
+        while needs_more and not trainer.engine.num_running and time.monotonic() < deadline:
+            time.sleep(0.001)
+        running = {int(request.session.partition(":")[0]) for request in trainer.engine.requests} - mine
+        self.later_groups.append({position for position in running if position > max(mine)})
+
+    def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> None:
+        versions = experience.weight_versions
+        for row, mask in zip(versions, experience.loss_mask, strict=True):
+            self.mixed.append(float(len(set(row[mask].tolist())) > 1))
+        self.staleness.append(trainer.weight_version - int(versions[experience.loss_mask].min()))
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_an_update_starts_while_later_groups_run(max_staleness: int, tmp_path: Path) -> None:
+    overlap = Overlap()
+    engine = FakeEngine(seconds_per_token=0.01)
+    trainer = make_trainer(tmp_path, engine=engine, max_steps=6, callbacks=[StalenessControl(max_staleness), overlap])
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert trainer.global_step == 6
+    assert all(overlap.later_groups[:5])
+    assert not overlap.later_groups[5]  # nothing is left to do
+    assert max(overlap.staleness) == max_staleness
+
+
+def test_trajectories_that_a_sync_interrupted_are_trained_on_with_both_versions(tmp_path: Path) -> None:
+    overlap = Overlap()
+    logged: list[float] = []
+
+    class Mixed(RLCallback):
+        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+            logged.append(float(trainer.callback_metrics["rollout/mixed_version_fraction"]))
+
+    engine = FakeEngine(seconds_per_token=0.01, script=lambda prompt, sampling, sample: [5] * 12)
+    module = TinyGRPO(sampling=Sampling(max_new_tokens=12))
+    callbacks = [StalenessControl(1), overlap, Mixed()]
+    make_trainer(tmp_path, engine=engine, max_steps=6, callbacks=callbacks).fit(module, datamodule=Digits())
+    assert sum(overlap.mixed) > 0
+    assert max(logged) > 0
+    for experience in module.experiences:
+        for row, mask in zip(experience.weight_versions, experience.loss_mask, strict=True):
+            assert row[mask].tolist() == sorted(row[mask].tolist())
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("redraw", [False, True], ids=["wait", "redraw"])
+def test_every_trained_token_is_within_the_bound_with_a_straggler(
+    max_staleness: int, redraw: bool, tmp_path: Path
+) -> None:
+    engine = FakeEngine(
+        seconds_per_token=lambda prompt, sampling: 0.03 if prompt[0] == 4 else 0.001,
+        script=lambda prompt, sampling, sample: [2 + (prompt[0] + sample) % 6] * 5,
+    )
+    module = TinyGRPO()
+    control = StalenessControl(max_staleness, redraw_stragglers=redraw)
+    trainer = make_trainer(tmp_path, engine=engine, max_steps=8, callbacks=[control])
+    trainer.fit(module, datamodule=Digits())
+    assert trainer.global_step == len(module.trained) == 8
+    for version, experience in enumerate(module.experiences):
+        tokens = experience.weight_versions[experience.loss_mask]
+        assert version - max_staleness <= int(tokens.min()) <= int(tokens.max()) <= version
+    positions = [position for batch in module.trained for position in batch]
+    assert len(positions) == len(set(positions))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_no_prompt_is_started_beyond_what_the_run_needs(max_staleness: int, tmp_path: Path) -> None:
+    engine = FakeEngine()
+    trainer = make_trainer(tmp_path, engine=engine, max_epochs=2, callbacks=[StalenessControl(max_staleness)])
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert trainer.global_step == 2 * NUM_PROMPTS // BATCH_SIZE
+    sessions = [request.session for request in engine.requests]
+    assert len(sessions) == len(set(sessions)) == 2 * NUM_PROMPTS * GROUP_SIZE
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_loader_batch_is_an_iteration_with_no_fill_or_drain(max_staleness: int, tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    class Steps(RLCallback):
+        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+            steps.append(trainer.global_step)
+
+    callbacks = [StalenessControl(max_staleness), Steps()]
+    make_trainer(tmp_path, engine=FakeEngine(), max_epochs=2, callbacks=callbacks).fit(
+        TinyGRPO(), datamodule=Digits(num_prompts=12)
+    )
+    assert steps == list(range(1, 13))
+
+
+def test_groups_that_finish_first_are_trained_on_first(tmp_path: Path) -> None:
+    engine = FakeEngine(seconds_per_token=lambda prompt, sampling: 0.02 if prompt[0] == 2 else 0.0)
+    module = TinyGRPO()
+    callbacks = [StalenessControl(2)]
+    make_trainer(tmp_path, engine=engine, max_steps=3, callbacks=callbacks).fit(
+        module, datamodule=Digits(shuffle=False)
+    )
+    assert 0 not in module.trained[0]
+    assert sorted(position for batch in module.trained for position in batch) == list(range(6))
+
+
+def test_the_embedded_engine_learns_asynchronously(tmp_path: Path) -> None:
+    module = TinyGRPO(lr=0.03, decoupled=True, importance_cap=5.0)
+    trainer = make_trainer(tmp_path, engine=LocalEngine(), max_steps=30, callbacks=[StalenessControl(1)])
+    trainer.fit(module, datamodule=Digits())
+    first, last = (float(seen.rewards.mean()) for seen in (module.experiences[0], module.experiences[-1]))
+    assert last > first + 0.2
+
+
+def test_an_engine_that_dies_between_iterations_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    class Kill(RLCallback):
+        def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+            trainer.engine.close()
+
+    for max_staleness in (0, 1):
+        trainer = make_trainer(tmp_path, engine=FakeEngine(), callbacks=[StalenessControl(max_staleness), Kill()])
+        with pytest.raises(Exception, match="closed"):
+            trainer.fit(TinyGRPO(), datamodule=Digits())
+        assert trainer.global_step == 1
+
+
+def test_a_sync_that_fails_ends_the_run_and_names_it(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, engine=FakeEngine(fail_loads=[2]))
+    with pytest.raises(Exception, match="fails the load of version 2"):
+        trainer.fit(TinyGRPO(), datamodule=Digits())
+
+
+def test_a_request_that_never_answers_ends_the_run_at_its_deadline(tmp_path: Path) -> None:
+    control = StalenessControl(rollout_timeout_s=0.3)
+    trainer = make_trainer(tmp_path, engine=FakeEngine(hang_requests=[9]), callbacks=[control])
+    with pytest.raises(
+        Exception, match=r"at weight version 1 has waited for .* no trajectory finished.*rollout_timeout"
+    ):
+        trainer.fit(TinyGRPO(), datamodule=Digits())
+
+
+def test_validation_does_not_stop_the_training_rollouts(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    class Look(RLCallback):
+        def on_validation_batch_end(self, trainer: Any, module: Any, outputs: list[Group], *args: Any) -> None:
+            trained = {position for batch in module.trained for position in batch}
+            started = {request.session for request in trainer.engine.requests if request.session[0].isdigit()}
+            seen.append(len(started) > len(trained) * GROUP_SIZE)
+
+    engine = FakeEngine(seconds_per_token=0.002)
+    callbacks = [StalenessControl(1), Look()]
+    flags: dict[str, Any] = {"limit_val_batches": 1.0, "val_check_interval": 1, "max_steps": 4}
+    trainer = make_trainer(tmp_path, engine=engine, callbacks=callbacks, **flags)
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert seen == [True, True, True, False]
