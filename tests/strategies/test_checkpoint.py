@@ -15,13 +15,13 @@ class DiesWhenWritten:
     """Stands for a process that is killed halfway through a write."""
 
     def __reduce__(self) -> Any:
-        raise RuntimeError("killed")
+        raise KeyboardInterrupt
 
 
 def test_a_write_that_dies_leaves_the_previous_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint({"step": torch.tensor(1)}, path)
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(KeyboardInterrupt):
         AtomicCheckpointIO().save_checkpoint({"step": torch.tensor(2), "bad": DiesWhenWritten()}, path)
     assert torch.load(path, weights_only=True) == {"step": torch.tensor(1)}
     assert list(tmp_path.iterdir()) == [path]
