@@ -106,6 +106,10 @@ class PlaybackEngine(RolloutEngine):
             )
         ]
 
+    def queue_depths(self) -> dict[str, int]:
+        with self._lock:
+            return {"running": len(self._writers), "waiting": 0}
+
     async def pause(self) -> None:
         with self._lock:
             self._is_paused = True
@@ -177,7 +181,7 @@ class PlaybackEngine(RolloutEngine):
 
 
 @dataclass
-class Timeline(lightrl.RLCallback):  # type: ignore[misc]
+class Timeline(lightrl.RLCallback):
     """What a run's iterations took, and what they were trained on."""
 
     seconds: list[float] = field(default_factory=list)

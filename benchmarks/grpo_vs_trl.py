@@ -18,9 +18,9 @@ The learning rate is 0, so the policy and with it the completions stay the same 
              for no completion is right and TRL would have nothing to learn from equal rewards
 
 TRL has the settings that were fastest on a CPU: sdpa attention, dynamic cache, fused AdamW, no gradient checkpointing,
-the batch size below. lightrl has its defaults, with as many slots as an iteration has trajectories: rewards in their
-killable process, weight sync to the engine at every iteration, RolloutMetrics, progress bar, CSV and TensorBoard files.
-Every group is trained on, also where all its rewards are equal.
+the batch size below. lightrl has its defaults: rewards in their killable process, weight sync to the engine at every
+iteration, RolloutMetrics, progress bar; CSV and TensorBoard files besides. Every group is trained on, also where all
+its rewards are equal.
 
 Rows of the table:
     trl                 TRL
@@ -175,7 +175,7 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
     L.seed_everything(0)
     engine_class = lightrl.LocalEngine if lengths is None else ForcedLengthEngine
     trainer = lightrl.Trainer(
-        engine=engine_class(max_batch=task.num_trajectories),
+        engine=engine_class(),
         callbacks=[Measure()],
         max_steps=num_iterations,
         accelerator="cpu",
@@ -346,7 +346,7 @@ class Contender:
         children = self._tree.children(recursive=True)
         self.children_rss_mib = sum(child.memory_info().rss for child in children) / 2**20
         times = [process.cpu_times() for process in (self._tree, *children)]
-        return sum(time.user + time.system for time in times)
+        return float(sum(time.user + time.system for time in times))
 
 
 def save_model(folder: Path) -> None:
@@ -451,8 +451,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     if arguments.quick:
         arguments.pairs, arguments.iterations = 1, 1
-        small = {"num_prompts": 8, "group_size": 4, "trl_batch": 32}
-        tasks = {name: replace(task, cap=min(task.cap, 16), **small) for name, task in tasks.items()}
+        tasks = {
+            name: replace(task, num_prompts=8, group_size=4, cap=min(task.cap, 16), trl_batch=32)
+            for name, task in tasks.items()
+        }
     versions = {name: _version(name) for name in ("trl", "accelerate", "transformers", "lightning")}
     report = Report(
         "grpo_vs_trl",
