@@ -1,0 +1,210 @@
+"""code_tests: whether the Python program in a completion passes its prompt's tests, each run in a Sandbox.
+
+The prompt's field `tests` is a list; its entries may be of three kinds:
+
+    {"stdin": "1 2\\n", "stdout": "3\\n"}                              the program reads and prints
+    {"function": "add", "arguments": [1, 2], "expected": 3}          a call; the value is compared outside the sandbox
+    "assert add(1, 2) == 3"                                          statements after the program, as in MBPP
+
+Every test is a process of its own, so none sees what another left. A program never sees an expected output or value.
+Statements do run in the program's process, where a program that is after it can fake their success; what policies find
+by themselves (`sys.exit(0)`, printing what a success prints) does not work.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from lightrl.rewards.sandbox import Limits, LocalSandbox, Run, Sandbox
+from lightrl.trajectory import Trajectory
+
+Verdict = Literal[
+    "accepted", "wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"
+]
+
+_VERDICTS: tuple[Verdict, ...] = (
+    *("wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"),
+)
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+# The program's own output goes nowhere; what it returned goes out under a word that it has not seen.
+_CALL = """
+
+import json as _json, os as _os, sys as _sys
+_out = _os.dup(1)
+_os.dup2(_os.open(_os.devnull, _os.O_WRONLY), 1)
+_word, _name, _arguments = _json.loads(_sys.stdin.read())
+_value = {function}
+_os.write(_out, (_word + _json.dumps(_value)).encode())
+"""
+
+
+def code_tests(
+    trajectory: Trajectory,
+    *,
+    partial_credit: bool = False,
+    cpu_s: float = 5.0,
+    wall_s: float = 10.0,
+    total_s: float = 25.0,
+    memory_mib: int = 512,
+    tolerance: float = 0.0,
+    sandbox: str = "lightrl.rewards.sandbox.LocalSandbox",
+) -> dict[str, float | str]:
+    """Whether the program in the completion passes the tests of its prompt.
+
+    The program is the last fenced block of the completion that is Python or names no language, or all of it where
+    there is no fence.
+
+    Args:
+        trajectory: its prompt has the field `tests`, see above.
+        partial_credit: the reward is the fraction of tests passed; else 1 for all of them and 0 for fewer.
+        cpu_s, wall_s, memory_mib: limits of one test, see `Limits`.
+        total_s: tests that would begin later than that count as `time_limit`; below the reward's timeout, which
+            would drop the trajectory instead.
+        tolerance: how far numbers may be from the expected ones, absolutely and relatively.
+        sandbox: dotted path of a class that makes a Sandbox.
+
+    Returns:
+        `reward`; `accuracy`: 1 if all tests pass; `passed_fraction`; 1 for the verdict of the first test that failed
+        and 0 for the others, among `wrong_answer`, `runtime_error`, `time_limit`, `memory_limit`, `output_limit` and
+        `no_program`; `extracted`, the program.
+
+    Raises:
+        ValueError: if the prompt has no tests, or one that is of none of the three kinds.
+        RewardError: if the sandbox does not work here.
+    """
+    tests = _tests_of(trajectory)
+    program = extracted_program(trajectory.completion)
+    deadline = time.monotonic() + total_s
+    limits = Limits(cpu_s=cpu_s, wall_s=wall_s, memory_mib=memory_mib)
+    verdicts: list[Verdict] = []
+    for test in tests if program.strip() else ():
+        if verdicts and not partial_credit and verdicts[-1] != "accepted":
+            break
+        is_late = time.monotonic() > deadline
+        verdicts.append("time_limit" if is_late else verdict(program, test, _sandbox(sandbox), limits, tolerance))
+    failed: Verdict | None = next((item for item in verdicts if item != "accepted"), None)
+    if not program.strip():
+        failed = "no_program"
+    passed_fraction = verdicts.count("accepted") / len(tests)
+    is_accurate = float(failed is None)
+    return {
+        "reward": passed_fraction if partial_credit else is_accurate,
+        "accuracy": is_accurate,
+        "passed_fraction": passed_fraction,
+        **{name: float(name == failed) for name in _VERDICTS},
+        "extracted": program,
+    }
+
+
+def extracted_program(completion: str) -> str:
+    """The last fenced block that is Python or of no stated language; the whole text where there is no fence."""
+    blocks = [text for language, text in _FENCE.findall(completion) if language.lower() in ("", "python", "py", "python3")]
+    if blocks:
+        return str(blocks[-1])
+    return "" if "```" in completion else completion
+
+
+def verdict(
+    program: str, test: Mapping[str, Any] | str, sandbox: Sandbox, limits: Limits, tolerance: float = 0.0
+) -> Verdict:
+    """What one test says about a program."""
+    if isinstance(test, Mapping) and "stdin" in test:
+        run = sandbox.run(program, str(test["stdin"]), limits)
+        is_right = run.exit_code == 0 and same_output(run.stdout, str(test["stdout"]), tolerance)
+        return _of_run(run) or ("accepted" if is_right else "wrong_answer")
+    word = secrets.token_hex(8)
+    if isinstance(test, str):
+        source, request = f"{program}\n\n{test}\n{_CALL.format(function='True')}", [word, "", []]
+    else:
+        source = program + _CALL.format(function=f"{test['function']}(*_arguments)")
+        request = [word, test["function"], test["arguments"]]
+    run = sandbox.run(source, json.dumps(request), limits)
+    found = _of_run(run)
+    if found == "runtime_error" and isinstance(test, str) and "\nAssertionError" in run.stderr:
+        return "wrong_answer"
+    if found is not None:
+        return found
+    before, _, text = run.stdout.rpartition(word)
+    if before == text == "":  # it ended before its end
+        return "wrong_answer"
+    expected = True if isinstance(test, str) else test["expected"]
+    return "accepted" if _same_value(json.loads(text), expected, tolerance) else "wrong_answer"
+
+
+def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
+    """Equal line by line, spaces at the ends of lines and empty lines at the end aside; numbers within `tolerance`."""
+    lines, expected_lines = found.rstrip().splitlines(), expected.rstrip().splitlines()
+    if [line.rstrip() for line in lines] == [line.rstrip() for line in expected_lines]:
+        return True
+    words, expected_words = found.split(), expected.split()
+    if tolerance <= 0 or len(words) != len(expected_words) or len(lines) != len(expected_lines):
+        return False
+    return all(_same_word(*pair, tolerance) for pair in zip(words, expected_words, strict=True))
+
+
+def _same_word(found: str, expected: str, tolerance: float) -> bool:
+    if found == expected:
+        return True
+    try:
+        return math.isclose(float(found), float(expected), rel_tol=tolerance, abs_tol=tolerance)
+    except ValueError:
+        return False
+
+
+def _same_value(found: Any, expected: Any, tolerance: float) -> bool:
+    """Equal as JSON values: a tuple is a list, True is not 1."""
+    if isinstance(expected, list | tuple):
+        if not isinstance(found, list) or len(found) != len(expected):
+            return False
+        return all(_same_value(*pair, tolerance) for pair in zip(found, expected, strict=True))
+    if isinstance(expected, dict):
+        if not isinstance(found, dict) or found.keys() != {str(key) for key in expected}:
+            return False
+        return all(_same_value(found[str(key)], value, tolerance) for key, value in expected.items())
+    if isinstance(expected, bool) or isinstance(found, bool) or not isinstance(expected, int | float):
+        return found is expected if isinstance(expected, bool) else bool(found == expected)
+    if not isinstance(found, int | float):
+        return False
+    return found == expected or (tolerance > 0 and math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance))
+
+
+def _of_run(run: Run) -> Verdict | None:
+    if run.stopped_by is not None:
+        verdicts: dict[str, Verdict] = {"time": "time_limit", "memory": "memory_limit", "output": "output_limit"}
+        return verdicts.get(run.stopped_by, "runtime_error")
+    return None if run.exit_code == 0 else "runtime_error"
+
+
+def _tests_of(trajectory: Trajectory) -> Sequence[Mapping[str, Any] | str]:
+    tests = trajectory.prompt.fields.get("tests")
+    if isinstance(tests, str):  # a column of JSON text
+        tests = json.loads(tests)
+    if not isinstance(tests, list | tuple) or not tests:
+        raise ValueError(
+            f"Prompt {trajectory.prompt.id!r} has the fields {sorted(trajectory.prompt.fields)} and tests={tests!r:.100}, "
+            "expected a field 'tests' with a list of at least one. Name the data's column of tests."
+        )
+    for test in tests:
+        kinds = ({"stdin", "stdout"}, {"function", "arguments", "expected"})
+        if isinstance(test, str) or (isinstance(test, Mapping) and any(kind <= test.keys() for kind in kinds)):
+            continue
+        raise ValueError(
+            f"Prompt {trajectory.prompt.id!r} has the test {test!r:.200}, expected statements, or a dict with stdin and "
+            "stdout, or with function, arguments and expected. Bring the data into this form."
+        )
+    return tests
+
+
+@functools.lru_cache(maxsize=8)
+def _sandbox(path: str) -> Sandbox:
+    module, _, name = path.rpartition(".")
+    made: Sandbox = getattr(importlib.import_module(module), name)()
+    return made

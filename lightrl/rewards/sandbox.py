@@ -1,0 +1,240 @@
+"""LocalSandbox: runs a Python program that nobody trusts, with limits, and leaves nothing of it behind.
+
+What protects, and what each layer is for. A layer is used where the system has it; what is missing is said once.
+
+    namespaces     own processes (all die together), no network, files in a bounded memory disk of its own.
+                   Linux as root, or as a user who may make user namespaces
+    private_user   Linux as root: an own user id, which owns nothing, may write nowhere and has its own process count
+    landlock       Linux 5.13: reads only Python and the system's libraries, writes only its own folder
+    seccomp        Linux on x86-64 and ARM64: no sockets, no look into other processes
+    limits         everywhere: CPU time, memory, size and number of files, output, wall clock; an empty environment
+
+A program is refused where no layer protects other processes (namespaces, private_user, Landlock of Linux 6.12), files
+(private_user, landlock) or the network (namespaces, seccomp); macOS has none of them. Without `namespaces`, files are
+bounded one by one and not in sum, memory per process and not in sum, and a program may outlive the guard if that is
+killed with SIGKILL at the same time. No layer here stops an attack on the kernel: for that, write a Sandbox that asks a
+virtual machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from lightrl.errors import RewardError
+
+LAYERS = ("namespaces", "private_user", "landlock", "seccomp")
+
+_logger = logging.getLogger(__name__)
+_GUARD = Path(__file__).with_name("sandbox_guard.py")
+_GRACE_S = 10.0
+_READ_BYTES = 1 << 16
+_SYSTEM_PATHS = (
+    *("/usr", "/lib", "/lib64", "/bin", "/opt/lib"),
+    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime"),
+)
+
+StoppedBy = Literal["time", "memory", "output", "processes"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run of a program may use."""
+
+    cpu_s: float = 5.0  # of each process; whole seconds are enforced, rounded up
+    wall_s: float = 10.0
+    memory_mib: int = 512  # of each process; of all together where there are namespaces
+    max_processes: int = 16  # threads included
+    max_open_files: int = 64
+    max_files: int = 1000
+    file_mib: int = 16  # of each file; of all together where there are namespaces
+    output_kib: int = 256  # standard output and error together
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"{name}={value}, expected a number above 0. Raise it.")
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run of a program ended."""
+
+    stdout: str
+    stderr: str
+    exit_code: int | None  # negative: the signal that ended it; None: a limit was reached first
+    stopped_by: StoppedBy | None  # the limit that was reached
+    wall_s: float
+    cpu_s: float
+    layers: frozenset[str] = field(default_factory=frozenset)  # the protections that were there
+
+
+class Sandbox(Protocol):
+    """Runs programs; one method, so that a virtual machine or a service can stand in for LocalSandbox."""
+
+    def run(self, program: str, stdin: str, limits: Limits) -> Run:
+        """Runs a Python program with this text on its standard input; returns when nothing of it is left."""
+        ...
+
+
+class LocalSandbox:
+    """Runs programs on this machine, one after the other, under a guard process that lives as long as this process.
+
+    Args:
+        python: the interpreter of the programs.
+        readable: further files and folders that programs may read, for example of a data set.
+        environment: further environment variables of the programs; of this process's they see none.
+        layers: the protections to use where the system has them.
+        unprotected: run programs also where no layer protects other processes, files or the network: they then have
+            all rights of this user, except as root, where they are refused in any case.
+    """
+
+    def __init__(
+        self,
+        *,
+        python: str = sys.executable,
+        readable: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        layers: Sequence[str] = LAYERS,
+        unprotected: bool = False,
+    ) -> None:
+        unknown = sorted(set(layers) - set(LAYERS))
+        if unknown:
+            raise ValueError(f"layers={unknown} are unknown, expected some of {list(LAYERS)}. Mend the names.")
+        prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(python).resolve().parent)}
+        self._python = python
+        self._request = {
+            "readable": [*sorted(prefixes - {"/"}), *_SYSTEM_PATHS, *readable],
+            "environment": {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(environment or {})},
+            "layers": list(layers),
+            "unprotected": unprotected,
+        }
+        self._layers = frozenset(layers)
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._has_warned = False
+
+    def run(self, program: str, stdin: str, limits: Limits) -> Run:
+        """Raises RewardError if the sandbox itself fails; whatever the program does is a Run."""
+        reply = self._ask(
+            {
+                **self._request,
+                "command": [self._python, "-I", "-B", "-X", "utf8", "program.py"],
+                "files": {"program.py": program},
+                "stdin": stdin,
+                "limits": {
+                    "cpu_s": limits.cpu_s,
+                    "wall_s": limits.wall_s,
+                    "memory_bytes": limits.memory_mib << 20,
+                    "max_processes": limits.max_processes,
+                    "max_open_files": limits.max_open_files,
+                    "max_files": limits.max_files,
+                    "file_bytes": limits.file_mib << 20,
+                    "output_bytes": limits.output_kib << 10,
+                },
+            },
+            limits.wall_s + _GRACE_S,
+        )
+        problem = reply.pop("problem")
+        if problem is not None:
+            raise RewardError(
+                f"The sandbox does not run a program here: {problem} (it has the layers {reply['layers']}), expected "
+                "Linux 5.13 or newer with one of the layers in lightrl/rewards/sandbox.py for each. Use another Sandbox."
+            )
+        run = Run(**{**reply, "layers": frozenset(reply["layers"])})
+        self._warn(run)
+        if run.stopped_by is None and run.exit_code == 1 and _last_line(run.stderr).startswith("MemoryError"):
+            run = Run(**{**vars(run), "stopped_by": "memory"})
+        return run
+
+    def close(self) -> None:
+        """Ends the guard; the next run starts a new one."""
+        with self._lock:
+            self._end_guard()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # its constructor failed
+            self._end_guard()
+
+    def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        with self._lock:
+            if self._guard is None or self._guard.poll() is not None:
+                self._end_guard()
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_GUARD)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    bufsize=0,
+                    start_new_session=True,
+                )
+            assert self._guard.stdin is not None
+            assert self._guard.stdout is not None
+            try:
+                left = memoryview(json.dumps(request).encode() + b"\n")
+                while left:
+                    left = left[os.write(self._guard.stdin.fileno(), left) :]
+                reply = _line(self._guard.stdout.fileno(), timeout_s)
+            except OSError as error:
+                self._end_guard()
+                raise RewardError(f"The guard of the sandbox ended: {error!r}. Expected it to run.") from error
+            if reply is None:
+                self._end_guard()
+                raise RewardError(
+                    f"The guard of the sandbox did not answer within {timeout_s:g} s or ended, expected a reply. Look "
+                    "at its messages above.",
+                    reason="killed",
+                )
+            found: dict[str, Any] = json.loads(reply)
+            return found
+
+    def _end_guard(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is None:
+            return
+        assert guard.stdin is not None
+        assert guard.stdout is not None
+        guard.stdin.close()  # it kills what runs, and ends
+        try:
+            guard.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            guard.kill()
+            guard.wait()
+        guard.stdout.close()
+
+    def _warn(self, run: Run) -> None:
+        missing = self._layers - run.layers - ({"private_user"} if os.getuid() != 0 else set())
+        if missing and run.layers and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "The sandbox runs without %s, which this system refuses: programs are held by the other layers only "
+                "(see lightrl/rewards/sandbox.py).",
+                ", ".join(sorted(missing)),
+            )
+
+
+def _line(descriptor: int, timeout_s: float) -> bytes | None:
+    """The next line, or None at the end or after the deadline."""
+    deadline = time.monotonic() + timeout_s
+    found = bytearray()
+    while not found.endswith(b"\n"):
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        data = os.read(descriptor, _READ_BYTES) if ready else b""
+        if not data:
+            return None
+        found += data
+    return bytes(found)
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip().rpartition("\n")[2]
