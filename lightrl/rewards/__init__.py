@@ -8,6 +8,7 @@ Reading order:
     hook.py          RewardHook: callables of this process, in a thread
     judge.py         Judge, what both are; make_judge, which chooses
     math_answer.py   a reward function: GSM8K-like answers, checked by math-verify
+    environment_reward.py   another: what the environment of a workflow gave
 
 May import: errors, trajectory. No torch: a worker starts in a fraction of a second.
 
@@ -15,10 +16,11 @@ One more reward function: a file with a function `(Trajectory) -> float` or `-> 
 export below; then `reward: lightrl.rewards.<function>` in YAML.
 """
 
+from lightrl.rewards.environment_reward import environment_reward
 from lightrl.rewards.hook import RewardHook
 from lightrl.rewards.judge import Judge, make_judge
 from lightrl.rewards.judgment import Judgment
 from lightrl.rewards.math_answer import math_answer
 from lightrl.rewards.pool import RewardPool
 
-__all__ = ["Judge", "Judgment", "RewardHook", "RewardPool", "make_judge", "math_answer"]
+__all__ = ["Judge", "Judgment", "RewardHook", "RewardPool", "environment_reward", "make_judge", "math_answer"]
