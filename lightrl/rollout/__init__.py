@@ -10,6 +10,8 @@ Reading order:
       deadline.py      calls of user code that cannot block or hang the others
     buffer.py        what may start and what may be trained on: pure functions
     controller.py    keeps groups in flight and hands over batches
+      loop_thread.py     its event loop, and the ways across from the main thread
+      trajectory_task.py playing and judging one trajectory
     fake_engine.py   deterministic, slow or broken on request, for tests
     local_engine.py  the engine of a laptop: in this process, on its own thread
     running_batch.py   its slots: rows that decode together, join and leave

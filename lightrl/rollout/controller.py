@@ -12,34 +12,30 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import concurrent.futures
 import contextlib
-import logging
 import math
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from lightrl.errors import LightRLError, RewardError, RolloutError
-from lightrl.rewards import Judge, Judgment
+from lightrl.errors import RewardError, RolloutError
+from lightrl.rewards import Judge
 from lightrl.rollout.buffer import choose_batch, describe_waiting, find_overdue, num_admissible
-from lightrl.rollout.engine import Completion, RolloutEngine
-from lightrl.rollout.workflow import Generate, Workflow, check_trajectory
+from lightrl.rollout.engine import RolloutEngine
+from lightrl.rollout.loop_thread import LoopThread
+from lightrl.rollout.trajectory_task import judge_trajectory, play_trajectory
+from lightrl.rollout.workflow import Workflow
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.weights import Bucket
 
-log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 # Ticks of the event loop after which every new trajectory task has reached its first `generate`: one starts the task,
 # the others leave room for a workflow that awaits something ready first.
 WAVE_TICKS = 4
-WAIT_S = 0.1  # between two looks of a waiting main thread at signals, deadlines and progress
 
 
 class Prompts(Protocol):
@@ -157,15 +153,14 @@ class RolloutController:
         self._failure: BaseException | None = None
         self._take_wait: _Wait | None = None  # of the `take` in progress
         self._is_closing = False
-        self._closing: concurrent.futures.Future[None] | None = None
 
-        self._loop = asyncio.new_event_loop()
+        self._thread = LoopThread(loop_timeout_s=loop_timeout_s, on_exit=self._on_exit)
+        self._loop = self._thread.loop
         self._changed = asyncio.Event()
         self._waving = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._resuming: set[asyncio.Task[None]] = set()
         self._given_up: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # tasks that we cancelled
-        self._thread = threading.Thread(target=self._run_loop, name="lightrl-rollout", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------------ from the main thread
@@ -190,7 +185,7 @@ class RolloutController:
 
     def commit(self) -> None:
         """The groups of the last `take` have been trained on: forget them."""
-        self._run(self._commit())
+        self._thread.call(self._commit())
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Gives the engine new weights and, when it has acknowledged them, starts what the new version admits.
@@ -200,7 +195,7 @@ class RolloutController:
             EngineTimeout: from the engine, which keeps the deadline of its load.
         """
         self.engine.load_weights(buckets, weight_version=weight_version)
-        self._run(self._pump())
+        self._thread.call(self._pump())
 
     def evaluate(
         self,
@@ -241,92 +236,35 @@ class RolloutController:
 
     def state_dict(self) -> dict[str, Any]:
         """What resume needs: cursor, positions in flight, groups finished but not trained on. Plain Python."""
-        return self._run(self._state())
+        return self._thread.call(self._state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the first `take`: restores the cursor and finished groups; what was in flight starts again first."""
-        self._run(self._restore(state))
+        self._thread.call(self._restore(state))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Cancels what runs and ends the thread; the engine is the caller's to close. May be called twice."""
-        if self._closing is None and self._thread.is_alive():
-            self._closing = self._submit(self._cancel_all())
-            self._closing.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._loop.stop))
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            log.warning("Rollout tasks did not end within %.1f s after cancellation; leaving them behind.", timeout_s)
+        self._thread.close(self._cancel_all, timeout_s)
 
     # ------------------------------------------------------------------ crossing over
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        while True:
-            try:
-                self._loop.run_forever()
-                break
-            except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets them through, out of a workflow's own tasks
-                self._fail(RolloutError(f"A task on the event loop raised {error!r}, expected it not to exit."), error)
-        self._loop.close()
-
-    def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
-        if self._closing is not None or not self._thread.is_alive():
-            coroutine.close()
-            raise RolloutError("The rollout controller is closed, expected it open. Start a new run.")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """For what takes milliseconds."""
-        future = self._submit(coroutine)
-        concurrent.futures.wait([future], self.loop_timeout_s)
-        if not future.done():
-            future.cancel()
-            raise self._blocked_error()
-        return future.result()
 
     def _wait_for(
         self, coroutine: Coroutine[Any, Any, _T], wait: _Wait, on_wait: Callable[[int, int], None] | None, who: str
     ) -> _T:
-        """The coroutine's result, or an error at a deadline; whatever is raised here cancels it."""
-        future = self._submit(coroutine)
-        has_answered = threading.Event()
-        has_answered.set()
-        silent_s = 0.0  # counted in waits, not by the clock: a stopped process is not a blocked loop
-        try:
-            while True:
-                concurrent.futures.wait([future], WAIT_S)
-                if future.cancelled():
-                    raise RolloutError(f"{who} waited while the controller was closed, expected it open.")
-                if future.done():
-                    return future.result()
-                if has_answered.is_set():
-                    has_answered.clear()
-                    silent_s = 0.0
-                    self._loop.call_soon_threadsafe(self._answer, wait, has_answered)
-                else:
-                    silent_s += WAIT_S
-                if silent_s > self.loop_timeout_s:
-                    raise self._blocked_error()
-                if time.monotonic() - wait.last_news > self.rollout_timeout_s:
-                    raise self._overdue_error(wait, who)
-                if on_wait is not None:
-                    on_wait(min(wait.done, wait.total), wait.total)
-        finally:
-            future.cancel()
+        """The coroutine's result, or an error at the deadline; whatever is raised here cancels it."""
 
-    def _answer(self, wait: _Wait, has_answered: threading.Event) -> None:
+        def look() -> None:
+            if time.monotonic() - wait.last_news > self.rollout_timeout_s:
+                raise self._overdue_error(wait, who)
+            if on_wait is not None:
+                on_wait(min(wait.done, wait.total), wait.total)
+
+        return self._thread.wait_for(coroutine, on_answer=lambda: self._count_done(wait), on_wait=look, who=who)
+
+    def _count_done(self, wait: _Wait) -> None:
         if wait is self._take_wait:
             wait.done = sum(item.num_done for item in self._running.values())
             wait.done += len(self._finished) * self.group_size
-        has_answered.set()
-
-    def _blocked_error(self) -> RolloutError:
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        here = traceback.extract_stack(frame)[-1] if frame is not None else None
-        where = f"It is at {here.filename}:{here.lineno}, in {here.name}. " if here is not None else ""
-        return RolloutError(
-            f"The rollout event loop did not answer for loop_timeout_s={self.loop_timeout_s:g}, expected milliseconds. "
-            f"{where}A workflow, environment or async reward blocks it: let it await, or move its work to a thread."
-        )
 
     def _overdue_error(self, wait: _Wait, who: str) -> RolloutError:
         return RolloutError(
@@ -564,6 +502,9 @@ class RolloutController:
                 )
             )
 
+    def _on_exit(self, error: BaseException) -> None:
+        self._fail(RolloutError(f"A task on the event loop raised {error!r}, expected it not to exit."), error)
+
     def _fail(self, error: BaseException, cause: BaseException | None = None) -> None:
         if self._failure is None:
             if cause is not None:
@@ -577,27 +518,18 @@ class RolloutController:
         self, prompt: Prompt, group_id: int, sample: int, sampling: Sampling, seed_name: str
     ) -> Trajectory | None:
         """One interaction, judged; None if it was dropped. Waits for the workflow, then for the judge."""
-        turn = 0
-        session = f"{seed_name}/{sample}"
-
-        async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
-            nonlocal turn
-            seed = sampling_seed(self.run_seed, seed_name, sample, turn)
-            turn += 1
-            longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
-            shortest = min(sampling.min_new_tokens, longest)
-            drawn = replace(sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
-            completions = await self.engine.generate(token_ids, drawn, session=session)
-            if completions[0].finish_reason == "abort":
-                raise RolloutError(
-                    f"The engine aborted turn {turn - 1} of prompt {prompt.id!r}, expected stop or length."
-                )
-            return completions[0]
-
         try:
-            trajectory = await self._play(prompt, generate)
+            trajectory = await play_trajectory(
+                prompt,
+                engine=self.engine,
+                workflow=self.workflow,
+                sampling=sampling,
+                seed_of_turn=lambda turn: sampling_seed(self.run_seed, seed_name, sample, turn),
+                session=f"{seed_name}/{sample}",
+                was_given_up=lambda: self._is_closing or asyncio.current_task() in self._given_up,
+            )
             trajectory.group_id, trajectory.sample = group_id, sample
-            (await self._judge(trajectory)).apply_to(trajectory)
+            (await judge_trajectory(self.judge, trajectory)).apply_to(trajectory)
         except RewardError as error:
             self._drop(f"reward_{error.reason}", str(error), prompt)
             return None
@@ -605,27 +537,6 @@ class RolloutController:
             self._drop("rollout", str(error), prompt)
             return None
         return trajectory
-
-    async def _play(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        name = f"{type(self.workflow).__name__}.run"
-        try:
-            return check_trajectory(await self.workflow.run(prompt, generate), self.workflow, prompt)
-        except LightRLError:
-            raise
-        except asyncio.CancelledError as error:
-            if self._is_closing or asyncio.current_task() in self._given_up:
-                raise
-            raise RolloutError(f"{name} let a cancellation of its own escape on prompt {prompt.id!r}.") from error
-        except (Exception, SystemExit) as error:
-            raise RolloutError(f"{name} raised {error!r} on prompt {prompt.id!r}, expected a Trajectory.") from error
-
-    async def _judge(self, trajectory: Trajectory) -> Judgment:
-        try:
-            return await self.judge.score(trajectory)
-        except LightRLError:
-            raise
-        except Exception as error:
-            raise RewardError(f"{type(self.judge).__name__}.score raised {error!r}, expected a Judgment.") from error
 
     def _drop(self, reason: str, message: str, prompt: Prompt) -> None:
         self._last_drop = Drop(reason, message, prompt.id)
