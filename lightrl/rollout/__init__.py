@@ -8,6 +8,8 @@ Reading order:
       environment.py   what answers the policy
       tools.py         an environment of functions that the policy calls
       deadline.py      calls of user code that cannot block or hang the others
+    agent_workflow.py  a workflow that runs an agent, which talks to openai_endpoint.py as to OpenAI
+      agent_session.py, chat_protocol.py  its requests as tokens; what may be asked and is answered
     buffer.py        what may start and what may be trained on: pure functions
     controller.py    keeps groups in flight and hands over batches
       loop_thread.py     its event loop, and the ways across from the main thread
@@ -23,6 +25,7 @@ May import: errors, trajectory, experience, functional, rewards, weights. To add
 tests/rollout/engine_contract.py on it.
 """
 
+from lightrl.rollout.agent_workflow import AgentWorkflow
 from lightrl.rollout.controller import RolloutController
 from lightrl.rollout.engine import Completion, RolloutEngine
 from lightrl.rollout.environment import Environment, RetryWithFeedback
@@ -33,6 +36,6 @@ from lightrl.rollout.tools import ToolEnvironment
 from lightrl.rollout.workflow import SingleTurn, Workflow
 
 __all__ = [
-    "Completion", "Environment", "FakeEngine", "LocalEngine", "MultiTurn", "RetryWithFeedback", "RolloutController",
-    "RolloutEngine", "SingleTurn", "ToolEnvironment", "Workflow",
+    "AgentWorkflow", "Completion", "Environment", "FakeEngine", "LocalEngine", "MultiTurn", "RetryWithFeedback",
+    "RolloutController", "RolloutEngine", "SingleTurn", "ToolEnvironment", "Workflow",
 ]  # fmt: skip

@@ -12,8 +12,10 @@ takes earlier thinking out, is refused, because the policy would train on a conv
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.errors import RolloutError
@@ -148,6 +150,13 @@ class Conversation:
         self.logprobs = [0.0] * len(token_ids)
         self.weight_versions = [-1] * len(token_ids)
 
+    def copy(self) -> Conversation:
+        """One that can go on in another way."""
+        other = copy.copy(self)
+        for name in ("token_ids", "loss_mask", "logprobs", "weight_versions", "turns"):
+            setattr(other, name, list(getattr(self, name)))
+        return other
+
     def add_completion(self, completion: Completion) -> str:
         """Takes over what the policy wrote; its text without special tokens."""
         start, written = len(self.token_ids), completion.token_ids
@@ -159,14 +168,17 @@ class Conversation:
         return self.renderer.decode(written, skip_special_tokens=True)
 
     def encode_observation(self, messages: Sequence[dict[str, Any]]) -> Observed:
-        """The tokens that these messages add after the last completion, which ended with a stop token; adds nothing.
+        """The tokens that these messages add after the last completion; adds nothing.
+
+        After one that was cut off they begin with the end of turn that the policy did not write.
 
         Raises:
             RolloutError: if the template rewrites what is there, or adds nothing.
         """
         turn = self.turns[-1]
         written = self.token_ids[turn.start : turn.end]
-        end_token, said = written[-1], self.renderer.decode(written[:-1])
+        has_end = turn.finish_reason == "stop"
+        end_token, said = written[-1], self.renderer.decode(written[:-1] if has_end else written)
         if self.messages is None:
             observed = Observed(self.renderer.encode_after(end_token, _text(messages)), None, "")
         else:
@@ -176,7 +188,7 @@ class Conversation:
             if end is None:
                 raise RolloutError(_rewrites(rendered, self.seen + said))
             added, end_text = rendered[end:], self.renderer.decode([end_token])
-            if added.lstrip().startswith(end_text):  # the policy wrote its end of turn itself
+            if has_end and added.lstrip().startswith(end_text):  # the policy wrote its end of turn itself
                 added = added.lstrip()[len(end_text) :]
             observed = Observed(self.renderer.encode_after(end_token, added), after_turn, rendered)
         if not observed.token_ids:
@@ -221,6 +233,22 @@ class Conversation:
             turns=list(self.turns),
             metrics=metrics,
         )
+
+
+def read_template(template: str | None) -> str | None:
+    """The text of a chat template; only a name without Jinja's braces can be a file.
+
+    Raises:
+        ValueError: if it is neither a file nor a template.
+    """
+    if template is None or "{" in template:
+        return template
+    path = Path(template).expanduser()
+    if not path.is_file():
+        raise ValueError(
+            f"chat_template={template!r} is neither a file nor a Jinja template, expected one of them. Mend the path."
+        )
+    return path.read_text(encoding="utf-8")
 
 
 def _text(messages: Messages) -> str:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.errors import RolloutError
-from lightrl.rollout.conversation import Conversation, TurnRenderer
+from lightrl.rollout.conversation import Conversation, TurnRenderer, read_template
 from lightrl.rollout.deadline import call_within
 from lightrl.rollout.engine import Completion
 from lightrl.rollout.environment import CheckedStep, Environment, as_messages
@@ -82,7 +81,7 @@ class MultiTurn(Workflow):
         self.truncated_reward = truncated_reward
         self.time_limit_s = time_limit_s
         self.step_timeout_s = step_timeout_s
-        self.renderer = TurnRenderer(tokenizer, chat_template=_read_template(chat_template))
+        self.renderer = TurnRenderer(tokenizer, chat_template=read_template(chat_template))
         first = self._make()
         self.tools = first.tool_schemas()
         self.renderer.check_template("tool" if self.tools else "user", self.tools)
@@ -167,15 +166,3 @@ async def _within(deadline: float, completing: Any) -> Completion | None:
             task.cancel()
             task.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody else asks for it
     return task.result() if task.done() else None
-
-
-def _read_template(template: str | None) -> str | None:
-    """The template's text; only a name without Jinja's braces can be a file."""
-    if template is None or "{" in template:
-        return template
-    path = Path(template).expanduser()
-    if not path.is_file():
-        raise ValueError(
-            f"chat_template={template!r} is neither a file nor a Jinja template, expected one of them. Mend the path."
-        )
-    return path.read_text(encoding="utf-8")
