@@ -16,11 +16,28 @@ One more reward function: a file with a function `(Trajectory) -> float` or `-> 
 export below; then `reward: lightrl.rewards.<function>` in YAML.
 """
 
+from lightrl.rewards.code_tests import code_tests
 from lightrl.rewards.environment_reward import environment_reward
 from lightrl.rewards.hook import RewardHook
 from lightrl.rewards.judge import Judge, make_judge
 from lightrl.rewards.judgment import Judgment
 from lightrl.rewards.math_answer import math_answer
+from lightrl.rewards.parts import RewardPart
 from lightrl.rewards.pool import RewardPool
+from lightrl.rewards.sandbox import Limits, LocalSandbox, Run, Sandbox
 
-__all__ = ["Judge", "Judgment", "RewardHook", "RewardPool", "environment_reward", "make_judge", "math_answer"]
+__all__ = [
+    "Limits",
+    "LocalSandbox",
+    "Run",
+    "Sandbox",
+    "environment_reward",
+    "Judge",
+    "Judgment",
+    "RewardHook",
+    "RewardPart",
+    "RewardPool",
+    "code_tests",
+    "make_judge",
+    "math_answer",
+]

@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from lightrl.rewards.sandbox import Limits, LocalSandbox, Run, Sandbox
+from lightrl.rewards.sandbox import Limits, Run, Sandbox
 from lightrl.trajectory import Trajectory
 
 Verdict = Literal[
@@ -106,7 +106,9 @@ def code_tests(
 
 def extracted_program(completion: str) -> str:
     """The last fenced block that is Python or of no stated language; the whole text where there is no fence."""
-    blocks = [text for language, text in _FENCE.findall(completion) if language.lower() in ("", "python", "py", "python3")]
+    blocks = [
+        text for language, text in _FENCE.findall(completion) if language.lower() in ("", "python", "py", "python3")
+    ]
     if blocks:
         return str(blocks[-1])
     return "" if "```" in completion else completion
@@ -189,16 +191,16 @@ def _tests_of(trajectory: Trajectory) -> Sequence[Mapping[str, Any] | str]:
         tests = json.loads(tests)
     if not isinstance(tests, list | tuple) or not tests:
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} has the fields {sorted(trajectory.prompt.fields)} and tests={tests!r:.100}, "
-            "expected a field 'tests' with a list of at least one. Name the data's column of tests."
+            f"Prompt {trajectory.prompt.id!r} has the fields {sorted(trajectory.prompt.fields)} and tests={tests!r:.99}, "
+            "expected a list of at least one test in the field 'tests'. Name the data's column of tests."
         )
     for test in tests:
         kinds = ({"stdin", "stdout"}, {"function", "arguments", "expected"})
         if isinstance(test, str) or (isinstance(test, Mapping) and any(kind <= test.keys() for kind in kinds)):
             continue
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} has the test {test!r:.200}, expected statements, or a dict with stdin and "
-            "stdout, or with function, arguments and expected. Bring the data into this form."
+            f"Prompt {trajectory.prompt.id!r} has the test {test!r:.200}, expected statements, or a dict with stdin "
+            "and stdout, or with function, arguments and expected. Bring the data into this form."
         )
     return tests
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from lightrl.rewards.hook import RewardHook
 from lightrl.rewards.judgment import Judgment
+from lightrl.rewards.parts import Reward, RewardPart
 from lightrl.rewards.pool import RewardPool
 from lightrl.trajectory import Trajectory
 
@@ -29,26 +30,36 @@ class Judge(Protocol):
 
 
 def make_judge(
-    reward: str | Callable[[Trajectory], Any],
+    reward: Reward | Callable[[Trajectory], Any],
     *,
     workers: int = 1,
     timeout_s: float = 30.0,
     startup_timeout_s: float = 120.0,
     search_paths: Sequence[str] = (),
+    memory_limit_mib: int | None = 4096,
+    recycle_after: int | None = None,
 ) -> Judge:
     """A RewardPool for a dotted path or a function that another process can import, else a RewardHook.
 
     Args:
-        reward: `package.module.function`, or a callable; methods, lambdas, closures and functions of the script that
-            was started stay in this process.
-        workers, timeout_s, startup_timeout_s, search_paths: as in RewardPool; a RewardHook uses `timeout_s` only.
+        reward: `package.module.function`, RewardParts, or a callable; methods, lambdas, closures and functions of the
+            script that was started stay in this process.
+        workers, timeout_s, startup_timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool; a
+            RewardHook uses `timeout_s` only.
     """
-    path = reward if isinstance(reward, str) else dotted_path(reward, search_paths)
-    if path is None:
-        assert callable(reward)
-        return RewardHook(reward, timeout_s=timeout_s)
+    if not isinstance(reward, str | RewardPart | Sequence):
+        path = dotted_path(reward, search_paths)
+        if path is None:
+            return RewardHook(reward, timeout_s=timeout_s)
+        reward = path
     return RewardPool(
-        path, workers=workers, timeout_s=timeout_s, startup_timeout_s=startup_timeout_s, search_paths=search_paths
+        reward,
+        workers=workers,
+        timeout_s=timeout_s,
+        startup_timeout_s=startup_timeout_s,
+        search_paths=search_paths,
+        memory_limit_mib=memory_limit_mib,
+        recycle_after=recycle_after,
     )
 
 

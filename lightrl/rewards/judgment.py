@@ -12,6 +12,7 @@ import math
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lightrl.errors import RewardError
@@ -19,6 +20,7 @@ from lightrl.trajectory import Trajectory
 
 _MAX_TRACEBACK_CHARS = 8_000  # the end of a traceback says what happened; a message is also stored in logs
 _CANCEL_TIMEOUT_S = 1.0
+_OWN_FILES = {__file__, str(Path(__file__).with_name("parts.py"))}
 
 
 @dataclass(frozen=True)
@@ -32,21 +34,27 @@ class Judgment:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)  # what the function named beside the reward
     rewards: list[float] | None = None  # [T], for rewards per token; then `reward` is their sum
+    extracted: str | None = None  # what the function read out of the completion; shown by `replay`, logged nowhere
 
     @classmethod
     def of(cls, value: object, trajectory: Trajectory) -> Judgment:
         """The judgment that a reward function's return value stands for.
 
         Args:
-            value: a number, or a dict with `reward` (a number) or `rewards` (T numbers) and further named numbers.
+            value: a number, or a dict with `reward` (a number) or `rewards` (T numbers) and further named numbers, and
+                perhaps `extracted` (text or None); a Judgment is itself.
             trajectory: which was judged.
 
         Raises:
             RewardError: reason `not_finite` for NaN and infinities, `raised` for everything else that is no judgment.
         """
+        if isinstance(value, cls):
+            return value
         if not isinstance(value, Mapping):
             return cls(_number(value, "its return value", trajectory))
-        metrics = {name: _number(item, f"{name!r}", trajectory) for name, item in value.items() if name != "rewards"}
+        texts = {"rewards", "extracted"}
+        extracted = None if value.get("extracted") is None else str(value["extracted"])
+        metrics = {name: _number(item, f"{name!r}", trajectory) for name, item in value.items() if name not in texts}
         for name in metrics:
             if not isinstance(name, str):
                 raise RewardError(
@@ -60,7 +68,7 @@ class Judgment:
                     f"The reward function returned a dict with {sorted(map(str, value))} for {_called(trajectory)}, "
                     'expected a key "reward". Add it.'
                 )
-            return cls(metrics.pop("reward"), metrics)
+            return cls(metrics.pop("reward"), metrics, extracted=extracted)
         per_token = _numbers(rewards, trajectory)
         total = math.fsum(per_token)
         reward = metrics.pop("reward", total)
@@ -69,7 +77,7 @@ class Judgment:
                 f"The reward function returned reward={reward} and rewards that sum to {total} for "
                 f"{_called(trajectory)}, expected the sum. Leave out one of the two."
             )
-        return cls(total, metrics, per_token)
+        return cls(total, metrics, per_token, extracted)
 
     def apply_to(self, trajectory: Trajectory) -> None:
         """Writes reward, rewards per token and metrics into the trajectory."""
@@ -96,9 +104,7 @@ class Runner:
 
     def __init__(self, function: Callable[[Trajectory], Any], *, name: str, timeout_s: float) -> None:
         self.name = name
-        self.runs_together = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004  # an object with an async __call__
-        )
+        self.runs_together = is_async(function)
         self._function = function
         self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -120,6 +126,8 @@ class Runner:
         """Cancels what async calls left behind and closes the event loop; called by the thread of the calls."""
         if self._loop is None:
             return
+        if hasattr(self._function, "aclose"):
+            self._loop.run_until_complete(asyncio.wait_for(self._function.aclose(), _CANCEL_TIMEOUT_S))
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
@@ -136,7 +144,7 @@ class Runner:
         except RewardError as error:
             return error
         except (Exception, SystemExit) as error:  # noqa: BLE001  # the border of user code
-            return self._raised(error, trajectory)
+            return raised_error(self.name, error, trajectory)
 
     async def _judge_async(self, index: int, trajectory: Trajectory) -> tuple[int, Outcome]:
         try:
@@ -145,7 +153,7 @@ class Runner:
         except RewardError as error:
             return index, error
         except (Exception, SystemExit) as error:  # noqa: BLE001  # the border of user code
-            return index, self._raised(error, trajectory)
+            return index, raised_error(self.name, error, trajectory)
 
     async def _within_deadline(self, awaitable: Awaitable[Any], trajectory: Trajectory) -> Any:
         task = asyncio.ensure_future(_caught(awaitable))
@@ -158,17 +166,29 @@ class Runner:
             raise error
         return value
 
-    def _raised(self, error: BaseException, trajectory: Trajectory) -> RewardError:
-        lines = traceback.format_exception(type(error), error, _without_own_frames(error))
-        return RewardError(
-            f"Reward function {self.name} raised {type(error).__name__} for {_called(trajectory)}, expected a number. "
-            f"Mend the function:\n{''.join(lines)[-_MAX_TRACEBACK_CHARS:].rstrip()}"
-        )
-
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         return self._loop
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether its calls give coroutines: an async function, or an object with an async `__call__`."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def raised_error(name: str, error: BaseException, trajectory: Trajectory) -> RewardError:
+    if isinstance(error, MemoryError):
+        return RewardError(
+            f"Reward function {name} ran out of memory for {_called(trajectory)}, expected it to stay below the pool's "
+            f"memory_limit_mib. Mend the function or raise the limit:\n{_traceback(error)}",
+            reason="killed",
+        )
+    return RewardError(
+        f"Reward function {name} raised {type(error).__name__} for {_called(trajectory)}, expected a number. "
+        f"Mend the function:\n{_traceback(error)}"
+    )
 
 
 def timeout_error(name: str, timeout_s: float, stack: str, trajectory: Trajectory) -> RewardError:
@@ -196,9 +216,14 @@ async def _caught(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]
         return None, error
 
 
+def _traceback(error: BaseException) -> str:
+    lines = traceback.format_exception(type(error), error, _without_own_frames(error))
+    return "".join(lines)[-_MAX_TRACEBACK_CHARS:].rstrip()
+
+
 def _without_own_frames(error: BaseException) -> Any:
     frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
         frames = frames.tb_next
     return frames
 

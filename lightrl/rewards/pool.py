@@ -14,13 +14,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome
+from lightrl.rewards.parts import Reward, parts_of
 from lightrl.rewards.supervisor import Supervisor, WorkerDied
 from lightrl.trajectory import Trajectory
 
@@ -28,6 +29,7 @@ _READ_BYTES = 1 << 16
 _STACK_WAIT_S = 0.5
 _END_TIMEOUT_S = 5.0
 _MAX_LOG_LINES = 30  # of what a worker printed last, shown when it dies
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _START = "import sys; sys.path[:] = sys.argv[2:]; from lightrl.rewards.worker import main; main()"
 
 
@@ -39,12 +41,17 @@ class RewardPool:
     on this process's stderr with a prefix.
 
     Args:
-        path: `package.module.function`; the function takes a Trajectory, may be async, and returns a number, or a dict
-            with `reward` and further named numbers, or with `rewards`, one number for each token.
+        reward: `package.module.function`, a RewardPart, or several of them, which are added up; a function takes a
+            Trajectory, may be async, and returns a number, or a dict with `reward` and further named numbers, or with
+            `rewards`, one number for each token.
         workers: number of processes; an async function needs one only.
         timeout_s: deadline of one call in seconds; then its process is killed.
         startup_timeout_s: deadline of the import of the function's module in seconds.
         search_paths: folders that come first on the workers' import path; the rest is as in this process.
+        memory_limit_mib: bound on the data of each process and of each that it starts; a call that wants more fails
+            with reason `killed` and its process is replaced. None for no bound. Not enforced on macOS.
+        recycle_after: calls after which a process is replaced by a fresh one, which is started before the old one
+            ends; for functions that leak. None for never.
 
     Example:
         pool = RewardPool("lightrl.rewards.math_answer", workers=2)
@@ -54,21 +61,37 @@ class RewardPool:
 
     def __init__(
         self,
-        path: str,
+        reward: Reward,
         *,
         workers: int = 1,
         timeout_s: float = 30.0,
         startup_timeout_s: float = 120.0,
         search_paths: Sequence[str] = (),
+        memory_limit_mib: int | None = 4096,
+        recycle_after: int | None = None,
     ) -> None:
-        self.path = path
+        parts = parts_of(reward)
+        self.path = " + ".join(part.path for part in parts)
+        for name, value in (("memory_limit_mib", memory_limit_mib), ("recycle_after", recycle_after)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}, expected at least 1, or None for no bound. Raise it.")
+        settings = {
+            "parts": [vars(part) for part in parts],
+            "timeout_s": timeout_s,
+            "memory_limit_mib": memory_limit_mib,
+        }
         import_path = [str(Path(entry).absolute()) for entry in (*search_paths, *sys.path)]  # "" is the working folder
 
         def make_worker() -> _WorkerProcess:
-            return _WorkerProcess(path, timeout_s=timeout_s, import_path=import_path)
+            return _WorkerProcess(settings, import_path=import_path)
 
         self._supervisor: Supervisor[bytes] = Supervisor(
-            path, make_worker, workers=workers, timeout_s=timeout_s, startup_timeout_s=startup_timeout_s
+            self.path,
+            make_worker,
+            workers=workers,
+            timeout_s=timeout_s,
+            startup_timeout_s=startup_timeout_s,
+            recycle_after=recycle_after,
         )
 
     def start(self) -> None:
@@ -116,9 +139,8 @@ def _plain(value: object) -> Any:
 class _WorkerProcess:
     """One child (a guardian with its worker, see worker.py) and the three pipes to and from it."""
 
-    def __init__(self, path: str, *, timeout_s: float, import_path: Sequence[str]) -> None:
+    def __init__(self, settings: Mapping[str, Any], *, import_path: Sequence[str]) -> None:
         self.runs_together = False
-        self._path = path
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, str(os.getpid()), *import_path],
             stdin=subprocess.PIPE,
@@ -127,7 +149,7 @@ class _WorkerProcess:
             bufsize=0,
             start_new_session=True,
             # Several workers with a thread per core each would slow one another down.
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={**_ONE_THREAD, **os.environ},
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -143,15 +165,19 @@ class _WorkerProcess:
         self._reply_bytes = bytearray()
         self._error_bytes = bytearray()
         self._log: deque[str] = deque(maxlen=_MAX_LOG_LINES)
+        self._is_ready = False
         self._is_ended = False  # nothing more comes from it
-        self._send_bytes(json.dumps({"path": path, "timeout_s": timeout_s}).encode() + b"\n")
+        self._send_bytes(json.dumps(settings).encode() + b"\n")
 
     def is_ready(self, wait_s: float) -> bool:
+        if self._is_ready:
+            return True
         for line in self._receive_lines(wait_s):
             record = json.loads(line)
             if "problem" in record:
                 raise ValueError(record["problem"])
             self.runs_together = record["runs_together"]
+            self._is_ready = True
             return True
         return False
 
@@ -274,4 +300,4 @@ def _read(descriptor: int) -> bytes | None:
 def _outcome(record: dict[str, Any]) -> tuple[int, Outcome]:
     if "error" in record:
         return record["index"], RewardError(record["error"], reason=record["reason"])
-    return record["index"], Judgment(record["reward"], record["metrics"], record["rewards"])
+    return record.pop("index"), Judgment(**record)

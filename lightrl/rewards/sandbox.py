@@ -150,7 +150,7 @@ class LocalSandbox:
         if problem is not None:
             raise RewardError(
                 f"The sandbox does not run a program here: {problem} (it has the layers {reply['layers']}), expected "
-                "Linux 5.13 or newer with one of the layers in lightrl/rewards/sandbox.py for each. Use another Sandbox."
+                "Linux 5.13 or newer with a layer of lightrl/rewards/sandbox.py for each. Use another Sandbox."
             )
         run = Run(**{**reply, "layers": frozenset(reply["layers"])})
         self._warn(run)

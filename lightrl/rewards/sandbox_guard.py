@@ -1,7 +1,7 @@
 """The guard of LocalSandbox: a helper process that runs one program after the other, and leaves nothing of it behind.
 
-It is started as a script (standard library only, Python 3.10), reads one JSON request per line from stdin and writes one
-JSON reply per line to stdout. When its stdin closes, because the process that asked ended in whatever way, it kills
+It is started as a script (standard library only), reads one JSON request per line from stdin and writes one JSON reply
+per line to stdout. When its stdin closes, because the process that asked ended in whatever way, it kills
 what runs and ends.
 
     guard ──fork──► starter: makes the namespaces, forks, ends
@@ -273,7 +273,7 @@ def _keep(execution: _Execution, folder: str, stdin: int, out: int, err: int, re
 
 def _become(execution: _Execution, folder: str, stdin: int, out: int, err: int, started: int) -> None:
     """The program's process: limits, then rights given up one after the other, then Python."""
-    layers, limits = execution.layers, execution.limits
+    layers = execution.layers
     os.setsid()
     for descriptor, number in ((stdin, 0), (out, 1), (err, 2)):
         os.dup2(descriptor, number)
@@ -301,7 +301,13 @@ def _become(execution: _Execution, folder: str, stdin: int, out: int, err: int, 
     missing = _missing_protection(layers)
     is_root_of_all = os.getuid() == 0 and not layers & {"namespaces", "private_user"}
     if is_root_of_all or (missing and not execution.request["unprotected"]):
-        _write_record(started, {"layers": sorted(layers), "problem": f"nothing protects {' and '.join(missing or ['other processes from root'])}"})
+        _write_record(
+            started,
+            {
+                "layers": sorted(layers),
+                "problem": f"nothing protects {' and '.join(missing or ['other processes from root'])}",
+            },
+        )
         os._exit(126)
     _write_record(started, {"layers": sorted(layers)})
     os.closerange(3, 1024)

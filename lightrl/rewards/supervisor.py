@@ -52,7 +52,7 @@ class Worker(Protocol[RequestIn]):
         ...
 
     def is_ready(self, wait_s: float) -> bool:
-        """Waits up to `wait_s` for the function to be there; ValueError if it cannot be, WorkerDied."""
+        """Waits up to `wait_s` for the function, then True ever after; ValueError if it cannot be had, WorkerDied."""
         ...
 
     def is_alive(self) -> bool: ...
@@ -94,6 +94,7 @@ class Supervisor(Generic[Request]):
         workers: how many of them.
         timeout_s: deadline of one call in seconds, from the moment at which it runs.
         startup_timeout_s: deadline of `Worker.is_ready` in seconds.
+        recycle_after: calls after which a worker is replaced as soon as its successor is ready; None for never.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Supervisor(Generic[Request]):
         workers: int,
         timeout_s: float,
         startup_timeout_s: float,
+        recycle_after: int | None = None,
     ) -> None:
         for argument, value in (
             ("workers", workers),
@@ -117,6 +119,7 @@ class Supervisor(Generic[Request]):
         self._num_workers = workers
         self._timeout_s = timeout_s
         self._startup_timeout_s = startup_timeout_s
+        self._recycle_after = recycle_after
         self._changed = threading.Condition()
         self._waiting: deque[_Call[Request]] = deque()
         self._threads: list[threading.Thread] = []
@@ -183,35 +186,46 @@ class Supervisor(Generic[Request]):
 
     def _supervise(self) -> None:
         worker: Worker[Request] | None = None
+        spare: Worker[Request] | None = None  # starts while the worker works; there is one after the first replacement
         try:
             worker = self._new_worker()
-            deaths = 0
+            deaths = num_calls = 0
             while batch := self._take_batch():
                 if worker.is_alive():
                     deaths = 0
-                    if self._run(worker, batch):
+                    num_calls += len(batch)
+                    is_usable = self._run(worker, batch)
+                    if is_usable and (self._recycle_after is None or num_calls < self._recycle_after):
                         continue
+                    if is_usable:  # it goes on until the other is ready
+                        spare = spare or self._make_worker()
+                        if not spare.is_ready(0.0):
+                            continue
                 else:  # it ended while idle: no trajectory is to blame
                     self._put_back(batch)
                     deaths += 1
                     if deaths > _MAX_RESTARTS:
                         raise WorkerDied(f"its worker ended {deaths} times in a row while it had nothing to do.")
                 worker.end()
-                worker = self._new_worker()
+                worker, spare = spare, None  # so that whatever is raised ends both
+                worker = self._new_worker(worker)
+                num_calls = 0
+                spare = self._make_worker() if self._refusal is None else None
         except (ValueError, WorkerDied) as error:
             if not self._ready.done():
                 self._ready.set_exception(error)
             self._refuse(f"Reward function {self._name} has no worker any more: {error}")
         finally:
-            if worker is not None:
-                worker.end()
+            for each in (worker, spare):
+                if each is not None:
+                    each.end()
             if not self._ready.done():
                 self._ready.set_exception(ValueError(str(self._refusal)))
 
-    def _new_worker(self) -> Worker[Request]:
-        """A worker that is ready, or one on its way if this is being closed."""
+    def _new_worker(self, worker: Worker[Request] | None = None) -> Worker[Request]:
+        """A worker that is ready, this one if it gets so, or one on its way if this is being closed."""
         for attempt in range(1 + _MAX_RESTARTS):
-            worker = self._make_worker()
+            worker = worker if worker is not None and attempt == 0 else self._make_worker()
             try:
                 self._wait_until_ready(worker)
                 return worker
@@ -279,6 +293,9 @@ class Supervisor(Generic[Request]):
                 return False
             if outcomes:
                 _settle((unfinished.pop(index), outcome) for index, outcome in outcomes)
+                if any(isinstance(outcome, RewardError) and outcome.reason == "killed" for _, outcome in outcomes):
+                    self._put_back(list(unfinished.values()))  # it has no memory left
+                    return False
                 if not worker.runs_together:
                     since = time.monotonic()
             elif self._refusal is not None:

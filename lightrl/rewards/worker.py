@@ -2,9 +2,10 @@
 
 Both directions carry one JSON value per line.
 
-    pool ─► worker   {"path": ..., "timeout_s": ...}, then batches: [trajectory, ...]
+    pool ─► worker   {"parts": [{"path": ...}, ...], "timeout_s": ..., "memory_limit_mib": ...}, then batches:
+                     [trajectory, ...]
     worker ─► pool   {"runs_together": ...} or {"problem": ...}, then per trajectory, as soon as it is judged:
-                     {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null}
+                     {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null, "extracted": null}
                      or {"index": 0, "error": ..., "reason": ...}
 
 The child is two processes. The worker runs the function and leads a process group; its parent, the guardian, runs no
@@ -34,6 +35,7 @@ from typing import Any, NoReturn
 
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Outcome, Runner
+from lightrl.rewards.parts import RewardPart, bound, summed
 from lightrl.trajectory import Trajectory
 
 _PARENT_CHECK_MS = 1000
@@ -56,16 +58,39 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with os.fdopen(requests, "rb") as lines:
         settings = json.loads(lines.readline())
+        parts = [RewardPart(**part) for part in settings["parts"]]
+        _limit_memory(settings["memory_limit_mib"])
         try:
-            function = resolve(settings["path"])
+            function = summed(parts, [_bound(part) for part in parts])
         except ValueError as error:
             _reply(replies, {"problem": str(error)})
             return
-        runner = Runner(function, name=settings["path"], timeout_s=settings["timeout_s"])
+        runner = Runner(function, name=" + ".join(part.path for part in parts), timeout_s=settings["timeout_s"])
         _reply(replies, {"runs_together": runner.runs_together})
         for line in lines:
             for index, outcome in runner.outcomes(map(Trajectory.from_json, json.loads(line))):
                 _reply(replies, _record(index, outcome))
+
+
+def _bound(part: RewardPart) -> Callable[[Trajectory], Any]:
+    function = resolve(part.path)
+    try:
+        return bound(part, function)
+    except (Exception, SystemExit) as error:  # a class whose constructor fails is user code too
+        if isinstance(error, ValueError) and str(error).startswith("reward="):
+            raise
+        raise ValueError(f"reward={part.path!r} cannot be made with {part.arguments}: {error!r}. Mend them.") from error
+
+
+def _limit_memory(limit_mib: int | None) -> None:
+    """Of this process and of each that it starts; allocations beyond fail, which Python calls a MemoryError.
+
+    The limit is on data (RLIMIT_DATA: private memory that may be written), not on address space, of which libraries
+    reserve tens of GiB that they never touch.
+    """
+    if limit_mib is not None:
+        with contextlib.suppress(OSError, ValueError):  # a lower hard limit holds already
+            resource.setrlimit(resource.RLIMIT_DATA, (limit_mib << 20, limit_mib << 20))
 
 
 def resolve(path: str) -> Callable[[Trajectory], Any]:
@@ -205,4 +230,4 @@ def _reply(replies: int, record: dict[str, Any]) -> None:
 def _record(index: int, outcome: Outcome) -> dict[str, Any]:
     if isinstance(outcome, RewardError):
         return {"index": index, "error": str(outcome), "reason": outcome.reason}
-    return {"index": index, "reward": outcome.reward, "metrics": outcome.metrics, "rewards": outcome.rewards}
+    return {"index": index, **vars(outcome)}

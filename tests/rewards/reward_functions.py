@@ -31,6 +31,9 @@ def trajectory_that(
     )
 
 
+_leaked: list[Prompt] = []
+
+
 def length(trajectory: Trajectory) -> int:
     return len(trajectory.completion_ids)
 
@@ -51,6 +54,13 @@ def obey(trajectory: Trajectory) -> object:
         os._exit(3)
     if what == "abort":
         os.abort()
+    if what == "allocate":
+        return len(bytearray(trajectory.prompt.fields["num_bytes"]))
+    if what == "leak":
+        _leaked.append(trajectory.prompt)
+        return {"reward": len(_leaked), "pid": os.getpid()}
+    if what == "threads":
+        return float(os.environ["OMP_NUM_THREADS"])
     if what == "print":
         print('{"index": 0, "reward": 7.0, "metrics": {}, "rewards": null}')  # noqa: T201
         os.write(1, b"raw bytes on descriptor 1\n")
@@ -89,6 +99,34 @@ async def _meet() -> float:
             each.set()
     await event.wait()
     return 1.0
+
+
+def scaled(trajectory: Trajectory, *, factor: float = 1.0) -> dict[str, float]:
+    return {"reward": factor * len(trajectory.completion), "accuracy": 1.0, "factor": factor}
+
+
+def per_token(trajectory: Trajectory) -> dict[str, list[float]]:
+    return {"rewards": [0.0] * (len(trajectory.token_ids) - 2) + [0.5, 0.25]}
+
+
+class Counter:
+    """A reward function with state, made once per process."""
+
+    def __init__(self, start: int) -> None:
+        self.count = start
+
+    def __call__(self, trajectory: Trajectory) -> float:
+        self.count += 1
+        return float(self.count)
+
+
+class AsyncScale:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    async def __call__(self, trajectory: Trajectory) -> float:
+        await asyncio.sleep(0)
+        return self.factor
 
 
 class Judges:

@@ -143,6 +143,42 @@ def test_the_message_about_a_hang_says_where_it_was(what):
     assert "in obey" in str(error)
 
 
+def test_a_call_that_wants_too_much_memory_is_killed_alone():
+    with pool_of("obey", memory_limit_mib=256) as pool:
+        batch = [trajectory_that(sample=i, do="allocate" if i == 2 else None, num_bytes=1 << 30) for i in range(6)]
+        results = outcomes(pool, *batch)
+    assert reasons(results) == [1.0, 1.0, "killed", 1.0, 1.0, 1.0]
+    assert "memory_limit_mib" in str(results[2])
+
+
+def test_memory_within_the_limit_is_given():
+    with pool_of("obey", memory_limit_mib=1024) as pool:
+        assert reasons(outcomes(pool, trajectory_that(do="allocate", num_bytes=1 << 28))) == [float(1 << 28)]
+
+
+def test_a_worker_is_replaced_after_so_many_calls_and_no_call_waits_for_it():
+    async def one_by_one(pool: RewardPool) -> list[Judgment]:
+        results = []
+        while len({item.metrics["pid"] for item in results}) < 3 and len(results) < 20_000:
+            results.append(await pool.score(trajectory_that(do="leak")))
+        return results
+
+    with pool_of("obey", recycle_after=5) as pool:
+        results = asyncio.run(one_by_one(pool))
+    pids = [item.metrics["pid"] for item in results]
+    assert len(set(pids)) == 3
+    assert pids.count(pids[0]) >= 5
+    assert [item.reward for item in results if item.metrics["pid"] == pids[0]] == list(
+        range(1, pids.count(pids[0]) + 1)
+    )
+
+
+def test_workers_use_one_thread_unless_told_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with pool_of("obey") as pool:
+        assert reasons(outcomes(pool, trajectory_that(do="threads"))) == [1.0]
+
+
 def test_async_calls_of_one_worker_run_together():
     with pool_of("obey_async", timeout_s=5.0) as pool:
         # The first call may leave alone before the second is there, so it is not one of the two that meet.
@@ -253,9 +289,12 @@ def test_a_module_that_never_imports_is_refused_after_its_deadline(tmp_path):
         pool.start()
 
 
-@pytest.mark.parametrize("setting", ["workers", "timeout_s", "startup_timeout_s"])
+SETTINGS = ["workers", "timeout_s", "startup_timeout_s", "memory_limit_mib", "recycle_after"]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_that_are_not_positive_are_refused(setting):
-    with pytest.raises(ValueError, match=f"{setting}=0, expected a number above 0"):
+    with pytest.raises(ValueError, match=f"{setting}=0, expected"):
         RewardPool("reward_functions.length", **{setting: 0})
 
 

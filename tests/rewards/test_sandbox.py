@@ -59,7 +59,9 @@ def run(sandbox: LocalSandbox, program: str, stdin: str = "", **limits: float) -
 
 
 def processes_with(mark: str) -> list[psutil.Process]:
-    return [item for item in psutil.process_iter(["cmdline"]) if any(mark in word for word in item.info["cmdline"] or ())]
+    return [
+        item for item in psutil.process_iter(["cmdline"]) if any(mark in word for word in item.info["cmdline"] or ())
+    ]
 
 
 def test_a_program_reads_and_prints(sandbox):
@@ -154,7 +156,9 @@ def test_the_network_is_closed(sandbox, family):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        address = {"AF_INET": f"('127.0.0.1', {server.getsockname()[1]})", "AF_INET6": "('::1', 1)"}.get(family, "'\\0x'")
+        address = {"AF_INET": f"('127.0.0.1', {server.getsockname()[1]})", "AF_INET6": "('::1', 1)"}.get(
+            family, "'\\0x'"
+        )
         result = run(sandbox, f"import socket\nsocket.socket(socket.{family}).connect({address})\nprint('connected')")
     assert "PermissionError" in result.stderr
     assert result.stdout == ""
@@ -238,7 +242,7 @@ def test_the_next_run_finds_nothing_of_the_last(sandbox):
 
 
 def test_kill_9_of_who_asked_ends_the_program(tmp_path):
-    script = f"""
+    script = """
 from lightrl.rewards.sandbox import Limits, LocalSandbox
 program = '''
 import sys, os
@@ -270,7 +274,7 @@ def test_a_program_is_refused_where_nothing_would_hold_it(layers):
 
 
 def test_unknown_layers_and_limits_that_are_not_positive_are_refused():
-    with pytest.raises(ValueError, match="layers=.'walls'. are unknown"):
+    with pytest.raises(ValueError, match=r"layers=\['walls'\] are unknown"):
         LocalSandbox(layers=["walls"])
     with pytest.raises(ValueError, match="wall_s=0, expected a number above 0"):
         Limits(wall_s=0)

@@ -1,0 +1,137 @@
+"""code_tests: verdicts over the three kinds of tests, what is extracted, and programs that only look right."""
+
+import pytest
+from reward_functions import trajectory_that
+
+from lightrl.errors import RewardError
+from lightrl.rewards.code_tests import code_tests, extracted_program, same_output
+from lightrl.rewards.sandbox import Limits, LocalSandbox, Run
+
+SUM = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 5", "stdout": "10"}]
+ADD = [
+    {"function": "add", "arguments": [1, 2], "expected": 3},
+    {"function": "add", "arguments": [[1], [2]], "expected": [1, 2]},
+]
+ASSERT = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
+RIGHT_SUM = "print(sum(map(int, input().split())))"
+RIGHT_ADD = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_a_sandbox() -> None:
+    try:
+        LocalSandbox().run("", "", Limits())
+    except RewardError as error:
+        pytest.skip(str(error))
+
+
+def judged(program: str, tests: object, **settings: object) -> dict[str, object]:
+    return code_tests(trajectory_that(f"So:\n```python\n{program}\n```\nDone.", tests=tests), **settings)
+
+
+def verdict_of(result: dict[str, object]) -> str:
+    numbers = {"reward", "accuracy", "passed_fraction", "extracted"}
+    return next((name for name, value in result.items() if name not in numbers and value == 1.0), "accepted")
+
+
+@pytest.mark.parametrize(("program", "tests"), [(RIGHT_SUM, SUM), (RIGHT_ADD, ADD), (RIGHT_ADD, ASSERT)])
+def test_a_right_program_is_accepted(program, tests):
+    result = judged(program, tests)
+    assert (result["reward"], result["accuracy"], result["passed_fraction"]) == (1.0, 1.0, 1.0)
+    assert verdict_of(result) == "accepted"
+    assert result["extracted"] == program + "\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "verdict"),
+    [
+        ("print(4)", SUM, "wrong_answer"),
+        ("raise ValueError", SUM, "runtime_error"),
+        ("import os; os.abort()", SUM, "runtime_error"),
+        ("import time; time.sleep(9)", SUM, "time_limit"),
+        ("x = [bytearray(1 << 24) for _ in range(100)]", SUM, "memory_limit"),
+        ("while True: print('no')", SUM, "output_limit"),
+        ("def add(a, b): return a * b", ASSERT, "wrong_answer"),
+        ("def add(a, b): return 4", ADD, "wrong_answer"),
+        ("def plus(a, b): return a + b", ADD, "runtime_error"),
+        ("def add(a, b): return object()", ADD, "runtime_error"),
+        (" ", SUM, "no_program"),
+    ],
+)
+def test_a_wrong_program_has_its_verdict(program, tests, verdict):
+    result = judged(program, tests, wall_s=1.0, memory_mib=256)
+    assert result["reward"] == result["accuracy"] == 0.0
+    assert verdict_of(result) == verdict
+
+
+@pytest.mark.parametrize("tests", [SUM, ADD, ASSERT], ids=["output", "calls", "statements"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "print('3'); print('true'); import os; os._exit(0)",
+        "class Same:\n    def __eq__(self, other): return True\nadd = lambda a, b: 4\nimport sys; sys.exit()",
+    ],
+    ids=["exits", "exits at once", "prints a success", "equals everything"],
+)
+def test_a_program_that_only_looks_right_earns_nothing(program, tests):
+    assert judged(program, tests)["reward"] == 0.0
+
+
+def test_partial_credit_is_the_fraction_of_tests_passed():
+    program = "def add(a, b):\n    return 3\n"
+    assert judged(program, ADD, partial_credit=True)["reward"] == 0.5
+    assert judged(program, ADD)["reward"] == 0.0
+    assert judged(program, ADD, partial_credit=True)["wrong_answer"] == 1.0
+
+
+def test_tests_that_would_begin_too_late_count_as_time_limit():
+    result = judged("import time; time.sleep(9)", SUM * 10, partial_credit=True, wall_s=0.3, total_s=0.5)
+    assert (result["reward"], result["time_limit"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("```\na\n```", "a\n"),
+        ("```python\na\n```\n```py\nb\n```", "b\n"),
+        ("```python\na\n```\n```text\noutput\n```", "a\n"),
+        ("print(1)", "print(1)"),
+        ("```python\nnever closed", ""),
+        ("```cpp\nint x;\n```", ""),
+    ],
+)
+def test_the_last_python_block_is_the_program(completion, program):
+    assert extracted_program(completion) == program
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "tolerance", "is_same"),
+    [
+        ("1 \n2\n\n", "1\n2", 0.0, True),
+        ("1 2", "1\n2", 0.0, False),
+        ("0.3333", "0.33333", 1e-3, True),
+        ("0.3333", "0.33333", 0.0, False),
+        ("a 1", "b 1", 1e-3, False),
+    ],
+)
+def test_outputs_are_compared_line_by_line(found, expected, tolerance, is_same):
+    assert same_output(found, expected, tolerance) is is_same
+
+
+@pytest.mark.parametrize("tests", [None, [], "[]", [{"input": "1"}], [3]])
+def test_a_prompt_without_tests_is_refused(tests):
+    with pytest.raises(ValueError, match=r"in the field 'tests'|expected statements"):
+        judged(RIGHT_SUM, tests)
+
+
+class Oracle:
+    """A sandbox that runs nothing: every program prints 3."""
+
+    def run(self, program: str, stdin: str, limits: Limits) -> Run:
+        return Run(stdout="3\n", stderr="", exit_code=0, stopped_by=None, wall_s=0.0, cpu_s=0.0)
+
+
+def test_another_sandbox_can_be_named():
+    assert judged("whatever", SUM, sandbox="test_code_tests.Oracle", partial_credit=True)["reward"] == 0.5
