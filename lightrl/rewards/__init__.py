@@ -2,18 +2,22 @@
 
 Reading order:
     judgment.py      Judgment, the checked result; Runner, which calls a function
-    supervisor.py    batches, deadlines, and who is to blame for a hang
+    parts.py         RewardPart: a function with arguments and weight; sums of them
+    supervisor.py    batches, deadlines, spare workers, and who is to blame for a hang
     pool.py          RewardPool: functions by dotted path, in processes that can be killed
     worker.py        the other end of its pipes: imports and calls the function
     hook.py          RewardHook: callables of this process, in a thread
     judge.py         Judge, what both are; make_judge, which chooses
-    math_answer.py   a reward function: GSM8K-like answers, checked by math-verify
-    environment_reward.py   another: what the environment of a workflow gave
+    replay.py        FailureLog, what failed; replay, which runs it again
+Reward functions:
+    math_answer.py   GSM8K-like answers, checked by math-verify
+    code_tests.py    programs against tests, in a sandbox (sandbox.py; sandbox_guard.py holds the program)
+    text_rewards.py  pattern, tags, length, repetition, JSON
+    llm_judge.py     LLMJudge: a model with a rubric
+    environment_reward.py  what the environment of a workflow gave
 
-May import: errors, trajectory. No torch: a worker starts in a fraction of a second.
-
-One more reward function: a file with a function `(Trajectory) -> float` or `-> {"reward": ..., "<name>": ...}` and an
-export below; then `reward: lightrl.rewards.<function>` in YAML.
+May import: errors, trajectory. No torch: a worker starts in a fraction of a second. One more reward function: a file
+with `(Trajectory) -> float` or `-> {"reward": ..., "<name>": ...}`, an export below, then its dotted path in YAML.
 """
 
 from lightrl.rewards.code_tests import code_tests
@@ -21,23 +25,36 @@ from lightrl.rewards.environment_reward import environment_reward
 from lightrl.rewards.hook import RewardHook
 from lightrl.rewards.judge import Judge, make_judge
 from lightrl.rewards.judgment import Judgment
+from lightrl.rewards.llm_judge import LLMJudge
 from lightrl.rewards.math_answer import math_answer
 from lightrl.rewards.parts import RewardPart
 from lightrl.rewards.pool import RewardPool
+from lightrl.rewards.replay import FailureLog, ReplayRow, examine, replay
 from lightrl.rewards.sandbox import Limits, LocalSandbox, Run, Sandbox
+from lightrl.rewards.text_rewards import json_schema, overlong_penalty, regex_match, repetition_penalty, tag_format
 
 __all__ = [
-    "Limits",
-    "LocalSandbox",
-    "Run",
-    "Sandbox",
-    "environment_reward",
     "Judge",
     "Judgment",
     "RewardHook",
     "RewardPart",
     "RewardPool",
-    "code_tests",
     "make_judge",
+    "FailureLog",
+    "ReplayRow",
+    "examine",
+    "replay",
     "math_answer",
+    "code_tests",
+    "Limits",
+    "LocalSandbox",
+    "Run",
+    "Sandbox",
+    "json_schema",
+    "overlong_penalty",
+    "regex_match",
+    "repetition_penalty",
+    "tag_format",
+    "LLMJudge",
+    "environment_reward",
 ]

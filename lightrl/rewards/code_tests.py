@@ -191,7 +191,7 @@ def _tests_of(trajectory: Trajectory) -> Sequence[Mapping[str, Any] | str]:
         tests = json.loads(tests)
     if not isinstance(tests, list | tuple) or not tests:
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} has the fields {sorted(trajectory.prompt.fields)} and tests={tests!r:.99}, "
+            f"Prompt {trajectory.prompt.id!r} has fields {sorted(trajectory.prompt.fields)} and tests={tests!r:.99}, "
             "expected a list of at least one test in the field 'tests'. Name the data's column of tests."
         )
     for test in tests:

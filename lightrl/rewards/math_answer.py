@@ -32,7 +32,7 @@ _LATEX_UNIT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}")
 _AFTER_BOX = re.compile(r"[\s.$]*(?:\\[)\]])?[\s.$]*")
 
 
-def math_answer(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[str, float]:
+def math_answer(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[str, float | str | None]:
     r"""Whether the completion's answer equals the reference, strictly and leniently.
 
     Args:
@@ -45,7 +45,7 @@ def math_answer(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[s
         `accuracy`: 1 if the answer is in the demanded format and equals the reference;
         `lenient_accuracy`: 1 also if the last marked answer or the last number of the completion equals it;
         `format`: 1 if the demanded format is there exactly once, at the end, and the completion ended with its stop
-        token; `reward`: 1 if accurate, else `format_reward` if in format, else 0.
+        token; `reward`: 1 if accurate, else `format_reward` if in format, else 0; `extracted`, the marked answer.
 
     Raises:
         ValueError: if the prompt has no reference.
@@ -61,6 +61,7 @@ def math_answer(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[s
         "accuracy": float(is_accurate),
         "lenient_accuracy": float(is_lenient),
         "format": float(has_format),
+        "extracted": None if answer is None else answer.text,
     }
 
 

@@ -14,7 +14,8 @@ GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k"
 
 
 def judged(completion: str, answer: object, finish_reason: str = "stop") -> dict[str, float]:
-    return math_answer(trajectory_that(completion, finish_reason, answer=answer))
+    result = math_answer(trajectory_that(completion, finish_reason, answer=answer))
+    return {name: value for name, value in result.items() if name != "extracted"}
 
 
 RIGHT = {"reward": 1.0, "accuracy": 1.0, "lenient_accuracy": 1.0, "format": 1.0}

@@ -1,0 +1,217 @@
+"""LLMJudge: a reward by a language model behind any OpenAI-compatible endpoint, with a rubric.
+
+reward:
+  path: lightrl.rewards.LLMJudge
+  arguments:
+    url: http://127.0.0.1:30000/v1
+    model: Qwen/Qwen3-8B
+    rubric: "Rate the answer from 0 to 10. Question: {question} Answer: {completion} End with `Score: <number>`."
+    score_range: [0, 10]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import re
+import string
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightrl.errors import RewardError
+from lightrl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_FIRST_WAIT_S = 0.5
+_MAX_WAIT_S = 8.0
+_MAX_SHOWN = 300
+
+
+class LLMJudge:
+    """A reward function: asks a model with a rubric, reads its score, and scales it to [0, 1].
+
+    Requests run together, at most `max_concurrent` of them. Connection errors and the answers 408, 429 and 5xx are
+    tried again with growing pauses until `deadline_s`; other errors, and an answer without a score, are a RewardError
+    at once. The same prompt with the same completion is asked once, as long as the cache remembers it.
+
+    Args:
+        url: of the endpoint, up to and without `/chat/completions`.
+        model: the name that the endpoint knows.
+        rubric: the user message; {completion}, {prompt} (the last message) and the prompt's fields are filled in.
+        system: the system message, if any.
+        score_pattern: a regular expression whose first group is the score; its last match counts.
+        score_range: scores that become the rewards 0 and 1; a score outside is an error.
+        api_key_variable: the environment variable with the key, sent where it is set.
+        max_concurrent: requests at the same time, of one process.
+        deadline_s: for one trajectory, all attempts together; below the reward's timeout.
+        temperature, max_tokens: of the judge's answer.
+        cache_size: how many scores are kept in memory.
+        first_wait_s: pause before the second attempt; it doubles each time.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        rubric: str,
+        system: str | None = None,
+        score_pattern: str = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)",
+        score_range: Sequence[float] = (0.0, 10.0),
+        api_key_variable: str = "OPENAI_API_KEY",
+        max_concurrent: int = 16,
+        deadline_s: float = 25.0,
+        temperature: float = 0.0,
+        max_tokens: int = 512,
+        cache_size: int = 10_000,
+        first_wait_s: float = _FIRST_WAIT_S,
+    ) -> None:
+        if len(score_range) != 2 or not score_range[0] < score_range[1]:
+            raise ValueError(f"score_range={list(score_range)}, expected two growing numbers. Mend it.")
+        if re.compile(score_pattern).groups < 1:
+            raise ValueError(f"score_pattern={score_pattern!r} has no group, expected one around the score. Add it.")
+        if max_concurrent < 1:
+            raise ValueError(f"max_concurrent={max_concurrent}, expected at least 1. Raise it.")
+        self._url = url.rstrip("/") + "/chat/completions"
+        self._rubric = rubric
+        self._pattern = re.compile(score_pattern)
+        self._low, self._high = score_range
+        self._api_key_variable = api_key_variable
+        self._deadline_s = deadline_s
+        self._first_wait_s = first_wait_s
+        self._request = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+        self._messages = [{"role": "system", "content": system}] if system is not None else []
+        self._max_concurrent = max_concurrent
+        self._slots: asyncio.Semaphore | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._cache: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+        self._cache_size = cache_size
+
+    async def __call__(self, trajectory: Trajectory) -> dict[str, Any]:
+        """The reward in [0, 1], the `score` itself, and the judge's answer as `extracted`.
+
+        Waits for a free slot and for the endpoint; on cancellation the request is given up.
+        """
+        question = self._filled_in(trajectory)
+        key = hashlib.sha256(question.encode(errors="surrogatepass")).digest()
+        if key not in self._cache:
+            if self._slots is None:
+                self._slots = asyncio.Semaphore(self._max_concurrent)
+            async with self._slots:
+                self._cache[key] = self._score(await self._answer(question, trajectory), trajectory)
+        self._cache.move_to_end(key)
+        score, answer = self._cache[key]
+        while len(self._cache) > self._cache_size:
+            self._cache.popitem(last=False)
+        return {"reward": (score - self._low) / (self._high - self._low), "score": score, "extracted": answer}
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _filled_in(self, trajectory: Trajectory) -> str:
+        prompt = trajectory.prompt
+        last = str(prompt.messages[-1].get("content", "")) if prompt.messages else ""
+        values = {**prompt.fields, "prompt": last, "completion": trajectory.completion}
+        try:
+            return _Formatter().format(self._rubric, **values)
+        except (KeyError, IndexError) as error:
+            raise ValueError(
+                f"The rubric asks for {error}, expected names among {sorted(values)}. Mend it, or write {{{{ and }}}} "
+                "for braces."
+            ) from error
+
+    async def _answer(self, question: str, trajectory: Trajectory) -> str:
+        deadline = time.monotonic() + self._deadline_s
+        wait_s, attempt, last = self._first_wait_s, 0, "no answer"
+        while (left_s := deadline - time.monotonic()) > 0:
+            attempt += 1
+            try:
+                status, text, retry_after_s = await asyncio.wait_for(self._post(question), left_s)
+            except asyncio.TimeoutError:
+                break
+            except OSError as error:  # aiohttp's connection errors are OSErrors
+                status, text, retry_after_s = 0, repr(error), None
+            if status == 200:
+                return text
+            last = f"status {status}: {text[:_MAX_SHOWN]}" if status else text
+            if 400 <= status < 500 and status not in (408, 429):
+                raise RewardError(
+                    f"The judge at {self._url} refused {_called(trajectory)} with {last}. Expected 200. "
+                    "Mend its url, model, key or rubric."
+                )
+            pause_s = max(retry_after_s or 0.0, wait_s * random.uniform(0.8, 1.2))
+            await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            wait_s = min(2 * wait_s, _MAX_WAIT_S)
+        raise RewardError(
+            f"The judge at {self._url} gave no answer for {_called(trajectory)} within deadline_s="
+            f"{self._deadline_s:g} in {attempt} attempts ({last}), expected one. Look at its server, or raise deadline_s "
+            "and the reward's timeout.",
+            reason="timeout",
+        )
+
+    async def _post(self, question: str) -> tuple[int, str, float | None]:
+        """Status, the answer's text (or what the server says), and how long it asks to wait."""
+        import aiohttp
+
+        if self._session is None:
+            key = os.environ.get(self._api_key_variable)
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None))
+        body = {**self._request, "messages": [*self._messages, {"role": "user", "content": question}]}
+        try:
+            async with self._session.post(self._url, json=body) as response:
+                if response.status != 200:
+                    return response.status, await response.text(errors="replace"), _seconds(response.headers)
+                answer = await response.json(content_type=None)
+        except aiohttp.ClientError as error:
+            raise OSError(repr(error)) from error
+        except ValueError as error:
+            raise RewardError(f"The judge at {self._url} answered with no JSON: {error}. Mend its url.") from error
+        try:
+            return 200, answer["choices"][0]["message"]["content"] or "", None
+        except (KeyError, IndexError, TypeError) as error:
+            raise RewardError(
+                f"The judge at {self._url} answered {answer!r:.300}, expected choices with a message. Mend its url."
+            ) from error
+
+    def _score(self, answer: str, trajectory: Trajectory) -> tuple[float, str]:
+        found = self._pattern.findall(answer)
+        if not found:
+            raise RewardError(
+                f"The judge's answer for {_called(trajectory)} has no score that matches {self._pattern.pattern!r}: "
+                f"{answer[-_MAX_SHOWN:]!r}. Say in the rubric how to end, mend score_pattern, or raise max_tokens."
+            )
+        text = found[-1] if isinstance(found[-1], str) else found[-1][0]
+        score = float(text)
+        if not self._low <= score <= self._high:
+            raise RewardError(
+                f"The judge gave the score {score:g} for {_called(trajectory)}, expected {self._low:g} to "
+                f"{self._high:g}. Say the range in the rubric, or mend score_range."
+            )
+        return score, answer
+
+
+class _Formatter(string.Formatter):
+    """Names only: a rubric reaches no attributes of what it shows."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+        return self.get_value(field_name, args, kwargs), field_name
+
+
+def _seconds(headers: Any) -> float | None:
+    try:
+        return float(headers.get("Retry-After", ""))
+    except ValueError:
+        return None
+
+
+def _called(trajectory: Trajectory) -> str:
+    return f"prompt {trajectory.prompt.id!r}, sample {trajectory.sample}"

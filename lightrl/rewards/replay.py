@@ -1,0 +1,190 @@
+"""FailureLog: writes what a reward failed on; replay: runs a reward again on what was written, and tells all about it.
+
+    judge = FailureLog(make_judge("my_rewards.exact"), run_folder / "failed_rewards.jsonl")
+    for row in replay(run_folder / "failed_rewards.jsonl", "my_rewards.exact"):
+        print(row)
+
+One line is one failure: {"reason": "timeout", "message": "...", "trajectory": {...}}. `replay` reads the trajectory
+log's files as well, whose lines have a trajectory too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightrl.errors import RewardError
+from lightrl.rewards.judge import Judge, make_judge
+from lightrl.rewards.judgment import Judgment
+from lightrl.rewards.parts import Reward
+from lightrl.rewards.pool import encoded
+from lightrl.trajectory import Trajectory
+
+_logger = logging.getLogger(__name__)
+
+
+class FailureLog:
+    """A Judge that hands everything to another one and writes each trajectory that it failed on to a file.
+
+    Args:
+        judge: which judges.
+        path: of the JSONL file; lines are appended, its folder is made at the first failure.
+        max_failures: lines that one process writes at most, so that a broken reward fills no disk.
+    """
+
+    def __init__(self, judge: Judge, path: str | Path, *, max_failures: int = 1000) -> None:
+        self._judge = judge
+        self.path = Path(path)
+        self._num_left = max_failures
+
+    def start(self) -> None:
+        self._judge.start()
+
+    async def score(self, trajectory: Trajectory) -> Judgment:
+        try:
+            return await self._judge.score(trajectory)
+        except RewardError as error:
+            self._write(trajectory, error)
+            raise
+
+    def close(self) -> None:
+        self._judge.close()
+
+    def _write(self, trajectory: Trajectory, error: RewardError) -> None:
+        if self._num_left <= 0:
+            return
+        self._num_left -= 1
+        try:
+            head = json.dumps({"reason": error.reason, "message": str(error)})
+            line = head[:-1].encode() + b', "trajectory": ' + encoded(trajectory) + b"}\n"
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                file.write(line)
+        except (OSError, RewardError) as problem:
+            self._num_left = 0
+            _logger.warning("%s cannot be written (%s); failed rewards are not logged any more.", self.path, problem)
+
+
+@dataclass(frozen=True)
+class ReplayRow:
+    """What a reward says about one trajectory, called several times."""
+
+    prompt: str
+    completion: str
+    extracted: str | None  # what the reward read out of the completion, if it tells
+    reward: float | None  # of the first call; None if that failed
+    metrics: dict[str, float] = field(default_factory=dict)
+    latency_s: float = 0.0  # of the last call, which finds everything loaded
+    is_deterministic: bool = True  # all calls gave the same
+    reason: str | None = None  # of the first call's failure, and its message
+    message: str | None = None
+
+
+def replay(
+    path: str | Path,
+    reward: Reward | Callable[[Trajectory], Any],
+    *,
+    num: int | None = None,
+    repeats: int = 2,
+    timeout_s: float = 30.0,
+    search_paths: Sequence[str] = (),
+    decode: Callable[[list[int]], str] | None = None,
+) -> list[ReplayRow]:
+    """Judges the trajectories of a JSONL file again.
+
+    Args:
+        path: a file of failed rewards or of the trajectory log.
+        reward, timeout_s, search_paths: as in `make_judge`.
+        num: how many of its first trajectories; None for all.
+        repeats, decode: as in `examine`.
+
+    Raises:
+        ValueError: if a line holds no trajectory, or there is no such reward function.
+    """
+    trajectories = list(itertools.islice(read_failures(path), num))
+    judge = make_judge(reward, timeout_s=timeout_s, search_paths=search_paths)
+    try:
+        judge.start()
+        return asyncio.run(examine(trajectories, judge, repeats=repeats, decode=decode))
+    finally:
+        judge.close()
+
+
+async def examine(
+    trajectories: Iterable[Trajectory],
+    judge: Judge,
+    *,
+    repeats: int = 2,
+    decode: Callable[[list[int]], str] | None = None,
+) -> list[ReplayRow]:
+    """A row for each trajectory, judged `repeats` times, one call after the other, so that latencies are honest.
+
+    Args:
+        trajectories: of a file, or fresh ones before a run.
+        judge: has been started.
+        repeats: calls of each trajectory; one call cannot show whether a reward is deterministic.
+        decode: token ids to text, for prompts that have no messages.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}, expected at least 1. Raise it.")
+    return [await _row(trajectory, judge, repeats, decode) for trajectory in trajectories]
+
+
+def read_failures(path: str | Path) -> Iterator[Trajectory]:
+    """The trajectories of a file, judged anew or not; ValueError names a line that has none."""
+    with Path(path).open(encoding="utf-8") as lines:
+        for index, line in enumerate(lines, start=1):
+            try:
+                trajectory = Trajectory.from_json(json.loads(line)["trajectory"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {index} is no record with a trajectory ({error!r}), expected a file of failed "
+                    "rewards or of the trajectory log. Name such a file."
+                ) from error
+            trajectory.reward, trajectory.rewards = None, None
+            yield trajectory
+
+
+async def _row(
+    trajectory: Trajectory, judge: Judge, repeats: int, decode: Callable[[list[int]], str] | None
+) -> ReplayRow:
+    outcomes: list[Judgment | RewardError] = []
+    latency_s = 0.0
+    for _ in range(repeats):
+        start = time.perf_counter()
+        try:
+            outcomes.append(await judge.score(trajectory))
+        except RewardError as error:
+            outcomes.append(error)
+        latency_s = time.perf_counter() - start
+    first = outcomes[0]
+    shown: dict[str, Any] = {
+        "prompt": _prompt_text(trajectory, decode),
+        "completion": trajectory.completion,
+        "latency_s": latency_s,
+        "is_deterministic": all(_same(first, other) for other in outcomes[1:]),
+    }
+    if isinstance(first, RewardError):
+        return ReplayRow(**shown, extracted=None, reward=None, reason=first.reason, message=str(first))
+    return ReplayRow(**shown, extracted=first.extracted, reward=first.reward, metrics=first.metrics)
+
+
+def _same(one: Judgment | RewardError, other: Judgment | RewardError) -> bool:
+    if isinstance(one, RewardError) or isinstance(other, RewardError):
+        return isinstance(one, RewardError) and isinstance(other, RewardError) and one.reason == other.reason
+    return one == other
+
+
+def _prompt_text(trajectory: Trajectory, decode: Callable[[list[int]], str] | None) -> str:
+    prompt = trajectory.prompt
+    if prompt.messages:
+        return str(prompt.messages[-1].get("content", ""))
+    token_ids = prompt.token_ids or []
+    return decode(token_ids) if decode is not None else " ".join(map(str, token_ids))

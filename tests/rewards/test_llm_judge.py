@@ -1,0 +1,182 @@
+"""LLMJudge against a fake judge server on a real socket of this machine."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from aiohttp import web
+from reward_functions import trajectory_that
+
+from lightrl.errors import RewardError
+from lightrl.rewards import RewardPart, RewardPool
+from lightrl.rewards.llm_judge import LLMJudge
+
+RUBRIC = "Question: {prompt}{question}\nAnswer: {completion}\nEnd with `Score: <0 to 10>`."
+
+
+class Server:
+    """Answers with what `plan` says, in order, and then with `Score: 7`; remembers what it was asked."""
+
+    def __init__(self, *plan: object) -> None:
+        self.plan = list(plan)
+        self.requests: list[dict] = []
+        self.headers: list[dict] = []
+        self.num_open = self.max_open = 0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append(await request.json())
+        self.headers.append(dict(request.headers))
+        self.num_open += 1
+        self.max_open = max(self.max_open, self.num_open)
+        await asyncio.sleep(0.01)
+        self.num_open -= 1
+        step = self.plan.pop(0) if self.plan else "Well.\n**Score:** 7"
+        if step == "hang":
+            await asyncio.sleep(60)
+        if step == "cut":
+            request.transport.close()
+            return web.Response()
+        if isinstance(step, int):
+            return web.Response(status=step, text="the reason")
+        return web.json_response({"choices": [{"message": {"content": step}}]})
+
+    def run(self, use: Callable[[str], Awaitable[object]]) -> object:
+        async def serve() -> object:
+            app = web.Application()
+            app.router.add_post("/v1/chat/completions", self.answer)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            try:
+                return await use(f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
+            finally:
+                await runner.cleanup()
+
+        return asyncio.run(serve())
+
+    def judge(self, *trajectories: object, **settings: object) -> list[object]:
+        async def use(url: str) -> list[object]:
+            judge = LLMJudge(**{"url": url, "model": "m", "rubric": RUBRIC, "first_wait_s": 0.01, **settings})
+            try:
+                results = await asyncio.gather(*map(judge, trajectories), return_exceptions=True)
+                return [*results, *[await judge(trajectories[0]) for _ in range(settings.pop("again", 0))]]
+            finally:
+                await judge.aclose()
+
+        return self.run(use)
+
+
+def ask(completion: str = "42") -> object:
+    return trajectory_that(completion, question="6 * 7?")
+
+
+def test_the_score_is_read_from_the_answer_and_scaled():
+    server = Server("First score: 3. Then\nScore: 9")
+    (result,) = server.judge(ask(), system="Be strict.")
+    assert result == {"reward": 0.9, "score": 9.0, "extracted": "First score: 3. Then\nScore: 9"}
+    assert server.requests[0]["messages"] == [
+        {"role": "system", "content": "Be strict."},
+        {"role": "user", "content": "Question: 6 * 7?\nAnswer: 42\nEnd with `Score: <0 to 10>`."},
+    ]
+    assert server.requests[0]["model"] == "m"
+
+
+@pytest.mark.parametrize("trouble", [500, 503, 429, 408, "cut"])
+def test_troubles_that_pass_are_tried_again(trouble):
+    server = Server(trouble, trouble)
+    (result,) = server.judge(ask())
+    assert result["reward"] == 0.7
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_a_refusal_is_not_tried_again(status):
+    server = Server(status)
+    (error,) = server.judge(ask())
+    assert isinstance(error, RewardError)
+    assert error.reason == "raised"
+    assert f"status {status}: the reason" in str(error)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("plan", [["hang"], [500] * 1000], ids=["hangs", "fails for ever"])
+def test_the_deadline_holds_over_all_attempts(plan):
+    (error,) = Server(*plan).judge(ask(), deadline_s=0.3)
+    assert isinstance(error, RewardError)
+    assert error.reason == "timeout"
+
+
+def test_nobody_at_the_address_is_a_timeout():
+    (error,) = Server().judge(ask(), url="http://127.0.0.1:9/v1", deadline_s=0.2)
+    assert error.reason == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"), [("Good.", "has no score that matches"), ("Score: 11", "expected 0 to 10")]
+)
+def test_an_answer_without_a_good_score_is_an_error(answer, message):
+    (error,) = Server(answer).judge(ask())
+    assert isinstance(error, RewardError)
+    assert message in str(error)
+
+
+def test_requests_run_together_up_to_the_bound():
+    server = Server()
+    results = server.judge(*(ask(str(index)) for index in range(24)), max_concurrent=4)
+    assert [item["score"] for item in results] == [7.0] * 24
+    assert 2 <= server.max_open <= 4
+
+
+def test_the_same_question_is_asked_once():
+    async def use(url: str) -> list[object]:
+        judge = LLMJudge(url=url, model="m", rubric=RUBRIC, cache_size=2)
+        try:
+            return [await judge(ask(completion)) for completion in ("a", "a", "b", "a", "c", "a", "b")]
+        finally:
+            await judge.aclose()
+
+    server = Server()
+    server.run(use)
+    asked = [request["messages"][0]["content"].split("Answer: ")[1][0] for request in server.requests]
+    assert asked == ["a", "b", "c", "b"]
+
+
+def test_the_key_is_sent_where_it_is_set(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    server = Server()
+    server.judge(ask(), api_key_variable="MY_KEY")
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_in_a_pool_it_is_a_class_with_arguments():
+    async def use(url: str) -> list[object]:
+        part = RewardPart("lightrl.rewards.LLMJudge", arguments={"url": url, "model": "m", "rubric": RUBRIC})
+        pool = RewardPool(part)
+        await asyncio.to_thread(pool.start)
+        try:
+            return await asyncio.gather(*(pool.score(ask(str(index))) for index in range(8)))
+        finally:
+            await asyncio.to_thread(pool.close)
+
+    results = Server().run(use)
+    assert [(item.reward, item.metrics) for item in results] == [(0.7, {"score": 7.0})] * 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"score_range": (1, 1)}, "expected two growing numbers"),
+        ({"score_pattern": "score"}, "has no group"),
+        ({"max_concurrent": 0}, "max_concurrent=0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LLMJudge(**{"url": "http://127.0.0.1/v1", "model": "m", "rubric": RUBRIC, **settings})
+
+
+def test_a_rubric_that_asks_for_what_is_not_there_is_refused():
+    (error,) = Server().judge(ask(), rubric="{answer}")
+    assert isinstance(error, ValueError)
+    assert "The rubric asks for 'answer'" in str(error)

@@ -1,0 +1,103 @@
+"""Rewards of pattern, tags, length, repetition and JSON, by paper and pencil."""
+
+import pytest
+from reward_functions import trajectory_that
+
+from lightrl.rewards.text_rewards import json_schema, overlong_penalty, regex_match, repetition_penalty, tag_format
+
+
+@pytest.mark.parametrize(
+    ("completion", "is_full", "reward"),
+    [("Answer: 42\n", True, 1.0), ("So.\nAnswer: 42", True, 0.0), ("So.\nAnswer: 42", False, 1.0), ("42", False, 0.0)],
+)
+def test_a_pattern_matches_all_or_a_part(completion, is_full, reward):
+    assert regex_match(trajectory_that(completion), pattern=r"Answer: \d+", is_full=is_full) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<think>\na\n</think>\n<answer>b</answer>\n", 1.0),
+        ("<think>a</think><answer>b</answer> c", 0.0),
+        ("a <think>a</think><answer>b</answer>", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a</think><answer>b</answer><answer>b</answer>", 0.0),
+        ("<think>a<answer>b</answer>", 0.0),
+        ("<think></think> so <answer>b</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_tags_stand_in_order_once_and_alone(completion, reward):
+    assert tag_format(trajectory_that(completion)) == reward
+
+
+@pytest.mark.parametrize(("num_tokens", "reward"), [(0, 0.0), (12, 0.0), (14, -0.5), (16, -1.0), (20, -1.0)])
+def test_the_overlong_penalty_falls_in_a_straight_line(num_tokens, reward):
+    trajectory = trajectory_that()
+    trajectory.loss_mask = [False] * 5 + [True] * num_tokens
+    assert overlong_penalty(trajectory, max_tokens=16, margin_tokens=4) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("a b c d", 0.0), ("a b a b a b", 2 / 5 - 1), ("a a a a a", 1 / 4 - 1), ("A a", 0.0), ("a", 0.0), ("", 0.0)],
+)
+def test_repeated_pairs_of_words_cost_their_fraction(completion, reward):
+    assert repetition_penalty(trajectory_that(completion), ngram_words=2) == pytest.approx(reward)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "pattern": "^[a-z]+$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+        "note": {"anyOf": [{"type": "null"}, {"type": "number"}]},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward", "is_json"),
+    [
+        ('{"name": "x", "age": 3}', 1.0, 1.0),
+        ('Here:\n```json\n{"name": "x", "age": 3.0, "tags": ["a", "b"], "note": null}\n```', 1.0, 1.0),
+        ('{"name": "x"}', 0.0, 1.0),
+        ('{"name": "x", "age": true}', 0.0, 1.0),
+        ('{"name": "x", "age": 200}', 0.0, 1.0),
+        ('{"name": "X", "age": 3}', 0.0, 1.0),
+        ('{"name": "x", "age": 3, "tags": ["c"]}', 0.0, 1.0),
+        ('{"name": "x", "age": 3, "tags": ["a", "a", "a"]}', 0.0, 1.0),
+        ('{"name": "x", "age": 3, "note": "n"}', 0.0, 1.0),
+        ('{"name": "x", "age": 3, "more": 1}', 0.0, 1.0),
+        ("[]", 0.0, 1.0),
+        ("{", 0.0, 0.0),
+        ("[" * 100_000, 0.0, 0.0),
+    ],
+)
+def test_json_is_held_against_its_schema(completion, reward, is_json):
+    result = json_schema(trajectory_that(completion), schema=SCHEMA)
+    assert (result["reward"], result["is_json"]) == (reward, is_json)
+
+
+def test_the_schema_may_be_the_prompts():
+    assert json_schema(trajectory_that("3", schema={"const": 3}))["reward"] == 1.0
+    assert json_schema(trajectory_that("true", schema='{"const": 1}'))["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: json_schema(t), "expected a JSON schema"),
+        (lambda t: json_schema(t, schema={"oneOf": []}), r"keywords \['oneOf'\]"),
+        (lambda t: json_schema(t, schema={"type": "text"}), "type 'text'"),
+        (lambda t: regex_match(t, pattern="("), "no regular expression"),
+        (lambda t: overlong_penalty(t, max_tokens=4, margin_tokens=5), "margin_tokens=5"),
+        (lambda t: repetition_penalty(t, ngram_words=0), "ngram_words=0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(trajectory_that("1"))
