@@ -31,6 +31,7 @@ Rows of the table:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -331,6 +332,12 @@ class Contender:
         self.connection.send(0)
         self.process.join()
 
+    def close(self) -> None:
+        """Ends it wherever it is; without effect after `end`."""
+        self.connection.close()
+        self.process.terminate()
+        self.process.join()
+
     def _receive(self) -> Block:
         try:
             block: Block = self.connection.recv()
@@ -373,15 +380,15 @@ def save_model(folder: Path) -> None:
 
 def measure(report: Report, task: Task, names: Sequence[str], arguments: argparse.Namespace) -> float | None:
     """All rows of one task; gives lightrl's ratio to TRL if both took part."""
-    with tempfile.TemporaryDirectory(prefix="grpo_vs_trl_") as temporary:
-        folder = Path(temporary)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo_vs_trl_")))
         save_model(folder / "model")
         turns = arguments.pairs + 1  # the first warms up
         num_iterations = turns * arguments.iterations + 1  # the last is not measured: it goes on to the end of the run
-        contenders = {
-            name: Contender(name, task, folder / "model", folder / name, arguments.threads, num_iterations)
-            for name in names
-        }
+        contenders: dict[str, Contender] = {}
+        for name in names:
+            contenders[name] = Contender(name, task, folder / "model", folder / name, arguments.threads, num_iterations)
+            stack.callback(contenders[name].close)
         runs = {name: functools.partial(contender.run, arguments.iterations) for name, contender in contenders.items()}
         seconds = {name: times[1:] for name, times in interleaved(runs, repeats=turns).items()}
         for contender in contenders.values():
