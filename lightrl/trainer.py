@@ -54,6 +54,8 @@ MEANT: tuple[tuple[str, type[Warning]], ...] = (
     (r"Found \d+ module\(s\) in eval mode", UserWarning),
     # Validation batches become judged groups in a module hook, whatever data module they come from.
     (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
+    # The loader only counts iterations: prompts are read by position.
+    (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
     # An RLModule can validate, but need not.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
 )
@@ -240,6 +242,8 @@ class Trainer(L.Trainer):
             module.reward_source if module.reward_source is not None else module.reward,
             workers=module.reward_workers,
             timeout_s=module.reward_timeout_s,
+            memory_limit_mib=module.reward_memory_mib,
+            recycle_after=module.reward_recycle_after,
             search_paths=[str(Path.cwd())],
         )
         self._judge.start()

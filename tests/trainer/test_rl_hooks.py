@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, make_trainer, token_reward
+from digit_reward import token_reward
+from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
 import lightrl

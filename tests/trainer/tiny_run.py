@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from digit_reward import token_reward
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -66,11 +67,6 @@ class Digits(PromptDataModule):
     def make_prompts(self, split: str) -> list[Prompt]:
         num = self.num_prompts if split == "train" else 4
         return [Prompt(f"{split}-{index}", token_ids=[2 + index % 6, 2, 2 + index // 6 % 6]) for index in range(num)]
-
-
-def token_reward(trajectory: Trajectory) -> float:
-    """The share of one digit, which any policy can raise."""
-    return sum(token == 7 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
 
 
 class TinyGRPO(GRPO):

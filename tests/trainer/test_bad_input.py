@@ -1,0 +1,183 @@
+"""What a user gets wrong is said before any training; what goes wrong during it is counted, and ends it in the end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import BATCH_SIZE, CONFIG, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
+from torch import Tensor
+
+from lightrl import GRPO, Experience, ModelSpec, Outputs, RLCallback, Sampling, Trajectory
+from lightrl.errors import RolloutError, TrainingError
+
+
+def test_a_missing_model_folder_is_named() -> None:
+    with pytest.raises(ValueError, match=r"Model folder './no/such/model' does not exist, expected .* Mend the path"):
+        GRPO("./no/such/model", reward="digit_reward.token_reward")
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer_without_end"), "no end token, expected eos_token. Set"),
+        (
+            ModelSpec(config=CONFIG, tokenizer="tiny_run.large_tokenizer"),
+            "22 tokens but the model's vocabulary has 8, expected at most as many. Use",
+        ),
+    ],
+    ids=["no end token", "another vocabulary"],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused(policy: ModelSpec, message: str, tmp_path: Path) -> None:
+    module = TinyGRPO(policy)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path).fit(module, datamodule=Digits())
+    assert not module.trained
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_prompt_longer_than_the_context_is_named(split: str, tmp_path: Path) -> None:
+    class Long(Digits):
+        def make_prompts(self, wanted: str) -> Any:
+            prompts = super().make_prompts(wanted)
+            if wanted == split:
+                assert prompts[1].token_ids is not None
+                prompts[1].token_ids.extend([2] * 30)
+            return prompts
+
+    with pytest.raises(ValueError, match=rf"Row 2 of 'the {split} prompts' .*33 .*26"):
+        make_trainer(tmp_path).fit(TinyGRPO(), datamodule=Long())
+
+
+def test_a_completion_that_leaves_no_room_for_a_prompt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_new_tokens=32 leaves no room for a prompt in the context of 32.*Lower"):
+        make_trainer(tmp_path).fit(TinyGRPO(sampling=Sampling(max_new_tokens=32)), datamodule=Digits())
+
+
+def test_a_group_of_one_has_no_statistics() -> None:
+    with pytest.raises(ValueError, match=r"group_size=1 leaves nothing to compare.*expected at least 2.*Raise"):
+        TinyGRPO(group_size=1)
+
+
+def test_minibatches_must_divide_the_iteration(tmp_path: Path) -> None:
+    message = (
+        r"num_minibatches=3 does not divide .*2 groups × group_size=4 = 8 trajectories, expected a divisor.*Change"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path).fit(TinyGRPO(num_minibatches=3), datamodule=Digits())
+
+
+def test_more_prompts_per_iteration_than_there_are_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"6 train prompts but batch_size=7, expected at least as many.*Lower batch_size"
+    ):
+        make_trainer(tmp_path).fit(TinyGRPO(), datamodule=Digits(batch_size=7))
+
+
+@pytest.mark.parametrize("path", ["digit_reward.no_such_function", "no_such_module.reward"])
+def test_a_wrong_reward_path_is_named_and_leaves_no_worker(path: str, tmp_path: Path) -> None:
+    module = TinyGRPO(reward=path)
+    with pytest.raises(ValueError, match=path.rpartition(".")[2]):
+        make_trainer(tmp_path).fit(module, datamodule=Digits())
+    assert not module.trained
+
+
+class Failing(TinyGRPO):
+    """One trajectory in eight gets no reward."""
+
+    def __init__(self, how: str, share: int = 8, **kwargs: Any) -> None:
+        super().__init__(reward_timeout_s=0.5, **kwargs)
+        self.how = how
+        self.share = share
+
+    def reward(self, trajectory: Trajectory) -> Any:
+        if (trajectory.group_id * GROUP_SIZE + trajectory.sample) % self.share == 0:
+            if self.how == "raises":
+                raise RuntimeError("no judge today")
+            if self.how == "hangs":
+                time.sleep(2.0)
+            return float("nan")
+        return super().reward(trajectory)
+
+
+class Dropped(RLCallback):
+    def __init__(self) -> None:
+        self.numbers: list[float] = []
+        self.reasons: set[str] = set()
+
+    def on_trajectory_dropped(self, trainer: Any, module: Any, reason: str, message: str) -> None:
+        self.reasons.add(reason)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.numbers.append(float(trainer.callback_metrics["rollout/dropped_trajectories"]))
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("raises", "reward_raised"), ("is nan", "reward_not_finite"), ("hangs", "reward_timeout")]
+)
+def test_a_failed_reward_is_dropped_and_counted_and_never_zero(how: str, reason: str, tmp_path: Path) -> None:
+    module, dropped = Failing(how), Dropped()
+    make_trainer(tmp_path, max_steps=1 if how == "hangs" else 3, callbacks=[dropped]).fit(module, datamodule=Digits())
+    assert dropped.reasons == {reason}
+    assert set(dropped.numbers) == {1.0}
+    for experience in module.experiences:
+        assert len(experience) == BATCH_SIZE * GROUP_SIZE - 1
+        shares = [
+            float((row[mask] == 7).float().mean())
+            for row, mask in zip(experience.token_ids, experience.loss_mask, strict=True)
+        ]
+        assert experience.rewards.tolist() == pytest.approx(shares)
+    time.sleep(2.0 if how == "hangs" else 0.0)  # the abandoned thread ends
+
+
+def test_too_many_failed_rewards_end_the_run(tmp_path: Path) -> None:
+    module = Failing("raises", share=2, max_failed_fraction=0.25)
+    with pytest.raises(RolloutError, match=r"(?s)max_failed_fraction=0\.25.*no judge today"):
+        make_trainer(tmp_path).fit(module, datamodule=Digits())
+    assert not module.trained
+
+
+class Broken(TinyGRPO):
+    """Gradients without a finite value at some updates."""
+
+    def __init__(self, updates: set[int], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.updates = updates
+        self.seen: list[dict[str, Tensor]] = []
+
+    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
+        self.seen.append(weights(self))
+        result = super().loss(experience, outputs)
+        factor = float("nan") if len(self.seen) - 1 in self.updates else 1.0
+        return {**result, "loss": result["loss"] * factor}
+
+
+def test_gradients_that_are_not_finite_skip_the_update_and_are_counted(tmp_path: Path) -> None:
+    module = Broken({1}, max_skipped_updates=2)
+    trainer = make_trainer(tmp_path)
+    trainer.fit(module, datamodule=Digits())
+    assert trainer.global_step == 3
+    assert trainer.callback_metrics["policy/skipped_updates"] == 1
+    assert not are_equal(module.seen[0], module.seen[1])
+    assert are_equal(module.seen[1], module.seen[2])
+    assert all(torch.isfinite(value).all() for value in weights(module).values())
+
+
+def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path: Path) -> None:
+    module = Broken({1, 3, 4}, max_skipped_updates=2)
+    trainer = make_trainer(tmp_path, max_steps=9)
+    with pytest.raises(TrainingError, match=r"2 updates in a row.*expected fewer than max_skipped_updates=2. Lower"):
+        trainer.fit(module, datamodule=Digits())
+    assert trainer.global_step == 4
+
+
+def test_an_error_while_the_rollout_opens_leaves_nothing_behind(tmp_path: Path) -> None:
+    class NoWorkflow(TinyGRPO):
+        def configure_workflow(self) -> Any:
+            raise KeyError("environment")
+
+    with pytest.raises(KeyError, match="environment"):
+        make_trainer(tmp_path).fit(NoWorkflow(reward="digit_reward.token_reward"), datamodule=Digits())
