@@ -14,6 +14,11 @@ from typing import Any
 
 from lightrl.errors import RolloutError
 
+
+class CallTimeout(RolloutError):
+    """User code was not done before its deadline."""
+
+
 _Outcome = tuple[Any, BaseException | None]
 
 
@@ -29,7 +34,8 @@ async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float
         name: how the message calls it.
 
     Raises:
-        RolloutError: if it raises (then with its exception as the cause) or is not done in time.
+        CallTimeout: if it is not done in time.
+        RolloutError: if it raises, with its exception as the cause; its own RolloutError comes through as it is.
     """
     task = asyncio.ensure_future(_caught(function, args))
     try:
@@ -37,7 +43,7 @@ async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float
     finally:
         task.cancel()  # changes nothing where it is done
     if not task.done():
-        raise RolloutError(
+        raise CallTimeout(
             f"{name} was not done within {timeout_s:g} s, expected an answer by then. Mend it, or raise the deadline "
             "in the workflow's arguments."
         )

@@ -1,4 +1,4 @@
-"""Tools: Python functions that the policy may call between its turns, and a calculator as an example of one.
+"""Tools: Python functions that the policy may call between its turns; two of them, a calculator and Python itself.
 
     def search(query: str) -> str:
         '''Finds a passage in the library.
@@ -23,13 +23,15 @@ import inspect
 import json
 import math
 import operator
+import queue
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrl.errors import RolloutError
-from lightrl.rollout.deadline import call_within
+from lightrl.errors import LightRLError, RolloutError
+from lightrl.rewards.sandbox import Limits, LocalSandbox
+from lightrl.rollout.deadline import CallTimeout, call_within
 from lightrl.rollout.environment import CheckedStep, Environment, Observation, Step, function_of
 from lightrl.trajectory import Prompt
 
@@ -193,11 +195,13 @@ class ToolEnvironment(Environment):
         if error is None:
             try:
                 result = await self._run(call)
+            except CallTimeout:
+                error = f"no result in {self.tool_timeout_s:g} s"
             except RolloutError as raised:
                 cause = raised.__cause__
-                error = (
-                    f"no result in {self.tool_timeout_s:g} s" if cause is None else f"{type(cause).__name__}: {cause}"
-                )
+                if cause is None or isinstance(cause, LightRLError):  # not the policy's fault: drops the trajectory
+                    raise
+                error = f"{type(cause).__name__}: {cause}"
         self.num_calls += 1
         self.num_errors += error is not None
         content = result if error is None else f"Error: {error}"
@@ -305,3 +309,27 @@ def _bounded(value: Any) -> int | float:
     if isinstance(value, complex) or not abs(value) <= _MAX_ABS:  # NaN is not
         raise ValueError("the result is not a real number of at most 100 digits")
     return value  # type: ignore[no-any-return]
+
+
+_PYTHON_LIMITS = Limits(cpu_s=4.0, wall_s=5.0, memory_mib=256, output_kib=16)  # below ToolEnvironment.tool_timeout_s
+_idle_sandboxes: queue.SimpleQueue[LocalSandbox] = queue.SimpleQueue()  # as many as programs ever ran at once
+
+
+def python(code: str) -> str:
+    """Runs a Python program in a sandbox without network and shows what it prints.
+
+    Args:
+        code: the program; print what you want to see. Nothing is kept between two calls
+    """
+    try:
+        sandbox = _idle_sandboxes.get_nowait()
+    except queue.Empty:
+        sandbox = LocalSandbox()
+    try:
+        run = sandbox.run(code, "", _PYTHON_LIMITS)
+    finally:
+        _idle_sandboxes.put(sandbox)
+    shown = "\n".join(text.strip() for text in (run.stdout, run.stderr) if text.strip())
+    if run.stopped_by is not None:
+        raise ValueError(f"the program was stopped by its limit of {run.stopped_by}; it printed: {shown}")
+    return shown or "(nothing was printed)"

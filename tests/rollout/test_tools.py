@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from chat_texts import END, WITH_TOOLS, Scripted, chat_prompt, chat_tokenizer, ids, letters, played, writes
 
+from lightrl.errors import RewardError, RolloutError
 from lightrl.rollout import MultiTurn, ToolEnvironment
-from lightrl.rollout.tools import Tool, ToolCall, calculator, parse_hermes
+from lightrl.rollout.tools import Tool, ToolCall, calculator, parse_hermes, python
 
 PATH = "lightrl.rollout.tools.calculator"
 
@@ -231,3 +232,34 @@ def test_the_calculator_computes(expression: str, result: str):
 def test_the_calculator_refuses_what_is_no_bounded_arithmetic(expression: str):
     with pytest.raises((ValueError, TypeError)):
         calculator(expression)
+
+
+# ---------------------------------------------------------------------- Python
+
+
+@pytest.mark.parametrize(
+    ("code", "shows"),
+    [
+        ("print(6 * 7)", "42"),
+        ("x = 1", "(nothing was printed)"),
+        ("print(1)\n1 / 0", "ZeroDivisionError: division by zero"),
+        ("while True: pass", "Error: ValueError: the program was stopped by its limit of time"),
+    ],
+    ids=["prints", "prints nothing", "raises", "runs for ever"],
+)
+def test_the_policy_runs_python_in_a_sandbox_and_reads_what_it_prints(code: str, shows: str):
+    (content,) = answers(ToolEnvironment([python]), call("python", code=code))
+    assert shows in content
+
+
+def test_a_sandbox_that_fails_drops_the_trajectory_instead_of_being_told():
+    def broken(code: str) -> str:
+        """Runs.
+
+        Args:
+            code: what
+        """
+        raise RewardError("no sandbox here")
+
+    with pytest.raises(RolloutError, match="no sandbox here"):
+        asyncio.run(ToolEnvironment([broken]).step(call("broken", code="1")))
