@@ -19,6 +19,7 @@ from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.models import ModelSpec, Outputs, ParallelModel
+from lightrl.rewards import RewardPart
 from lightrl.rollout.workflow import SingleTurn, Workflow
 from lightrl.trajectory import Group, Sampling, Trajectory
 
@@ -43,8 +44,11 @@ class RLModule(L.LightningModule):
 
     Args:
         policy: the model to train: a hub name, a local folder, or a ModelSpec.
-        reward: instead of the `reward` hook, a function or its dotted path, such as `my_project.rewards.exact`. A path
-            runs in killable processes; a hook that uses `self` runs in a thread.
+        reward: instead of the `reward` hook, a function or its dotted path, such as `my_project.rewards.exact`; a
+            RewardPart, which is a path with arguments; or a list of them, whose weighted sum is the reward. Paths run
+            in killable processes; a hook that uses `self` runs in a thread.
+        workflow: makes the Workflow from the tokenizer; one completion for each prompt if None. In YAML a Workflow's
+            class_path and init_args, less its tokenizer.
         group_size: G, trajectories of each prompt.
         sampling: how training rollouts are drawn. Stop tokens of model and tokenizer are added.
         validation_sampling: how validation rollouts are drawn; greedy with the same limits if None.
@@ -60,6 +64,8 @@ class RLModule(L.LightningModule):
         lr_decay: `constant`, or `linear` to 0 at the end of the run.
         reward_workers: processes that judge, for a reward given by dotted path.
         reward_timeout_s: deadline of one call of the reward.
+        reward_memory_mib: bound on the memory of each process that judges; None for no bound.
+        reward_recycle_after: calls after which such a process is replaced by a fresh one; None for never.
         max_failed_fraction: the run ends if more of an iteration's trajectories fail.
         max_skipped_updates: the run ends after so many updates in a row with gradients that are not finite.
     """
@@ -75,7 +81,8 @@ class RLModule(L.LightningModule):
         self,
         policy: str | ModelSpec,
         *,
-        reward: str | RewardFunction | None = None,
+        reward: str | RewardPart | list[RewardPart] | RewardFunction | None = None,
+        workflow: Callable[[PreTrainedTokenizerBase], Workflow] | None = None,
         group_size: int = 8,
         sampling: Sampling | None = None,
         validation_sampling: Sampling | None = None,
@@ -91,6 +98,8 @@ class RLModule(L.LightningModule):
         lr_decay: Literal["constant", "linear"] = "constant",
         reward_workers: int = 1,
         reward_timeout_s: float = 30.0,
+        reward_memory_mib: int | None = 4096,
+        reward_recycle_after: int | None = None,
         max_failed_fraction: float = 0.5,
         max_skipped_updates: int = 5,
     ) -> None:
@@ -121,6 +130,7 @@ class RLModule(L.LightningModule):
             )
         self.policy_spec = ModelSpec.of(policy)
         self.reward_source = reward
+        self.workflow = workflow
         self.group_size = group_size
         self.sampling = sampling or Sampling()
         self.validation_sampling = validation_sampling or dataclasses.replace(self.sampling, temperature=0.0)
@@ -136,6 +146,8 @@ class RLModule(L.LightningModule):
         self.lr_decay = lr_decay
         self.reward_workers = reward_workers
         self.reward_timeout_s = reward_timeout_s
+        self.reward_memory_mib = reward_memory_mib
+        self.reward_recycle_after = reward_recycle_after
         self.max_failed_fraction = max_failed_fraction
         self.max_skipped_updates = max_skipped_updates
         self.parallel_models: dict[str, ParallelModel] = {}  # by role; the trainer fills it in
@@ -151,8 +163,8 @@ class RLModule(L.LightningModule):
         return {"policy": self.policy_spec}
 
     def configure_workflow(self) -> Workflow:
-        """What maps a prompt to a trajectory."""
-        return SingleTurn(self.tokenizer)
+        """What maps a prompt to a trajectory: `workflow`, made with the policy's tokenizer."""
+        return SingleTurn(self.tokenizer) if self.workflow is None else self.workflow(self.tokenizer)
 
     def reward(self, trajectory: Trajectory) -> Any:
         """The number that judges a trajectory; may be async. Must be written, unless `reward=` was given.
@@ -340,7 +352,7 @@ class RLModule(L.LightningModule):
 
 def accuracy(trajectory: Trajectory) -> float:
     """The reward's own `accuracy`; where it gives none, 1.0 for a reward of at least 1."""
-    return trajectory.metrics.get("accuracy", float((trajectory.reward or 0.0) >= 1.0))
+    return trajectory.accuracy
 
 
 def _mean(values: list[float]) -> float:

@@ -23,7 +23,14 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightrl.callbacks import RolloutMetrics, RolloutProgressBar, StalenessControl, WeightSync
+from lightrl.callbacks import (
+    DynamicSampling,
+    PromptCurriculum,
+    RolloutMetrics,
+    RolloutProgressBar,
+    StalenessControl,
+    WeightSync,
+)
 from lightrl.data import prompt_source
 from lightrl.dataflow import check_score_calls
 from lightrl.errors import LightRLError
@@ -70,6 +77,7 @@ class Trainer(L.Trainer):
     Args:
         engine: what generates; `LocalEngine()`, in this process, if None.
         callbacks: one or several, Lightning's and lightrl's.
+        log_every_n_steps: as in Lightning; None is every iteration for an RLModule, Lightning's 50 for other modules.
         kwargs: Lightning's.
     """
 
@@ -82,11 +90,13 @@ class Trainer(L.Trainer):
         *,
         engine: RolloutEngine | None = None,
         callbacks: list[Callback] | Callback | None = None,
+        log_every_n_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         given = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         # Lightning appends its defaults to the very list it gets: with a copy, they can be told from the user's.
-        super().__init__(callbacks=list(given), **kwargs)
+        super().__init__(callbacks=list(given), log_every_n_steps=log_every_n_steps, **kwargs)
+        self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
         self.rollout: RolloutController | None = None  # while a stage of an RLModule runs
         self._judge: Judge | None = None
@@ -226,6 +236,8 @@ class Trainer(L.Trainer):
             role: parallel_model(self.strategy, getattr(module, role), settings) for role in module.models()
         }
         self._use_plain_no_grad()
+        if self._logs_every_iteration:
+            self.log_every_n_steps = 1
         # Batches are plain Python; Lightning's walk through them for floats fails at frozen dataclasses.
         vars(self.precision_plugin)["convert_input"] = lambda data: data
         prompts, groups_per_iteration, total_groups = None, 1, None
@@ -266,9 +278,43 @@ class Trainer(L.Trainer):
             redraw_stragglers=staleness.redraw_stragglers,
             rollout_timeout_s=staleness.rollout_timeout_s,
             max_failed_fraction=module.max_failed_fraction,
+            **self._choice_of_groups(),
         )
         if is_fit:
             self.rollout_loop.restore_rollout()
+        self._say_what_runs(module, staleness.max_staleness, groups_per_iteration if is_fit else None)
+
+    def _say_what_runs(self, module: RLModule, max_staleness: int, groups_per_iteration: int | None) -> None:
+        """What follows from the settings and cannot be set: printed, so that nobody has to guess it."""
+        if not self.is_global_zero:
+            return
+        engine_threads = getattr(self.engine, "threads", None)
+        threads = "" if engine_threads is None else f", {engine_threads} threads for decoding"
+        log.info("engine: %s%s; %d threads for updates", type(self.engine).__name__, threads, torch.get_num_threads())
+        stops = (f"{module.tokenizer.decode(ids)} {ids} ({name})" for name, ids in module.stop_token_ids().items())
+        log.info("stop tokens: %s", "; ".join(stops))
+        if groups_per_iteration is not None:
+            log.info(
+                "iteration: %d groups x %d = %d trajectories, %d updates, max_staleness %d",
+                groups_per_iteration,
+                module.group_size,
+                groups_per_iteration * module.group_size,
+                module.num_minibatches * module.update_epochs,
+                max_staleness,
+            )
+
+    def _choice_of_groups(self) -> dict[str, Any]:
+        """What the callbacks that say which prompts and groups are worth an update ask of the controller."""
+        settings: dict[str, Any] = {}
+        for callback in self.callbacks:
+            if isinstance(callback, PromptCurriculum):
+                settings["curriculum"] = callback.curriculum
+            if isinstance(callback, DynamicSampling):
+                settings["group_filter"] = callback.group_filter
+                settings["incomplete_groups"] = callback.incomplete_groups
+                settings["oversample_fraction"] = callback.oversample_fraction
+                settings["max_dropped_groups"] = callback.max_dropped_groups_per_iteration
+        return settings
 
     def _close_rollout(self) -> None:
         """Keeps the rollout's state for checkpoints and later fits; ends threads and processes, each in any case."""
@@ -312,6 +358,9 @@ class Trainer(L.Trainer):
             found = [callback for callback in self.callbacks if isinstance(callback, kind)]
             if len(found) != 1:
                 raise ValueError(f"There are {len(found)} {kind.__name__} callbacks, expected one. Remove the others.")
+        for optional in (DynamicSampling, PromptCurriculum):
+            if sum(isinstance(callback, optional) for callback in self.callbacks) > 1:
+                raise ValueError(f"There are several {optional.__name__} callbacks, expected at most one. Remove one.")
         needed = self._one_of(WeightSync).every_n_iterations - 1
         allowed = self._one_of(StalenessControl).max_staleness
         if allowed < needed:
