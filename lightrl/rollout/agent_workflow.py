@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lightrl.errors import RolloutError
 from lightrl.rollout.agent_session import AgentSession
 from lightrl.rollout.conversation import TurnRenderer, read_template
-from lightrl.rollout.deadline import call_within
+from lightrl.rollout.deadline import CallTimeout, call_within
 from lightrl.rollout.environment import function_of
 from lightrl.rollout.openai_endpoint import OpenAIEndpoint
 from lightrl.rollout.tools import ToolParser, parse_hermes
@@ -46,6 +46,7 @@ class AgentWorkflow(Workflow):
             loop with the engine and must not block it; any other runs in a thread. One that is late is cancelled; a
             thread cannot be, and is left behind without a session.
         agent_timeout_s: deadline of one call of the function.
+        max_agents: calls at the same time; further trajectories wait. Each takes two open files, and perhaps a thread.
         max_tokens: of one conversation, at most the model's context; a request beyond it is refused
             (`context_length_exceeded`), and the trajectory is truncated.
         truncated_reward: stands for what an agent returns that raises because of such a refusal.
@@ -63,6 +64,7 @@ class AgentWorkflow(Workflow):
         agent: str | Agent,
         *,
         agent_timeout_s: float = 600.0,
+        max_agents: int = 64,
         max_tokens: int = 4096,
         truncated_reward: float = 0.0,
         tool_parser: str | ToolParser = parse_hermes,
@@ -72,6 +74,8 @@ class AgentWorkflow(Workflow):
             raise ValueError(
                 f"agent_timeout_s={agent_timeout_s}, expected a finite number of seconds above 0. Mend it."
             )
+        if max_agents < 1:
+            raise ValueError(f"max_agents={max_agents}, expected at least 1. Raise it.")
         if max_tokens < 2:
             raise ValueError(f"max_tokens={max_tokens}, expected at least 2, one for the prompt. Raise it.")
         self.agent = function_of(agent, "agent")
@@ -87,7 +91,7 @@ class AgentWorkflow(Workflow):
                 "a Jinja file."
             )
         self.renderer.check_template("user", [])
-        self.endpoint = OpenAIEndpoint()
+        self.endpoint = OpenAIEndpoint(max_sessions=max_agents)
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Plays one trajectory; waits for the agent, with its deadline, and gives up at once if the engine fails.
@@ -98,7 +102,7 @@ class AgentWorkflow(Workflow):
         session = AgentSession(
             prompt, generate, self.renderer, max_tokens=self.max_tokens, tool_parser=self.tool_parser
         )
-        with self.endpoint.serving(session) as base_url:
+        async with self.endpoint.serving(session) as base_url:
             reward = await self._run_agent(session, base_url)
         return session.trajectory(reward)
 
@@ -116,8 +120,10 @@ class AgentWorkflow(Workflow):
             raise session.failure.result()
         try:
             returned = running.result()
-        except RolloutError as error:
-            if session.is_out_of_room and error.__cause__ is not None:  # else it was late
+        except CallTimeout:
+            raise
+        except RolloutError:
+            if session.is_out_of_room:
                 return self.truncated_reward
             raise
         if returned is None:

@@ -228,12 +228,12 @@ def render_chunks(answer: Answer, request: ChatRequest) -> Iterator[dict[str, An
     message = answer.message()
     calls = [{"index": index, **call} for index, call in enumerate(message.pop("tool_calls", []))]
     logprobs = _logprobs(answer) if request.wants_logprobs else None
-    deltas = [{"role": "assistant", "content": ""}, {"content": message["content"]}, {"tool_calls": calls}]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{"content": message["content"]}] if message["content"] is not None else []
+    deltas += [{"tool_calls": calls}] if calls else []
     for delta in deltas:
-        if any(delta.values()):
-            said = logprobs if "role" not in delta else None
-            logprobs = logprobs if "role" in delta else None
-            yield {**envelope, "choices": [{"index": 0, "delta": delta, "logprobs": said, "finish_reason": None}]}
+        said = logprobs if delta is deltas[1] else None
+        yield {**envelope, "choices": [{"index": 0, "delta": delta, "logprobs": said, "finish_reason": None}]}
     last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish_reason(answer)}
     yield {**envelope, "choices": [last]}
     if request.includes_usage:

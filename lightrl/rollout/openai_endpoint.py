@@ -14,8 +14,8 @@ import hmac
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _MAX_BODY_BYTES = 64 * 2**20
 _SHUTDOWN_TIMEOUT_S = 1.0
+_KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, or one would write into a connection that is being closed
+_BACKLOG = 1024  # connections that many agents open at the same moment
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -43,15 +45,20 @@ class OpenAIEndpoint:
 
     Cancelling that task, which the end of `asyncio.run` and the controller's `close` do with all tasks of their loops,
     closes its port and connections; so does `close`.
+
+    Args:
+        max_sessions: served at the same time; further ones wait for their turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_sessions: int = 64) -> None:
+        self.max_sessions = max_sessions
         self.api_key = secrets.token_urlsafe(32)
         self._sessions: dict[str, AgentSession] = {}
         self._has_warned: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serving: asyncio.Task[None] | None = None
         self._port: asyncio.Future[int] | None = None
+        self._slots: asyncio.Semaphore | None = None
 
     async def start(self) -> None:
         """Waits until the port is open; a call while it is open changes nothing.
@@ -62,6 +69,7 @@ class OpenAIEndpoint:
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._serving is None or self._serving.done():
             self._loop, self._port = loop, loop.create_future()
+            self._slots = asyncio.Semaphore(self.max_sessions)
             self._serving = loop.create_task(self._serve(self._port), name="lightrl-openai-endpoint")
         assert self._port is not None
         try:
@@ -77,17 +85,22 @@ class OpenAIEndpoint:
             self._serving.cancel()
             await asyncio.wait({self._serving})
 
-    @contextmanager
-    def serving(self, session: AgentSession) -> Iterator[str]:
-        """The base_url under which this session is served until the end of the block; then it is closed."""
+    @asynccontextmanager
+    async def serving(self, session: AgentSession) -> AsyncIterator[str]:
+        """The base_url under which this session is served until the end of the block; then it is closed.
+
+        Waits for a free place, which the end of another session gives.
+        """
         assert self._port is not None, "start comes first"
-        name = secrets.token_hex(16)
-        self._sessions[name] = session
-        try:
-            yield f"http://{_HOST}:{self._port.result()}/sessions/{name}/v1"
-        finally:
-            del self._sessions[name]
-            session.close()
+        assert self._slots is not None, "start comes first"
+        async with self._slots:
+            name = secrets.token_hex(16)
+            self._sessions[name] = session
+            try:
+                yield f"http://{_HOST}:{self._port.result()}/sessions/{name}/v1"
+            finally:
+                del self._sessions[name]
+                session.close()
 
     async def _serve(self, port: asyncio.Future[int]) -> None:
         """Serves until it is cancelled."""
@@ -97,11 +110,15 @@ class OpenAIEndpoint:
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat_completions)
         # Cancelled with its connection, a request leaves the engine when the agent's client gives it up.
         runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S, keepalive_timeout=600
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+            keepalive_timeout=_KEEPALIVE_TIMEOUT_S,
         )
         try:
             await runner.setup()
-            await web.TCPSite(runner, _HOST, 0).start()
+            await web.TCPSite(runner, _HOST, 0, backlog=_BACKLOG).start()
             port.set_result(runner.addresses[0][1])
             await asyncio.Event().wait()
         except OSError as error:
@@ -117,7 +134,9 @@ class OpenAIEndpoint:
         """Asks for the key, and gives every error the form that OpenAI's clients read."""
         try:
             expected = f"Bearer {self.api_key}".encode()
-            if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
+            if not hmac.compare_digest(
+                request.headers.get("Authorization", "").encode(errors="surrogateescape"), expected
+            ):
                 raise RequestRefused(
                     "The API key is wrong, expected the one of this run. Give the client the api_key that the agent's "
                     "function gets.",
