@@ -152,8 +152,8 @@ class LLMJudge:
             wait_s = min(2 * wait_s, _MAX_WAIT_S)
         raise RewardError(
             f"The judge at {self._url} gave no answer for {_called(trajectory)} within deadline_s="
-            f"{self._deadline_s:g} in {attempt} attempts ({last}), expected one. Look at its server, or raise deadline_s "
-            "and the reward's timeout.",
+            f"{self._deadline_s:g} in {attempt} attempts ({last}), expected one. Look at its server, or raise "
+            "deadline_s and the reward's timeout.",
             reason="timeout",
         )
 

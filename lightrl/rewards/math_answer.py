@@ -23,7 +23,7 @@ _MAX_EXPRESSION_CHARS = 1000  # longer ones are no answers, and parsers take the
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(rf"(?P<sign>(?<![\w)])[-+−])?\s*(?:[$€£]\s*(?P<sign_after>[-−])?)?(?P<digits>{_DIGITS})")
 _ANSWER_NUMBER = re.compile(
-    rf"{_NUMBER.pattern}(?:\s*/\s*(?P<divisor>[0-9]+))?\s*(?P<percent>%?)\s*(?:[^\W\d_][^\W\d_./²³]*[./²³]?\s*){{0,4}}\.?"
+    rf"{_NUMBER.pattern}(?P<exponent>[eE][-+]?[0-9]{{1,2}})?(?:\s*/\s*(?P<divisor>[0-9]+))?\s*(?P<percent>%?)\s*(?:[^\W\d_][^\W\d_./²³]*[./²³]?\s*){{0,4}}\.?"
 )
 _HASHES = "####"
 _BOXED = r"\boxed"
@@ -135,7 +135,7 @@ def number(text: str) -> frozenset[Fraction] | None:
     match = _ANSWER_NUMBER.fullmatch(plain.strip())
     if match is None:
         return None
-    value = _value(match)
+    value = _value(match) * Fraction(f"1{match['exponent'] or ''}")
     if match["divisor"] is not None:
         if int(match["divisor"]) == 0:
             return None

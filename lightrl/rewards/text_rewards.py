@@ -36,7 +36,7 @@ _ANNOTATIONS = {"$schema", "$id", "title", "description", "default", "examples",
 
 
 def regex_match(trajectory: Trajectory, *, pattern: str, is_full: bool = True) -> float:
-    """1 if the completion matches the pattern, else 0; all of it, spaces around aside, if `is_full`. `.` is any character."""
+    """1 if the completion matches the pattern, else 0; all of it but spaces around, if `is_full`. `.` is any."""
     compiled = _compiled(pattern)
     text = trajectory.completion.strip()
     return float((compiled.fullmatch(text) if is_full else compiled.search(text)) is not None)
@@ -105,8 +105,8 @@ def json_schema(trajectory: Trajectory, *, schema: Mapping[str, Any] | None = No
         found = json.loads(found)
     if not isinstance(found, Mapping):
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} has schema={found!r:.99}, expected a JSON schema in the argument `schema` or "
-            "in the prompt's field 'schema'. Give one."
+            f"Prompt {trajectory.prompt.id!r} has schema={found!r:.99}, expected a JSON schema in the argument schema "
+            "or in the prompt's field 'schema'. Give one."
         )
     blocks = _FENCE.findall(trajectory.completion)
     text = blocks[-1] if blocks else trajectory.completion

@@ -50,6 +50,24 @@ RIGHT = {"reward": 1.0, "accuracy": 1.0, "lenient_accuracy": 1.0, "format": 1.0}
         (r"\boxed{[0, 1)}", "[0,1)"),
         (r"\boxed{x^2 + 1}", "1 + x^2"),
         (r"\boxed{\text{Monday}}", "Monday"),
+        ("#### 5e3", "5000"),
+        (r"\boxed{\frac12}", "0.5"),
+        (r"\boxed{1\frac{1}{2}}", "1.5"),
+        (r"\boxed{-\dfrac{3}{4}}", "-0.75"),
+        (r"\boxed{\frac{1}{2}}", r"50\%"),
+        (r"\boxed{5 \times 10^3}", "5000"),
+        (r"\boxed{\{1, 2, 3\}}", r"\{3, 2, 1\}"),
+        (r"\boxed{\pm 3}", "3, -3"),
+        (r"\boxed{(-\infty,1]\cup[2,3)}", r"(-\infty, 1] \cup [2, 3)"),
+        (r"\boxed{x \in [0,1]}", "[0,1]"),
+        (r"\boxed{x = 5}", "5"),
+        (r"\boxed{5 \mathrm{~cm}}", "5"),
+        (r"\boxed{5\,\text{cm}^2}", "5"),
+        (r"\boxed{30^\circ}", "30"),
+        (r"\boxed{\$18.90}", "18.9"),
+        (r"\boxed{\textbf{(B)}}", "B"),
+        (r"\boxed{\text{5 apples}}", "5"),
+        (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     ],
 )
 def test_the_right_answer_in_the_demanded_format_earns_everything(completion, answer):
@@ -67,6 +85,12 @@ def test_the_right_answer_in_the_demanded_format_earns_everything(completion, an
         (r"\boxed{(0, 1)}", "[0,1)"),
         (r"\boxed{\frac{1}{3}}", "0.5"),
         (r"\boxed{forty-two}", "42"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2, 3\}"),
+        (r"\boxed{(1, 2)}", "(2, 1)"),
+        (r"\boxed{(-\infty,1]\cup[2,3]}", r"(-\infty, 1] \cup [2, 3)"),
+        (r"\boxed{0.333}", r"\frac{1}{3}"),
+        (r"\boxed{3\pi}", "9.42"),
+        (r"\boxed{\text{Tuesday}}", "Monday"),
     ],
 )
 def test_a_wrong_answer_in_the_demanded_format_earns_the_format_reward(completion, answer):
@@ -109,8 +133,11 @@ def test_nothing_earns_nothing(completion):
         r"\boxed{" + "{" * 50_000 + "}" * 50_000 + "}",
         "9," * 50_000,
         "١٢٣" * 9,
+        r"\boxed{" + "+1" * 50_000 + "}",
+        r"\boxed{𝟜𝟚 \u202e ４１ \ud800}",
+        "#### 1e99",
     ],
-    ids=["digits", "open boxes", "nested braces", "commas", "other digits"],
+    ids=["digits", "open boxes", "nested braces", "commas", "other digits", "long sum", "unicode", "exponent"],
 )
 def test_adversarial_texts_return(completion):
     assert judged(completion, "42")["accuracy"] == 0.0

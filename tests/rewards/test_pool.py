@@ -134,6 +134,22 @@ def test_a_runaway_expression_costs_its_own_trajectory_only():
     assert reasons(results) == [1.0, "timeout", 1.0]
 
 
+def test_expressions_that_grow_without_end_return_or_are_killed():
+    pool = RewardPool("lightrl.rewards.math_answer", timeout_s=1.0, memory_limit_mib=1024)
+    pool.start()
+    towers = [
+        "9^{" * 80 + "9" + "}" * 80,
+        "\\frac{1}{" * 90 + "2" + "}" * 90,
+        "99999999!",
+        "(" * 400,
+        "\\int x^{x^x} dx",
+    ]
+    results = outcomes(pool, *(trajectory_that(f"\\boxed{{{tower}}}", answer="x^2") for tower in towers))
+    pool.close()
+    assert all(isinstance(item, Judgment) or item.reason in ("timeout", "killed", "raised") for item in results)
+    assert all(item.metrics["accuracy"] == 0.0 for item in results if isinstance(item, Judgment))
+
+
 @pytest.mark.parametrize("what", ["hang", "hold"], ids=["sleeping", "in C code"])
 def test_the_message_about_a_hang_says_where_it_was(what):
     with pool_of("obey", timeout_s=0.3) as pool:
