@@ -33,8 +33,10 @@ from lightrl.version import __version__
 if TYPE_CHECKING:
     from lightrl.algorithms import GRPO, SFT
     from lightrl.callbacks import (
+        DynamicSampling,
         HuggingFaceExport,
         LearningCurve,
+        PromptCurriculum,
         RLCallback,
         RolloutMetrics,
         RolloutProgressBar,
@@ -72,6 +74,8 @@ _HOMES = {
     "RLCallback": "callbacks",
     "WeightSync": "callbacks",
     "StalenessControl": "callbacks",
+    "DynamicSampling": "callbacks",
+    "PromptCurriculum": "callbacks",
     "RolloutMetrics": "callbacks",
     "RolloutProgressBar": "callbacks",
     "TrajectoryLog": "callbacks",
@@ -82,8 +86,8 @@ _HOMES = {
 __all__ = [
     "__version__", "Trainer", "RLModule", "GRPO", "SFT", "PromptDataModule", "SFTDataModule", "ModelSpec", "Outputs",
     "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "RolloutEngine", "LocalEngine",
-    "FakeEngine", "RLCallback", "WeightSync", "StalenessControl", "RolloutMetrics", "RolloutProgressBar",
-    "TrajectoryLog", "LearningCurve", "HuggingFaceExport",
+    "FakeEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
+    "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "LearningCurve", "HuggingFaceExport",
 ]  # fmt: skip
 
 

@@ -115,6 +115,11 @@ class Trajectory:
         """The highest weight version among the tokens; -1 if the policy wrote none."""
         return max(self.weight_versions, default=-1)
 
+    @property
+    def accuracy(self) -> float:
+        """The reward's own `accuracy`; where it gives none, 1.0 for a reward of at least 1."""
+        return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

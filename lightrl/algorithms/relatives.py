@@ -32,7 +32,7 @@ class DrGRPO(GRPO):
 class DAPO(GRPO):
     """Clip-higher, a loss over tokens, and a soft penalty on overlong completions.
 
-    Its dynamic sampling, which leaves out groups whose rewards are all equal, is not part of this class.
+    Its dynamic sampling, which leaves out groups whose rewards are all equal, is the callback `DynamicSampling()`.
 
     Source: https://arxiv.org/abs/2503.14476.
     """

@@ -4,6 +4,8 @@ Reading order:
     rl_callback.py      the hooks, and when each is called
     weight_sync.py      the trainer's weights to the engine, with a version
     staleness.py        how far behind a trajectory may be
+    dynamic_sampling.py which groups are dropped and replaced, and how many are started
+    curriculum.py       which prompts are played, by past success
     rollout_metrics.py  what is logged of each iteration
     progress.py         the two-line progress bar
     trajectory_log.py   trajectories as JSONL, now and then as a table
@@ -14,6 +16,8 @@ May import: everything up to module and data; not loops, not trainer. To add one
 need; a test runs it in a real Trainer with FakeEngine.
 """
 
+from lightrl.callbacks.curriculum import PromptCurriculum
+from lightrl.callbacks.dynamic_sampling import DynamicSampling
 from lightrl.callbacks.export import HuggingFaceExport
 from lightrl.callbacks.learning_curve import LearningCurve
 from lightrl.callbacks.progress import RolloutProgressBar
@@ -24,8 +28,10 @@ from lightrl.callbacks.trajectory_log import TrajectoryLog
 from lightrl.callbacks.weight_sync import WeightSync
 
 __all__ = [
+    "DynamicSampling",
     "HuggingFaceExport",
     "LearningCurve",
+    "PromptCurriculum",
     "RLCallback",
     "RolloutMetrics",
     "RolloutProgressBar",

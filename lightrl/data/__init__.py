@@ -6,6 +6,7 @@ Reading order:
     stream.py      prompts by position, and the loaders that Lightning iterates over
     loader.py      a user's own DataLoader as a stream
     prompts.py     PromptDataModule: what an RLModule trains and validates on
+    curriculum.py  which prompts are worth a rollout, from past success
     supervised.py  SFTDataModule: prompts with the completion to imitate
     source.py      where a trainer's prompts come from
 
@@ -16,6 +17,7 @@ reader in rows.py and its suffix in FILE_SUFFIXES.
 """
 
 from lightrl.data.chat import ChatRenderer
+from lightrl.data.curriculum import SuccessRateCurriculum
 from lightrl.data.loader import wrap_train_loader, wrap_validation_loader
 from lightrl.data.prompts import PromptDataModule
 from lightrl.data.source import prompt_source, prompts_of
@@ -30,6 +32,7 @@ __all__ = [
     "PromptBatch",
     "EpochLoader",
     "ChatRenderer",
+    "SuccessRateCurriculum",
     "iteration_clock",
     "prompt_batches",
     "prompt_source",

@@ -10,7 +10,7 @@ rules it held exactly for η = 0, 1, 2, 4, 8.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Batch:
 
     group_ids: list[int] | None  # P group ids, or None: wait
     waits_for: list[int]  # running groups without which nothing can be taken; empty if only more groups are missing
+    gives_up: list[int] = field(default_factory=list)  # groups of the surplus, which would hold this batch back
 
 
 def num_admissible(
@@ -30,11 +31,13 @@ def num_admissible(
     max_staleness: int,
     max_concurrent: int | None = None,
     total: int | None = None,
+    oversampled: int = 0,
 ) -> int:
     """How many groups may start now.
 
     A group may start while `accepted + running < (η + v + 1)·P`: even if it finishes at once, it is trained on no
-    later than η versions from now.
+    later than η versions from now. With over-sampling some more may start, of which `choose_batch` gives up those that
+    would hold a batch back.
 
     Args:
         running: groups in flight.
@@ -44,11 +47,12 @@ def num_admissible(
         max_staleness: η, in versions.
         max_concurrent: bound on `running`; None for no bound.
         total: groups that the whole run needs; None if it has no known end.
+        oversampled: groups that may start beyond the bound.
 
     Returns:
         A number of groups, 0 or more.
     """
-    room = (max_staleness + weight_version + 1) * groups_per_iteration - accepted - running
+    room = (max_staleness + weight_version + 1) * groups_per_iteration + oversampled - accepted - running
     if total is not None:
         room = min(room, total - accepted - running)
     if max_concurrent is not None:
@@ -63,11 +67,15 @@ def choose_batch(
     weight_version: int,
     groups_per_iteration: int,
     max_staleness: int,
+    surplus: int = 0,
 ) -> Batch:
     """The oldest P finished groups, if the ones left over can still be trained on in time; else whom to wait for.
 
     Left over with version ≤ s there may be at most `(s + η - v)·P`, for every s in [v - η, v]: that many the
     iterations up to version s + η can take.
+
+    A surplus is given up only where that lets a batch be taken at once, running groups before finished ones, older
+    versions first; the others are carried over.
 
     Args:
         finished: group id → version of its oldest token.
@@ -75,8 +83,35 @@ def choose_batch(
         weight_version: v, of the trainer.
         groups_per_iteration: P.
         max_staleness: η, in versions.
+        surplus: groups that may be given up: as many as run beyond what admission allows without over-sampling.
     """
-    oldest_first = sorted(finished, key=lambda group_id: (finished[group_id], group_id))
+    finished, running = dict(finished), dict(running)
+    gives_up: list[int] = []
+    at_first = batch = _choose_batch(finished, running, weight_version, groups_per_iteration, max_staleness)
+    while batch.group_ids is None and len(gives_up) < surplus and len(finished) >= groups_per_iteration:
+        if batch.waits_for:
+            given_up = min(batch.waits_for, key=lambda group_id: (running[group_id], -group_id))
+            del running[given_up]
+        else:
+            given_up = _oldest_first(finished)[groups_per_iteration]
+            del finished[given_up]
+        gives_up.append(given_up)
+        batch = _choose_batch(finished, running, weight_version, groups_per_iteration, max_staleness)
+    return at_first if batch.group_ids is None else Batch(batch.group_ids, [], sorted(gives_up))
+
+
+def _oldest_first(finished: Mapping[int, int]) -> list[int]:
+    return sorted(finished, key=lambda group_id: (finished[group_id], group_id))
+
+
+def _choose_batch(
+    finished: Mapping[int, int],
+    running: Mapping[int, int],
+    weight_version: int,
+    groups_per_iteration: int,
+    max_staleness: int,
+) -> Batch:
+    oldest_first = _oldest_first(finished)
     taken = set(oldest_first[:groups_per_iteration])
     late = [group_id for group_id in running if running[group_id] <= weight_version - max_staleness]
     if len(taken) < groups_per_iteration:
@@ -105,7 +140,7 @@ def find_overdue(
     """
     overdue: list[int] = []
     num_kept = 0
-    for group_id in sorted(finished, key=lambda group_id: (finished[group_id], group_id)):
+    for group_id in _oldest_first(finished):
         if num_kept < (finished[group_id] + max_staleness - weight_version + 1) * groups_per_iteration:
             num_kept += 1
         else:

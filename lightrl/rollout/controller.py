@@ -19,13 +19,16 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.buffer import choose_batch, describe_waiting, find_overdue, num_admissible
+from lightrl.rollout.drop_tally import Drop, DropTally
 from lightrl.rollout.engine import RolloutEngine
+from lightrl.rollout.group_filter import success_rate
 from lightrl.rollout.loop_thread import LoopThread
+from lightrl.rollout.prompt_cursor import Curriculum, PromptCursor, Prompts
 from lightrl.rollout.trajectory_task import judge_trajectory, play_trajectory
 from lightrl.rollout.workflow import Workflow
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
@@ -36,21 +39,13 @@ _T = TypeVar("_T")
 # Ticks of the event loop after which every new trajectory task has reached its first `generate`: one starts the task,
 # the others leave room for a workflow that awaits something ready first.
 WAVE_TICKS = 4
+MAX_REDRAWS = 3  # of a group for which a trajectory failed; then it is dropped
 
 
-class Prompts(Protocol):
-    """Prompts by position, without end."""
+class DropsGroups(Protocol):
+    """Why a judged group is dropped, as (reason, message); None keeps it. `GroupFilter` is one."""
 
-    def __getitem__(self, position: int) -> Prompt: ...
-
-
-@dataclass(frozen=True)
-class Drop:
-    """A trajectory that was left out, and why."""
-
-    reason: str  # one word, for counting
-    message: str
-    prompt_id: str
+    def __call__(self, group: Group) -> tuple[str, str] | None: ...
 
 
 @dataclass
@@ -61,7 +56,6 @@ class _Running:
     started_version: int  # of the weights that served when it started: no token of it is older
     tasks: list[asyncio.Task[Trajectory | None]] = field(default_factory=list)
     num_done: int = 0
-    redraws: int = 0
 
 
 @dataclass
@@ -86,6 +80,7 @@ class RolloutController:
         group_size: G, trajectories of a prompt.
         groups_per_iteration: P.
         prompts: the stream, by position; None where only `evaluate` is used.
+        curriculum: chooses among the prompts by past success; None plays them all.
         total_groups: what the whole run needs; None if it has no known end.
         max_staleness: η, in versions; 0 is on-policy.
         max_concurrent: bound on groups in flight; None for no bound but the staleness.
@@ -93,6 +88,13 @@ class RolloutController:
             others are there. Faster with a heavy tail, but short completions are then drawn too often.
         rollout_timeout_s: the run ends if for so long no trajectory finishes that a batch waits for.
         max_failed_fraction: the run ends if more than this fraction of an iteration's trajectories fails.
+        group_filter: says which judged groups are dropped, and why; each is replaced by a new prompt.
+        max_dropped_groups: the run ends if for P groups that are kept more than this many are dropped, by the filter,
+            as incomplete, or because every trajectory failed; 10·P if None.
+        incomplete_groups: what becomes of a group of which some trajectories failed: `train` on the others, `redraw`
+            all of it with new seeds (three times at most), or `drop` it for a new prompt.
+        oversample_fraction: of P: so many more groups are started than needed. Of those still in flight, the ones that
+            would hold a batch back are given up, the others carried over; on-policy that is all of them.
         loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for so long.
     """
 
@@ -107,12 +109,17 @@ class RolloutController:
         group_size: int = 1,
         groups_per_iteration: int = 1,
         prompts: Prompts | None = None,
+        curriculum: Curriculum | None = None,
         total_groups: int | None = None,
         max_staleness: int = 0,
         max_concurrent: int | None = None,
         redraw_stragglers: bool = False,
         rollout_timeout_s: float = 1800.0,
         max_failed_fraction: float = 0.5,
+        group_filter: DropsGroups | None = None,
+        max_dropped_groups: int | None = None,
+        incomplete_groups: Literal["train", "redraw", "drop"] = "train",
+        oversample_fraction: float = 0.0,
         loop_timeout_s: float = 60.0,
     ) -> None:
         _check_bounds(
@@ -122,6 +129,8 @@ class RolloutController:
             max_concurrent=(1 if max_concurrent is None else max_concurrent, 1, math.inf),
             rollout_timeout_s=(rollout_timeout_s, 1e-3, threading.TIMEOUT_MAX),
             max_failed_fraction=(max_failed_fraction, 0, 1),
+            max_dropped_groups=(0 if max_dropped_groups is None else max_dropped_groups, 0, math.inf),
+            oversample_fraction=(oversample_fraction, 0, 10),
             loop_timeout_s=(loop_timeout_s, 1e-3, threading.TIMEOUT_MAX),
         )
         self.engine = engine
@@ -131,25 +140,29 @@ class RolloutController:
         self.run_seed = run_seed
         self.group_size = group_size
         self.groups_per_iteration = groups_per_iteration
-        self.prompts = prompts
         self.total_groups = total_groups
         self.max_staleness = max_staleness
         self.max_concurrent = max_concurrent
         self.redraw_stragglers = redraw_stragglers
         self.rollout_timeout_s = rollout_timeout_s
-        self.max_failed_fraction = max_failed_fraction
-        self.loop_timeout_s = loop_timeout_s
+        self.group_filter = group_filter
+        self.incomplete_groups = incomplete_groups
+        self.num_oversampled = math.ceil(oversample_fraction * groups_per_iteration)
 
         self.num_consumed = 0  # groups that an iteration was trained on
-        self._next_position = 0
-        self._restart: collections.deque[int] = collections.deque()  # positions to start before new ones
+        self._cursor = PromptCursor(prompts, curriculum) if prompts is not None else None
+        self._queued: collections.deque[int] = collections.deque()  # positions chosen, to start next
+        self._again: list[int] = []  # on-policy, positions to draw again in the next wave
+        self._redraws: dict[int, int] = {}  # how often a position in flight was started again with new seeds
         self._running: dict[int, _Running] = {}
         self._finished: dict[int, Group] = {}
         self._taken: list[Group] = []
-        self._drops: collections.deque[Drop] = collections.deque()  # the main thread takes from its left end
-        self._last_drop: Drop | None = None
-        self._num_done = 0  # trajectories, since the last batch was taken
-        self._num_failed = 0  # of them
+        self._tally = DropTally(
+            group_size=group_size,
+            groups_per_iteration=groups_per_iteration,
+            max_failed_fraction=max_failed_fraction,
+            max_dropped_groups=max_dropped_groups,
+        )
         self._failure: BaseException | None = None
         self._take_wait: _Wait | None = None  # of the `take` in progress
         self._is_closing = False
@@ -218,24 +231,26 @@ class RolloutController:
 
     def drain_drops(self) -> list[Drop]:
         """The trajectories dropped since the last call."""
-        drops: list[Drop] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                drops.append(self._drops.popleft())
-        return drops
+        return self._tally.drain()
+
+    def drain_group_drops(self) -> dict[str, int]:
+        """How many groups were left out since the last call, by reason; each was replaced by another prompt."""
+        return self._thread.call(self._take_group_drops())
 
     def progress(self) -> dict[str, int]:
         """Queue depths, for messages and metrics."""
+        cursor = self._cursor
         return {
             "running_groups": len(self._running),
             "finished_groups": len(self._finished),
             "consumed_groups": self.num_consumed,
-            "next_position": self._next_position,
+            "next_position": cursor.next_position if cursor is not None else 0,
+            "skipped_prompts": cursor.num_skipped if cursor is not None else 0,
             "weight_version": self.engine.weight_version,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What resume needs: cursor, positions in flight, groups finished but not trained on. Plain Python."""
+        """What resume needs: cursor, curriculum, positions in flight, groups not yet trained on. Plain Python."""
         return self._thread.call(self._state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -281,12 +296,15 @@ class RolloutController:
         self._taken = []
 
     async def _state(self) -> dict[str, Any]:
+        in_flight = sorted([*self._running, *self._queued, *self._again])
         return {
             "run_seed": self.run_seed,
             "groups_per_iteration": self.groups_per_iteration,
             "num_consumed": self.num_consumed,
-            "next_position": self._next_position,
-            "in_flight": sorted([*self._running, *self._restart]),
+            "next_position": self._cursor.next_position if self._cursor is not None else 0,
+            "curriculum": self._cursor.state_dict() if self._cursor is not None else None,
+            "in_flight": in_flight,
+            "redraws": [[position, self._redraws[position]] for position in in_flight if position in self._redraws],
             "finished": [group.to_json() for group in [*self._taken, *self._finished.values()]],
         }
 
@@ -294,10 +312,16 @@ class RolloutController:
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.run_seed = int(state["run_seed"])
         self.num_consumed = num_iterations * self.groups_per_iteration  # admission counts in iterations of this run
-        self._next_position = int(state["next_position"])
-        self._restart = collections.deque(state["in_flight"])
+        if self._cursor is not None:
+            self._cursor.next_position = int(state["next_position"])
+            self._cursor.load_state_dict(state.get("curriculum"))
+        self._queued = collections.deque(state["in_flight"])
+        self._redraws = dict(state.get("redraws", []))
         groups = [Group.from_json(record) for record in state["finished"]]
         self._finished = {group.id: group for group in groups}
+
+    async def _take_group_drops(self) -> dict[str, int]:
+        return self._tally.drain_groups()
 
     async def _take(self, weight_version: int, wait: _Wait) -> list[Group]:
         """Waits for `_changed`, set by each group that finishes and by each failure. A cancelled one takes nothing."""
@@ -318,10 +342,12 @@ class RolloutController:
                     weight_version=weight_version,
                     groups_per_iteration=self.groups_per_iteration,
                     max_staleness=self.max_staleness,
+                    surplus=self._surplus(),
                 )
                 if batch.group_ids is not None:
                     self._taken = [self._finished.pop(group_id) for group_id in batch.group_ids]
-                    self._num_done = self._num_failed = 0
+                    self._give_up_groups(batch.gives_up)
+                    self._tally.begin_iteration()
                     return list(self._taken)
                 may_redraw = self.redraw_stragglers and len(self._finished) >= self.groups_per_iteration
                 if may_redraw and self._redraw(batch.waits_for):
@@ -356,34 +382,48 @@ class RolloutController:
         )
         for group_id in overdue:
             group = self._finished.pop(group_id)
-            self._restart.append(group_id)
+            self._queued.append(group_id)
             message = f"Group {group_id} is too old for max_staleness={self.max_staleness}; its prompt is drawn again."
-            for _ in group.trajectories:
-                self._drop("stale", message, group.prompt)
+            self._tally.drop_all(group, "stale", message)
 
     # ------------------------------------------------------------------ on the event loop: groups in flight
 
-    def _num_admissible(self) -> int:
+    def _num_accepted(self) -> int:
+        return self.num_consumed + len(self._taken) + len(self._finished)
+
+    def _num_admissible(self, max_concurrent: int | None) -> int:
         """On-policy groups start only while a batch is waited for."""
         is_idle = self.max_staleness == 0 and self._take_wait is None
-        if self.prompts is None or self._failure is not None or self._is_closing or is_idle:
+        if self._cursor is None or self._failure is not None or self._is_closing or is_idle:
             return 0
         return num_admissible(
             running=len(self._running),
-            accepted=self.num_consumed + len(self._taken) + len(self._finished),
+            accepted=self._num_accepted(),
             weight_version=self.engine.weight_version,
             groups_per_iteration=self.groups_per_iteration,
             max_staleness=self.max_staleness,
-            max_concurrent=self.max_concurrent,
+            max_concurrent=max_concurrent,
             total=self.total_groups,
+            oversampled=self.num_oversampled,
         )
+
+    def _surplus(self) -> int:
+        """Groups there are beyond what would be without over-sampling."""
+        if not self.num_oversampled:
+            return 0
+        bound = (self.max_staleness + self.engine.weight_version + 1) * self.groups_per_iteration
+        return max(0, self._num_accepted() + len(self._running) - bound)
 
     async def _pump(self) -> None:
         """Starts what may start; on-policy as one wave in a fixed order. What a cancelled one has started runs on."""
-        if not self._num_admissible():
+        if not self._num_admissible(self.max_concurrent):
             return
         if self.max_staleness > 0:  # what runs already would have to stand still, and the order is not promised
             self._start_groups()
+            return
+        # What replaces dropped groups waits until all of the wave before it are in: what is drawn, and beside what it
+        # is decoded, then follows from the seed, not from who was done first.
+        if self._running and not self._queued:
             return
         async with self._wave():
             self._start_groups()
@@ -423,23 +463,36 @@ class RolloutController:
             self._fail(error)
 
     def _start_groups(self) -> None:
-        assert self.prompts is not None
-        for _ in range(self._num_admissible()):
-            position = self._restart[0] if self._restart else self._next_position
-            try:
-                prompt = self.prompts[position]
-            except Exception as error:  # noqa: BLE001 - the user's own dataset
-                self._fail(RolloutError(f"Prompt {position} of the stream raised {error!r}. Mend the data set."), error)
-                return
-            if self._restart:
-                self._restart.popleft()
-            else:
-                self._next_position += 1
-            self._start_group(position, prompt)
+        try:
+            if self.max_staleness == 0 and not self._running and not self._queued:
+                self._plan_wave()
+            for _ in range(self._num_admissible(self.max_concurrent)):
+                if not self._queued and self.max_staleness == 0:
+                    return
+                self._start_next_group()
+        except RolloutError as error:
+            self._fail(error)
 
-    def _start_group(self, position: int, prompt: Prompt, redraws: int = 0) -> None:
-        running = _Running(Group(position, prompt), started_version=self.engine.weight_version, redraws=redraws)
+    def _plan_wave(self) -> None:
+        assert self._cursor is not None
+        self._queued.extend(sorted(self._again))
+        self._again = []
+        for _ in range(self._num_admissible(None) - len(self._queued)):
+            self._queued.append(self._cursor.choose(self.run_seed))
+
+    def _start_next_group(self) -> None:
+        assert self._cursor is not None
+        if not self._queued:
+            self._queued.append(self._cursor.choose(self.run_seed))
+        position = self._queued[0]
+        prompt = self._cursor.read(position)
+        self._queued.popleft()
+        self._start_group(position, prompt)
+
+    def _start_group(self, position: int, prompt: Prompt) -> None:
+        running = _Running(Group(position, prompt), started_version=self.engine.weight_version)
         self._running[position] = running
+        redraws = self._redraws.get(position)
         seed_name = f"{position}:{prompt.id}" + (f":{redraws}" if redraws else "")
         for sample in range(self.group_size):
             task = self._loop.create_task(self._trajectory(prompt, position, sample, self.sampling, seed_name))
@@ -453,13 +506,30 @@ class RolloutController:
         ]
         for group_id in outdated:
             item = self._running[group_id]
-            self._give_up(item.tasks)
             message = f"Group {group_id} of version {item.started_version} held a batch back and is drawn again."
-            for task in item.tasks:
-                if not task.done() or task.cancelled() or task.result() is not None:  # else it was dropped before
-                    self._drop("straggler", message, item.group.prompt)
-            self._start_group(group_id, item.group.prompt, item.redraws + 1)
+            self._abandon(item, "straggler", message)
+            self._redraws[group_id] = self._redraws.get(group_id, 0) + 1
+            self._start_group(group_id, item.group.prompt)
         return len(outdated)
+
+    def _give_up_groups(self, group_ids: Sequence[int]) -> None:
+        """Leaves these groups of the surplus out, running or finished."""
+        for group_id in group_ids:
+            message = f"Group {group_id} was started beyond what the iteration needs, and enough others were done."
+            if group_id in self._running:
+                self._abandon(self._running.pop(group_id), "oversampled", message)
+            else:
+                self._tally.drop_all(self._finished.pop(group_id), "oversampled", message)
+            self._redraws.pop(group_id, None)
+            self._tally.count_given_up("oversampled")
+        if group_ids:
+            self._pump_soon()
+
+    def _abandon(self, item: _Running, reason: str, message: str) -> None:
+        self._give_up(item.tasks)
+        for task in item.tasks:
+            if not task.done() or task.cancelled() or task.result() is not None:  # else it was dropped before
+                self._tally.drop(reason, message, item.group.prompt)
 
     def _give_up(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in tasks:
@@ -476,31 +546,53 @@ class RolloutController:
         if error is not None:
             self._fail(error)
             return
-        self._num_done += 1
-        if task.result() is None:
-            self._num_failed += 1
-            self._check_failures()
+        try:
+            self._tally.count_trajectory(is_failed=task.result() is None)
+            if running.num_done == self.group_size:
+                self._on_group_done(running)
+        except RolloutError as raised:
+            self._fail(raised)
         if running.num_done == self.group_size:
-            del self._running[running.group.id]
-            results = [item.result() for item in running.tasks]
-            running.group.trajectories = [item for item in results if item is not None]
-            if running.group.trajectories:
-                self._finished[running.group.id] = running.group
             self._changed.set()
             self._pump_soon()
 
-    def _check_failures(self) -> None:
-        total = max(self._num_done, self.groups_per_iteration * self.group_size)  # async: up to η + 1 iterations' worth
-        if self._num_failed > self.max_failed_fraction * total:
-            last = self._last_drop
-            assert last is not None
-            self._fail(
-                RolloutError(
-                    f"{self._num_failed} of {total} trajectories failed since the last batch was taken, expected at "
-                    f"most max_failed_fraction={self.max_failed_fraction} of them. Mend what fails; the last one: "
-                    f"{last.reason}: {last.message}"
-                )
+    def _on_group_done(self, running: _Running) -> None:
+        """Keeps the group, or drops it, or has it drawn again."""
+        group = running.group
+        del self._running[group.id]
+        results = [task.result() for task in running.tasks]
+        group.trajectories = [item for item in results if item is not None]
+        redraws = self._redraws.pop(group.id, 0)
+        is_incomplete = len(group.trajectories) < self.group_size
+        if is_incomplete and self.incomplete_groups == "redraw" and redraws < MAX_REDRAWS:
+            self._redraws[group.id] = redraws + 1
+            (self._again if self.max_staleness == 0 else self._queued).append(group.id)
+            self._tally.drop_all(group, "incomplete", f"Group {group.id} lost a trajectory and is drawn again.")
+            return
+        verdict = self._reason_to_drop(group, is_incomplete)
+        if verdict is None:
+            self._tally.count_kept()
+            self._finished[group.id] = group
+            return
+        reason, message = verdict
+        self._tally.drop_all(group, reason, message)
+        self._tally.count_dropped(reason, message)
+
+    def _reason_to_drop(self, group: Group, is_incomplete: bool) -> tuple[str, str] | None:
+        assert self._cursor is not None
+        if not group.trajectories:
+            return "failed", f"Every trajectory of group {group.id} failed: {self._tally.last.message}"
+        self._cursor.observe(group.id, group.prompt.id, success_rate(group))
+        if is_incomplete and self.incomplete_groups != "train":
+            return (
+                "incomplete",
+                f"Group {group.id} has {len(group.trajectories)} of its {self.group_size} trajectories.",
             )
+        try:
+            return self.group_filter(group) if self.group_filter is not None else None
+        except Exception as error:
+            self._queued.append(group.id)  # for the state: a run with a mended rule judges it anew
+            raise RolloutError(f"The group filter raised {error!r} on group {group.id}. Mend the rule.") from error
 
     def _on_exit(self, error: BaseException) -> None:
         self._fail(RolloutError(f"A task on the event loop raised {error!r}, expected it not to exit."), error)
@@ -531,16 +623,12 @@ class RolloutController:
             trajectory.group_id, trajectory.sample = group_id, sample
             (await judge_trajectory(self.judge, trajectory)).apply_to(trajectory)
         except RewardError as error:
-            self._drop(f"reward_{error.reason}", str(error), prompt)
+            self._tally.drop(f"reward_{error.reason}", str(error), prompt)
             return None
         except RolloutError as error:
-            self._drop("rollout", str(error), prompt)
+            self._tally.drop("rollout", str(error), prompt)
             return None
         return trajectory
-
-    def _drop(self, reason: str, message: str, prompt: Prompt) -> None:
-        self._last_drop = Drop(reason, message, prompt.id)
-        self._drops.append(self._last_drop)
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: _Wait

@@ -1,0 +1,332 @@
+"""RolloutController that drops groups, starts more than needed, and follows a curriculum: through its public door."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_controller import Make, fake, ids, interrupt, iterate, load_version, make, through_disk, uneven
+
+from lightrl.data import SuccessRateCurriculum
+from lightrl.errors import RewardError, RolloutError
+from lightrl.rollout import FakeEngine, GroupFilter
+from lightrl.rollout.prompt_cursor import Prompts
+from lightrl.trajectory import Group, Prompt, Trajectory
+
+__all__ = ["make"]  # the fixture
+
+
+class SixPrompts(Prompts):
+    """An epoch of six, again and again."""
+
+    def __getitem__(self, position: int) -> Prompt:
+        return Prompt(id=f"p{position % 6}", token_ids=[position])
+
+
+def differs_unless(flat: set[int]) -> Callable[[Trajectory], float]:
+    """Rewards 0, 1, 0, … within a group, and 0 throughout for these prompts."""
+    return lambda trajectory: 0.0 if trajectory.token_ids[0] in flat else float(trajectory.sample % 2)
+
+
+def drop(*positions: int) -> Callable[[Group], tuple[str, str] | None]:
+    return lambda group: ("filtered_rule", f"no {group.id}") if group.id in positions else None
+
+
+def requests(controller: Any) -> list[int]:
+    return [request.token_ids[0] for request in fake(controller).requests]
+
+
+# ---------------------------------------------------------------------- dropped groups
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_dropped_groups_are_counted_by_reason_and_replaced_so_that_iterations_keep_their_size(
+    make: Make, max_staleness: int
+) -> None:
+    flat = {0, 3, 4}
+    controller = make(
+        group_size=2, group_filter=GroupFilter(), reward=differs_unless(flat), max_staleness=max_staleness,
+        total_groups=6,
+    )  # fmt: skip
+    seen = [ids(iterate(controller, version)) for version in range(3)]
+    assert sorted(position for taken in seen for position in taken) == [1, 2, 5, 6, 7, 8]
+    assert [len(taken) for taken in seen] == [2, 2, 2]
+    reasons = [item.reason for item in controller.drain_drops()]
+    assert reasons == ["filtered_zero_variance"] * 6
+    assert controller.drain_group_drops() == {"filtered_zero_variance": 3}
+    assert controller.drain_group_drops() == {}
+    assert controller.progress()["next_position"] == 9  # and total_groups=6 starved nobody
+
+
+def test_on_policy_replacements_are_a_wave_after_all_of_the_first_is_in(make: Make) -> None:
+    slow = lambda prompt, sampling: 0.02 if prompt[0] == 1 else 0.0  # noqa: E731
+    controller = make(FakeEngine(seconds_per_token=slow), groups_per_iteration=3, group_filter=drop(0, 2, 3))
+    groups = controller.take(0)
+    assert ids(groups) == [1, 4, 5]
+    assert requests(controller) == [0, 1, 2, 3, 4, 5]
+    assert len(groups[0].trajectories[0].completion_ids) == 4
+
+
+def test_on_policy_a_filtered_run_is_the_same_whatever_finishes_first(make: Make) -> None:
+    runs = []
+    for pace in (0.0, uneven):
+        controller = make(
+            FakeEngine(seconds_per_token=pace), group_size=2, groups_per_iteration=3, prompts=SixPrompts(),
+            group_filter=GroupFilter(), reward=differs_unless({1, 2, 3, 10}), curriculum=SuccessRateCurriculum(),
+        )  # fmt: skip
+        groups = [iterate(controller, version) for version in range(4)]
+        runs.append((groups, requests(controller), controller.state_dict()))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_too_many_dropped_groups_end_the_run_and_say_what_dropped_them(make: Make, max_staleness: int) -> None:
+    controller = make(
+        group_size=2, group_filter=GroupFilter(), reward=lambda trajectory: 1.0, max_dropped_groups=5,
+        max_staleness=max_staleness,
+    )  # fmt: skip
+    expected = (
+        r"6 groups were dropped .*'filtered_zero_variance': 6.*max_dropped_groups_per_iteration=5 .*raise group_size"
+    )
+    with pytest.raises(RolloutError, match=expected):
+        controller.take(0)
+    assert 6 <= len(set(requests(controller))) <= 10  # it did not go on
+
+
+def test_the_bound_counts_anew_for_each_iteration(make: Make) -> None:
+    dropped = {position for position in range(100) if position % 4}
+    controller = make(group_filter=drop(*dropped), max_dropped_groups=7)
+    assert [ids(iterate(controller, version)) for version in range(4)] == [[0, 4], [8, 12], [16, 20], [24, 28]]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_every_token_keeps_the_staleness_bound_with_filter_and_over_sampling(make: Make, max_staleness: int) -> None:
+    pace = lambda prompt, sampling: 0.0004 * (30 if prompt[0] % 10 == 7 else 1)  # noqa: E731
+    dropped = {position for position in range(500) if position % 3 == 1}
+    controller = make(
+        FakeEngine(seconds_per_token=pace), groups_per_iteration=3, max_staleness=max_staleness,
+        group_filter=drop(*dropped), oversample_fraction=0.5, total_groups=36,
+    )  # fmt: skip
+    seen: list[int] = []
+    for version in range(12):
+        groups = iterate(controller, version)
+        seen += ids(groups)
+        tokens = [token for group in groups for item in group.trajectories for token in item.weight_versions[1:]]
+        assert version - max_staleness <= min(tokens) <= max(tokens) <= version
+    assert len(seen) == len(set(seen)) == 36
+    assert not dropped & set(seen)
+
+
+def test_a_filter_that_raises_ends_the_run(make: Make) -> None:
+    def broken(group: Group) -> None:
+        raise KeyError("difficulty")
+
+    controller = make(group_filter=broken, groups_per_iteration=1)
+    with pytest.raises(RolloutError, match=r"group filter raised KeyError\('difficulty'\) on group 0"):
+        controller.take(0)
+    assert controller.state_dict()["in_flight"] == [0]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_nothing_is_lost_or_repeated_when_a_filtered_run_stops_while_rolling_out(
+    make: Make, max_staleness: int
+) -> None:
+    state, trained, tried = None, [], []
+    dropped = {1, 2, 6, 9, 11}
+    for version in range(5):
+        engine = FakeEngine(seconds_per_token=uneven)
+        controller = make(
+            engine, load=False, groups_per_iteration=2, total_groups=10, max_staleness=max_staleness,
+            group_filter=drop(*dropped),
+        )  # fmt: skip
+        if state is not None:
+            controller.load_state_dict(state)
+        load_version(controller, version)
+        trained += ids(controller.take(version))
+        controller.commit()
+        load_version(controller, version + 1)
+        engine.seconds_per_token = 0.05
+        if version < 4:
+            try:
+                controller.take(version + 1, on_wait=interrupt)
+            except KeyboardInterrupt:
+                tried.append(version)
+        state = through_disk(controller.state_dict())
+        controller.close()
+    assert sorted(trained) == [0, 3, 4, 5, 7, 8, 10, 12, 13, 14]
+    assert tried
+
+
+# ---------------------------------------------------------------------- incomplete groups
+
+
+def fails_once(trajectory: Trajectory, failed: set[int]) -> float:
+    """Sample 1 of prompt 0 fails in the first draw of the group."""
+    if trajectory.token_ids[0] == 0 and trajectory.sample == 1 and not failed:
+        failed.add(0)
+        raise RewardError("no reward", reason="timeout")
+    return 1.0
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_group_that_lost_a_trajectory_is_drawn_again_with_new_seeds(make: Make, max_staleness: int) -> None:
+    failed: set[int] = set()
+    controller = make(
+        group_size=2, reward=lambda trajectory: fails_once(trajectory, failed), incomplete_groups="redraw",
+        max_staleness=max_staleness,
+    )  # fmt: skip
+    taken = [controller.take(0)]
+    controller.commit()
+    load_version(controller, 1)
+    taken.append(controller.take(1))
+    (group,) = (group for groups in taken for group in groups if group.id == 0)
+    assert [item.sample for item in group.trajectories] == [0, 1]
+    seeds = {request.sampling.seed for request in fake(controller).requests if request.token_ids == [0]}
+    assert len(seeds) == 4
+    assert [item.reason for item in controller.drain_drops()] == ["reward_timeout", "incomplete"]
+
+
+def test_a_group_that_is_always_incomplete_is_drawn_three_times_more_and_then_dropped(make: Make) -> None:
+    def reward(trajectory: Trajectory) -> float:
+        if trajectory.token_ids[0] == 0 and trajectory.sample == 1:
+            raise RewardError("no reward")
+        return 1.0
+
+    controller = make(group_size=2, reward=reward, incomplete_groups="redraw", max_failed_fraction=1.0)
+    assert ids(controller.take(0)) == [1, 2]
+    assert requests(controller).count(0) == 4 * 2
+    assert controller.drain_group_drops() == {"incomplete": 1}
+    dropping = make(group_size=2, reward=reward, incomplete_groups="drop")
+    assert ids(dropping.take(0)) == [1, 2]
+    assert requests(dropping) == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_draw_in_flight_keeps_its_new_seeds_over_a_resume(make: Make) -> None:
+    failed: set[int] = set()
+    pace = lambda prompt, sampling: 0.0 if not failed else 9.0  # noqa: E731
+    first = make(
+        FakeEngine(seconds_per_token=pace), group_size=2, groups_per_iteration=1, incomplete_groups="redraw",
+        reward=lambda trajectory: fails_once(trajectory, failed), rollout_timeout_s=0.3,
+    )  # fmt: skip
+    with pytest.raises(RolloutError):
+        first.take(0)
+    state = through_disk(first.state_dict())
+    assert (state["in_flight"], state["redraws"]) == ([0], [[0, 1]])
+    second = make(load=False, group_size=2, groups_per_iteration=1)
+    second.load_state_dict(state)
+    load_version(second, 0)
+    second.take(0)
+    assert [item.sampling.seed for item in fake(second).requests] == [
+        item.sampling.seed for item in fake(first).requests[2:]
+    ]
+
+
+# ---------------------------------------------------------------------- over-sampling
+
+
+def test_on_policy_over_sampling_gives_up_the_stragglers(make: Make) -> None:
+    controller = make(FakeEngine(hang_requests={1}), groups_per_iteration=4, oversample_fraction=0.25)
+    assert ids(iterate(controller, 0)) == [0, 2, 3, 4]
+    assert requests(controller) == [0, 1, 2, 3, 4]
+    assert [(item.reason, item.prompt_id) for item in controller.drain_drops()] == [("oversampled", "p1")]
+    assert controller.drain_group_drops() == {"oversampled": 1}
+    assert controller.state_dict()["in_flight"] == []
+    assert fake(controller).num_running == 0
+    seen = ids(controller.take(1))
+    assert len(seen) == 4
+    assert set(seen) <= {5, 6, 7, 8, 9}
+
+
+def test_finished_groups_beyond_the_iteration_are_given_up_too(make: Make) -> None:
+    controller = make(groups_per_iteration=2, oversample_fraction=1.0, total_groups=6)
+    for version in range(3):
+        assert len(iterate(controller, version)) == 2
+    state = controller.state_dict()
+    assert (state["in_flight"], state["finished"]) == ([], [])
+
+
+def test_with_staleness_stragglers_are_carried_over_until_they_would_hold_a_batch_back(make: Make) -> None:
+    controller = make(FakeEngine(hang_requests={1}), max_staleness=1, oversample_fraction=0.5)
+    wait_for_five(controller)
+    assert ids(iterate(controller, 0)) == [0, 2]  # of five in flight; 1 is carried over, one finished is too many
+    groups = iterate(controller, 1)
+    assert len(groups) == 2
+    groups = iterate(controller, 2)
+    assert min(group.oldest_version for group in groups) >= 1
+    oversampled = [item.prompt_id for item in controller.drain_drops() if item.reason == "oversampled"]
+    assert "p1" in oversampled
+
+
+def wait_for_five(controller: Any) -> None:
+    while controller.progress()["finished_groups"] < 4:
+        threading.Event().wait(0.001)
+
+
+def test_over_sampling_never_starts_more_than_the_run_needs(make: Make) -> None:
+    controller = make(oversample_fraction=1.0, total_groups=2)
+    iterate(controller, 0)
+    assert requests(controller) == [0, 1]
+
+
+# ---------------------------------------------------------------------- curriculum
+
+
+def solved_below(limit: int) -> Callable[[Trajectory], float]:
+    """Prompts p0 … p(limit - 1) are always solved, the others half of the time."""
+    return lambda trajectory: float(int(trajectory.prompt.id[1:]) < limit or trajectory.sample % 2)
+
+
+def test_prompts_that_are_solved_are_passed_over_and_counted(make: Make) -> None:
+    controller = make(
+        group_size=2, prompts=SixPrompts(), groups_per_iteration=3, reward=solved_below(3),
+        curriculum=SuccessRateCurriculum(solved_times=1),
+    )  # fmt: skip
+    seen = [ids(iterate(controller, version)) for version in range(4)]
+    assert seen == [[0, 1, 2], [3, 4, 5], [9, 10, 11], [15, 16, 17]]
+    assert controller.progress()["skipped_prompts"] == 6
+
+
+def test_dropped_groups_teach_the_curriculum_too(make: Make) -> None:
+    controller = make(
+        group_size=2, prompts=SixPrompts(), groups_per_iteration=3, reward=solved_below(3), group_filter=GroupFilter(),
+        curriculum=SuccessRateCurriculum(solved_times=1),
+    )  # fmt: skip
+    assert [ids(iterate(controller, version)) for version in range(2)] == [[3, 4, 5], [9, 10, 11]]
+    assert controller.drain_group_drops() == {"filtered_zero_variance": 3}
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 3])
+def test_a_resumed_run_plays_the_prompts_of_one_that_never_stopped(make: Make, num_before: int) -> None:
+    def start(**kwargs: Any) -> Any:
+        return make(
+            FakeEngine(seconds_per_token=uneven), group_size=2, prompts=SixPrompts(), reward=solved_below(2),
+            groups_per_iteration=2, curriculum=SuccessRateCurriculum(solved_times=2), group_filter=drop(3, 8), **kwargs,
+        )  # fmt: skip
+
+    whole = start()
+    expected = [iterate(whole, version) for version in range(6)]
+    first = start()
+    seen = [iterate(first, version) for version in range(num_before)]
+    state = through_disk(first.state_dict())
+    assert json.loads(json.dumps(state)) == state
+    second = start(load=False)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    load_version(second, num_before)
+    seen += [iterate(second, version) for version in range(num_before, 6)]
+    assert seen == expected
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_a_curriculum_that_plays_nothing_ends_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.rollout.prompt_cursor.MAX_SKIPPED", 50)
+    controller = make(
+        group_size=2, prompts=SixPrompts(), reward=solved_below(6), curriculum=SuccessRateCurriculum(solved_times=1)
+    )
+    for version in range(3):
+        iterate(controller, version)
+    with pytest.raises(RolloutError, match="SuccessRateCurriculum passed over 50 prompts in a row"):
+        controller.take(3)
