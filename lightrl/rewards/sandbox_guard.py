@@ -115,16 +115,17 @@ class _Execution:
             os.close(descriptor)
         try:
             os.waitpid(starter, 0)
-            self.keeper = _records(os.read(report, _READ_BYTES)).get("keeper", 0)
-            return self._watch(out, err, report)
+            said = os.read(report, _READ_BYTES)  # perhaps all that the keeper will ever say
+            self.keeper = _records(said).get("keeper", 0)
+            return self._watch(out, err, report, said)
         finally:
             for descriptor in (life, out, err, report):
                 os.close(descriptor)
 
-    def _watch(self, out: int, err: int, report: int) -> dict[str, Any]:
+    def _watch(self, out: int, err: int, report: int, said: bytes) -> dict[str, Any]:
         """Collects output until the report comes, a limit is reached, or nobody wants to know any more."""
         start = time.monotonic()
-        found = {out: bytearray(), err: bytearray(), report: bytearray()}
+        found = {out: bytearray(), err: bytearray(), report: bytearray(said)}
         poller = select.poll()
         for descriptor in found:
             poller.register(descriptor, select.POLLIN)
@@ -133,7 +134,16 @@ class _Execution:
         cause = ""
         while still_open:
             left_s = start + self.limits["wall_s"] - time.monotonic()
-            for descriptor, _ in poller.poll(None if cause else max(0.0, left_s) * 1000 + 1):
+            if not cause:
+                if len(found[out]) + len(found[err]) > self.limits["output_bytes"]:
+                    cause = "output"
+                elif b"exit_code" in found[report] or report not in still_open:  # no report: the keeper was killed
+                    cause = "itself"
+                elif left_s <= 0:
+                    cause = "time"
+                if cause:
+                    self._kill()
+            for descriptor, _ in poller.poll(None if cause else left_s * 1000 + 1):
                 if descriptor == 0:
                     poller.unregister(0)
                     cause = cause or "nobody"
@@ -143,16 +153,6 @@ class _Execution:
                 else:
                     poller.unregister(descriptor)
                     still_open.discard(descriptor)
-            if cause:
-                continue
-            if len(found[out]) + len(found[err]) > self.limits["output_bytes"]:
-                cause = "output"
-            elif b"exit_code" in found[report] or report not in still_open:  # without a report the keeper was killed
-                cause = "itself"
-            elif time.monotonic() - start > self.limits["wall_s"]:
-                cause = "time"
-            if cause:
-                self._kill()
         if cause == "nobody":
             sys.exit()
         return self._reply(found[out], found[err], _records(found[report]), cause, time.monotonic() - start)
@@ -165,6 +165,8 @@ class _Execution:
         if exit_code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_s >= 0.9 * self.limits["cpu_s"]:
             stopped_by = "time"
         room = self.limits["output_bytes"]
+        if len(out) + len(err) > room:  # it also ended by itself meanwhile
+            stopped_by = "output"
         return {
             "stdout": out[:room].decode(errors="replace"),
             "stderr": err[-room:].decode(errors="replace"),
@@ -181,6 +183,7 @@ class _Execution:
         if self.keeper:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.keeper, signal.SIGKILL)
+            self.keeper = 0  # from here on the number may be another's
         if "private_user" in self.layers:
             self._kill_private_user()
         while True:  # without a pid namespace orphans fall to this process, one generation after the other

@@ -80,3 +80,23 @@ def test_a_part_that_fails_is_named_and_fails_the_whole(function, fields, reason
 def test_parts_that_cannot_be_are_refused_at_start(parts, message):
     with pytest.raises(ValueError, match=message):
         judged(parts)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("a.b", "a.b"),
+        ({"path": "a.b", "arguments": {"x": 1}}, RewardPart("a.b", arguments={"x": 1})),
+        (
+            [{"path": "a.b"}, {"path": "a.c", "weight": 0.5, "name": "c"}],
+            [RewardPart("a.b"), RewardPart("a.c", 0.5, "c")],
+        ),
+    ],
+    ids=["a path", "a path with arguments", "a sum"],
+)
+def test_all_forms_are_read_from_yaml(given, expected):
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--reward", type=str | RewardPart | list[RewardPart] | None)
+    assert parser.instantiate_classes(parser.parse_object({"reward": given})).reward == expected
