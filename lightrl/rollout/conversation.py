@@ -88,7 +88,10 @@ class TurnRenderer:
         return after[1:] if after[:1] == [token_id] else self.encode(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
 
 
 @dataclass(frozen=True)

@@ -166,9 +166,8 @@ class RetryWithFeedback(Environment):
         return self.feedback.format_map({**judgment.metrics, "reward": judgment.reward}), earned, solved
 
     async def metrics(self) -> dict[str, float]:
-        if not self.accuracies:
-            return {"accuracy": 0.0}
-        return {"accuracy": max(self.accuracies), "first_turn_accuracy": self.accuracies[0]}
+        first = self.accuracies[0] if self.accuracies else 0.0  # a first turn that was cut off does not come here
+        return {"accuracy": max(self.accuracies, default=0.0), "first_turn_accuracy": first}
 
     def _judge(self, completion: str) -> Judgment:
         trajectory = Trajectory(

@@ -1,0 +1,17 @@
+"""GSM8K with a second chance: a wrong answer is told to the policy, which may try again."""
+
+from lightrl import GRPO
+from lightrl.rollout import MultiTurn, RetryWithFeedback
+
+
+def math_with_feedback() -> RetryWithFeedback:
+    return RetryWithFeedback(
+        "lightrl.rewards.math_answer",
+        feedback="That is not right. Look for the mistake and solve it again; end with #### and the number.",
+    )
+
+
+class RetryGRPO(GRPO):
+    def configure_workflow(self) -> MultiTurn:
+        """The second try earns 0.8 of what it adds, so that being right at once stays best."""
+        return MultiTurn(self.tokenizer, math_with_feedback, max_turns=2, max_tokens=1024, discount=0.8)

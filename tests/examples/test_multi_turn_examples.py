@@ -1,0 +1,53 @@
+"""The examples of several turns, each run in a short form through the command line's own door."""
+
+from pathlib import Path
+
+import pytest
+from test_make_model import make_folder
+
+from lightrl.cli import run
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "multi_turn"
+QUIET = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.callbacks=[]"]
+
+
+@pytest.fixture(autouse=True)
+def _as_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parents[1])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's, as the command sets it
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # so that what a test seeds is undone with it
+
+
+def fitted(name: str, folder: Path, *options: str) -> None:
+    assert run(["fit", "--config", str(EXAMPLES / name), *QUIET, f"--trainer.default_root_dir={folder}", *options]) == 0
+
+
+def metrics(folder: Path) -> dict[str, float]:
+    """The last value of each metric."""
+    (path,) = folder.rglob("metrics.csv")
+    header, *lines = path.read_text().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        values = zip(header.split(","), line.split(","), strict=True)
+        found |= {key: float(value) for key, value in values if value}
+    return found
+
+
+def test_the_calculator_example_trains(tmp_path: Path):
+    fitted("calculator.yaml", tmp_path, "--data.batch_size=4")
+    assert metrics(tmp_path)["rollout/turns"] >= 1
+
+
+def test_the_retry_example_trains_on_rows_of_gsm8ks_form(tmp_path: Path):
+    folder = make_folder(tmp_path)
+    rows = str(tmp_path / "train.jsonl")
+    data = [f"--data.train={rows}", f"--data.validation={rows}", "--data.max_validation_prompts=4"]
+    policy = [f"--model.policy={folder}", "--model.sampling.max_new_tokens=16"]
+    fitted("retry.yaml", tmp_path, *policy, *data, "--data.batch_size=2")
+    assert metrics(tmp_path)["rollout/first_turn_accuracy"] == 0
+
+
+@pytest.mark.parametrize("name", ["calculator", "retry"])
+def test_an_example_has_at_most_60_lines(name: str):
+    lines = [line for kind in ("py", "yaml") for line in (EXAMPLES / f"{name}.{kind}").read_text().splitlines()]
+    assert len([line for line in lines if line.strip()]) <= 60
