@@ -99,4 +99,4 @@ def test_all_forms_are_read_from_yaml(given, expected):
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--reward", type=str | RewardPart | list[RewardPart] | None)
-    assert parser.instantiate_classes(parser.parse_object({"reward": given})).reward == expected
+    assert parser.instantiate(parser.parse_object({"reward": given})).reward == expected
