@@ -94,9 +94,3 @@ class DynamicSampling(RLCallback):
         values["rollout/dropped_groups"] = sum(drops.values())
         for name, value in values.items():
             module.log(name, float(value), on_step=True, on_epoch=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"reasons": sorted(self._reasons)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._reasons = set(state_dict["reasons"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -69,6 +69,7 @@ class RolloutMetrics(RLCallback):
     | rollout/truncated_fraction | ended by a length limit |
     | rollout/mixed_version_fraction | written by two or more weight versions |
     | rollout/dropped_trajectories | since the last iteration |
+    | rollout/dropped_trajectories_<reason> | of them; logged from the first one on |
     | rollout/tokens_per_s | tokens written, over the time there was to write them (below) |
     | staleness/mean_versions, staleness/max_versions | weight version at use minus oldest version in a trajectory |
     | update/tokens_per_s | loss tokens, over `time/update_s` |
@@ -88,7 +89,7 @@ class RolloutMetrics(RLCallback):
             )
         self.zero_variance_patience = zero_variance_patience
         self._num_flat_iterations = 0  # in a row, without variance in any group
-        self._num_dropped = 0
+        self._num_dropped: Counter[str] = Counter()  # by reason; one that was seen before stays, with 0
         self._num_written_tokens = 0
         self._num_loss_tokens = 0
         self._rollout_ended_s: float | None = None  # monotonic clock
@@ -98,7 +99,7 @@ class RolloutMetrics(RLCallback):
         self._num_loss_tokens = 0
 
     def on_trajectory_dropped(self, trainer: L.Trainer, module: L.LightningModule, reason: str, message: str) -> None:
-        self._num_dropped += 1
+        self._num_dropped[reason] += 1
 
     def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
         now = time.monotonic()
@@ -106,8 +107,10 @@ class RolloutMetrics(RLCallback):
         self._rollout_ended_s = now
 
         values = reward_metrics(groups)
-        values["rollout/dropped_trajectories"] = float(self._num_dropped)
-        self._num_dropped = 0
+        values["rollout/dropped_trajectories"] = float(sum(self._num_dropped.values()))
+        for reason, num in self._num_dropped.items():
+            values[f"rollout/dropped_trajectories_{reason}"] = float(num)
+        self._num_dropped = Counter(dict.fromkeys(self._num_dropped, 0))
         _log(module, values)
 
         is_flat = values["rollout/zero_variance_fraction"] == 1.0

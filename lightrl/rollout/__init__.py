@@ -11,7 +11,7 @@ Reading order:
       agent_session.py, chat_protocol.py  its requests as tokens; what may be asked and is answered
     buffer.py        what may start and what may be trained on: pure functions
     prompt_cursor.py which prompt comes next; by a curriculum, which are passed over
-    group_filter.py  which judged groups are dropped and replaced
+    group_filter.py, drop_tally.py  which judged groups are dropped and replaced; how many may be
     controller.py    keeps groups in flight and hands over batches
       loop_thread.py   its event loop, and the ways across from the main thread
       trajectory_task.py  playing and judging one trajectory

@@ -226,3 +226,23 @@ def test_the_bound_holds_after_a_resume_from_any_iteration(max_staleness: int) -
         assert max(resumed.staleness) <= max_staleness
         assert len(resumed.trained) == len(set(resumed.trained)) == (stop + 30) * 4
         assert set(before.running) <= set(resumed.trained) | resumed.dropped
+
+
+@pytest.mark.parametrize(
+    ("finished", "running", "staleness", "surplus", "expected"),
+    [
+        pytest.param({0: 5, 2: 5}, {1: 5}, 0, 1, Batch([0, 2], [], [1]), id="on-policy, what still runs"),
+        pytest.param({0: 5, 1: 5, 2: 5}, {}, 0, 1, Batch([0, 1], [], [2]), id="on-policy, what is done beyond P"),
+        pytest.param({0: 5, 2: 5}, {1: 5, 3: 5}, 0, 1, Batch(None, [1, 3]), id="never more than the surplus"),
+        pytest.param({0: 5}, {1: 5, 3: 5}, 0, 2, Batch(None, [1, 3]), id="nothing while too few are done"),
+        pytest.param({0: 5, 2: 5}, {1: 5, 3: 5}, 1, 1, Batch([0, 2], []), id="carried over where the bound allows it"),
+        pytest.param({0: 5, 2: 5}, {1: 4, 3: 5}, 1, 1, Batch([0, 2], [], [1]), id="the one that holds the batch back"),
+    ],
+)
+def test_a_surplus_is_given_up_where_it_holds_a_batch_back(
+    finished: dict[int, int], running: dict[int, int], staleness: int, surplus: int, expected: Batch
+) -> None:
+    batch = choose_batch(
+        finished, running, weight_version=5, groups_per_iteration=2, max_staleness=staleness, surplus=surplus
+    )
+    assert batch == expected

@@ -1,0 +1,62 @@
+"""GroupFilter: each rule by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightrl.rollout import GroupFilter
+from lightrl.trajectory import Group, Prompt, Trajectory
+
+PROMPT = Prompt(id="p7", token_ids=[1])
+
+
+def group(*rewards: float, num_tokens: int = 2) -> Group:
+    def trajectory(sample: int, reward: float) -> Trajectory:
+        length = 1 + num_tokens
+        mask, versions = [False] + [True] * num_tokens, [-1] + [0] * num_tokens
+        return Trajectory(PROMPT, 7, sample, [1] * length, mask, [0.0] * length, versions, [], "", reward=reward)
+
+    return Group(7, PROMPT, [trajectory(sample, reward) for sample, reward in enumerate(rewards)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "judged", "reason"),
+    [
+        pytest.param({}, group(0.0, 1.0), None, id="rewards that differ"),
+        pytest.param({}, group(0.5, 0.5, 0.5), "filtered_zero_variance", id="rewards that are all equal"),
+        pytest.param({"drop_zero_variance": False}, group(0.5, 0.5), None, id="equal, and that may be"),
+        pytest.param({"min_success": 0.5}, group(0.0, 0.2, 1.0), "filtered_too_hard", id="a third succeeds"),
+        pytest.param({"max_success": 0.6}, group(0.0, 1.0, 1.0), "filtered_too_easy", id="two thirds succeed"),
+        pytest.param({"min_success": 0.5, "max_success": 0.5}, group(0.0, 1.0), None, id="just at both bounds"),
+        pytest.param({"max_group_tokens": 5}, group(0.0, 1.0, num_tokens=6), "filtered_too_long", id="too long"),
+        pytest.param({"max_group_tokens": 5}, group(0.0, 1.0, num_tokens=5), None, id="just as long as may be"),
+        pytest.param({"rule": lambda judged: "dull"}, group(0.0, 1.0), "filtered_dull", id="a word of the user's"),
+        pytest.param({"rule": lambda judged: judged.id == 7}, group(0.0, 1.0), "filtered_rule", id="a yes"),
+        pytest.param({"rule": lambda judged: None}, group(0.0, 1.0), None, id="nothing from the user's rule"),
+    ],
+)
+def test_reason(settings: dict[str, Any], judged: Group, reason: str | None) -> None:
+    verdict = GroupFilter(**settings)(judged)
+    assert (verdict[0] if verdict else None) == reason
+    assert verdict is None or "'p7'" in verdict[1]
+
+
+def test_success_is_the_accuracy_that_the_reward_gives_where_it_gives_one() -> None:
+    judged = group(0.1, 0.2)
+    for trajectory in judged.trajectories:
+        trajectory.metrics["accuracy"] = 1.0
+    verdict = GroupFilter(max_success=0.9)(judged)
+    assert verdict is not None
+    assert verdict[0] == "filtered_too_easy"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"min_success": 0.7, "max_success": 0.5}, {"max_success": 2}, {"min_success": -1}]
+)
+def test_bounds_that_no_group_can_keep_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="min_success"):
+        GroupFilter(**settings)
+    with pytest.raises(ValueError, match="max_group_tokens"):
+        GroupFilter(max_group_tokens=0)

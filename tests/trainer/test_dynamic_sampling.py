@@ -1,0 +1,132 @@
+"""DynamicSampling and PromptCurriculum in whole runs of the trainer: sizes, metrics, configuration, resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
+
+from lightrl import DynamicSampling, PromptCurriculum, StalenessControl, Trajectory
+from lightrl.data import SuccessRateCurriculum
+from lightrl.errors import RolloutError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+]
+
+
+class HalfSolved(TinyGRPO):
+    """Prompts train-0, 1 and 2 are solved by every trajectory, the others by each second one."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return float(int(trajectory.prompt.id.split("-")[1]) < 3 or trajectory.sample % 2)
+
+
+class Metrics(Callback):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def total(self, name: str) -> float:
+        return sum(row.get(name, 0.0) for row in self.rows)
+
+
+def fit(folder: Path, *callbacks: Callback, max_steps: int = 4, **kwargs: Any) -> tuple[HalfSolved, Metrics]:
+    torch.manual_seed(2)
+    module, metrics = HalfSolved(), Metrics()
+    ckpt_path = kwargs.pop("ckpt_path", None)
+    trainer = make_trainer(folder, callbacks=[metrics, *callbacks], max_steps=max_steps, **kwargs)
+    trainer.fit(module, Digits(), ckpt_path=ckpt_path)
+    return module, metrics
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_groups_without_variance_are_replaced_and_counted(tmp_path: Path, max_staleness: int) -> None:
+    module, metrics = fit(tmp_path, DynamicSampling(), StalenessControl(max_staleness))
+    assert [len(positions) for positions in module.trained] == [BATCH_SIZE] * 4
+    assert all(row["rollout/zero_variance_fraction"] == 0 for row in metrics.rows)
+    dropped = metrics.total("rollout/dropped_groups")
+    assert dropped > 0
+    assert metrics.total("rollout/dropped_groups_filtered_zero_variance") == dropped
+    assert metrics.total("rollout/dropped_trajectories_filtered_zero_variance") == dropped * GROUP_SIZE
+    assert metrics.total("rollout/dropped_trajectories") == dropped * GROUP_SIZE
+
+
+def test_a_curriculum_passes_over_what_is_solved(tmp_path: Path) -> None:
+    curriculum = PromptCurriculum(SuccessRateCurriculum(solved_times=1))
+    module, metrics = fit(tmp_path, curriculum, max_steps=6)
+    solved = [bool((experience.rewards == 1).all()) for experience in module.experiences[3:]]
+    assert not any(solved)
+    assert metrics.total("rollout/skipped_prompts") > 0
+
+
+def test_a_resumed_run_is_the_one_that_never_stopped_to_the_bit(tmp_path: Path) -> None:
+    def callbacks() -> list[Callback]:
+        saved = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        return [DynamicSampling(), PromptCurriculum(SuccessRateCurriculum(solved_times=2)), saved]
+
+    whole, _ = fit(tmp_path, *callbacks(), max_steps=5, enable_checkpointing=True)
+    resumed, _ = fit(tmp_path, *callbacks(), max_steps=5, enable_checkpointing=True, ckpt_path=tmp_path / "step=2.ckpt")
+    assert resumed.trained == whole.trained[2:]
+    assert are_equal(weights(whole), weights(resumed))
+
+
+def test_too_many_dropped_groups_name_the_setting(tmp_path: Path) -> None:
+    sampling = DynamicSampling(min_success=0.9, max_dropped_groups_per_iteration=3)
+    with pytest.raises(RolloutError, match=r"max_dropped_groups_per_iteration=3 .*lower min_success"):
+        fit(tmp_path, sampling)
+
+
+def test_fast_dev_run_restores_them_exactly(tmp_path: Path) -> None:
+    fit(tmp_path, DynamicSampling(oversample_fraction=0.5), PromptCurriculum(), max_steps=-1, fast_dev_run=True)
+
+
+def test_over_sampling_trains_on_whole_iterations(tmp_path: Path) -> None:
+    module, metrics = fit(tmp_path, DynamicSampling(drop_zero_variance=False, oversample_fraction=0.5))
+    assert [len(positions) for positions in module.trained] == [BATCH_SIZE] * 4
+    assert metrics.total("rollout/dropped_groups_oversampled") == 3  # the last iteration starts what the run needs
+
+
+def test_settings_are_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="incomplete_groups='keep'"):
+        DynamicSampling(incomplete_groups="keep")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="oversample_fraction=-1"):
+        DynamicSampling(oversample_fraction=-1)
+    with pytest.raises(ValueError, match=r"rule='no\.such\.rule' cannot be imported"):
+        DynamicSampling(rule="no.such.rule")
+    with pytest.raises(ValueError, match="several DynamicSampling"):
+        make_trainer(tmp_path, callbacks=[DynamicSampling(), DynamicSampling()]).fit(HalfSolved(), Digits())
+    with pytest.raises(ValueError, match="drops every group of group_size=1"):
+        make_trainer(tmp_path, callbacks=[DynamicSampling()]).fit(
+            HalfSolved(group_size=1, advantage_mean="batch", advantage_std="batch"), Digits()
+        )
+
+
+def too_short(group: Any) -> str | None:
+    return "short" if max(len(item.completion_ids) for item in group.trajectories) < 2 else None
+
+
+def test_both_are_configured_by_constructor_arguments_in_yaml() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callbacks", type=list[Callback])
+    config = """
+- class_path: lightrl.DynamicSampling
+  init_args: {max_success: 0.9, rule: test_dynamic_sampling.too_short, incomplete_groups: redraw}
+- class_path: lightrl.PromptCurriculum
+  init_args:
+    curriculum: {class_path: lightrl.data.SuccessRateCurriculum, init_args: {solved_times: 5}}
+"""
+    sampling, curriculum = parser.instantiate(parser.parse_args([f"--callbacks={config}"])).callbacks
+    assert sampling.group_filter.max_success == 0.9
+    assert sampling.group_filter.rule is too_short
+    assert curriculum.curriculum.solved_times == 5
