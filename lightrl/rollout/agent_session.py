@@ -135,7 +135,8 @@ class AgentSession:
         completion = await self._write(conversation.token_ids, request.max_new_tokens)
         text = conversation.add_completion(completion)
         calls = find_calls(text, completion, request.tools, self.tool_parser)
-        token_texts = [self.renderer.decode([token_id]) for token_id in completion.token_ids]
+        shown = completion.token_ids if request.wants_logprobs else []
+        token_texts = [self.renderer.decode([token_id]) for token_id in shown]
         answer = Answer(completion, text, calls, num_prompt_tokens, token_texts)
         self._answered.append(_Answered(conversation, [*request.keys, answer.key()], request.tools))
         if parent is not None:

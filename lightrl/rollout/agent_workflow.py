@@ -10,6 +10,7 @@ async def run(prompt, base_url, api_key):
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,8 @@ class AgentWorkflow(Workflow):
 
     async def _run_agent(self, session: AgentSession, base_url: str) -> float | None:
         name = f"The agent {self.agent_name}"
-        arguments = (session.prompt, base_url, self.endpoint.api_key)
+        # A copy of its own: `prompt.messages.append(...)` must not reach the other trajectories of the group.
+        arguments = (copy.deepcopy(session.prompt), base_url, self.endpoint.api_key)
         running = asyncio.ensure_future(call_within(self.agent, *arguments, timeout_s=self.agent_timeout_s, name=name))
         try:
             await asyncio.wait({running, session.failure}, return_when=asyncio.FIRST_COMPLETED)

@@ -176,7 +176,7 @@ class Answer:
     text: str  # special tokens left out
     calls: list[ToolCall]
     num_prompt_tokens: int
-    token_texts: list[str]  # of each token, for logprobs
+    token_texts: list[str]  # of each token; empty where no logprobs are asked for
 
     @property
     def content(self) -> str | None:

@@ -88,6 +88,16 @@ def test_the_trajectory_keeps_the_prompt_of_the_data_and_the_tokens_that_the_age
     assert trajectory.rewards is None
 
 
+def test_an_agent_that_changes_its_prompt_changes_nobody_elses() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        assert prompt.messages is not None
+        async with client_of(base_url, api_key) as client:
+            prompt.messages.append(await ask(client, prompt.messages))
+
+    task = Prompt(id="b", messages=[user("1+1")])
+    assert play(agent, scripted("2"), task).prompt.messages == task.messages == [user("1+1")]
+
+
 @pytest.mark.parametrize(
     "answered",
     [

@@ -15,6 +15,7 @@ import openai
 import pytest
 from agent_cases import (
     PROMPT,
+    SAMPLING,
     TOKENIZER,
     ask,
     client_of,
@@ -29,7 +30,9 @@ from agent_cases import (
 from openai import AsyncOpenAI, DefaultHttpxClient, OpenAI
 
 from lightrl.errors import EngineError, RolloutError
+from lightrl.rewards import RewardHook
 from lightrl.rollout.agent_workflow import AgentWorkflow
+from lightrl.rollout.controller import RolloutController
 from lightrl.rollout.fake_engine import FakeEngine
 from lightrl.trajectory import Prompt
 
@@ -328,6 +331,37 @@ def test_a_trajectory_cancelled_anywhere_leaves_no_request_port_or_thread(ticks:
     assert engine.num_running == 0
     assert not any(is_open(base_url) for base_url in seen)
     assert our_threads() == []
+
+
+def ask_in_a_thread(prompt: Prompt, base_url: str, api_key: str) -> None:
+    seen_by_threads.append(base_url)
+    http_client = DefaultHttpxClient(verify=False)
+    with OpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0) as client:
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+
+
+seen_by_threads: list[str] = []
+
+
+def test_closing_the_controller_ends_agents_requests_threads_and_port() -> None:
+    engine, judge = loaded(FakeEngine(seconds_per_token=3600.0)), RewardHook(lambda trajectory: 1.0)
+    judge.start()
+    controller = RolloutController(engine, workflow_of(ask_in_a_thread), judge, sampling=SAMPLING)
+
+    def stop_when_all_ask(done: int, total: int) -> None:
+        if engine.num_running == 6:
+            raise KeyboardInterrupt
+
+    prompts = [Prompt(f"p{number}", token_ids=[5]) for number in range(6)]
+    with pytest.raises(KeyboardInterrupt):
+        controller.evaluate(prompts, sampling=SAMPLING, on_wait=stop_when_all_ask)
+    controller.close()
+    judge.close()
+    assert engine.num_running == 0
+    assert len(set(seen_by_threads)) == 6
+    assert not any(is_open(base_url) for base_url in seen_by_threads)
+    while our_threads():
+        time.sleep(0.01)
 
 
 def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_trajectory() -> None:
