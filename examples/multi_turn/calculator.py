@@ -1,4 +1,4 @@
-"""Products by calculator: tokenizer, prompts, environment. From random weights a policy learns to call and to copy."""
+"""Products by calculator: tokenizer, prompts, environment. From random weights a policy learns to call."""
 
 import operator
 import re
