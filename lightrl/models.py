@@ -149,20 +149,23 @@ def _looks_local(path: str) -> bool:
 
 
 def _dotted(name: str) -> Callable[[], Any] | None:
-    """The function behind `package.module.function`; None if there is no such module.
+    """The function behind `package.module.function`; None if the name has another form or is a folder.
 
     Raises:
-        ValueError: if there is the module but not the function.
+        ValueError: if there is no such module, or no such function in it.
     """
     module, _, attribute = name.rpartition(".")
-    if not module or Path(name).exists():
+    if not module or Path(name).exists() or not all(part.isidentifier() for part in name.split(".")):
         return None
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise
-        return None
+        raise ValueError(
+            f"tokenizer {name!r}: there is no module {error.name!r}, expected the dotted path of a function, a hub name "
+            "with its owner (owner/name), or a folder. Mend the name, or start lightrl where the module is."
+        ) from error
     if not callable(getattr(found, attribute, None)):
         raise ValueError(f"{name!r} is no function: {module} has no {attribute!r}, expected one there. Mend the name.")
     make: Callable[[], Any] = getattr(found, attribute)

@@ -1,3 +1,4 @@
+import copy
 import os
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def settings():
         "model": {
             "class_path": "GRPO",
             "init_args": {
-                "policy": POLICY,
+                "policy": copy.deepcopy(POLICY),
                 "reward": "tiny_task.exact",
                 "group_size": 2,
                 "sampling": {"max_new_tokens": 2},
