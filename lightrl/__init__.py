@@ -48,7 +48,18 @@ if TYPE_CHECKING:
     from lightrl.experience import Experience
     from lightrl.models import ModelSpec, Outputs
     from lightrl.module import RLModule
-    from lightrl.rollout import FakeEngine, LocalEngine, RolloutEngine, SingleTurn, Workflow
+    from lightrl.rollout import (
+        AgentWorkflow,
+        Environment,
+        FakeEngine,
+        LocalEngine,
+        MultiTurn,
+        RetryWithFeedback,
+        RolloutEngine,
+        SingleTurn,
+        ToolEnvironment,
+        Workflow,
+    )
     from lightrl.trainer import Trainer
     from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 
@@ -68,6 +79,11 @@ _HOMES = {
     "Group": "trajectory",
     "Workflow": "rollout",
     "SingleTurn": "rollout",
+    "MultiTurn": "rollout",
+    "Environment": "rollout",
+    "RetryWithFeedback": "rollout",
+    "ToolEnvironment": "rollout",
+    "AgentWorkflow": "rollout",
     "RolloutEngine": "rollout",
     "LocalEngine": "rollout",
     "FakeEngine": "rollout",
@@ -85,7 +101,8 @@ _HOMES = {
 
 __all__ = [
     "__version__", "Trainer", "RLModule", "GRPO", "SFT", "PromptDataModule", "SFTDataModule", "ModelSpec", "Outputs",
-    "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "RolloutEngine", "LocalEngine",
+    "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment",
+    "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine",
     "FakeEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
     "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "LearningCurve", "HuggingFaceExport",
 ]  # fmt: skip

@@ -167,6 +167,6 @@ def _dotted(name: str) -> Callable[[], Any] | None:
             "with its owner (owner/name), or a folder. Mend the name, or start lightrl where the module is."
         ) from error
     if not callable(getattr(found, attribute, None)):
-        raise ValueError(f"{name!r} is no function: {module} has no {attribute!r}, expected one there. Mend the name.")
+        raise ValueError(f"{name!r} is no function: {module} has no {attribute!r}. Mend the name.")
     make: Callable[[], Any] = getattr(found, attribute)
     return make

@@ -38,7 +38,7 @@ from lightrl.loops import RolloutLoop
 from lightrl.loops.score import ROLLOUT_FIELDS
 from lightrl.models import ModelSpec
 from lightrl.module import RLModule
-from lightrl.rewards import Judge, make_judge
+from lightrl.rewards import FailureLog, Judge, make_judge
 from lightrl.rollout import LocalEngine, RolloutController, RolloutEngine
 from lightrl.strategies import AtomicCheckpointIO, LogprobSettings, check_strategy, parallel_model
 from lightrl.trajectory import Sampling
@@ -258,6 +258,9 @@ class Trainer(L.Trainer):
             recycle_after=module.reward_recycle_after,
             search_paths=[str(Path.cwd())],
         )
+        if not self.fast_dev_run:
+            folder = Path(self.log_dir or self.default_root_dir)
+            self._judge = FailureLog(self._judge, folder / "failed_rewards.jsonl")
         self._judge.start()
         if self.engine is None:
             self.engine = LocalEngine()

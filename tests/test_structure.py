@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import lightrl
 import pytest
+
+import lightrl
 
 PACKAGE = Path(lightrl.__file__).parent
 FLOORS = [

@@ -19,7 +19,7 @@ class Batch:
 
     group_ids: list[int] | None  # P group ids, or None: wait
     waits_for: list[int]  # running groups without which nothing can be taken; empty if only more groups are missing
-    gives_up: list[int] = field(default_factory=list)  # groups of the surplus, which would hold this batch back
+    gives_up: list[int] = field(default_factory=list)  # over-sampled groups, which would hold this batch back
 
 
 def num_admissible(
@@ -67,15 +67,16 @@ def choose_batch(
     weight_version: int,
     groups_per_iteration: int,
     max_staleness: int,
-    surplus: int = 0,
+    max_given_up: int = 0,
 ) -> Batch:
     """The oldest P finished groups, if the ones left over can still be trained on in time; else whom to wait for.
 
     Left over with version ≤ s there may be at most `(s + η - v)·P`, for every s in [v - η, v]: that many the
     iterations up to version s + η can take.
 
-    A surplus is given up only where that lets a batch be taken at once, running groups before finished ones, older
-    versions first; the others are carried over.
+    With over-sampling some groups may be given up, but only where that lets a batch be taken at once, running ones
+    before finished ones, older versions first; the others are carried over. As many as admission lets in beyond the
+    bound always suffice: what of version ≤ s is left over is at most so many too many, for every s.
 
     Args:
         finished: group id → version of its oldest token.
@@ -83,12 +84,12 @@ def choose_batch(
         weight_version: v, of the trainer.
         groups_per_iteration: P.
         max_staleness: η, in versions.
-        surplus: groups that may be given up: as many as run beyond what admission allows without over-sampling.
+        max_given_up: groups that may be given up, the `oversampled` of `num_admissible`.
     """
     finished, running = dict(finished), dict(running)
     gives_up: list[int] = []
     at_first = batch = _choose_batch(finished, running, weight_version, groups_per_iteration, max_staleness)
-    while batch.group_ids is None and len(gives_up) < surplus and len(finished) >= groups_per_iteration:
+    while batch.group_ids is None and len(gives_up) < max_given_up and len(finished) >= groups_per_iteration:
         if batch.waits_for:
             given_up = min(batch.waits_for, key=lambda group_id: (running[group_id], -group_id))
             del running[given_up]

@@ -342,7 +342,7 @@ class RolloutController:
                     weight_version=weight_version,
                     groups_per_iteration=self.groups_per_iteration,
                     max_staleness=self.max_staleness,
-                    surplus=self._surplus(),
+                    max_given_up=self.num_oversampled,
                 )
                 if batch.group_ids is not None:
                     self._taken = [self._finished.pop(group_id) for group_id in batch.group_ids]
@@ -406,13 +406,6 @@ class RolloutController:
             total=self.total_groups,
             oversampled=self.num_oversampled,
         )
-
-    def _surplus(self) -> int:
-        """Groups there are beyond what would be without over-sampling."""
-        if not self.num_oversampled:
-            return 0
-        bound = (self.max_staleness + self.engine.weight_version + 1) * self.groups_per_iteration
-        return max(0, self._num_accepted() + len(self._running) - bound)
 
     async def _pump(self) -> None:
         """Starts what may start; on-policy as one wave in a fixed order. What a cancelled one has started runs on."""
@@ -513,7 +506,7 @@ class RolloutController:
         return len(outdated)
 
     def _give_up_groups(self, group_ids: Sequence[int]) -> None:
-        """Leaves these groups of the surplus out, running or finished."""
+        """Leaves these over-sampled groups out, running or finished."""
         for group_id in group_ids:
             message = f"Group {group_id} was started beyond what the iteration needs, and enough others were done."
             if group_id in self._running:
