@@ -163,8 +163,8 @@ def _dotted(name: str) -> Callable[[], Any] | None:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
-            f"tokenizer {name!r}: there is no module {error.name!r}, expected the dotted path of a function, a hub name "
-            "with its owner (owner/name), or a folder. Mend the name, or start lightrl where the module is."
+            f"tokenizer {name!r}: there is no module {error.name!r}, expected the dotted path of a function, a hub "
+            "name with its owner (owner/name), or a folder. Mend the name, or start lightrl where the module is."
         ) from error
     if not callable(getattr(found, attribute, None)):
         raise ValueError(f"{name!r} is no function: {module} has no {attribute!r}. Mend the name.")

@@ -6,9 +6,7 @@ A plain LightningModule runs through it as through Lightning's own.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import io
 import logging
 import os
 import warnings
@@ -33,8 +31,7 @@ from lightrl.callbacks import (
 )
 from lightrl.data import prompt_source
 from lightrl.dataflow import check_score_calls
-from lightrl.errors import LightRLError
-from lightrl.loops import RolloutLoop
+from lightrl.loops import ResumeCheck, RolloutLoop
 from lightrl.loops.score import ROLLOUT_FIELDS
 from lightrl.models import ModelSpec
 from lightrl.module import RLModule
@@ -51,9 +48,6 @@ log = logging.getLogger(__name__)
 
 # Plain data that hyper-parameters may hold: checkpoints are loaded with weights_only=True.
 torch.serialization.add_safe_globals([ModelSpec, Sampling])
-
-# Where Lightning keeps the loop's own state in a checkpoint, under `loops` and `fit_loop`.
-ROLLOUT_LOOP_KEY = "epoch_loop.automatic_optimization.state_dict"
 
 # Lightning's warnings about what an RLModule does on purpose.
 MEANT: tuple[tuple[str, type[Warning]], ...] = (
@@ -102,7 +96,6 @@ class Trainer(L.Trainer):
         self._judge: Judge | None = None
         self._engine_is_open = False
         self._hook_calls: deque[tuple[str, tuple[Any, ...]]] = deque()
-        self._fresh_callbacks: dict[str, Callback] = {}  # as they were before a fast_dev_run, by state key
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -184,10 +177,12 @@ class Trainer(L.Trainer):
         if not isinstance(module, RLModule):
             return super()._run_stage()
         try:
+            is_dry_run = bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING
+            resume_check = ResumeCheck(self) if is_dry_run else None
             self._open_rollout(module)
             results = super()._run_stage()
-            if self._checks_resume:
-                self._check_resume()
+            if resume_check is not None:
+                resume_check.run()
         finally:
             # Not left to `_teardown`: it is skipped where a callback's `on_exception` raises.
             self._close_rollout()
@@ -223,8 +218,6 @@ class Trainer(L.Trainer):
         staleness = self._one_of(StalenessControl)
         is_fit = self.state.fn == TrainerFn.FITTING
         self.rollout_loop.begin()
-        if self._checks_resume:
-            self._keep_fresh_callbacks()
         sampling = self.with_stop_tokens(module.sampling)
         settings = LogprobSettings(
             temperature=sampling.temperature,
@@ -405,123 +398,3 @@ class Trainer(L.Trainer):
         """Tensors made under Lightning's inference mode could not be loaded into in place later."""
         for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop, self.predict_loop):
             loop.inference_mode = False
-
-    # ------------------------------------------------------------------ fast_dev_run
-
-    @property
-    def _checks_resume(self) -> bool:
-        return bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING
-
-    def _keep_fresh_callbacks(self) -> None:
-        """Copies of the callbacks as a new process would have them, for `_check_resume`."""
-        self._fresh_callbacks = {}
-        for callback in self.callbacks:
-            # What cannot be copied, because of a lock or an open file, is left out.
-            with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
-                self._fresh_callbacks[callback.state_key] = copy.deepcopy(callback)
-
-    def _check_resume(self) -> None:
-        """Writes a checkpoint to memory, reads it as a resume would, and compares: Lightning saves none here.
-
-        Raises:
-            LightRLError: if something of the state would not survive a resume.
-        """
-        before = self._checkpoint_connector.dump_checkpoint(weights_only=False)
-        loaded = _through_file(before)
-        difference = _first_difference(before, loaded, "checkpoint")
-        if difference is None:
-            self._load(_through_file(before))
-            after = self._checkpoint_connector.dump_checkpoint(weights_only=False)
-            after["callbacks"] = self._reloaded_callbacks(loaded["callbacks"])
-            difference = _first_difference(before, after, "checkpoint")
-        if difference is not None:
-            raise LightRLError(
-                f"{difference} differs after a resume, expected it equal. Give back in load_state_dict (or "
-                "on_load_checkpoint) what state_dict (or on_save_checkpoint) saved."
-            )
-        log.info("fast_dev_run: a resume from this state restores it exactly.")
-
-    def _load(self, checkpoint: dict[str, Any]) -> None:
-        """As a resume does, without Lightning's own counters."""
-        module: Any = self.lightning_module
-        datamodule: Any = getattr(self, "datamodule", None)
-        key = type(datamodule).__qualname__
-        if key in checkpoint:
-            datamodule.load_state_dict(checkpoint[key])
-        module.on_load_checkpoint(checkpoint)
-        self.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
-        self.strategy.load_optimizer_state_dict(checkpoint)
-        for config, state in zip(self.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
-            config.scheduler.load_state_dict(state)
-        self.rollout_loop.on_load_checkpoint(checkpoint["loops"]["fit_loop"][ROLLOUT_LOOP_KEY])
-        self.rollout_loop.restore_rollout()
-
-    def _reloaded_callbacks(self, states: dict[str, Any]) -> dict[str, Any]:
-        """The state of each callback after a new one has loaded it."""
-        reloaded: dict[str, Any] = {}
-        for key, state in states.items():
-            fresh = self._fresh_callbacks.get(key)
-            if fresh is None:
-                reloaded[key] = state
-                continue
-            fresh.load_state_dict(copy.deepcopy(state))
-            reloaded[key] = fresh.state_dict()
-        return reloaded
-
-
-def _through_file(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint is after it was written and read; raises LightRLError if it holds code."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(checkpoint, buffer)
-        buffer.seek(0)
-        loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
-    except Exception as error:
-        where = next((name for name in _leaves(checkpoint) if not _survives(name[1])), ("checkpoint", None))[0]
-        raise LightRLError(
-            f"The checkpoint cannot be loaded with weights_only=True, because of {where}: {error} Expected tensors and "
-            "plain Python in the state of callbacks, module and data module. Convert it there."
-        ) from error
-    return loaded
-
-
-def _leaves(value: Any, name: str = "checkpoint") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}[{index}]")
-    else:
-        yield name, value
-
-
-def _survives(value: Any) -> bool:
-    if value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor):
-        return True
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception:  # noqa: BLE001 - of whatever kind: the caller names the value
-        return False
-    return True
-
-
-def _first_difference(left: Any, right: Any, name: str) -> str | None:
-    """Where two nested states differ first; None if they are equal."""
-    if isinstance(left, torch.Tensor):
-        equal = isinstance(right, torch.Tensor) and left.shape == right.shape and torch.equal(left.cpu(), right.cpu())
-        return None if equal else name
-    if isinstance(left, dict):
-        if not isinstance(right, dict) or left.keys() != right.keys():
-            return name
-        parts: Iterator[str | None] = (_first_difference(left[key], right[key], f"{name}[{key!r}]") for key in left)
-        return next((part for part in parts if part), None)
-    if isinstance(left, list | tuple):
-        if not isinstance(right, list | tuple) or len(left) != len(right):
-            return name
-        parts = (_first_difference(a, b, f"{name}[{i}]") for i, (a, b) in enumerate(zip(left, right, strict=True)))
-        return next((part for part in parts if part), None)
-    return None if left == right or (left != left and right != right) else name

@@ -35,7 +35,7 @@ PRIVATE_NAMES = {
     ("lightning.pytorch.trainer.trainer:Trainer", "_run_stage"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_teardown"): {"trainer.py"},
     ("lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector", "dump_checkpoint"): {
-        "trainer.py"
+        "loops/resume_check.py"
     },
     ("lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization", "_on_before_zero_grad"): {
         "loops/rollout_loop.py"

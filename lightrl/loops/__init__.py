@@ -4,11 +4,13 @@ Reading order:
     rollout_loop.py   one iteration from groups to new weights; the only seam into Lightning; resume
     score.py          model calls and advantages on the whole iteration
     update.py         minibatches, microbatches, loss reduction, the optimizer step
+    resume_check.py   fast_dev_run's check that a checkpoint restores everything
     interrupt.py      Ctrl-C waits for the end of an update
 
 May import: everything below; Lightning's private names, each listed in tests/test_structure.py.
 """
 
+from lightrl.loops.resume_check import ResumeCheck
 from lightrl.loops.rollout_loop import RolloutLoop
 
-__all__ = ["RolloutLoop"]
+__all__ = ["ResumeCheck", "RolloutLoop"]
