@@ -115,7 +115,7 @@ class ModelSpec:
         from transformers import AutoModelForCausalLM
 
         dtype = getattr(torch, self.dtype or "float32")
-        options = dict(self.options)
+        options = {"use_safetensors": True, **self.options} if self.config is None else dict(self.options)
         if self.attn_implementation is not None:
             options["attn_implementation"] = self.attn_implementation
         if self.config is not None:

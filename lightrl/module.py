@@ -135,6 +135,12 @@ class RLModule(L.LightningModule):
         self.sampling = sampling or Sampling()
         self.validation_sampling = validation_sampling or dataclasses.replace(self.sampling, temperature=0.0)
         self.validation_group_size = validation_group_size
+        if validation_group_size > 1 and self.validation_sampling.temperature == 0:
+            raise ValueError(
+                f"validation_group_size={validation_group_size} draws equal completions at "
+                "validation_sampling.temperature=0, expected above 0. Set validation_sampling, or "
+                "validation_group_size to 1."
+            )
         self.num_minibatches = num_minibatches
         self.update_epochs = update_epochs
         self.microbatch_tokens = microbatch_tokens
@@ -331,23 +337,27 @@ class RLModule(L.LightningModule):
             )
 
     def _log_evaluation(self, stage: str, groups: list[Group]) -> None:
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        judged = [group for group in groups if group.trajectories]
+        trajectories = [trajectory for group in judged for trajectory in group.trajectories]
+        num_asked = len(groups) * self.validation_group_size
+        failed_fraction = 1 - len(trajectories) / max(1, num_asked)
+        self.log(f"{stage}/failed_fraction", failed_fraction, on_step=False, on_epoch=True, batch_size=num_asked)
+        self.log(f"{stage}/prompts", float(len(judged)), on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
         if not trajectories:
             return
         names = sorted({name for trajectory in trajectories for name in trajectory.metrics} | {"accuracy"})
-        values = {f"{stage}/reward": _mean([float(item.reward or 0.0) for item in trajectories])}
+        values: dict[str, list[float]] = {f"{stage}/reward": [float(item.reward or 0.0) for item in trajectories]}
         for name in names:
             key = f"{stage}/accuracy_fraction" if name == "accuracy" else f"{stage}/{name}"
             found = [accuracy(item) if name == "accuracy" else item.metrics.get(name) for item in trajectories]
-            values[key] = _mean([value for value in found if value is not None])
-        values[f"{stage}/length_tokens"] = _mean([float(sum(item.loss_mask)) for item in trajectories])
-        values[f"{stage}/truncated_fraction"] = _mean([float(item.is_truncated) for item in trajectories])
-        self.log_dict(values, on_step=False, on_epoch=True, batch_size=len(trajectories), sync_dist=True)
-        self.log(f"{stage}/prompts", float(len(groups)), on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
+            values[key] = [value for value in found if value is not None]
+        values[f"{stage}/length_tokens"] = [float(sum(item.loss_mask)) for item in trajectories]
+        values[f"{stage}/truncated_fraction"] = [float(item.is_truncated) for item in trajectories]
         if self.validation_group_size > 1:
-            solved = _mean([float(any(accuracy(item) >= 1 for item in group.trajectories)) for group in groups])
-            name = f"{stage}/pass_at_{self.validation_group_size}_fraction"
-            self.log(name, solved, on_step=False, on_epoch=True, batch_size=len(groups), sync_dist=True)
+            solved = [float(any(accuracy(item) >= 1 for item in group.trajectories)) for group in judged]
+            values[f"{stage}/pass_at_{self.validation_group_size}_fraction"] = solved
+        for key, numbers in values.items():  # a batch weighs as much as it has of the number
+            self.log(key, _mean(numbers), on_step=False, on_epoch=True, batch_size=len(numbers), sync_dist=True)
 
 
 def accuracy(trajectory: Trajectory) -> float:

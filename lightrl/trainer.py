@@ -95,6 +95,7 @@ class Trainer(L.Trainer):
         self.rollout: RolloutController | None = None  # while a stage of an RLModule runs
         self._judge: Judge | None = None
         self._engine_is_open = False
+        self._muted: list[Any] = []  # checkpoint callbacks that must not save the exception that ended the last stage
         self._hook_calls: deque[tuple[str, tuple[Any, ...]]] = deque()
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
@@ -176,6 +177,8 @@ class Trainer(L.Trainer):
         module = self.lightning_module
         if not isinstance(module, RLModule):
             return super()._run_stage()
+        while self._muted:
+            vars(self._muted.pop())["save_on_exception"] = True
         try:
             is_dry_run = bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING
             resume_check = ResumeCheck(self) if is_dry_run else None
@@ -183,10 +186,23 @@ class Trainer(L.Trainer):
             results = super()._run_stage()
             if resume_check is not None:
                 resume_check.run()
+        except BaseException:
+            self._mute_checkpoints()
+            raise
         finally:
             # Not left to `_teardown`: it is skipped where a callback's `on_exception` raises.
             self._close_rollout()
         return results
+
+    def _mute_checkpoints(self) -> None:
+        """A callback that saves on exceptions would move its links to a checkpoint that `save_checkpoint` refuses."""
+        if self.rollout_loop.why_no_checkpoint is None:
+            return
+        for callback in self.checkpoint_callbacks:
+            if getattr(callback, "save_on_exception", False):
+                self._say_no_checkpoint(callback.dirpath)
+                self._muted.append(callback)
+                vars(callback)["save_on_exception"] = False
 
     def _teardown(self) -> None:
         """The funnel that success, exceptions and Ctrl-C all pass; a second Ctrl-C may have cut the first try short."""
@@ -196,16 +212,18 @@ class Trainer(L.Trainer):
             super()._teardown()
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        reason = self.rollout_loop.why_no_checkpoint
-        if reason is not None:
-            log.warning(
-                "No checkpoint was saved at %s: %s, and what it holds would be trained on twice or never. The last "
-                "whole one is still there. Save between iterations, for example in on_train_batch_end.",
-                filepath,
-                reason,
-            )
+        if self.rollout_loop.why_no_checkpoint is not None:
+            self._say_no_checkpoint(filepath)
             return
         super().save_checkpoint(filepath, weights_only, storage_options)
+
+    def _say_no_checkpoint(self, where: Any) -> None:
+        log.warning(
+            "No checkpoint was saved at %s: %s, and what it holds would be trained on twice or never. The last whole "
+            "one is still there. Save between iterations, for example in on_train_batch_end.",
+            where,
+            self.rollout_loop.why_no_checkpoint,
+        )
 
     def with_stop_tokens(self, sampling: Sampling) -> Sampling:
         """`sampling` with the stop tokens of model, tokenizer and chat template added."""

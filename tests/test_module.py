@@ -251,8 +251,14 @@ def test_validation_logs_reward_accuracy_and_further_numbers(tmp_path: Path) -> 
             "val/length_tokens": 2.0,
             "val/truncated_fraction": 0.5,
             "val/prompts": 2.0,
+            "val/failed_fraction": 0.0,
         }
     )
+
+
+def test_equal_validation_completions_for_pass_at_k_are_refused() -> None:
+    with pytest.raises(ValueError, match="validation_group_size=4 draws equal completions"):
+        GRPO(tiny_spec(), reward=lambda trajectory: 0.0, validation_group_size=4)
 
 
 def test_accuracy_is_the_rewards_own_or_a_reward_of_at_least_one() -> None:

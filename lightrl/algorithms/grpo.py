@@ -84,6 +84,11 @@ class GRPO(RLModule):
                 f"kl_coef={kl_coef} needs a reference policy, expected reference=. Give the checkpoint that training "
                 "starts from, or set kl_coef to 0."
             )
+        if overlong_buffer_tokens and self.workflow is not None:
+            raise ValueError(
+                f"overlong_buffer_tokens={overlong_buffer_tokens} compares a trajectory with the limit of one "
+                "completion, expected 0 with workflow=. Set it to 0, or put the penalty into the reward."
+            )
         if self.compares_groups and self.group_size == 1:
             raise ValueError(
                 "group_size=1 leaves nothing to compare a trajectory with, expected at least 2 for group statistics. "

@@ -30,7 +30,7 @@ class DrGRPO(GRPO):
 
 
 class DAPO(GRPO):
-    """Clip-higher, a loss over tokens, and a soft penalty on overlong completions.
+    """Clip-higher and a loss over tokens; with `overlong_buffer_tokens`, a soft penalty on overlong completions.
 
     Its dynamic sampling, which leaves out groups whose rewards are all equal, is the callback `DynamicSampling()`.
 

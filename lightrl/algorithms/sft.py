@@ -36,7 +36,7 @@ class SFT(L.LightningModule):
         lr: learning rate after the warm-up.
         betas: of AdamW.
         weight_decay: of AdamW, on matrices only: not on norms and biases.
-        warmup_steps: linear warm-up from 0.
+        warmup_steps: linear warm-up: step k (from 1) has k/warmup_steps of `lr`.
         lr_decay: after the warm-up: `constant`, or `linear` or `cosine` to 0 at the end of the run.
     """
 

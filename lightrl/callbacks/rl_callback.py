@@ -69,9 +69,3 @@ class RLCallback(Callback):
 
     def on_trajectory_dropped(self, trainer: L.Trainer, module: L.LightningModule, reason: str, message: str) -> None:
         """Called for each trajectory that will not be trained on; `reason` is one word for counting."""
-
-    def on_engine_joined(self, trainer: L.Trainer, module: L.LightningModule, name: str) -> None:
-        """Called when an engine has loaded the present weights and takes requests."""
-
-    def on_engine_lost(self, trainer: L.Trainer, module: L.LightningModule, name: str) -> None:
-        """Called when an engine no longer answers; its requests go to others."""

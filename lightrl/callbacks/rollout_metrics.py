@@ -89,6 +89,7 @@ class RolloutMetrics(RLCallback):
             )
         self.zero_variance_patience = zero_variance_patience
         self._num_flat_iterations = 0  # in a row, without variance in any group
+        self._groups: list[Group] = []  # of this iteration
         self._num_dropped: Counter[str] = Counter()  # by reason; one that was seen before stays, with 0
         self._num_written_tokens = 0
         self._num_loss_tokens = 0
@@ -99,7 +100,8 @@ class RolloutMetrics(RLCallback):
         self._num_loss_tokens = 0
 
     def on_trajectory_dropped(self, trainer: L.Trainer, module: L.LightningModule, reason: str, message: str) -> None:
-        self._num_dropped[reason] += 1
+        if trainer.training:
+            self._num_dropped[reason] += 1
 
     def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
         now = time.monotonic()
@@ -113,15 +115,19 @@ class RolloutMetrics(RLCallback):
         self._num_dropped = Counter(dict.fromkeys(self._num_dropped, 0))
         _log(module, values)
 
-        is_flat = values["rollout/zero_variance_fraction"] == 1.0
-        self._num_flat_iterations = self._num_flat_iterations + 1 if is_flat else 0
-        if self._num_flat_iterations == self.zero_variance_patience and trainer.is_global_zero:
-            log.warning(explain_zero_variance(groups, self._num_flat_iterations))
+        self._groups = groups
 
     def on_experience_ready(self, trainer: L.Trainer, module: L.LightningModule, experience: Experience) -> None:
         weight_version = cast("_Trainer", trainer).weight_version
         self._num_written_tokens = int((experience.weight_versions >= 0).sum())
         _log(module, experience_metrics(experience, weight_version))
+
+        # Advantages of one's own may teach where groups have no variance: against the batch's mean, say.
+        teaches = experience.advantages is None or bool(experience.advantages[experience.loss_mask].any())
+        is_flat = not teaches and all(_is_flat(group) for group in self._groups if group.trajectories)
+        self._num_flat_iterations = self._num_flat_iterations + 1 if is_flat else 0
+        if self._num_flat_iterations == self.zero_variance_patience and trainer.is_global_zero:
+            log.warning(explain_zero_variance(self._groups, self._num_flat_iterations))
 
     def on_minibatch_start(
         self, trainer: L.Trainer, module: L.LightningModule, minibatch: Experience, index: int, total: int

@@ -8,6 +8,7 @@ next, none is skipped.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -70,6 +71,15 @@ class PromptStream:
     def num_iterations(self) -> int:
         """Iterations per epoch of the loader."""
         return len(self.prompts) // self.batch_size
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Which prompts come in which order, in short: where it differs, a checkpoint's positions mean others."""
+        content = hashlib.blake2b(digest_size=6)
+        for prompt in self.prompts:
+            content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
+        order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
+        return f"{len(self.prompts)} prompts {order}, content {content.hexdigest()}"
 
     def first(self, num_prompts: int) -> PromptStream:
         """The first prompts of the data, again and again in their order; for `overfit_batches`."""

@@ -123,20 +123,23 @@ class RolloutLoop(_AutomaticOptimization):
         seed = sampling_seed(trainer.rollout.run_seed, "minibatches", self.weight_version)
         total = min(module.num_minibatches, len(experience)) * module.update_epochs
         minibatches = experience.minibatches(module.num_minibatches, epochs=module.update_epochs, seed=seed)
-        found: dict[str, list[float]] = {}
+        sums: dict[str, float] = {}
+        weights: dict[str, float] = {}
         for index, minibatch in enumerate(minibatches):
             trainer.call_rl_hook("on_minibatch_start", minibatch, index, total)
-            metrics = self._step(module, minibatch, batch_idx)
+            metrics, losses = self._step(module, minibatch, batch_idx)
             self.num_updates += 1
             trainer.call_rl_hook("on_minibatch_end", metrics, index, total)
             for name, value in metrics.items():
-                found.setdefault(name, []).append(value)
+                weight = losses.weights.get(name, 1)
+                sums[name] = sums.get(name, 0.0) + weight * value
+                weights[name] = weights.get(name, 0) + weight
         with self.logging_allowed(module):
-            # A skipped update has no gradient norm, so each metric is averaged over the updates that have it.
-            module.log_dict({f"policy/{name}": sum(values) / len(values) for name, values in found.items()})
+            # By tokens or trajectories; a skipped update has no gradient norm, so over the updates that have a metric.
+            module.log_dict({f"policy/{name}": value / weights[name] for name, value in sums.items()})
             module.log("policy/skipped_updates", float(self.guard.num_skipped))
 
-    def _step(self, module: RLModule, minibatch: Experience, batch_idx: int) -> dict[str, float]:
+    def _step(self, module: RLModule, minibatch: Experience, batch_idx: int) -> tuple[dict[str, float], MinibatchLoss]:
         """One optimizer step through Lightning's own `optimizer_step`, so clipping and precision plugins apply."""
         trainer: Any = self.trainer
         optimizer = trainer.strategy._lightning_optimizers[0]
@@ -168,7 +171,7 @@ class RolloutLoop(_AutomaticOptimization):
         metrics = losses.metrics()
         if norms and math.isfinite(norms[0]):
             metrics["grad_norm"] = norms[0]
-        return metrics
+        return metrics, losses
 
     def _offer(self, experience: Experience) -> Experience:
         """Shows the Experience to callbacks and the module; each may return one with another mask or advantages."""

@@ -37,6 +37,7 @@ class MinibatchLoss:
     module: RLModule
     minibatch: Experience
     sums: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, int] = field(default_factory=dict)  # of a metric's mean, when minibatches are averaged
 
     def __post_init__(self) -> None:
         self.num_tokens = max(1, self.minibatch.num_loss_tokens)
@@ -56,12 +57,13 @@ class MinibatchLoss:
                     f"loss returned {name!r} {found}, expected [B, T] = {tuple(mask.shape)} or [B] = "
                     f"{tuple(mask.shape[:1])}. Return it per token or per trajectory; the framework averages."
                 )
-            self._add(name, value.detach(), mask)
+            if name != "loss":
+                self._add(name, value.detach(), mask)
         with torch.no_grad():
             self._add("entropy_nats", outputs.entropy.detach(), mask)
             difference = kl(experience.behavior_logprobs, outputs.logprobs.detach(), estimator="k3")
             self._add("kl_behavior_nats", difference, mask)
-        return reduce_loss(
+        share = reduce_loss(
             result["loss"],
             mask,
             mode=self.module.loss_reduction,
@@ -69,6 +71,8 @@ class MinibatchLoss:
             num_sequences=self.num_sequences,
             max_new_tokens=self.module.sampling.max_new_tokens,
         )
+        self._count("loss", share.detach(), 1)  # what is minimized, under whatever reduction
+        return share
 
     def metrics(self) -> dict[str, float]:
         """Means over loss tokens (for [B, T]) and over trajectories (for [B]) of the whole minibatch."""
@@ -89,10 +93,14 @@ class MinibatchLoss:
 
     def _add(self, name: str, value: Tensor, mask: Tensor) -> None:
         if value.dim() == 2:
-            share = torch.where(mask, value.float(), 0.0).sum() / self.num_tokens
+            self._count(name, torch.where(mask, value.float(), 0.0).sum() / self.num_tokens, self.num_tokens)
         else:
-            share = torch.where(mask.any(1), value.float(), 0.0).sum() / self.num_sequences
+            kept = torch.where(mask.any(1), value.float(), 0.0)
+            self._count(name, kept.sum() / self.num_sequences, self.num_sequences)
+
+    def _count(self, name: str, share: Tensor, weight: int) -> None:
         self.sums[name] = self.sums[name] + share if name in self.sums else share
+        self.weights[name] = weight
 
 
 class GradientGuard:

@@ -8,14 +8,14 @@ from lightrl.trajectory import Trajectory
 
 
 def environment_reward(trajectory: Trajectory) -> dict[str, Any]:
-    """The rewards that MultiTurn has placed on the turns of this trajectory; its reward is their sum.
+    """The rewards that MultiTurn or AgentWorkflow has placed on the turns of this trajectory; its reward is their sum.
 
     Raises:
         ValueError: if the workflow gave none.
     """
     if trajectory.rewards is None:
         raise ValueError(
-            "The trajectory has no rewards of an environment, expected a workflow that gives them. Use MultiTurn, or "
-            "another reward function."
+            "The trajectory has no rewards of an environment, expected a workflow that gives them. Use MultiTurn or "
+            "AgentWorkflow (whose agent returns a number), or another reward function."
         )
     return {"rewards": trajectory.rewards}

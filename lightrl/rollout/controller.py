@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -34,6 +35,7 @@ from lightrl.rollout.workflow import Workflow
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.weights import Bucket
 
+log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 # Ticks of the event loop after which every new trajectory task has reached its first `generate`: one starts the task,
@@ -303,12 +305,25 @@ class RolloutController:
             "num_consumed": self.num_consumed,
             "next_position": self._cursor.next_position if self._cursor is not None else 0,
             "curriculum": self._cursor.state_dict() if self._cursor is not None else None,
+            "prompts": self._fingerprint(),
             "in_flight": in_flight,
             "redraws": [[position, self._redraws[position]] for position in in_flight if position in self._redraws],
             "finished": [group.to_json() for group in [*self._taken, *self._finished.values()]],
         }
 
+    def _fingerprint(self) -> str | None:
+        """What tells the prompts of two runs apart, where the stream can say it."""
+        return getattr(self._cursor.prompts, "fingerprint", None) if self._cursor is not None else None
+
     async def _restore(self, state: Mapping[str, Any]) -> None:
+        before, now = state.get("prompts"), self._fingerprint()
+        if before is not None and now is not None and before != now:
+            log.warning(
+                "The checkpoint's prompts were %s, these are %s, expected the same: some come twice, some never. "
+                "Restore the files, seed and shuffle of the data module, or start a new run.",
+                before,
+                now,
+            )
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.run_seed = int(state["run_seed"])
         self.num_consumed = num_iterations * self.groups_per_iteration  # admission counts in iterations of this run
@@ -648,6 +663,7 @@ class RolloutController:
                 task.result()  # raises what it raised
             for group, row in zip(groups, rows, strict=True):
                 group.trajectories = [item for task in row if (item := task.result()) is not None]
+            self._tally.check_evaluation(sum(len(group.trajectories) for group in groups), wait.total)
         finally:
             self._give_up(task for row in rows for task in row)
             await asyncio.gather(*(task for row in rows for task in row), return_exceptions=True)

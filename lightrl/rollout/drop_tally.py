@@ -54,6 +54,16 @@ class DropTally:
         self._num_done = self._num_failed = self._num_kept = 0
         self._num_dropped.clear()
 
+    def check_evaluation(self, num_judged: int, num_asked: int) -> None:
+        """Raises RolloutError if more of a validation batch failed than may: a mean over the rest would flatter."""
+        num_failed = num_asked - num_judged
+        if num_failed > self.max_failed_fraction * num_asked:
+            raise RolloutError(
+                f"{num_failed} of {num_asked} validation trajectories failed, expected at most max_failed_fraction="
+                f"{self.max_failed_fraction} of them. Mend what fails; the last one: {self.last.reason}: "
+                f"{self.last.message}"
+            )
+
     def drop(self, reason: str, message: str, prompt: Prompt) -> None:
         """A trajectory is left out."""
         self.last = Drop(reason, message, prompt.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     The stock writer goes through the system's temporary folder, from where a move to another file system is a copy.
     """
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """As Lightning's, but a URL is read with `weights_only=True` too: a checkpoint runs no code."""
+        return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Writes `checkpoint`; what dead writers of the same name left behind is cleared away.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +105,9 @@ def test_dropped_trajectories_are_counted_once() -> None:
 
     def play(iteration: int) -> list[Group]:
         if iteration == 0:
-            metrics.on_trajectory_dropped(None, None, "reward_timeout", "")  # type: ignore[arg-type]
+            for training in (True, False):  # what validation drops is not training's
+                trainer: Any = SimpleNamespace(training=training)
+                metrics.on_trajectory_dropped(trainer, trainer, "reward_timeout", "")
         return groups_of([[1.0, 0.0]])
 
     first = run(play, metrics, num_iterations=1).logged_metrics["rollout/dropped_trajectories"]

@@ -75,6 +75,16 @@ def test_what_loss_returns_is_checked(value: dict[str, Any], message: str) -> No
         MinibatchLoss(returning(value), minibatch)(minibatch, outputs_like(minibatch))
 
 
+@pytest.mark.parametrize("mode", ["token", "sequence", "fixed"])
+def test_the_logged_loss_is_the_one_that_is_minimized(mode: Any) -> None:
+    minibatch = random_experience()
+    losses = MinibatchLoss(
+        returning(lambda part, _: {"loss": torch.ones(part.token_ids.shape)}, loss_reduction=mode), minibatch
+    )
+    minimized = sum(float(losses(part, outputs_like(part))) for part in minibatch.microbatches(20))
+    assert losses.metrics()["loss"] == pytest.approx(minimized)
+
+
 def test_a_metric_that_carries_a_gradient_is_logged_without_it() -> None:
     minibatch = random_experience()
     losses = MinibatchLoss(
