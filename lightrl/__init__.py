@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from lightrl.version import __version__
 
 if TYPE_CHECKING:
-    from lightrl.algorithms import GRPO, SFT
+    from lightrl.algorithms import CISPO, DAPO, GRPO, GSPO, RLOO, SFT, DrGRPO, ReinforceBaseline
     from lightrl.callbacks import (
         DynamicSampling,
         HuggingFaceExport,
@@ -67,6 +67,12 @@ _HOMES = {
     "Trainer": "trainer",
     "RLModule": "module",
     "GRPO": "algorithms",
+    "DrGRPO": "algorithms",
+    "DAPO": "algorithms",
+    "RLOO": "algorithms",
+    "ReinforceBaseline": "algorithms",
+    "GSPO": "algorithms",
+    "CISPO": "algorithms",
     "SFT": "algorithms",
     "PromptDataModule": "data",
     "SFTDataModule": "data",
@@ -100,7 +106,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "__version__", "Trainer", "RLModule", "GRPO", "SFT", "PromptDataModule", "SFTDataModule", "ModelSpec", "Outputs",
+    "__version__", "Trainer", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline", "GSPO",
+    "CISPO", "SFT", "PromptDataModule", "SFTDataModule", "ModelSpec", "Outputs",
     "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment",
     "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine",
     "FakeEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
