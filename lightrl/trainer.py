@@ -200,7 +200,7 @@ class Trainer(L.Trainer):
             return
         for callback in self.checkpoint_callbacks:
             if getattr(callback, "save_on_exception", False):
-                self._say_no_checkpoint(callback.dirpath)
+                self._say_no_checkpoint(getattr(callback, "dirpath", None))
                 self._muted.append(callback)
                 vars(callback)["save_on_exception"] = False
 
