@@ -18,6 +18,9 @@ class WeightSync(RLCallback):
     version k is the policy after k iterations, and every token carries the version that sampled it. The present version
     is loaded before the first request, also after a resume and before sanity check, validate, test and predict.
 
+    The engine checks names, shapes and values and keeps the old weights if something is wrong. That it then says the
+    same logprobs as the trainer is not probed at each sync; `policy/kl_behavior_nats` on-policy would show it.
+
     Args:
         every_n_iterations: above 1 the engine lags behind on purpose; `StalenessControl.max_staleness` must be at least
             `every_n_iterations - 1`.
