@@ -291,6 +291,7 @@ class Trainer(L.Trainer):
             max_concurrent=staleness.max_concurrent,
             redraw_stragglers=staleness.redraw_stragglers,
             rollout_timeout_s=staleness.rollout_timeout_s,
+            loop_timeout_s=staleness.loop_timeout_s,
             max_failed_fraction=module.max_failed_fraction,
             **self._choice_of_groups(),
         )

@@ -148,3 +148,21 @@ def test_rooms_describe_themselves_in_at_most_25_lines():
         assert len(text.splitlines()) <= 25, init
         named = {file.name for file in init.parent.glob("*.py")} - {"__init__.py"}
         assert not [name for name in named if name not in text], f"{init}: missing in its reading order"
+
+
+def test_every_deadline_has_a_finite_default():
+    """What waits takes a `*_timeout_s`, a number of seconds where nothing is given; None would wait for ever."""
+    found = {}
+    for file in modules_of():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            plain, given = node.args.posonlyargs + node.args.args, node.args.defaults
+            pairs = list(zip(plain[len(plain) - len(given) :], given, strict=True))
+            pairs += [pair for pair in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if pair[1]]
+            for argument, default in pairs:
+                if argument.arg.endswith("timeout_s"):
+                    where = f"{file.relative_to(PACKAGE)}:{node.name}({argument.arg})"
+                    found[where] = isinstance(default, ast.Constant) and isinstance(default.value, int | float)
+    assert len(found) > 8
+    assert not [where for where, is_finite in found.items() if not is_finite]

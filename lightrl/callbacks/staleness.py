@@ -24,7 +24,8 @@ class StalenessControl(RLCallback):
         max_concurrent: bound on groups in flight; None for no bound but the staleness.
         redraw_stragglers: start a group again instead of waiting for it when only it holds a batch back. Faster with a
             heavy tail of lengths, but then short completions are drawn too often.
-        rollout_timeout_s: the run ends if for so long no trajectory finishes that a batch waits for.
+        rollout_timeout_s: the run ends if for so long no trajectory finishes while a batch is waited for.
+        loop_timeout_s: the run ends if a workflow or an async reward blocks the rollouts' event loop for so long.
     """
 
     def __init__(
@@ -34,17 +35,20 @@ class StalenessControl(RLCallback):
         max_concurrent: int | None = None,
         redraw_stragglers: bool = False,
         rollout_timeout_s: float = 1800.0,
+        loop_timeout_s: float = 60.0,
     ) -> None:
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness}, expected 0 (on-policy) or more. Raise it.")
         if max_concurrent is not None and max_concurrent < 1:
             raise ValueError(f"max_concurrent={max_concurrent}, expected at least 1 or None. Raise it.")
-        if rollout_timeout_s <= 0:
-            raise ValueError(f"rollout_timeout_s={rollout_timeout_s}, expected seconds above 0. Raise it.")
+        for name, seconds in (("rollout_timeout_s", rollout_timeout_s), ("loop_timeout_s", loop_timeout_s)):
+            if seconds <= 0:
+                raise ValueError(f"{name}={seconds}, expected seconds above 0. Raise it.")
         self.max_staleness = max_staleness
         self.max_concurrent = max_concurrent
         self.redraw_stragglers = redraw_stragglers
         self.rollout_timeout_s = rollout_timeout_s
+        self.loop_timeout_s = loop_timeout_s
 
     def on_experience_ready(self, trainer: L.Trainer, module: L.LightningModule, experience: Experience) -> None:
         """Checks the bound on what is about to be trained on."""

@@ -130,5 +130,6 @@ class LoopThread(threading.Thread):
         where = f"It is at {here.filename}:{here.lineno}, in {here.name}. " if here is not None else ""
         return RolloutError(
             f"The rollout event loop did not answer for loop_timeout_s={self.loop_timeout_s:g}, expected milliseconds. "
-            f"{where}A workflow, environment or async reward blocks it: let it await, or move its work to a thread."
+            f"{where}A workflow, environment or async reward blocks it: let it await, or move its work to a thread; "
+            "or raise StalenessControl.loop_timeout_s."
         )
