@@ -193,7 +193,7 @@ class RLModule(L.LightningModule):
 
     def score_calls(self) -> list[ModelCall]:
         """The model calls between rollout and advantages, in order; each is one forward over the whole iteration."""
-        if not self.needs_proximal_logprobs or self.num_minibatches * self.update_epochs == 1:
+        if not self.needs_proximal_logprobs or self.makes_one_update:
             return []  # the proximal policy is the current one: the update phase fills it in for nothing
         return [ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",))]
 
@@ -260,8 +260,8 @@ class RLModule(L.LightningModule):
         return None if context is None else context - longest
 
     @property
-    def loss_is_on_policy(self) -> bool:
-        """Whether the update phase sets `proximal_logprobs` to the current logprobs."""
+    def makes_one_update(self) -> bool:
+        """Whether an iteration has one update; then the proximal policy is the current one, at no cost."""
         return self.num_minibatches * self.update_epochs == 1
 
     def configure_model(self) -> None:
@@ -349,20 +349,15 @@ class RLModule(L.LightningModule):
         values: dict[str, list[float]] = {f"{stage}/reward": [float(item.reward or 0.0) for item in trajectories]}
         for name in names:
             key = f"{stage}/accuracy_fraction" if name == "accuracy" else f"{stage}/{name}"
-            found = [accuracy(item) if name == "accuracy" else item.metrics.get(name) for item in trajectories]
+            found = [item.accuracy if name == "accuracy" else item.metrics.get(name) for item in trajectories]
             values[key] = [value for value in found if value is not None]
         values[f"{stage}/length_tokens"] = [float(sum(item.loss_mask)) for item in trajectories]
         values[f"{stage}/truncated_fraction"] = [float(item.is_truncated) for item in trajectories]
         if self.validation_group_size > 1:
-            solved = [float(any(accuracy(item) >= 1 for item in group.trajectories)) for group in judged]
+            solved = [float(any(item.accuracy >= 1 for item in group.trajectories)) for group in judged]
             values[f"{stage}/pass_at_{self.validation_group_size}_fraction"] = solved
         for key, numbers in values.items():  # a batch weighs as much as it has of the number
             self.log(key, _mean(numbers), on_step=False, on_epoch=True, batch_size=len(numbers), sync_dist=True)
-
-
-def accuracy(trajectory: Trajectory) -> float:
-    """The reward's own `accuracy`; where it gives none, 1.0 for a reward of at least 1."""
-    return trajectory.accuracy
 
 
 def _mean(values: list[float]) -> float:

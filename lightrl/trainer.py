@@ -178,31 +178,33 @@ class Trainer(L.Trainer):
         if not isinstance(module, RLModule):
             return super()._run_stage()
         while self._muted:
-            vars(self._muted.pop())["save_on_exception"] = True
+            self._muted.pop().save_on_exception = True
         try:
-            is_dry_run = bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING
-            resume_check = ResumeCheck(self) if is_dry_run else None
-            self._open_rollout(module)
-            results = super()._run_stage()
-            if resume_check is not None:
-                resume_check.run()
+            try:
+                is_dry_run = bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING
+                resume_check = ResumeCheck(self) if is_dry_run else None
+                self._open_rollout(module)
+                results = super()._run_stage()
+                if resume_check is not None:
+                    resume_check.run()
+            finally:
+                # Not left to `_teardown`: it is skipped where a callback's `on_exception` raises.
+                self._close_rollout()
         except BaseException:
-            self._mute_checkpoints()
+            self._mute_checkpoints()  # after the close, which may find that the rollout's state cannot be had
             raise
-        finally:
-            # Not left to `_teardown`: it is skipped where a callback's `on_exception` raises.
-            self._close_rollout()
         return results
 
     def _mute_checkpoints(self) -> None:
         """A callback that saves on exceptions would move its links to a checkpoint that `save_checkpoint` refuses."""
         if self.rollout_loop.why_no_checkpoint is None:
             return
-        for callback in self.checkpoint_callbacks:
+        callbacks: list[Any] = list(self.checkpoint_callbacks)
+        for callback in callbacks:
             if getattr(callback, "save_on_exception", False):
                 self._say_no_checkpoint(getattr(callback, "dirpath", None))
                 self._muted.append(callback)
-                vars(callback)["save_on_exception"] = False
+                callback.save_on_exception = False
 
     def _teardown(self) -> None:
         """The funnel that success, exceptions and Ctrl-C all pass; a second Ctrl-C may have cut the first try short."""

@@ -13,7 +13,7 @@ from lightrl.algorithms import GRPO
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.models import ModelSpec, Outputs
-from lightrl.module import RLModule, accuracy
+from lightrl.module import RLModule
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -267,8 +267,8 @@ def test_accuracy_is_the_rewards_own_or_a_reward_of_at_least_one() -> None:
             Prompt("a", token_ids=[3]), 0, 0, [3], [False], [0.0], [-1], [], "", reward=reward, metrics=metrics
         )
 
-    assert [accuracy(with_reward(reward)) for reward in (0.99, 1.0, 1.5)] == [0.0, 1.0, 1.0]
-    assert accuracy(with_reward(5.0, accuracy=0.5)) == 0.5
+    assert [with_reward(reward).accuracy for reward in (0.99, 1.0, 1.5)] == [0.0, 1.0, 1.0]
+    assert with_reward(5.0, accuracy=0.5).accuracy == 0.5
 
 
 def test_lightnings_own_trainer_is_told_who_trains_this_module() -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.module import accuracy
 
 if TYPE_CHECKING:
     import lightning as L
@@ -178,7 +177,7 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
         **{f"rollout/{name}": statistics.fmean(values) for name, values in named.items()},
         "rollout/reward": statistics.fmean(rewards),
         "rollout/reward_std": float(torch.tensor(rewards).std(correction=0)),
-        "rollout/accuracy_fraction": statistics.fmean(accuracy(trajectory) for trajectory in trajectories),
+        "rollout/accuracy_fraction": statistics.fmean(trajectory.accuracy for trajectory in trajectories),
         "rollout/zero_variance_fraction": statistics.fmean(float(_is_flat(group)) for group in groups),
     }
 
@@ -211,7 +210,7 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
     groups = [group for group in groups if group.trajectories]
     rewards = [_reward(group.trajectories[0]) for group in groups]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    correct_fraction = statistics.fmean(accuracy(trajectory) for trajectory in trajectories)
+    correct_fraction = statistics.fmean(trajectory.accuracy for trajectory in trajectories)
     what = (
         f"In each of the last {num_iterations} iterations all {len(groups)} groups have zero reward variance: within a "
         "group every trajectory got the same reward"

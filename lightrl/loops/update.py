@@ -87,7 +87,7 @@ class MinibatchLoss:
             for name, value in experience.tensors().items()
             if value.dim() == 2 and value.is_floating_point()
         }
-        if self.module.needs_proximal_logprobs and self.module.loss_is_on_policy:
+        if self.module.needs_proximal_logprobs and self.module.makes_one_update:
             fields["proximal_logprobs"] = logprobs.detach()
         return replace(experience, **fields), replace(outputs, logprobs=logprobs, entropy=entropy)
 

@@ -70,7 +70,7 @@ def test_the_decoupled_loss_is_centered_on_the_proximal_policy_and_weighted() ->
 
 def test_the_only_update_of_an_iteration_takes_its_own_logprobs_as_proximal() -> None:
     module, minibatch = make_module(decoupled=True, num_minibatches=1), random_experience()
-    assert module.loss_is_on_policy
+    assert module.makes_one_update
     metrics = minibatch_gradient(module, replace(minibatch, proximal_logprobs=None))[1]
     assert metrics["ratio"] == 1
     assert metrics["clipped_fraction"] == 0

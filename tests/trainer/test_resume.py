@@ -246,6 +246,13 @@ def test_a_crash_within_an_iteration_saves_no_checkpoint(
     assert "No checkpoint was saved" in caplog.text
 
 
+def test_a_crash_within_an_iteration_leaves_a_linked_last_checkpoint_as_it_was(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, save_on_exception=True, save_last="link", every_n_train_steps=2, filename="{step}")
+    fit_async(tmp_path, 1, callbacks=[save, StopAfter(3, "on_minibatch_end")])
+    assert (tmp_path / "last.ckpt").resolve() == (tmp_path / "step=2.ckpt").resolve()
+    assert (tmp_path / "step=2.ckpt").exists()
+
+
 def test_max_epochs_holds_after_a_crash_and_a_resume(tmp_path: Path) -> None:
     for hook in ("on_train_batch_end", "on_rollout_start"):
         folder = tmp_path / hook
