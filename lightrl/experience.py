@@ -6,9 +6,9 @@ to the token it describes, position 0 of a logprob is 0. Logprobs are in nats.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Experience:
-    """Trajectories as tensors. Frozen: phases add fields with `dataclasses.replace`.
+    """Trajectories as tensors. Frozen: phases add fields with `with_tensors`, `dataclasses.replace` does for one's own.
 
-    `split` then `concat` is the identity; rows keep the (prompt, sample) order in which they were asked for.
+    What a user's own model calls give is kept under its key in `extras`, read as `experience["key"]`, and travels with
+    the other fields. `split` then `concat` is the identity; rows keep the (prompt, sample) order in which they were
+    asked for.
     """
 
     token_ids: Tensor  # int64 [B, T], 0 on the padding
@@ -39,15 +41,20 @@ class Experience:
     token_rewards: Tensor | None = None  # float32 [B, T], when the reward judges tokens or turns
     proximal_logprobs: Tensor | None = None  # float32 [B, T], of the policy at the start of the update
     reference_logprobs: Tensor | None = None  # float32 [B, T], of the reference policy
-    values: Tensor | None = None  # float32 [B, T], of the critic
+    values: Tensor | None = None  # float32 [B, T], of the critic, of the state before the token was drawn
+    bootstrap_values: Tensor | None = None  # float32 [B], of the critic, of the state after a truncated end; else 0
     returns: Tensor | None = None  # float32 [B, T]
     advantages: Tensor | None = None  # float32 [B, T]
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # [B], [B, T] or [B, T, ...], of the user's own calls
 
     def __post_init__(self) -> None:
         num, width = self.token_ids.shape
+        taken = sorted(set(self.extras) & FIELDS)
+        if taken:
+            raise ValueError(f"extras has the key {taken[0]!r}, which is a field of Experience. Choose another key.")
         for name, tensor in self.tensors().items():
-            expected = (num, width) if tensor.dim() == 2 else (num,)
-            if tuple(tensor.shape) != expected:
+            expected = (num, width) if tensor.dim() >= 2 else (num,)
+            if tuple(tensor.shape[:2]) != expected:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)}, expected {expected} like token_ids {(num, width)}. "
                     "Align it to the tokens it describes."
@@ -96,17 +103,34 @@ class Experience:
         return int(self.loss_mask.sum())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are set, by name."""
-        values = ((item.name, getattr(self, item.name)) for item in fields(self))
-        return {name: value for name, value in values if value is not None}
+        """The fields that are set, by name, and the extras."""
+        values = ((name, getattr(self, name)) for name in _FIELD_ORDER)
+        return {**{name: value for name, value in values if value is not None}, **self.extras}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A field or an extra by its name.
+
+        Raises:
+            KeyError: if there is no such key, or it is not set.
+        """
+        found = self.extras.get(name) if name not in FIELDS else getattr(self, name)
+        if found is None:
+            raise KeyError(f"Experience has no {name!r}; it has {sorted(self.tensors())}. Add the model call for it.")
+        return cast(Tensor, found)
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """With these fields set; names that are no fields become extras."""
+        own = {name: value for name, value in tensors.items() if name in FIELDS}
+        extras = {name: value for name, value in tensors.items() if name not in FIELDS}
+        return replace(self, **own, extras={**self.extras, **extras})
 
     def select(self, rows: Tensor | Sequence[int]) -> Self:
         """The trajectories at these rows, in this order, cut to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.token_ids.device)
         width = int(self.lengths[index].max()) if len(index) else 0
         picked = {name: value[index] for name, value in self.tensors().items()}
-        return replace(
-            self, **{name: value[:, :width] if value.dim() == 2 else value for name, value in picked.items()}
+        return self.with_tensors(
+            {name: value[:, :width] if value.dim() >= 2 else value for name, value in picked.items()}
         )
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
@@ -126,23 +150,25 @@ class Experience:
     def concat(cls, parts: Sequence[Experience]) -> Experience:
         """The trajectories of all parts, in order, padded to the longest."""
         width = max(part.token_ids.shape[1] for part in parts)
-        names = {name for part in parts for name in part.tensors()}
-        uneven = [name for name in sorted(names) if any(getattr(part, name) is None for part in parts)]
+        tensors = [part.tensors() for part in parts]
+        names = {name for part in tensors for name in part}
+        uneven = [name for name in sorted(names) if any(name not in part for part in tensors)]
         if uneven:
             raise ValueError(
                 f"Only some of the parts have {uneven[0]!r}, expected the same fields in all. Add it to the others."
             )
         joined: dict[str, Tensor] = {}
-        for name, first in parts[0].tensors().items():
-            values = [getattr(part, name) for part in parts]
-            if first.dim() == 2:
+        for name in tensors[0]:
+            values = [part[name] for part in tensors]
+            if values[0].dim() >= 2:
                 fill = -1 if name == "weight_versions" else 0
-                values = [torch.nn.functional.pad(value, (0, width - value.shape[1]), value=fill) for value in values]
+                values = [_widened(value, width, fill) for value in values]
             joined[name] = torch.cat(values)
-        return cls(**joined)
+        own = {name: value for name, value in joined.items() if name in FIELDS}
+        return cls(**own, extras={name: value for name, value in joined.items() if name not in FIELDS})
 
     def to(self, device: torch.device | str) -> Self:
-        return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})
+        return self.with_tensors({name: value.to(device) for name, value in self.tensors().items()})
 
     def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0) -> Iterator[Self]:
         """`num` minibatches for each of `epochs` passes: a new shuffle each pass, cut as evenly as can be.
@@ -187,6 +213,16 @@ class Experience:
         from tensordict import TensorDict
 
         return TensorDict(self.tensors(), batch_size=[len(self)])
+
+
+_FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name != "extras")
+FIELDS = frozenset(_FIELD_ORDER)  # of Experience, less the extras
+
+
+def _widened(value: Tensor, width: int, fill: int) -> Tensor:
+    """[B, t, ...] -> [B, width, ...]."""
+    padding = (0, 0) * (value.dim() - 2) + (0, width - value.shape[1])
+    return torch.nn.functional.pad(value, padding, value=fill)
 
 
 def _check_tokens(trajectory: Trajectory) -> None:

@@ -172,3 +172,35 @@ def test_tensordict_has_the_fields_that_are_set() -> None:
     found = experience.to_tensordict()
     assert set(found.keys()) == set(experience.tensors())
     assert found.batch_size == (9,)
+
+
+def with_extras() -> Experience:
+    experience = random_experience()
+    num, width = experience.token_ids.shape
+    tensors = {"style_rewards": torch.arange(float(num)), "teacher_topk": torch.randn(num, width, 3)}
+    return experience.with_tensors({**tensors, "teacher_logprobs": torch.where(experience.loss_mask, 1.0, 0.0)})
+
+
+def test_extras_travel_with_the_fields() -> None:
+    experience = with_extras()
+    assert equal(Experience.concat(experience.split([2, 3, 4])), experience)
+    picked = experience.select([4, 1])
+    assert picked["style_rewards"].tolist() == [4.0, 1.0]
+    assert torch.equal(picked["teacher_topk"], experience["teacher_topk"][[4, 1], : picked.token_ids.shape[1]])
+    assert {value.device.type for value in experience.to("meta").tensors().values()} == {"meta"}
+
+
+def test_a_key_is_read_by_its_name_whether_field_or_extra() -> None:
+    experience = with_extras()
+    assert experience["advantages"] is experience.advantages
+    assert experience["style_rewards"] is experience.extras["style_rewards"]
+    with pytest.raises(KeyError, match="Experience has no 'values'"):
+        experience["values"]
+
+
+def test_an_extra_may_neither_hide_a_field_nor_have_another_shape() -> None:
+    experience = random_experience()
+    with pytest.raises(ValueError, match="extras has the key 'values', which is a field"):
+        replace(experience, extras={"values": experience.advantages})
+    with pytest.raises(ValueError, match=r"style has shape \(4,\), expected \(9,\)"):
+        experience.with_tensors({"style": torch.zeros(4)})

@@ -89,7 +89,7 @@ class MinibatchLoss:
         }
         if self.module.needs_proximal_logprobs and self.module.makes_one_update:
             fields["proximal_logprobs"] = logprobs.detach()
-        return replace(experience, **fields), replace(outputs, logprobs=logprobs, entropy=entropy)
+        return experience.with_tensors(fields), replace(outputs, logprobs=logprobs, entropy=entropy)
 
     def _add(self, name: str, value: Tensor, mask: Tensor) -> None:
         if value.dim() == 2:
