@@ -7,6 +7,8 @@ Reading order:
     logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
     advantages.py   rewards → advantages; the penalty on length
     losses.py       ratios, the clipped and other policy losses, importance weights
+    importance.py   what stale logprobs are worth: M2PO's mask, a proximal policy without its forward
+    preference.py   losses of pairs: DPO, IPO, Bradley-Terry
     kl.py           estimators of the KL divergence
     reduction.py    masking before and after the loss, and the three ways to average it
     packing.py      trajectories of unequal length without their padding
@@ -17,7 +19,8 @@ One more equation: a pure function in the file of its kind, shapes checked on en
 beside it in tests/functional/ a value worked by hand and an independent slow implementation.
 """
 
-from lightrl.functional.advantages import group_advantages, overlong_penalty
+from lightrl.functional.advantages import batch_normalized, group_advantages, overlong_penalty
+from lightrl.functional.importance import interpolated_proximal_logprobs, second_moment_mask
 from lightrl.functional.kl import kl
 from lightrl.functional.logprobs import (
     aligned_to_tokens,
@@ -33,9 +36,11 @@ from lightrl.functional.losses import (
     importance_weights,
     is_clipped,
     policy_ratio,
+    sapo_loss,
     sequence_ratio,
 )
 from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
+from lightrl.functional.preference import bradley_terry_loss, preference_loss, preference_margin
 from lightrl.functional.reduction import loss_counts, masked_mean, neutralize, reduce_loss
 
 __all__ = [
@@ -45,12 +50,19 @@ __all__ = [
     "predicted_token_ids",
     "aligned_to_tokens",
     "group_advantages",
+    "batch_normalized",
     "overlong_penalty",
     "clipped_policy_loss",
     "clipped_ratio_loss",
     "policy_ratio",
     "sequence_ratio",
     "cispo_loss",
+    "sapo_loss",
+    "second_moment_mask",
+    "interpolated_proximal_logprobs",
+    "bradley_terry_loss",
+    "preference_margin",
+    "preference_loss",
     "importance_weights",
     "is_clipped",
     "kl",

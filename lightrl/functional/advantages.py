@@ -27,10 +27,10 @@ def group_advantages(
     """(r - mean) / (std + eps), with mean and std of the trajectory's group, of the batch, or left out.
 
     GRPO is the default, Dr. GRPO `std=None`, RLOO `leave_one_out=True, std=None`, REINFORCE with a baseline
-    `mean="batch", std=None`, REINFORCE++ with a baseline `mean="group", std="batch"`.
+    `mean="batch", std=None`, LitePPO `mean="group", std="batch"`, the plain deviation of all rewards of the batch.
 
     Source: GRPO, https://arxiv.org/abs/2402.03300; Dr. GRPO, https://arxiv.org/abs/2503.20783; RLOO,
-    https://arxiv.org/abs/2402.14740; REINFORCE++, https://arxiv.org/abs/2501.03262.
+    https://arxiv.org/abs/2402.14740; LitePPO, https://arxiv.org/abs/2508.08221.
 
     Args:
         rewards: [B].
@@ -100,6 +100,32 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int, facto
         raise ValueError(f"factor={factor}, expected 0 or more; the penalty is subtracted already. Drop the sign.")
     excess = lengths.to(torch.float32) - (max_tokens - buffer_tokens)
     return -factor * (excess / buffer_tokens).clamp(0, 1)
+
+
+def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5) -> Tensor:
+    """(value - mean) / (std + eps) with mean and standard deviation over all loss tokens of the batch.
+
+    REINFORCE++'s global normalization: every token counts once, so long trajectories weigh more.
+
+    Source: https://arxiv.org/abs/2501.03262.
+
+    Args:
+        values: [B, T]; what stands at masked places has no effect.
+        loss_mask: bool [B, T].
+        eps: keeps a small standard deviation from making large values.
+
+    Returns:
+        [B, T], 0 where masked, and everywhere if all values are equal.
+
+    Raises:
+        ValueError: if the tensors differ in shape.
+    """
+    check_same_shape(values=values, loss_mask=loss_mask)
+    kept = values[loss_mask].double()
+    if len(kept) < 2 or bool((kept == kept[0]).all()):
+        return torch.zeros_like(values)
+    normalized = (values.double() - kept.mean()) / (kept.std() + eps)
+    return torch.where(loss_mask, normalized, 0.0).to(values.dtype)
 
 
 def _members(group_ids: Tensor, of: Statistic) -> Tensor:

@@ -18,7 +18,7 @@ from lightrl.functional.reduction import neutralize
 from lightrl.functional.shapes import check_same_shape
 
 WeightMode = Literal["mask", "clamp"]
-WeightLevel = Literal["token", "sequence"]
+WeightLevel = Literal["token", "sequence", "product"]
 
 _MAX_LOG_RATIO = 20.0
 
@@ -157,6 +157,37 @@ def cispo_loss(
     return -weight * advantages * logprobs
 
 
+def sapo_loss(
+    ratio: Tensor, advantages: Tensor, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05
+) -> Tensor:
+    """SAPO: a smooth gate in the place of the clip, so that a token's gradient fades instead of vanishing.
+
+    -gate(ratio) · advantages with gate(r) = 4/τ · sigmoid(τ·(r - 1)), whose slope at r = 1 is 1, as the ratio's own.
+
+    Source: https://arxiv.org/abs/2511.20347, equations 5 and 6.
+
+    Args:
+        ratio: [B, T], carries the gradient.
+        advantages: [B, T].
+        temperature_positive, temperature_negative: τ where the advantage is above 0, and elsewhere; the larger, the
+            faster the gradient fades off-policy.
+
+    Returns:
+        The loss of each token, [B, T].
+
+    Raises:
+        ValueError: if the tensors differ in shape, or a temperature is not above 0.
+    """
+    check_same_shape(ratio=ratio, advantages=advantages)
+    if min(temperature_positive, temperature_negative) <= 0:
+        raise ValueError(
+            f"temperature_positive={temperature_positive}, temperature_negative={temperature_negative}, expected more "
+            "than 0 each (1 and 1.05 in the paper). Raise the lower one."
+        )
+    temperature = torch.where(advantages > 0, temperature_positive, temperature_negative)
+    return -4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * advantages
+
+
 def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Tensor:
     """1 where the clip takes a token's gradient away, 0 elsewhere; its mean is the clipped fraction.
 
@@ -185,22 +216,27 @@ def importance_weights(
     cap: float | None = None,
     mode: WeightMode = "mask",
     level: WeightLevel = "token",
+    floor: float | None = None,
 ) -> Tensor:
     """Proximal ÷ behavior policy: what a token's loss is multiplied by because another policy sampled it.
 
-    The factor of the decoupled loss, and of truncated ("clamp") or masked ("mask") importance sampling between engine
-    and trainer.
+    The factor of the decoupled loss, and of truncated (TIS, "clamp") or masked (MIS, "mask") importance sampling
+    between engine and trainer; IcePop is "mask" with a floor too.
 
     Source: decoupled PPO, https://arxiv.org/abs/2110.00641, and AReaL, https://arxiv.org/abs/2505.24298; truncated
-    importance sampling, https://fengyao.notion.site/off-policy-rl.
+    importance sampling, https://fengyao.notion.site/off-policy-rl; masked, by trajectory,
+    https://yingru.notion.site/When-Speed-Kills-Stability-Demystifying-RL-Collapse-from-the-Training-Inference-Mismatch-271211a558b7808d8b12d403fd15edda;
+    IcePop, https://arxiv.org/abs/2510.18855.
 
     Args:
         proximal_logprobs: [B, T] of the policy at the start of the update.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
         loss_mask: bool [B, T]; what the logprobs are elsewhere has no effect.
         cap: the largest weight that counts; None for no bound.
-        mode: a weight above the cap becomes 0 ("mask") or the cap ("clamp").
-        level: "token", or "sequence": each token of a trajectory has the geometric mean over its loss tokens.
+        mode: a weight beyond a bound becomes 0 ("mask") or the bound ("clamp").
+        level: "token"; "sequence", where each token of a trajectory has the geometric mean over its loss tokens; or
+            "product", where it has their product, the trajectory's exact weight.
+        floor: the smallest weight that counts; None for no bound.
 
     Returns:
         [B, T], detached; 1 where the mask is False.
@@ -211,6 +247,8 @@ def importance_weights(
     check_same_shape(proximal_logprobs=proximal_logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
     if cap is not None and cap <= 0:
         raise ValueError(f"cap={cap}, expected more than 0 (2 to 5 is usual) or None. Raise it.")
+    if floor is not None and not 0 <= floor <= (cap if cap is not None else floor):
+        raise ValueError(f"floor={floor}, expected 0 to cap={cap} (0.5 is usual) or None. Mend it.")
     for name, value, allowed in (("mode", mode, get_args(WeightMode)), ("level", level, get_args(WeightLevel))):
         if value not in allowed:
             raise ValueError(f"{name}={value!r}, expected one of {', '.join(allowed)}. Mend it.")
@@ -218,9 +256,12 @@ def importance_weights(
     log_weights = proximal - behavior
     if level == "sequence":
         log_weights = _mean_over_loss_tokens(log_weights, loss_mask).expand_as(log_weights)
+    elif level == "product":
+        log_weights = log_weights.sum(dim=1, keepdim=True).expand_as(log_weights)
     weights = _bounded_exp(log_weights)
-    if cap is not None:
-        weights = weights.clamp(max=cap) if mode == "clamp" else torch.where(weights > cap, 0.0, weights)
+    if cap is not None or floor is not None:
+        bounded = weights.clamp(min=floor, max=cap)
+        weights = bounded if mode == "clamp" else torch.where(bounded == weights, weights, 0.0)
     return torch.where(loss_mask, weights, 1.0)
 
 

@@ -16,6 +16,7 @@ from lightrl.functional import (
     is_clipped,
     policy_ratio,
     reduce_loss,
+    sapo_loss,
     sequence_ratio,
 )
 
@@ -187,6 +188,33 @@ def test_cispo_has_a_lower_bound_where_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ratio", "advantage", "expected_loss", "expected_gradient"),
+    [
+        # 4/τ·sigmoid(τ(r-1)): at r = 1 it is 2/τ, and its slope 1; at r = 2, τ = 1 it is 4·0.731059 with slope
+        # 4·0.731059·0.268941 = 0.786448, times r for the gradient by the logprob.
+        (1.0, 2.0, -4.0, -2.0),
+        (2.0, 1.0, -2.924234, -2 * 0.786448),
+        (1.0, -1.0, 2 / 1.05, 1.0),
+        (2.0, -1.0, 4 / 1.05 * 0.740775, 2 * 4 * 0.740775 * 0.259225),
+    ],
+    ids=["on policy", "off policy, good", "on policy, bad", "off policy, bad"],
+)
+def test_the_sapo_loss_worked_by_hand(
+    ratio: float, advantage: float, expected_loss: float, expected_gradient: float
+) -> None:
+    logprobs, proximal = of_ratio(ratio)
+    loss = sapo_loss(policy_ratio(logprobs, proximal), torch.tensor([[advantage]]))
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
+    assert logprobs.grad.item() == pytest.approx(expected_gradient, rel=1e-5)
+
+
+def test_sapo_refuses_a_gate_without_a_slope() -> None:
+    with pytest.raises(ValueError, match=r"temperature_positive=0, .* expected more than 0"):
+        sapo_loss(torch.ones(1, 1), torch.ones(1, 1), temperature_positive=0)
+
+
+@pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ({}, [0.5, 2.0, 8.0]),
@@ -196,8 +224,12 @@ def test_cispo_has_a_lower_bound_where_it_is_asked_for() -> None:
         ({"level": "sequence"}, [2.0, 2.0, 2.0]),
         ({"level": "sequence", "cap": 1.5}, [0.0, 0.0, 0.0]),
         ({"level": "sequence", "cap": 1.5, "mode": "clamp"}, [1.5, 1.5, 1.5]),
+        ({"level": "product", "cap": 9.0}, [8.0, 8.0, 8.0]),
+        ({"level": "product", "cap": 5.0, "mode": "clamp"}, [5.0, 5.0, 5.0]),
+        ({"floor": 0.6, "cap": 5.0}, [0.0, 2.0, 0.0]),
+        ({"floor": 0.6, "mode": "clamp"}, [0.6, 2.0, 8.0]),
     ],
-    ids=["plain", "mask", "clamp", "under the cap", "sequence", "sequence mask", "sequence clamp"],
+    ids=str,
 )
 def test_importance_weights_worked_by_hand(settings: dict[str, object], expected: list[float]) -> None:
     # The prompt token's ratio of 1000 takes no part; the geometric mean of 1/2, 2 and 8 is 2.
@@ -210,12 +242,12 @@ def test_importance_weights_worked_by_hand(settings: dict[str, object], expected
 
 def test_importance_weights_of_one_policy_are_one() -> None:
     logprobs = torch.tensor([[-1.0, -3.0]])
-    for level in ("token", "sequence"):
+    for level in ("token", "sequence", "product"):
         weights = importance_weights(logprobs, logprobs.clone(), torch.ones(1, 2, dtype=torch.bool), level=level)
         assert weights.eq(1).all()
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "sequence", "product"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
 def test_what_is_masked_has_no_effect_on_importance_weights(poison: float, level: str) -> None:
     mask = torch.tensor([[False, True, True, False], [False, False, False, False]])
@@ -256,7 +288,12 @@ def test_clip_settings_out_of_range_are_refused(settings: dict[str, float], mess
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"cap": 0.0}, "cap=0.0"), ({"mode": "drop"}, "mode='drop'"), ({"level": "group"}, "level='group'")],
+    [
+        ({"cap": 0.0}, "cap=0.0"),
+        ({"mode": "drop"}, "mode='drop'"),
+        ({"level": "group"}, "level='group'"),
+        ({"floor": 3.0, "cap": 2.0}, "floor=3.0, expected 0 to cap=2.0"),
+    ],
     ids=str,
 )
 def test_weight_settings_without_a_meaning_are_refused(settings: dict[str, object], message: str) -> None:
