@@ -18,6 +18,9 @@ from lightrl.trajectory import Trajectory
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# What a loss reads as a whole, so that no cut may part it.
+LossUnit = Literal["trajectory", "group", "pair"]
+
 _T = TypeVar("_T")
 
 
@@ -41,6 +44,7 @@ class Experience:
     token_rewards: Tensor | None = None  # float32 [B, T], when the reward judges tokens or turns
     proximal_logprobs: Tensor | None = None  # float32 [B, T], of the policy at the start of the update
     reference_logprobs: Tensor | None = None  # float32 [B, T], of the reference policy
+    teacher_logprobs: Tensor | None = None  # float32 [B, T], of the teacher that is distilled
     values: Tensor | None = None  # float32 [B, T], of the critic, of the state before the token was drawn
     bootstrap_values: Tensor | None = None  # float32 [B], of the critic, of the state after a truncated end; else 0
     returns: Tensor | None = None  # float32 [B, T]
@@ -170,43 +174,72 @@ class Experience:
     def to(self, device: torch.device | str) -> Self:
         return self.with_tensors({name: value.to(device) for name, value in self.tensors().items()})
 
-    def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0) -> Iterator[Self]:
-        """`num` minibatches for each of `epochs` passes: a new shuffle each pass, cut as evenly as can be.
+    def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0, unit: LossUnit = "trajectory") -> Iterator[Self]:
+        """`num` minibatches for each of `epochs` passes: a new shuffle of the units each pass, cut as evenly as can be.
 
-        There are never more minibatches than trajectories, so none is empty. With one minibatch the rows keep their
-        order, since a shuffle would change nothing but the rounding.
+        There are never more minibatches than units, so none is empty. With one minibatch the rows keep their order,
+        since a shuffle would change nothing but the rounding.
         """
         generator = torch.Generator().manual_seed(seed)
-        num = min(num, len(self))
+        units = self.units(unit)
+        num = min(num, len(units))
         for _ in range(epochs):
             if num == 1:
                 yield self
                 continue
-            for rows in torch.randperm(len(self), generator=generator).tensor_split(num):
-                yield self.select(rows.sort().values)
+            for picked in torch.randperm(len(units), generator=generator).tensor_split(num):
+                yield self.select(sorted(row for index in picked.tolist() for row in units[index]))
 
-    def microbatches(self, max_tokens: int) -> list[Self]:
-        """Parts that hold at most `max_tokens` tokens each, padding not counted; one trajectory at the least.
+    def microbatches(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> list[Self]:
+        """Parts that hold at most `max_tokens` tokens each, padding not counted; one unit at the least.
 
-        Trajectories of like length go together (longest first), so that little padding is left to remove.
+        Units of like length go together (longest first), so that little padding is left to remove.
         """
-        return self.microbatch_rows(max_tokens)[1]
+        return self.microbatch_rows(max_tokens, unit=unit)[1]
 
-    def microbatch_rows(self, max_tokens: int) -> tuple[list[list[int]], list[Self]]:
+    def microbatch_rows(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> tuple[list[list[int]], list[Self]]:
         """The microbatches, and beside each the rows of this Experience that it holds."""
         if int(self.lengths.sum()) <= max_tokens:
             return [list(range(len(self)))], [self]
+        units = self.units(unit)
         lengths = self.lengths.tolist()
+        sizes = [sum(lengths[row] for row in rows) for rows in units]
         parts: list[list[int]] = []
         room = 0
-        for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-            if not parts or lengths[row] > room:
+        for index in sorted(range(len(units)), key=lambda index: -sizes[index]):
+            if not parts or sizes[index] > room:
                 parts.append([])
                 room = max_tokens
-            parts[-1].append(row)
-            room -= lengths[row]
+            parts[-1].extend(units[index])
+            room -= sizes[index]
         rows = [sorted(part) for part in parts]
         return rows, [self.select(part) for part in rows]
+
+    def units(self, unit: LossUnit) -> list[list[int]]:
+        """The rows of each unit that the loss reads as a whole, in order of their first rows.
+
+        A group is the rows with one group id, wherever they are; a pair is two rows of one group, in their order.
+
+        Raises:
+            ValueError: if the unit is unknown, or a group cannot be cut into pairs.
+        """
+        if unit not in get_args(LossUnit):
+            raise ValueError(f"loss_unit={unit!r}, expected one of {', '.join(get_args(LossUnit))}. Mend it.")
+        if unit == "trajectory":
+            return [[row] for row in range(len(self))]
+        groups: dict[int, list[int]] = {}
+        for row, group in enumerate(self.group_ids.tolist()):
+            groups.setdefault(group, []).append(row)
+        if unit == "group":
+            return list(groups.values())
+        odd = next((group for group, rows in groups.items() if len(rows) % 2), None)
+        if odd is not None:
+            raise ValueError(
+                f"Group {odd} has {len(groups[odd])} trajectories, expected an even number with loss_unit='pair'. "
+                "Drop incomplete groups, or set another group_size."
+            )
+        pairs = [rows[start : start + 2] for rows in groups.values() for start in range(0, len(rows), 2)]
+        return sorted(pairs)
 
     def to_tensordict(self) -> Any:
         """A `tensordict.TensorDict` of the fields that are set, batch size [B]; needs the tensordict package."""

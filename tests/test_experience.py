@@ -177,8 +177,10 @@ def test_tensordict_has_the_fields_that_are_set() -> None:
 def with_extras() -> Experience:
     experience = random_experience()
     num, width = experience.token_ids.shape
-    tensors = {"style_rewards": torch.arange(float(num)), "teacher_topk": torch.randn(num, width, 3)}
-    return experience.with_tensors({**tensors, "teacher_logprobs": torch.where(experience.loss_mask, 1.0, 0.0)})
+    topk = experience.loss_mask[..., None] * torch.randn(num, width, 3)
+    teacher = torch.where(experience.loss_mask, 1.0, 0.0)
+    style = torch.arange(float(num))
+    return experience.with_tensors({"style_rewards": style, "teacher_topk": topk, "teacher_logprobs": teacher})
 
 
 def test_extras_travel_with_the_fields() -> None:
@@ -204,3 +206,44 @@ def test_an_extra_may_neither_hide_a_field_nor_have_another_shape() -> None:
         replace(experience, extras={"values": experience.advantages})
     with pytest.raises(ValueError, match=r"style has shape \(4,\), expected \(9,\)"):
         experience.with_tensors({"style": torch.zeros(4)})
+
+
+def in_pairs() -> Experience:
+    """Four groups of four, apart from each other, with lengths from 2 to 20."""
+    experience = random_experience(num_groups=4, group_size=4, completion_tokens=(1, 15))
+    return experience.select([4 * (index % 4) + index // 4 for index in range(16)])
+
+
+@pytest.mark.parametrize("unit", ["group", "pair"])
+def test_microbatches_and_minibatches_never_split_a_unit(unit: str) -> None:
+    experience = replace(in_pairs(), rewards=torch.arange(16.0))
+    partners = {row: set(rows) for rows in experience.units(unit) for row in rows}
+    cuts = [experience.microbatches(max_tokens, unit=unit) for max_tokens in (1, 40, 10**6)]
+    cuts += [list(experience.minibatches(num, seed=3, unit=unit)) for num in (1, 2, 3)]
+    for parts in cuts:
+        found = [{int(row) for row in part.rewards} for part in parts]
+        assert sorted(row for rows in found for row in rows) == list(range(16))
+        assert all(partners[row] <= rows for rows in found for row in rows)
+
+
+def test_microbatches_of_units_keep_to_the_budget() -> None:
+    experience = in_pairs()
+    longest = max(int(experience.lengths[rows].sum()) for rows in experience.units("pair"))
+    for part in experience.microbatches(longest, unit="pair"):
+        assert int(part.lengths.sum()) <= longest
+
+
+def test_a_pair_is_two_rows_of_one_group_in_their_order() -> None:
+    experience = replace(random_experience(num_groups=1, group_size=6), group_ids=torch.tensor([3, 3, 8, 3, 8, 3]))
+    assert experience.units("pair") == [[0, 1], [2, 4], [3, 5]]
+    assert experience.units("group") == [[0, 1, 3, 5], [2, 4]]
+
+
+def test_an_odd_group_cannot_be_cut_into_pairs() -> None:
+    with pytest.raises(ValueError, match=r"Group 0 has 3 trajectories, expected an even number"):
+        random_experience().units("pair")
+
+
+def test_an_unknown_unit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"loss_unit='token', expected one of trajectory, group, pair"):
+        random_experience().units("token")
