@@ -12,6 +12,7 @@ from lightrl.functional import (
     clipped_ratio_loss,
     group_advantages,
     importance_weights,
+    interpolated_proximal_logprobs,
     is_clipped,
     kl,
     overlong_penalty,
@@ -27,7 +28,8 @@ class GRPO(RLModule):
 
     The clip is centered on the behavior policy, as PPO writes it; with `decoupled` on the proximal policy, the one at
     the start of the update, and the loss is weighted by proximal ÷ behavior, so that stale trajectories and numerical
-    differences between engine and trainer are corrected instead of clipped away.
+    differences between engine and trainer are corrected instead of clipped away. Bounded, these weights are truncated
+    (TIS) or masked (MIS, IcePop) importance sampling: see docs/algorithms.md.
 
     Source: GRPO, https://arxiv.org/abs/2402.03300; decoupled loss, https://arxiv.org/abs/2505.24298.
 
@@ -40,9 +42,11 @@ class GRPO(RLModule):
             None for neither.
         leave_one_out: the mean leaves the trajectory itself out.
         decoupled: see above.
-        importance_cap: bound on the importance weights of the decoupled loss; None for no bound.
-        importance_mode: above the cap a weight becomes 0 (`mask`) or the cap (`clamp`).
-        importance_level: `token`, or `sequence` for the geometric mean over the trajectory.
+        approximate_proximal: the decoupled loss guesses the proximal logprobs, on a line over weight versions between
+            behavior and current policy, and saves their forward.
+        importance_cap, importance_floor: bounds on the importance weights of the decoupled loss; None for no bound.
+        importance_mode: beyond a bound a weight becomes 0 (`mask`) or the bound (`clamp`).
+        importance_level: `token`; `sequence` for the geometric mean over the trajectory, `product` for the product.
         kl_coef: weight of the KL divergence from the reference policy in the loss, per token.
         kl_estimator: k1, k2 or k3.
         reference: the fixed policy of that KL; usually the checkpoint that training starts from.
@@ -51,6 +55,9 @@ class GRPO(RLModule):
         overlong_penalty_factor: that penalty at the limit.
         kwargs: those of RLModule.
     """
+
+    # Whether an algorithm takes the KL divergence off the rewards instead of adding it to the loss.
+    kl_in_reward: bool = False
 
     def __init__(
         self,
@@ -64,9 +71,11 @@ class GRPO(RLModule):
         advantage_std: Literal["group", "batch"] | None = "group",
         leave_one_out: bool = False,
         decoupled: bool = False,
+        approximate_proximal: bool = False,
         importance_cap: float | None = None,
+        importance_floor: float | None = None,
         importance_mode: Literal["mask", "clamp"] = "mask",
-        importance_level: Literal["token", "sequence"] = "token",
+        importance_level: Literal["token", "sequence", "product"] = "token",
         kl_coef: float = 0.0,
         kl_estimator: Literal["k1", "k2", "k3"] = "k3",
         reference: str | ModelSpec | None = None,
@@ -83,6 +92,11 @@ class GRPO(RLModule):
             raise ValueError(
                 f"kl_coef={kl_coef} needs a reference policy, expected reference=. Give the checkpoint that training "
                 "starts from, or set kl_coef to 0."
+            )
+        if approximate_proximal and not decoupled:
+            raise ValueError(
+                "approximate_proximal=True is for the decoupled loss, expected decoupled=True with it. Set both, or "
+                "neither."
             )
         if overlong_buffer_tokens and self.workflow is not None:
             raise ValueError(
@@ -102,7 +116,9 @@ class GRPO(RLModule):
         self.advantage_std = advantage_std
         self.leave_one_out = leave_one_out
         self.decoupled = decoupled
+        self.approximate_proximal = approximate_proximal
         self.importance_cap = importance_cap
+        self.importance_floor = importance_floor
         self.importance_mode = importance_mode
         self.importance_level = importance_level
         self.kl_coef = kl_coef
@@ -111,7 +127,7 @@ class GRPO(RLModule):
         self.entropy_coef = entropy_coef
         self.overlong_buffer_tokens = overlong_buffer_tokens
         self.overlong_penalty_factor = overlong_penalty_factor
-        self.needs_proximal_logprobs = decoupled
+        self.needs_proximal_logprobs = decoupled and not approximate_proximal
         self.needs_entropy_gradient = entropy_coef != 0
 
     def models(self) -> dict[str, ModelSpec]:
@@ -126,17 +142,20 @@ class GRPO(RLModule):
             calls.append(ModelCall("reference_logprobs", "reference", "infer", ("token_ids",), ("reference_logprobs",)))
         return calls
 
+    def shaped_rewards(self, experience: Experience) -> Tensor:
+        """The rewards less the penalty on overlong completions, [B]."""
+        if not self.overlong_buffer_tokens:
+            return experience.rewards
+        return experience.rewards + overlong_penalty(
+            experience.loss_mask.sum(1),
+            self.sampling.max_new_tokens,
+            self.overlong_buffer_tokens,
+            self.overlong_penalty_factor,
+        )
+
     def advantages(self, experience: Experience) -> Tensor:
-        rewards = experience.rewards
-        if self.overlong_buffer_tokens:
-            rewards = rewards + overlong_penalty(
-                experience.loss_mask.sum(1),
-                self.sampling.max_new_tokens,
-                self.overlong_buffer_tokens,
-                self.overlong_penalty_factor,
-            )
         return group_advantages(
-            rewards,
+            self.shaped_rewards(experience),
             experience.group_ids,
             mean=self.advantage_mean,
             std=self.advantage_std,
@@ -145,8 +164,7 @@ class GRPO(RLModule):
 
     def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
         assert experience.advantages is not None
-        center = experience.proximal_logprobs if self.decoupled else experience.behavior_logprobs
-        assert center is not None
+        center = self.center(experience, outputs)
         ratio = self.ratio(outputs.logprobs, center, experience.loss_mask)
         loss = self.policy_loss(ratio, experience, outputs)
         metrics = {
@@ -163,10 +181,15 @@ class GRPO(RLModule):
                 cap=self.importance_cap,
                 mode=self.importance_mode,
                 level=self.importance_level,
+                floor=self.importance_floor,
             )
             loss = loss * weights
             metrics["importance_weights"] = weights
-        if self.kl_coef > 0:
+            metrics["importance_dropped_fraction"] = (weights == 0).float()
+            for estimator in ("k1", "k2", "k3"):  # KL(behavior ‖ proximal): the behavior policy sampled the tokens
+                difference = kl(experience.behavior_logprobs, center, estimator=estimator)
+                metrics[f"kl_proximal_{estimator}_nats"] = difference
+        if self.kl_coef > 0 and not self.kl_in_reward:
             assert experience.reference_logprobs is not None
             divergence = kl(outputs.logprobs, experience.reference_logprobs, estimator=self.kl_estimator)
             loss = loss + self.kl_coef * divergence
@@ -174,6 +197,23 @@ class GRPO(RLModule):
         if self.entropy_coef:
             loss = loss - self.entropy_coef * outputs.entropy
         return {"loss": loss, **metrics}
+
+    def center(self, experience: Experience, outputs: Outputs) -> Tensor:
+        """The logprobs that the clip is centered on, [B, T], without gradient."""
+        if not self.decoupled:
+            return experience.behavior_logprobs
+        if self.approximate_proximal:
+            return interpolated_proximal_logprobs(
+                outputs.logprobs, experience.behavior_logprobs, experience.weight_versions, self.weight_version
+            )
+        assert experience.proximal_logprobs is not None
+        return experience.proximal_logprobs
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights at the start of the update; 0 outside a run."""
+        trainer: Any = self._trainer
+        return 0 if trainer is None else int(trainer.weight_version)
 
     def ratio(self, logprobs: Tensor, center: Tensor, loss_mask: Tensor) -> Tensor:
         """Policy ÷ center of the clip, [B, T], of each token or of the whole trajectory."""

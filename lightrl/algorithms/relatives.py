@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from lightrl.algorithms.grpo import GRPO
+from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
-from lightrl.functional import cispo_loss
+from lightrl.functional import batch_normalized, cispo_loss, group_advantages, kl, sapo_loss, second_moment_mask
 from lightrl.models import ModelSpec, Outputs
 
 
@@ -129,14 +132,181 @@ class CISPO(GRPO):
         self, policy: str | ModelSpec, *, clip_low: float = 1.0, clip_high: float = 4.0, **kwargs: Any
     ) -> None:
         super().__init__(policy, clip_low=clip_low, clip_high=clip_high, **kwargs)
-        for name, value, default in (("ratio_level", self.ratio_level, "token"), ("dual_clip", self.dual_clip, None)):
-            if value != default:
-                raise ValueError(f"CISPO got {name}={value!r}, which its loss does not read, expected {default!r}.")
+        _refuse(self, ratio_level="token", dual_clip=None)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         assert experience.advantages is not None
-        center = experience.proximal_logprobs if self.decoupled else experience.behavior_logprobs
-        assert center is not None
         return cispo_loss(
-            outputs.logprobs, center, experience.advantages, clip_low=self.clip_low, clip_high=self.clip_high
+            outputs.logprobs,
+            self.center(experience, outputs),
+            experience.advantages,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
         )
+
+
+class SAPO(GRPO):
+    """A smooth gate in the place of the clip: off-policy a token's gradient fades, faster where the advantage is bad.
+
+    Source: https://arxiv.org/abs/2511.20347, which also gives the temperatures.
+
+    Args:
+        temperature_positive, temperature_negative: of the gate, where the advantage is above 0 and elsewhere.
+        clip_low, clip_high: there is no clip; other values and `dual_clip` are refused.
+        kwargs: those of GRPO.
+    """
+
+    def __init__(
+        self,
+        policy: str | ModelSpec,
+        *,
+        temperature_positive: float = 1.0,
+        temperature_negative: float = 1.05,
+        clip_low: float = 1.0,
+        clip_high: float = math.inf,
+        loss_reduction: Literal["token", "sequence", "fixed"] = "sequence",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(policy, clip_low=clip_low, clip_high=clip_high, loss_reduction=loss_reduction, **kwargs)
+        _refuse(self, clip_low=1.0, clip_high=math.inf, dual_clip=None)
+        if min(temperature_positive, temperature_negative) <= 0:
+            raise ValueError(
+                f"SAPO got temperatures {temperature_positive} and {temperature_negative}, expected more than 0. "
+                "Raise the lower one."
+            )
+        self.temperature_positive = temperature_positive
+        self.temperature_negative = temperature_negative
+
+    def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        assert experience.advantages is not None
+        return sapo_loss(
+            ratio,
+            experience.advantages,
+            temperature_positive=self.temperature_positive,
+            temperature_negative=self.temperature_negative,
+        )
+
+
+class LitePPO(GRPO):
+    """Mean of the group, standard deviation of the batch, and a loss over tokens: two tricks and nothing else.
+
+    The deviation is the plain one of all the batch's rewards; AReaL's is around the group means.
+
+    Source: https://arxiv.org/abs/2508.08221.
+    """
+
+    def __init__(
+        self,
+        policy: str | ModelSpec,
+        *,
+        advantage_std: Literal["group", "batch"] | None = "batch",
+        loss_reduction: Literal["token", "sequence", "fixed"] = "token",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(policy, advantage_std=advantage_std, loss_reduction=loss_reduction, **kwargs)
+
+
+class ReinforcePlusPlus(GRPO):
+    """No group and no critic: a token's return is the reward less the KL divergence to come, normalized over the batch.
+
+    With `kl_coef` the k1 estimate of each token is taken off its reward (the behavior policy against the reference), as
+    PPO does. `advantage_mean="group"` is the paper's variant with a baseline: the group's mean reward comes off first.
+
+    Source: https://arxiv.org/abs/2501.03262.
+    """
+
+    kl_in_reward = True
+
+    def __init__(
+        self,
+        policy: str | ModelSpec,
+        *,
+        advantage_mean: Literal["group", "batch"] | None = "batch",
+        advantage_std: Literal["group", "batch"] | None = "batch",
+        kl_estimator: Literal["k1", "k2", "k3"] = "k1",
+        group_size: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            policy,
+            advantage_mean=advantage_mean,
+            advantage_std=advantage_std,
+            kl_estimator=kl_estimator,
+            group_size=group_size,
+            **kwargs,
+        )
+        _refuse(self, advantage_std="batch", leave_one_out=False)
+
+    def advantages(self, experience: Experience) -> Tensor:
+        mask = experience.loss_mask
+        mean: Literal["group"] | None = "group" if self.advantage_mean == "group" else None
+        rewards = group_advantages(self.shaped_rewards(experience), experience.group_ids, mean=mean, std=None)
+        returns = rewards[:, None].expand(mask.shape)
+        if self.kl_coef > 0:
+            assert experience.reference_logprobs is not None
+            penalty = kl(experience.behavior_logprobs, experience.reference_logprobs, estimator=self.kl_estimator)
+            penalty = torch.where(mask, penalty, 0.0)
+            to_come = penalty.flip(1).cumsum(1).flip(1)
+            returns = returns - self.kl_coef * to_come
+        return batch_normalized(returns, mask)
+
+
+class M2PO(GRPO):
+    """No clip: the tokens with the largest squared log-ratio are left out until the mean of the rest is small enough.
+
+    For very stale trajectories, where a clip takes away the gradient of many informative tokens. The mask compares the
+    proximal with the behavior policy, once for the whole iteration, so it costs a forward; a token that is left out
+    keeps its place in the loss's denominator.
+
+    Source: https://arxiv.org/abs/2510.01161, which also gives the threshold.
+
+    Args:
+        second_moment_threshold: bound on the mean of log_ratio², nats².
+        clip_low, clip_high: there is no clip; other values and `dual_clip` are refused.
+        kwargs: those of GRPO.
+    """
+
+    def __init__(
+        self,
+        policy: str | ModelSpec,
+        *,
+        second_moment_threshold: float = 0.04,
+        clip_low: float = 1.0,
+        clip_high: float = math.inf,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(policy, clip_low=clip_low, clip_high=clip_high, **kwargs)
+        _refuse(self, clip_low=1.0, clip_high=math.inf, dual_clip=None, approximate_proximal=False)
+        if second_moment_threshold <= 0:
+            raise ValueError(
+                f"second_moment_threshold={second_moment_threshold}, expected more than 0 (0.04 in the paper). "
+                "Raise it."
+            )
+        self.second_moment_threshold = second_moment_threshold
+        self.needs_proximal_logprobs = True
+
+    def score_calls(self) -> list[ModelCall]:
+        calls = super().score_calls()
+        if not any("proximal_logprobs" in call.outputs for call in calls):  # with one update too: the mask reads them
+            calls.insert(0, ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",)))
+        return calls
+
+    def advantages(self, experience: Experience) -> Tensor:
+        assert experience.proximal_logprobs is not None
+        kept = second_moment_mask(
+            experience.proximal_logprobs,
+            experience.behavior_logprobs,
+            experience.loss_mask,
+            threshold=self.second_moment_threshold,
+        )
+        return torch.where(kept, super().advantages(experience)[:, None], 0.0)
+
+
+def _refuse(module: GRPO, **expected: Any) -> None:
+    """Refuses settings that this algorithm does not read."""
+    for name, default in expected.items():
+        if getattr(module, name) != default:
+            raise ValueError(
+                f"{type(module).__name__} got {name}={getattr(module, name)!r}, which its loss does not read, expected "
+                f"{default!r}. Leave it out."
+            )
