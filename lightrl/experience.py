@@ -6,9 +6,10 @@ to the token it describes, position 0 of a logprob is 0. Logprobs are in nats.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -204,15 +205,7 @@ class Experience:
         units = self.units(unit)
         lengths = self.lengths.tolist()
         sizes = [sum(lengths[row] for row in rows) for rows in units]
-        parts: list[list[int]] = []
-        room = 0
-        for index in sorted(range(len(units)), key=lambda index: -sizes[index]):
-            if not parts or sizes[index] > room:
-                parts.append([])
-                room = max_tokens
-            parts[-1].extend(units[index])
-            room -= sizes[index]
-        rows = [sorted(part) for part in parts]
+        rows = [sorted(row for index in part for row in units[index]) for part in packed(sizes, max_tokens)]
         return rows, [self.select(part) for part in rows]
 
     def units(self, unit: LossUnit) -> list[list[int]]:
@@ -256,6 +249,37 @@ def _widened(value: Tensor, width: int, fill: int) -> Tensor:
     """[B, t, ...] -> [B, width, ...]."""
     padding = (0, 0) * (value.dim() - 2) + (0, width - value.shape[1])
     return torch.nn.functional.pad(value, padding, value=fill)
+
+
+def packed(sizes: Sequence[int], max_size: int) -> list[list[int]]:
+    """Parts of at most `max_size` in sum, as few as best-fit decreasing makes; what is larger gets a part of its own.
+
+    Where that costs no further part, things of like size stay together: they make rectangles with little padding.
+
+    Returns:
+        Indices into `sizes`, the largest of each part first.
+    """
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    alike: list[list[int]] = []
+    left = 0
+    for index in order:
+        if not alike or sizes[index] > left:
+            alike.append([])
+            left = max_size
+        alike[-1].append(index)
+        left -= sizes[index]
+    best: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # what is left of a part, its number; in ascending order
+    for index in order:
+        place = bisect.bisect_left(rooms, (sizes[index], 0))
+        if place == len(rooms):
+            best.append([])
+            room, part = max_size, len(best) - 1
+        else:
+            room, part = rooms.pop(place)
+        best[part].append(index)
+        bisect.insort(rooms, (room - sizes[index], part))
+    return alike if len(alike) <= len(best) else best
 
 
 def _check_tokens(trajectory: Trajectory) -> None:
