@@ -1,11 +1,25 @@
-"""Weights on their way from trainer to engine: buckets, and what makes and takes them. Knows no HTTP and no Lightning.
+"""Weights on their way from trainer to engine: buckets, what makes them, and what carries them. Knows no HTTP and no
+Lightning.
 
 Reading order:
-    bucket.py    Bucket, and the generator that cuts parameters into buckets
+    bucket.py         Bucket, and the generator that cuts parameters into buckets
+    server_form.py    the dtype and the names that a server wants
+    host_copy.py      a whole model kept in host memory
+    disk.py           versions as safetensors folders, whole or not there
+    broadcast.py      a process group of trainer and servers, outside the default one
+    shared_memory.py  a bucket for servers of the same host
 
-May import: errors, trajectory, experience, functional.
+In process a bucket needs no carrier. What is said to servers around a transfer is rollout/sglang_sync.py.
+
+May import: errors, trajectory, experience, functional. To add a transport: its sender here, buckets one by one, at most
+one more bucket of memory; its requests as a transport in rollout/sglang_sync.py.
 """
 
+from lightrl.weights.broadcast import BroadcastGroup
 from lightrl.weights.bucket import Bucket, bucketed
+from lightrl.weights.disk import WeightFolder
+from lightrl.weights.host_copy import HostCopy
+from lightrl.weights.server_form import ServerForm
+from lightrl.weights.shared_memory import SharedBucket
 
-__all__ = ["Bucket", "bucketed"]
+__all__ = ["BroadcastGroup", "Bucket", "HostCopy", "ServerForm", "SharedBucket", "WeightFolder", "bucketed"]

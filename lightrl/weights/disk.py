@@ -1,0 +1,254 @@
+"""WeightFolder: each weight version as a Hugging Face folder of safetensors, whole or not there at all.
+
+    root/version-00000012/            model-00001.safetensors …, model.safetensors.index.json, config.json
+    root/.unfinished-00000013-4711/   being written; its rename is what makes a version exist
+
+A bucket becomes a file at once, straight from the tensors' memory, so that no more than one tensor is copied.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import torch
+from torch import Tensor
+
+from lightrl.errors import WeightSyncError
+from lightrl.weights.bucket import Bucket
+from lightrl.weights.server_form import ServerForm
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+INDEX_FILE = "model.safetensors.index.json"
+_FINISHED = re.compile(r"version-(\d+)")
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class WeightFolder:
+    """Versions of a model's weights below one folder; the newest ones are kept, for a rollback and late servers.
+
+    A version is written under a hidden name, flushed to the disk and renamed, so a reader never sees half of one, also
+    after a power cut. What an earlier, killed writer left unfinished is removed with the next write. One process writes.
+
+    Args:
+        root: holds the versions; made when it is missing, readable by the servers. Below /dev/shm it is memory.
+        config: the model's, written beside the weights.
+        form: dtype and names that the servers want.
+        keep: so many newest versions stay: 2, for the one before is what servers go back to when a sync fails.
+        is_durable: waits until the disk has it; False where `root` is memory or a lost version does not matter.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        config: PretrainedConfig,
+        *,
+        form: ServerForm | None = None,
+        keep: int = 2,
+        is_durable: bool = True,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep}, expected at least 1, the version that the servers have. Raise it.")
+        self.root = Path(root).absolute()
+        self.config = config
+        self.form = form or ServerForm.of(config)
+        self.keep = keep
+        self.is_durable = is_durable
+
+    def write(self, buckets: Iterable[Bucket], weight_version: int) -> Path:
+        """The folder of the new version, from all its buckets.
+
+        Raises:
+            WeightSyncError: if the disk is full or refuses; nothing is left of the version, the earlier ones stay.
+        """
+        writer = self.begin(weight_version)
+        try:
+            for bucket in buckets:
+                writer.add(bucket)
+            return writer.finish()
+        except BaseException:
+            writer.discard()
+            raise
+
+    def begin(self, weight_version: int) -> VersionWriter:
+        """A writer of one version, for buckets that come one by one."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _disk_error(error, self.root, weight_version, 0) from error
+        for left_over in self.root.glob(".unfinished-*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        return VersionWriter(self, weight_version)
+
+    def path_of(self, weight_version: int) -> Path:
+        return self.root / f"version-{weight_version:08d}"
+
+    def versions(self) -> list[int]:
+        """The versions that are there and whole, oldest first."""
+        found = [_FINISHED.fullmatch(path.name) for path in self.root.glob("version-*")]
+        numbers = sorted(int(match[1]) for match in found if match)
+        return [number for number in numbers if is_whole(self.path_of(number))]
+
+    def remove_old(self, but: Iterable[int] = ()) -> None:
+        """Removes all but the `keep` newest versions and those in `but`, which a server may still read."""
+        numbers = self.versions()
+        for number in set(numbers[: -self.keep]) - set(but):
+            shutil.rmtree(self.path_of(number), ignore_errors=True)
+
+    def clear(self) -> None:
+        """Removes all versions, at the end of a run."""
+        for path in [*self.root.glob("version-*"), *self.root.glob(".unfinished-*"), *self.root.glob(".replaced-*")]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class VersionWriter:
+    """One version being written; `finish` makes it exist, `discard` removes what there is of it."""
+
+    def __init__(self, folder: WeightFolder, weight_version: int) -> None:
+        self.folder = folder
+        self.weight_version = weight_version
+        self.num_bytes = 0
+        self._files: dict[str, int] = {}  # sizes in bytes
+        self._file_of: dict[str, str] = {}  # parameter name → file name
+        self._place = folder.root / f".unfinished-{weight_version:08d}-{os.getpid()}"
+
+    def add(self, bucket: Bucket) -> None:
+        """Writes the bucket as a file.
+
+        Raises:
+            WeightSyncError: if a name came before, a dtype has no safetensors name, or the disk is full or refuses.
+        """
+        layout = self.folder.form.layout(bucket)
+        if not layout:
+            return
+        name = f"model-{len(self._files) + 1:05d}.safetensors"
+        twice = [parameter for parameter, _, _ in layout if parameter in self._file_of]
+        if twice:
+            raise WeightSyncError(f"Parameter {twice[0]!r} came twice in version {self.weight_version}, expected once.")
+        try:
+            self._place.mkdir(exist_ok=True)
+            with (self._place / name).open("wb", buffering=0) as file:
+                self._files[name] = _write_safetensors(file, layout, self.folder.form.tensors(bucket))
+                if self.folder.is_durable:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise _disk_error(error, self.folder.root, self.weight_version, self.num_bytes) from error
+        self.num_bytes += self._files[name]
+        self._file_of.update({parameter: name for parameter, _, _ in layout})
+
+    def finish(self) -> Path:
+        """The folder of the version, whole and under its name; older versions than `keep` says are removed.
+
+        Raises:
+            WeightSyncError: if nothing was added, or the disk is full or refuses.
+        """
+        if not self._files:
+            raise WeightSyncError(f"Version {self.weight_version} has no parameters, expected some.")
+        metadata = {"weight_version": self.weight_version, "file_bytes": self._files, "total_size": self.num_bytes}
+        index = {"metadata": metadata, "weight_map": self._file_of}
+        place = self.folder.path_of(self.weight_version)
+        replaced = self.folder.root / f".replaced-{self.weight_version:08d}-{os.getpid()}"
+        try:
+            self._write_text("config.json", json.dumps(self._config(), indent=2))
+            self._write_text(INDEX_FILE, json.dumps(index, indent=2))
+            _sync_folder(self._place)
+            if place.exists():  # of an earlier life of this run, which went on from an older checkpoint
+                shutil.rmtree(replaced, ignore_errors=True)
+                place.rename(replaced)
+            self._place.rename(place)
+            _sync_folder(self.folder.root)
+        except OSError as error:
+            raise _disk_error(error, self.folder.root, self.weight_version, self.num_bytes) from error
+        shutil.rmtree(replaced, ignore_errors=True)
+        self.folder.remove_old(but=[self.weight_version])
+        return place
+
+    def discard(self) -> None:
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def _config(self) -> dict[str, object]:
+        config: dict[str, object] = json.loads(self.folder.config.to_json_string(use_diff=False))
+        if self.folder.form.dtype is not None:
+            config["dtype"] = str(self.folder.form.dtype).removeprefix("torch.")
+        return config
+
+    def _write_text(self, name: str, text: str) -> None:
+        with (self._place / name).open("w") as file:
+            file.write(text)
+            file.flush()
+            if self.folder.is_durable:
+                os.fsync(file.fileno())
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a version's files are all there, each as long as it was written."""
+    try:
+        sizes: dict[str, int] = json.loads((folder / INDEX_FILE).read_text())["metadata"]["file_bytes"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _write_safetensors(
+    file: BinaryIO, layout: list[tuple[str, torch.dtype, torch.Size]], tensors: Iterable[tuple[str, Tensor]]
+) -> int:
+    """Writes the safetensors format tensor by tensor; gives the file's size in bytes.
+
+    `safetensors.torch.save_file` copies every tensor of the file to bytes first.
+    Source: https://github.com/huggingface/safetensors#format.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape in layout:
+        if dtype not in _DTYPE_NAMES:
+            raise WeightSyncError(f"Parameter {name!r} is {dtype}, expected one of {sorted(_DTYPE_NAMES.values())}.")
+        end = offset + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
+    _write_all(file, memoryview(len(text).to_bytes(8, "little") + text))
+    for _, tensor in tensors:
+        _write_all(file, memoryview(tensor.cpu().reshape(-1).view(torch.uint8).numpy()))
+    return 8 + len(text) + offset
+
+
+def _write_all(file: BinaryIO, data: memoryview) -> None:
+    """An unbuffered file may take less than it is given: at most 2 GiB at once, or what the disk has room for."""
+    while len(data):
+        data = data[file.write(data) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename or a new file is on the disk only when its folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int) -> WeightSyncError:
+    written = f"after {num_bytes / 2**20:.0f} MiB"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return WeightSyncError(
+            f"The disk of {str(root)!r} is full: weight version {weight_version} could not be written {written}, "
+            "expected room for `keep` + 1 versions of the model. The old weights serve on. Free space there, or name "
+            "another folder."
+        )
+    return WeightSyncError(
+        f"Weight version {weight_version} could not be written to {str(root)!r} {written}: {error}, expected a folder "
+        "that can be written. The old weights serve on. Mend the folder or name another one."
+    )
