@@ -243,6 +243,13 @@ class Experience:
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name != "extras")
 FIELDS = frozenset(_FIELD_ORDER)  # of Experience, less the extras
+# What the rollout phase fills in; model calls may read these.
+ROLLOUT_FIELDS = frozenset(
+    {
+        "token_ids", "loss_mask", "behavior_logprobs", "weight_versions", "rewards", "group_ids", "is_truncated",
+        "lengths", "token_rewards",
+    }
+)  # fmt: skip
 
 
 def _widened(value: Tensor, width: int, fill: int) -> Tensor:

@@ -5,6 +5,8 @@ Reading order:
     shared_prefix.py  the prompt of a group goes through the model once
     probes.py         what a model allows, found by running it
     checkpoint.py     checkpoints that are whole or absent
+    ranks.py          who works beside this process: sums, shares of the rows, messages of rank 0
+    balance.py        trajectories shared out over ranks by their tokens
 
 May import: errors, trajectory, experience, functional, weights, models; Lightning. To add one: subclass a Lightning
 strategy and give it `parallel_model(model, settings)`; `parallel_model` below asks for that first.
@@ -19,12 +21,24 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightrl.models import ParallelModel
 from lightrl.strategies.checkpoint import AtomicCheckpointIO
 from lightrl.strategies.probes import head_is_plain
+from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, ranks_of
 from lightrl.strategies.single import LogprobSettings, SingleModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["AtomicCheckpointIO", "LogprobSettings", "SingleModel", "head_is_plain", "parallel_model", "check_strategy"]
+__all__ = [
+    "AtomicCheckpointIO",
+    "LogprobSettings",
+    "Message",
+    "ProcessRanks",
+    "Ranks",
+    "SingleModel",
+    "check_strategy",
+    "head_is_plain",
+    "parallel_model",
+    "ranks_of",
+]
 
 
 def check_strategy(strategy: Strategy) -> None:

@@ -1,0 +1,237 @@
+"""Ranks: who works beside this process, and what passes between them: sums, shares of the rows, bytes from rank 0.
+
+The loops ask for it with `ranks_of(strategy)`; with one process every answer is the trivial one. Data-parallel ranks
+(dp) have different rows; ranks with the same `dp_rank` (the tensor and pipeline axes) have the same. B trajectories,
+T tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightrl.experience import Experience, LossUnit
+from lightrl.strategies.balance import balanced_shares, token_imbalance
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+# What rank 0 tells the others while they wait for it.
+Kind = Literal["waiting", "data", "error", "stop"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """From rank 0 to all others."""
+
+    kind: Kind
+    done: int = 0  # progress, while waiting
+    total: int = 0
+    payload: bytes = b""
+
+
+class Ranks:
+    """One process: it has all the rows, sums are its own, and there is nobody to tell anything."""
+
+    rank = 0
+    size = 1
+    dp_rank = 0
+    dp_size = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process owns the controller, the engine and the judge, writes files and prints."""
+        return self.rank == 0
+
+    # ------------------------------------------------------------------ numbers
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """The sum over dp ranks, the same on each; `tensor` may be changed."""
+        return tensor
+
+    def max(self, value: int) -> int:
+        """The largest of all ranks' values."""
+        return value
+
+    def sum_metrics(self, sums: dict[str, Tensor], weights: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Sums by name over dp ranks, which have the same names; and their weights, which are those of all ranks."""
+        if self.dp_size > 1 and sums:
+            names = sorted(sums)
+            total = self.sum_(torch.stack([sums[name].double() for name in names]))
+            sums = dict(zip(names, total.unbind(), strict=True))
+        return sums, weights
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> float:
+        """The norm over all gradients, which may be sharded; the same on each rank."""
+        if not gradients:
+            return 0.0
+        norm: Any = torch.nn.utils.get_total_norm(gradients)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    # ------------------------------------------------------------------ rows
+
+    def shares(self, experience: Experience, unit: LossUnit = "trajectory") -> list[list[int]]:
+        """The rows of each dp rank, balanced by tokens; what the loss reads as a whole stays together."""
+        lengths = experience.lengths.tolist()
+        if self.dp_size == 1:
+            return [list(range(len(lengths)))]
+        units = experience.units(unit)
+        parts = balanced_shares([sum(lengths[row] for row in rows) for rows in units], self.dp_size)
+        return [sorted(row for index in part for row in units[index]) for part in parts]
+
+    def microbatch_rows(
+        self, experience: Experience, max_tokens: int, *, unit: LossUnit = "trajectory"
+    ) -> tuple[list[list[int]], list[Experience]]:
+        """This rank's microbatches of `experience`, which all ranks have whole, and the rows that each of them holds.
+
+        Every rank gets the same number of them, for a model that is spread over ranks runs on all at once. Where that
+        takes a further one it holds no rows: one trajectory without a loss token stands there.
+        """
+        if self.dp_size == 1:
+            return experience.microbatch_rows(max_tokens, unit=unit)
+        shares = self.shares(experience, unit)
+        counts = [
+            len(experience.select(share).microbatch_rows(max_tokens, unit=unit)[0]) if share else 0 for share in shares
+        ]
+        share = shares[self.dp_rank]
+        rows, parts = experience.select(share).microbatch_rows(max_tokens, unit=unit) if share else ([], [])
+        rows = [[share[index] for index in part] for part in rows]
+        parts = list(parts)
+        while len(parts) < max(counts):
+            rows.append([])
+            parts.append(masked_row(experience))
+        return rows, parts
+
+    def gather_rows(self, values: Tensor, experience: Experience, unit: LossUnit = "trajectory") -> Tensor:
+        """[B, T] with every row, from tensors in which each dp rank has filled in the rows of its share."""
+        return values
+
+    def token_imbalance(self, experience: Experience, unit: LossUnit = "trajectory") -> float:
+        """Tokens of the rank that has most over the mean; 1 is balanced."""
+        return token_imbalance(experience.lengths.tolist(), self.shares(experience, unit))
+
+    # ------------------------------------------------------------------ messages of rank 0
+
+    def send(self, message: Message) -> None:
+        """On rank 0: to all others, which `receive` it."""
+
+    def receive(self) -> Message:
+        """On the others: the next message; waits for rank 0."""
+        raise AssertionError("One process receives nothing.")
+
+    def broadcast_json(self, value: Any) -> Any:
+        """What rank 0 has, on every rank: plain JSON."""
+        if self.size == 1:
+            return value
+        if self.is_main:
+            self.send(Message("data", payload=json.dumps(value).encode()))
+            return value
+        return json.loads(self.receive().payload)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, *, has_own_deadline: bool = False) -> Iterator[None]:
+        """Names what this rank does inside, for the message about a rank that hangs."""
+        yield
+
+    def step(self) -> None:
+        """Says that this rank goes on, inside a phase that is long."""
+
+
+class ProcessRanks(Ranks):
+    """Several processes.
+
+    Args:
+        dp_group: the ranks with which this one shares the rows out, in the order of `dp_rank`; its backend is that of
+            the device.
+        control_group: all ranks, on the CPU (gloo), without a deadline that a long rollout would meet.
+        device: where `dp_group` takes its tensors.
+    """
+
+    def __init__(self, *, dp_group: Any, control_group: Any, device: torch.device) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.dp_rank = dist.get_rank(dp_group)
+        self.dp_size = dist.get_world_size(dp_group)
+        self._dp_group = dp_group
+        self._control_group = control_group
+        self._device = device
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        if self.dp_size == 1:
+            return tensor
+        there = tensor.to(self._device)
+        dist.all_reduce(there, group=self._dp_group)
+        return there.to(tensor.device)
+
+    def max(self, value: int) -> int:
+        there = torch.tensor(value)
+        dist.all_reduce(there, dist.ReduceOp.MAX, group=self._control_group)
+        return int(there)
+
+    def gather_rows(self, values: Tensor, experience: Experience, unit: LossUnit = "trajectory") -> Tensor:
+        if self.dp_size == 1:
+            return values
+        shares = [torch.tensor(share, dtype=torch.int64) for share in self.shares(experience, unit)]
+        lengths = experience.lengths.cpu()
+        is_token = torch.arange(values.shape[1]) < lengths[:, None]
+        sizes = [int(lengths[share].sum()) for share in shares]
+        sent = torch.zeros(max(1, *sizes), dtype=values.dtype, device=self._device)
+        own = shares[self.dp_rank]
+        sent[: sizes[self.dp_rank]] = values.cpu()[own][is_token[own]].to(self._device)
+        received = [torch.empty_like(sent) for _ in shares]
+        dist.all_gather(received, sent, group=self._dp_group)
+        whole = torch.zeros(values.shape, dtype=values.dtype)
+        for share, size, flat in zip(shares, sizes, received, strict=True):
+            rows = torch.zeros(len(share), values.shape[1], dtype=values.dtype)
+            rows[is_token[share]] = flat[:size].cpu()
+            whole[share] = rows
+        return whole.to(values.device)
+
+    def send(self, message: Message) -> None:
+        kinds = get_args(Kind)
+        header = torch.tensor([kinds.index(message.kind), message.done, message.total, len(message.payload)])
+        dist.broadcast(header, 0, group=self._control_group)
+        if message.payload:
+            body = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
+            dist.broadcast(body, 0, group=self._control_group)
+
+    def receive(self) -> Message:
+        header = torch.zeros(4, dtype=torch.int64)
+        dist.broadcast(header, 0, group=self._control_group)
+        kind, done, total, num_bytes = header.tolist()
+        body = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes:
+            dist.broadcast(body, 0, group=self._control_group)
+        kinds: tuple[Kind, ...] = get_args(Kind)
+        return Message(kinds[kind], done, total, body.numpy().tobytes())
+
+
+def ranks_of(strategy: Strategy) -> Ranks:
+    """The Ranks of this strategy; those of one process where it has none."""
+    ranks: Ranks = getattr(strategy, "ranks", None) or _ALONE
+    return ranks
+
+
+def masked_row(experience: Experience) -> Experience:
+    """The shortest trajectory without a loss token: it costs a forward and adds nothing."""
+    row = experience.select([int(experience.lengths.argmin())])
+    return replace(row, loss_mask=torch.zeros_like(row.loss_mask))
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors of `number` next to `wanted`, below and above, for messages about sizes that do not fit."""
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    below = [size for size in divisors if size <= wanted]
+    above = [size for size in divisors if size >= wanted]
+    return sorted({*below[-1:], *above[:1]}) if number and math.isfinite(wanted) else []
+
+
+_ALONE = Ranks()
