@@ -49,11 +49,12 @@ class BroadcastGroup:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._where = f"Weight group {name!r} at {host}:{port} with {world_size} members"
+        group_name: Any = name  # torch's GroupName, a str
         timeout = timedelta(seconds=timeout_s)
         with self._translated("did not come together"):
-            store: Any = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
+            store = c10d.TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
             self._group, _ = c10d._new_process_group_helper(
-                world_size, rank, [], backend, dist.PrefixStore(name, store), group_name=name, timeout=timeout
+                world_size, rank, [], backend, c10d.PrefixStore(name, store), group_name=group_name, timeout=timeout
             )
         c10d._world.pg_group_ranks[self._group] = {member: member for member in range(world_size)}
 

@@ -40,7 +40,7 @@ class WeightFolder:
     """Versions of a model's weights below one folder; the newest ones are kept, for a rollback and late servers.
 
     A version is written under a hidden name, flushed to the disk and renamed, so a reader never sees half of one, also
-    after a power cut. What an earlier, killed writer left unfinished is removed with the next write. One process writes.
+    after a power cut. What an earlier, killed writer left unfinished goes with the next write. One process writes.
 
     Args:
         root: holds the versions; made when it is missing, readable by the servers. Below /dev/shm it is memory.
@@ -221,7 +221,7 @@ def _write_safetensors(
     text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
     _write_all(file, memoryview(len(text).to_bytes(8, "little") + text))
     for _, tensor in tensors:
-        _write_all(file, memoryview(tensor.cpu().reshape(-1).view(torch.uint8).numpy()))
+        _write_all(file, memoryview(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data))
     return 8 + len(text) + offset
 
 

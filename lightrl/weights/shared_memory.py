@@ -12,9 +12,9 @@ import contextlib
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from lightrl.weights.bucket import Bucket
@@ -50,7 +50,9 @@ class SharedBucket:
         with _shared_by_name():
             if self._block is None or self._block.numel() < start:
                 self._block = None  # before the next one is there
-                self._block = torch.empty(max(1, start), dtype=torch.uint8).share_memory_()
+                block: Any = torch.empty(max(1, start), dtype=torch.uint8)
+                self._block = block.share_memory_()
+            assert self._block is not None
             for entry, (_, tensor) in zip(entries, self.form.tensors(bucket), strict=True):
                 self._block[entry.start_idx : entry.end_idx].copy_(tensor.reshape(-1).view(torch.uint8))
             payload = {"flattened_tensor": self._block[:start], "metadata": entries}
@@ -60,9 +62,10 @@ class SharedBucket:
 @contextlib.contextmanager
 def _shared_by_name() -> Iterator[None]:
     """Torch's other way hands over a file descriptor, which only a child of this process may take."""
-    before = mp.get_sharing_strategy()
-    mp.set_sharing_strategy("file_system")
+    sharing: Any = torch.multiprocessing  # without types
+    before = sharing.get_sharing_strategy()
+    sharing.set_sharing_strategy("file_system")
     try:
         yield
     finally:
-        mp.set_sharing_strategy(before)
+        sharing.set_sharing_strategy(before)

@@ -49,14 +49,9 @@ def read_shared(payloads: multiprocessing.Queue, answers: multiprocessing.Queue)
     while (payload := payloads.get(timeout=60)) is not None:
         content = pickle.loads(base64.b64decode(payload))
         flat = content["flattened_tensor"]
-        answers.put(
-            {
-                entry.name: flat[entry.start_idx : entry.end_idx]
-                .view(entry.dtype)
-                .reshape(entry.shape)
-                .double()
-                .numpy()
-                for entry in content["metadata"]
-            }
-        )
-        del flat, content
+        received = {}
+        for entry in content["metadata"]:
+            tensor = flat[entry.start_idx : entry.end_idx].view(entry.dtype).reshape(entry.shape)
+            received[entry.name] = tensor.double().numpy()
+        answers.put(received)
+        del flat, content, tensor
