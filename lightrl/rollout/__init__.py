@@ -20,6 +20,7 @@ Reading order:
     running_batch.py   its slots: rows that decode together, join and leave
     decoder.py, fast_decoder.py  what it decodes with: any Hugging Face model; Llama's shape, faster
     sampler.py         logits to tokens and logprobs, one uniform number each
+    sglang_client.py what one SGLang server is asked over HTTP
 
 May import: errors, trajectory, experience, functional, rewards, weights. To add an engine: fulfil RolloutEngine and run
 tests/rollout/engine_contract.py on it.
