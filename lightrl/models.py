@@ -26,7 +26,8 @@ class Outputs:
 
     logprobs: Tensor  # [B, T], nats, of `token_ids`; 0 at position 0
     entropy: Tensor  # [B, T], nats, of the distribution that `token_ids[b, t]` was drawn from
-    values: Tensor | None = None  # [B, T], with a critic
+    values: Tensor | None = None  # [B, T], with a critic, of the state before the token was drawn
+    scores: Tensor | None = None  # [B], of a reward model
     teacher_topk: Tensor | None = None  # with a teacher
 
 

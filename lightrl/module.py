@@ -15,9 +15,10 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightrl.dataflow import ModelCall
-from lightrl.experience import Experience
+from lightrl.dataflow import DataFlowGraph, ModelCall
+from lightrl.experience import ROLLOUT_FIELDS, Experience
 from lightrl.functional import group_advantages
+from lightrl.model_folder import describe
 from lightrl.models import ModelSpec, Outputs, ParallelModel
 from lightrl.rewards import RewardPart
 from lightrl.rollout.workflow import SingleTurn, Workflow
@@ -76,6 +77,8 @@ class RLModule(L.LightningModule):
     needs_entropy_gradient: bool = True
     # Whether `advantages` compares the trajectories of a group; then a group of one is refused.
     compares_groups: bool = True
+    # What `advantages` gives.
+    advantage_keys: tuple[str, ...] = ("advantages",)
 
     def __init__(
         self,
@@ -180,8 +183,12 @@ class RLModule(L.LightningModule):
         """
         raise NotImplementedError
 
-    def advantages(self, experience: Experience) -> Tensor:
-        """How much better than expected, [B] or [B, T], from the whole iteration; group advantages by default."""
+    def advantages(self, experience: Experience) -> Tensor | dict[str, Tensor]:
+        """How much better than expected, [B] or [B, T], from the whole iteration; group advantages by default.
+
+        Returns:
+            Advantages; or a dict with `advantages` and further keys that the losses read, such as `returns`.
+        """
         return group_advantages(experience.rewards, experience.group_ids)
 
     def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
@@ -192,10 +199,50 @@ class RLModule(L.LightningModule):
         raise NotImplementedError(f"{type(self).__name__}.loss must be written.")
 
     def score_calls(self) -> list[ModelCall]:
-        """The model calls between rollout and advantages, in order; each is one forward over the whole iteration."""
+        """The model calls between rollout and advantages, in any order; each sees the whole iteration once.
+
+        Add one of your own, such as a second judge, with `run=` a function; its output is `experience["key"]`.
+        """
         if not self.needs_proximal_logprobs or self.makes_one_update:
             return []  # the proximal policy is the current one: the update phase fills it in for nothing
         return [ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",))]
+
+    def train_calls(self) -> list[ModelCall]:
+        """The models that each minibatch updates, in order, all with one step of the optimizer."""
+        known = [key for call in self.score_calls() for key in call.outputs]
+        return [ModelCall("policy_update", "policy", "train", ("behavior_logprobs", *known, "advantages"))]
+
+    def data_flow(self, *, from_file: bool = False) -> DataFlowGraph:
+        """All that an iteration computes, from the prompt to the updates, as one checked graph.
+
+        Args:
+            from_file: trajectories come from a file, so nothing is generated and judged.
+
+        Raises:
+            ValueError: if the calls make no graph; see DataFlowGraph.
+        """
+        calls = self.score_calls()
+        wrong = next((call for call in calls if call.kind != "infer"), None)
+        if wrong is not None:
+            raise ValueError(
+                f"Model call {wrong.name!r} has kind {wrong.kind!r}, expected 'infer' in score_calls. Updates belong "
+                "into train_calls."
+            )
+        judged = ("rewards", "token_rewards")
+        written = tuple(sorted(ROLLOUT_FIELDS.difference(judged)))
+        rollout = [
+            ModelCall("generate", "policy", "generate", (), written),
+            ModelCall("reward", None, "infer", ("token_ids",), judged, run=self.reward),
+        ]
+        scored = tuple(key for call in calls for key in call.outputs)
+        advantages = ModelCall(
+            "advantages", None, "infer", ("rewards", *scored), self.advantage_keys, run=self.advantages
+        )
+        return DataFlowGraph(
+            [*([] if from_file else rollout), *calls, advantages, *self.train_calls()],
+            roles=self.models(),
+            given=ROLLOUT_FIELDS if from_file else (),
+        )
 
     def configure_optimizers(self) -> Any:
         """AdamW over the trained parameters, with warm-up and decay per iteration."""
@@ -304,6 +351,7 @@ class RLModule(L.LightningModule):
         state = checkpoint["state_dict"]
         for name in [name for name in state if frozen and name.startswith(frozen)]:
             del state[name]
+        checkpoint["models"] = describe({"policy": (self.policy, self.policy_spec)})
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.configure_model()  # `load_from_checkpoint` comes here before any trainer does

@@ -30,9 +30,7 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.data import prompt_source
-from lightrl.dataflow import check_score_calls
 from lightrl.loops import ResumeCheck, RolloutLoop
-from lightrl.loops.score import ROLLOUT_FIELDS
 from lightrl.models import ModelSpec
 from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, Judge, make_judge
@@ -234,7 +232,7 @@ class Trainer(L.Trainer):
         return dataclasses.replace(sampling, stop_token_ids=tuple(sorted(ids | set(sampling.stop_token_ids))))
 
     def _open_rollout(self, module: RLModule) -> None:
-        check_score_calls(module.score_calls(), set(module.models()), set(ROLLOUT_FIELDS))
+        module.data_flow()  # refuses calls that make no graph
         staleness = self._one_of(StalenessControl)
         is_fit = self.state.fn == TrainerFn.FITTING
         self.rollout_loop.begin()

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
-from lightrl.dataflow import ModelCall, check_score_calls
+from lightrl.dataflow import DataFlowGraph, ModelCall, run_calls
+from lightrl.errors import TrainingError
 
 REFERENCE = ModelCall("reference", "reference", "infer", ("token_ids",), ("reference_logprobs",))
 PROXIMAL = ModelCall("proximal", "policy", "infer", ("token_ids",), ("proximal_logprobs",))
@@ -10,9 +15,33 @@ AFTER = ModelCall("after", "policy", "infer", ("reference_logprobs",), ("values"
 ROLES = {"policy", "reference"}
 
 
-@pytest.mark.parametrize("calls", [[], [REFERENCE], [PROXIMAL, REFERENCE, AFTER]], ids=["none", "one", "a chain"])
-def test_calls_that_can_run_in_order_pass(calls: list[ModelCall]) -> None:
-    check_score_calls(calls, ROLES, {"token_ids"})
+def own(name: str, *inputs: str, **settings: Any) -> ModelCall:
+    """A call beside the trainer's, whose output is its name."""
+    return ModelCall(name, None, "infer", inputs, (name,), run=lambda *_: None, **settings)
+
+
+def graph(*calls: ModelCall) -> DataFlowGraph:
+    return DataFlowGraph(calls, roles=ROLES, given={"token_ids"})
+
+
+def names(*calls: ModelCall) -> list[str]:
+    return [call.name for call in graph(*calls).calls]
+
+
+def test_edges_follow_from_keys_whatever_the_order_of_declaration() -> None:
+    assert names() == []
+    assert names(AFTER, PROXIMAL, REFERENCE) == ["proximal", "reference", "after"]
+    assert graph(AFTER, REFERENCE).edges == {"after": ("reference",), "reference": ()}
+
+
+def test_an_edge_may_be_said_where_no_key_says_it() -> None:
+    first = ModelCall("first", "policy", "infer", ("token_ids",), ("values",), after=("reference",))
+    assert names(first, REFERENCE) == ["reference", "first"]
+
+
+def test_what_waits_for_nobody_beside_the_trainer_comes_first() -> None:
+    waits = ModelCall("waits", "policy", "infer", ("judge",), ("values",))
+    assert names(own("judge"), waits, REFERENCE) == ["judge", "reference", "waits"]
 
 
 @pytest.mark.parametrize(
@@ -23,16 +52,86 @@ def test_calls_that_can_run_in_order_pass(calls: list[ModelCall]) -> None:
             [ModelCall("judge", "judge", "infer", (), ("values",))],
             r"'judge' uses role 'judge'.*\['policy', 'reference'\]",
         ),
-        ([ModelCall("x", "policy", "train", (), ("values",))], "'x' has kind 'train', expected 'infer'"),
-        ([AFTER, REFERENCE], "'after' needs 'reference_logprobs', which nothing before it gives"),
+        ([ModelCall("judge", outputs=("x",))], "'judge' has neither role nor run"),
+        ([AFTER], "'after' needs 'reference_logprobs', which no call gives"),
+        ([own("a", after=("b",))], r"'a' comes after 'b', expected one of \['a'\]"),
+        ([own("a", "b"), own("b", "c"), own("c", "a")], "wait for each other: a -> c -> b -> a, expected no circle"),
         (
             [REFERENCE, ModelCall("again", "policy", "infer", ("token_ids",), ("reference_logprobs",))],
-            "'again' gives 'reference_logprobs' a second time",
+            "'again' gives 'reference_logprobs' a second time, after 'reference'",
         ),
-        ([ModelCall("x", "policy", "infer", (), ("token_ids",))], "'x' gives 'token_ids' a second time"),
+        ([own("token_ids")], "'token_ids' gives 'token_ids' a second time, after 'the rollout'"),
     ],
-    ids=["name twice", "no such role", "not infer", "wrong order", "output twice", "rollout field"],
+    ids=["name twice", "no such role", "nobody runs it", "no producer", "after nobody", "circle", "twice", "given"],
 )
-def test_calls_that_cannot_run_are_refused(calls: list[ModelCall], message: str) -> None:
+def test_calls_that_make_no_graph_are_refused(calls: list[ModelCall], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_score_calls(calls, ROLES, {"token_ids"})
+        graph(*calls)
+
+
+# ---------------------------------------------------------------------- execution
+
+
+def executed(calls: list[ModelCall], run: Any) -> dict[str, Any]:
+    def add(state: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+        return {**state, **more}
+
+    return run_calls(graph(*calls), {"token_ids": 0}, run, add)
+
+
+def test_each_call_runs_once_and_sees_what_it_needs() -> None:
+    seen: list[str] = []
+
+    def run(call: ModelCall, state: Mapping[str, Any]) -> dict[str, Any]:
+        assert set(call.inputs) <= set(state)
+        seen.append(call.name)
+        return dict.fromkeys(call.outputs, call.name)
+
+    calls = [AFTER, own("judge", "values"), own("style"), REFERENCE, own("sum", "judge", "style"), PROXIMAL]
+    found = executed(calls, run)
+    assert sorted(seen) == sorted(call.name for call in calls)
+    assert set(found) == {"token_ids"} | {key for call in calls for key in call.outputs}
+
+
+@pytest.mark.parametrize("other", [own("teacher"), PROXIMAL], ids=["two servers", "a server and the trainer"])
+def test_calls_that_share_no_device_run_at_once(other: ModelCall) -> None:
+    """Each waits until the other has started: one after the other, neither would end."""
+    both = threading.Barrier(2)
+
+    def run(call: ModelCall, state: Any) -> dict[str, Any]:
+        both.wait(timeout=60)
+        return dict.fromkeys(call.outputs, 1)
+
+    assert set(executed([own("judge"), other], run)) == {"token_ids", "judge", *other.outputs}
+
+
+def test_the_trainers_calls_run_one_after_another_in_the_callers_thread() -> None:
+    threads = []
+
+    def run(call: ModelCall, state: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return dict.fromkeys(call.outputs, 1)
+
+    executed([REFERENCE, PROXIMAL, AFTER], run)
+    assert threads == [threading.current_thread()] * 3
+
+
+def test_an_error_beside_the_trainer_is_raised_as_it_is() -> None:
+    def run(call: ModelCall, state: Any) -> dict[str, Any]:
+        raise LookupError(f"no judge for {call.name}")
+
+    with pytest.raises(LookupError, match="no judge for style"):
+        executed([own("style")], run)
+
+
+def test_who_does_not_answer_in_time_is_named() -> None:
+    never = threading.Event()
+
+    def run(call: ModelCall, state: Any) -> dict[str, Any]:
+        if call.name == "slow":
+            never.wait(60)
+        return dict.fromkeys(call.outputs, 1)
+
+    with pytest.raises(TrainingError, match=r"'slow' did not answer within timeout_s=0.05.*\['slow'\]"):
+        executed([own("slow", timeout_s=0.05), own("fast")], run)
+    never.set()

@@ -104,7 +104,8 @@ class RolloutLoop(_AutomaticOptimization):
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         experience = Experience.from_trajectories(trajectories).to(module.device)
         with self._phase("score"):
-            experience = score(module, experience, forward_context=trainer.precision_plugin.forward_context)
+            context = trainer.precision_plugin.forward_context
+            experience = score(module, experience, trajectories, forward_context=context)
         experience = self._offer(experience)
         self.why_no_checkpoint = "an update is in progress or failed"
         with self._phase("update"):

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from algorithm_cases import make_module
-from tiny import random_experience, slow_outputs
+from tiny import random_experience, random_trajectories, slow_outputs, tiny_spec
 from torch import Tensor
 
 from lightrl.algorithms import GRPO
+from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
+from lightrl.functional import group_advantages
 from lightrl.loops.score import accept_changes, score
 from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.trajectory import Trajectory
 
 
 def scored_by(module: GRPO, experience: Experience, **settings: Any) -> Experience:
@@ -134,3 +137,60 @@ def test_a_hook_may_not_train_tokens_that_have_no_logprobs() -> None:
 def test_a_hook_that_returns_no_experience_with_advantages_is_told_so(changed: Any) -> None:
     with pytest.raises(TypeError, match="expected None or an Experience with advantages"):
         accept_changes(random_experience(), changed)
+
+
+# ---------------------------------------------------------------------- calls of one's own
+
+
+class TwoJudges(GRPO):
+    """README's and docs' example: a second judge whose number is added to the reward."""
+
+    def score_calls(self) -> list[ModelCall]:
+        return [*super().score_calls(), ModelCall("style", outputs=("style_rewards",), run=self.style)]
+
+    def style(self, experience: Experience, trajectories: list[Trajectory]) -> Tensor:
+        return torch.tensor([float(len(trajectory.token_ids)) for trajectory in trajectories])
+
+    def shaped_rewards(self, experience: Experience) -> Tensor:
+        return super().shaped_rewards(experience) + experience["style_rewards"]
+
+
+def two_judges(**settings: Any) -> TwoJudges:
+    module = TwoJudges(tiny_spec(), reward=len, **settings)
+    module.configure_model()
+    return module
+
+
+def test_a_call_of_the_users_own_adds_to_the_reward() -> None:
+    module, trajectories = two_judges(group_size=3), random_trajectories()
+    experience = score(module, Experience.from_trajectories(trajectories), trajectories)
+    assert torch.equal(experience["style_rewards"], experience.lengths.float())
+    expected = group_advantages(experience.rewards + experience.lengths, experience.group_ids)
+    assert torch.equal(
+        experience.advantages[experience.loss_mask], expected.repeat_interleave(experience.loss_mask.sum(1))
+    )
+    assert "style" in [call.name for call in module.data_flow().calls]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (torch.zeros(4), r"'style' returned 'style_rewards' as \(4,\), expected a tensor \[B\] = \(9,\)"),
+        ([0.0] * 9, "'style' returned 'style_rewards' as list, expected a tensor"),
+        ({"other": torch.zeros(9)}, r"'style' returned \['other'\], expected its outputs \['style_rewards'\]"),
+    ],
+    ids=["too few", "a list", "another key"],
+)
+def test_what_a_call_of_the_users_own_returns_is_checked(returned: Any, message: str) -> None:
+    module = two_judges()
+    module.style = lambda *_: returned  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=message):
+        score(module, random_experience(is_scored=False))
+
+
+def test_advantages_may_give_further_keys() -> None:
+    module, experience = make_module(), random_experience(is_scored=False)
+    found = torch.randn(experience.token_ids.shape)
+    module.advantages = lambda _: {"advantages": experience.rewards, "returns": found}  # type: ignore[method-assign]
+    scored = scored_by(module, experience)
+    assert torch.equal(scored.returns, torch.where(experience.loss_mask, found, 0.0))
