@@ -11,6 +11,7 @@ The rooms, from the ground up (each imports only from those above it in this lis
     rollout       prompts to judged trajectories: engines, workflows, staleness
     dataflow      which model computes what from what
     models        what a role is and what its model can do
+    model_folder  models as Hugging Face folders, whole or absent
     module        RLModule: the hooks a user writes
     data          prompts by position, chats for SFT
     strategies    where parameters and work live
@@ -18,6 +19,7 @@ The rooms, from the ground up (each imports only from those above it in this lis
     loops         one iteration inside Lightning's fit loop
     callbacks     weight sync, staleness, metrics, logs, export
     trainer       Lightning's Trainer with an engine
+    export        checkpoint to Hugging Face folder
     cli           lightrl fit | validate | test | predict
 
 Public names are loaded when they are first used, so that `import lightrl` costs nothing.

@@ -18,11 +18,13 @@ FLOORS = [
     {"rewards", "weights"},
     {"rollout"},
     {"dataflow", "models"},
+    {"model_folder"},
     {"module", "data", "strategies"},
     {"algorithms", "loops", "callbacks"},
-    {"trainer"},
+    {"trainer", "export"},
     {"config_errors"},
     {"cli"},
+    {"doctor"},
     {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

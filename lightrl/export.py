@@ -1,0 +1,115 @@
+"""lightrl export: a Hugging Face folder from a checkpoint, without the run's configuration, its data or a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrl.model_folder import ModelDescription, check_model_folder, parse_descriptions, replaced_folder
+from lightrl.models import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_META_FILE = "meta.pt"  # what a sharded checkpoint holds beside its shards; Lightning's name
+
+
+def export_checkpoint(checkpoint: Path, to: Path, *, role: str = "policy", tokenizer: str | None = None) -> None:
+    """Writes a role's model as a Hugging Face folder that `from_pretrained` loads bit-equal.
+
+    Args:
+        checkpoint: a file, or the folder of a sharded one; the number of processes that saved it does not matter.
+        to: the folder; an earlier export in it is replaced, anything else is refused.
+        role: whose model.
+        tokenizer: a hub name, a folder, or the dotted path of a function; what the checkpoint names if None.
+
+    Raises:
+        ValueError: if it is no checkpoint of lightrl's, has no such role, or `to` holds something else.
+    """
+    check_model_folder(to, asked_by="lightrl export")
+    meta, state = _read(checkpoint)
+    descriptions = parse_descriptions(meta.get("models"))
+    if not descriptions:
+        raise ValueError(
+            f"Checkpoint {str(checkpoint)!r} does not describe its models, expected one that this release saved. "
+            "Export with the callback HuggingFaceExport instead."
+        )
+    if role not in descriptions:
+        raise ValueError(
+            f"Checkpoint {str(checkpoint)!r} has no role {role!r}, expected one of {sorted(descriptions)}. Choose with "
+            "--role."
+        )
+    description: ModelDescription = descriptions[role]
+    model = description.build(state(f"{role}."))
+    source = tokenizer or description.tokenizer
+    with replaced_folder(to) as folder:
+        model.save_pretrained(folder)
+        if source is not None:
+            ModelSpec(config={"model_type": "any"}, tokenizer=source).load_tokenizer().save_pretrained(folder)
+    log.info("Exported the %s of %s to %s.", role, checkpoint, to)
+
+
+def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
+    """All but the weights; and a function from a prefix to the weights below it, by their names without it."""
+    import torch
+
+    if not checkpoint.exists():
+        raise ValueError(f"Checkpoint {str(checkpoint)!r} does not exist, expected a file or a folder. Mend the path.")
+    file = checkpoint / _META_FILE if checkpoint.is_dir() else checkpoint
+    if not file.is_file():
+        raise ValueError(
+            f"Checkpoint {str(checkpoint)!r} has no {_META_FILE}, expected a whole one. It was not saved to its end: "
+            "take an earlier one."
+        )
+    try:
+        meta: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(
+            f"{str(file)!r} is no checkpoint ({error}), expected one that lightrl saved. Take an earlier one."
+        ) from error
+    if checkpoint.is_dir():
+        return meta, lambda prefix: _sharded_tensors(checkpoint, f"state_dict.{prefix}")
+    state: dict[str, Tensor] = meta["state_dict"]
+    return meta, lambda prefix: {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }
+
+
+def _sharded_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """The whole tensors whose names begin with `prefix`, read from however many shards, in this one process."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(folder)
+    found = {
+        name: torch.empty(item.size, dtype=item.properties.dtype)
+        for name, item in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(item, TensorStorageMetadata)
+    }
+    state: dict[str, Any] = dict(found)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(prefix): value for name, value in state.items()}
+
+
+def export_command(args: Sequence[str]) -> None:
+    """`lightrl export CKPT --to FOLDER`; `args` without the command's name.
+
+    Raises:
+        ValueError: for what `export_checkpoint` refuses.
+        SystemExit: for a wrong call, and after --help.
+    """
+    parser = argparse.ArgumentParser(prog="lightrl export", description=export_command.__doc__, allow_abbrev=False)
+    parser.description = "Makes a Hugging Face folder of a checkpoint, for serving, evaluation or the next stage."
+    parser.add_argument("checkpoint", type=Path, help="a .ckpt file, or the folder of a sharded checkpoint")
+    parser.add_argument("--to", type=Path, required=True, help="the folder; an earlier export in it is replaced")
+    parser.add_argument("--role", default="policy", help="whose model: policy (default), critic, reward_model, ...")
+    parser.add_argument("--tokenizer", help="a hub name or folder, instead of the one the checkpoint names")
+    given = parser.parse_args(list(args))
+    export_checkpoint(given.checkpoint, given.to, role=given.role, tokenizer=given.tokenizer)

@@ -1,0 +1,162 @@
+"""Model folders in Hugging Face's form: what a checkpoint must say so that one can be made of it, and whole writes.
+
+A folder is always whole: it is written beside its place, under a hidden name, and takes it when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrl.models import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+# What `save_pretrained` of models and tokenizers writes. A folder with anything else in it is no export to replace.
+_SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".txt", ".model", ".bin", ".py"})
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """All of a model but its weights, as plain data: travels in a checkpoint, so that the checkpoint can be exported.
+
+    Example:
+        ModelDescription("transformers.Qwen3ForCausalLM", config='{"model_type": "qwen3", ...}',
+                         generation_config=None, tokenizer="Qwen/Qwen3-0.6B")
+    """
+
+    model_class: str  # dotted path
+    config: str  # JSON
+    generation_config: str | None  # JSON
+    tokenizer: str | None  # as in ModelSpec; None: no tokenizer is known
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, spec: ModelSpec) -> ModelDescription:
+        """Of a role's model, whose weights may be sharded or on no device."""
+        kind = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
+        generation_config = getattr(model, "generation_config", None)
+        return cls(
+            model_class=f"{kind.__module__}.{kind.__name__}",
+            config=model.config.to_json_string(use_diff=False),
+            generation_config=None if generation_config is None else generation_config.to_json_string(use_diff=False),
+            tokenizer=spec.tokenizer or spec.path,
+        )
+
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+        """The model with these weights, which it takes over without a copy.
+
+        Args:
+            tensors: under the names of the model's `state_dict`.
+
+        Raises:
+            ValueError: if a weight is missing or has another name or shape.
+        """
+        import torch
+
+        module, _, name = self.model_class.rpartition(".")
+        model_class = getattr(importlib.import_module(module), name)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(self.config, encoding="utf-8")
+            config = model_class.config_class.from_pretrained(folder)
+            generation_config = None
+            if self.generation_config is not None:
+                from transformers import GenerationConfig
+
+                (Path(folder) / "generation_config.json").write_text(self.generation_config, encoding="utf-8")
+                generation_config = GenerationConfig.from_pretrained(folder)
+        dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+        config.dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
+        with torch.device("meta"):
+            model: PreTrainedModel = model_class(config)
+        if generation_config is not None:
+            model.generation_config = generation_config
+        try:
+            model.load_state_dict(dict(tensors), strict=True, assign=True)
+        except RuntimeError as error:
+            raise ValueError(
+                f"The weights do not fit {self.model_class}: {error}. Export with the transformers release that the "
+                "checkpoint was made with."
+            ) from error
+        model.tie_weights()
+        return model
+
+
+def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:
+    """Refuses a folder whose content an export must not replace.
+
+    Args:
+        to: where the export shall be.
+        asked_by: the setting, for the message.
+        source: where the model comes from.
+
+    Raises:
+        ValueError: if it is a file, holds something that is no export, or is `source`.
+    """
+    if to.exists() and not to.is_dir():
+        raise ValueError(f"{asked_by} got to={str(to)!r}, a file, expected a folder. Name another one.")
+    if source and Path(source).is_dir() and Path(source).resolve() == to.resolve():
+        raise ValueError(
+            f"{asked_by} got to={str(to)!r}, the folder that the policy is loaded from, expected another: it would be "
+            "replaced, and the run could not be repeated. Name another folder."
+        )
+    found = sorted(to.iterdir()) if to.is_dir() else []
+    foreign = [path.name for path in found if not path.is_file() or path.suffix not in _SUFFIXES]
+    if foreign or (found and not any((to / name).exists() for name in ("config.json", "adapter_config.json"))):
+        raise ValueError(
+            f"{asked_by} got to={str(to)!r}, which holds {(foreign or [found[0].name])[0]!r}, expected an empty folder "
+            "or an earlier export, since all in it is replaced. Name another folder, or empty it."
+        )
+
+
+@contextlib.contextmanager
+def replaced_folder(to: Path) -> Iterator[Path]:
+    """An empty folder that takes the place of `to` when the block ends well; on an exception `to` stays as it was."""
+    place = to.absolute()
+    unfinished = place.with_name(f".{place.name}.unfinished-{os.getpid()}")
+    replaced = place.with_name(f".{place.name}.replaced-{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+        with _without_bars():
+            yield unfinished
+        # Two renames, for a folder cannot be renamed onto a full one; killed between, the old one is at `replaced`.
+        if place.exists():
+            place.rename(replaced)
+        unfinished.rename(place)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def describe(models: Mapping[str, tuple[PreTrainedModel, ModelSpec]]) -> dict[str, dict[str, str | None]]:
+    """What `checkpoint["models"]` holds: role → ModelDescription as plain data."""
+    return {role: dict(vars(ModelDescription.of(model, spec))) for role, (model, spec) in models.items()}
+
+
+def parse_descriptions(found: Any) -> dict[str, ModelDescription]:
+    """The inverse of `describe`; empty for a checkpoint without descriptions."""
+    return {role: ModelDescription(**values) for role, values in (found or {}).items()}
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hugging Face's progress bar for writing files would break into the run's own."""
+    from transformers.utils import logging as transformers_logging
+
+    if not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
