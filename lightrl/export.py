@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightrl.cli import reported
 from lightrl.model_folder import ModelDescription, check_model_folder, parse_descriptions, replaced_folder
 from lightrl.models import ModelSpec
 
@@ -84,32 +85,43 @@ def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
 def _sharded_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
     """The whole tensors whose names begin with `prefix`, read from however many shards, in this one process."""
     import torch
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = dcp.FileSystemReader(folder)
+    reader = FileSystemReader(folder)
     found = {
         name: torch.empty(item.size, dtype=item.properties.dtype)
         for name, item in reader.read_metadata().state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(item, TensorStorageMetadata)
     }
     state: dict[str, Any] = dict(found)
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    load(state, storage_reader=reader, no_dist=True)
     return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
-def export_command(args: Sequence[str]) -> None:
-    """`lightrl export CKPT --to FOLDER`; `args` without the command's name.
+def run(args: Sequence[str]) -> int:
+    """`lightrl export CKPT --to FOLDER`.
 
-    Raises:
-        ValueError: for what `export_checkpoint` refuses.
-        SystemExit: for a wrong call, and after --help.
+    Args:
+        args: without the command's name.
+
+    Returns:
+        0 done, 2 something to mend in the call.
     """
-    parser = argparse.ArgumentParser(prog="lightrl export", description=export_command.__doc__, allow_abbrev=False)
-    parser.description = "Makes a Hugging Face folder of a checkpoint, for serving, evaluation or the next stage."
+    parser = argparse.ArgumentParser(
+        prog="lightrl export",
+        description="Makes a Hugging Face folder of a checkpoint, for serving, evaluation or the next stage.",
+        allow_abbrev=False,
+    )
     parser.add_argument("checkpoint", type=Path, help="a .ckpt file, or the folder of a sharded checkpoint")
     parser.add_argument("--to", type=Path, required=True, help="the folder; an earlier export in it is replaced")
     parser.add_argument("--role", default="policy", help="whose model: policy (default), critic, reward_model, ...")
     parser.add_argument("--tokenizer", help="a hub name or folder, instead of the one the checkpoint names")
-    given = parser.parse_args(list(args))
-    export_checkpoint(given.checkpoint, given.to, role=given.role, tokenizer=given.tokenizer)
+
+    def export(callbacks: Sequence[Any]) -> int:
+        given = parser.parse_args(list(args))
+        export_checkpoint(given.checkpoint, given.to, role=given.role, tokenizer=given.tokenizer)
+        return 0
+
+    return reported(export)
