@@ -6,11 +6,14 @@ Reading order:
     update.py         minibatches, microbatches, loss reduction, the optimizer step
     resume_check.py   fast_dev_run's check that a checkpoint restores everything
     interrupt.py      Ctrl-C waits for the end of an update
+    shared_rollout.py rank 0's rollout controller as every rank sees it
+    group_bytes.py    groups on their way from rank 0 to the others
 
 May import: everything below; Lightning's private names, each listed in tests/test_structure.py.
 """
 
 from lightrl.loops.resume_check import ResumeCheck
 from lightrl.loops.rollout_loop import RolloutLoop
+from lightrl.loops.shared_rollout import SharedRollout
 
-__all__ = ["ResumeCheck", "RolloutLoop"]
+__all__ = ["ResumeCheck", "RolloutLoop", "SharedRollout"]

@@ -14,6 +14,7 @@ class InterruptGate:
 
     def __init__(self) -> None:
         self.is_held = False
+        self.is_terminated = False  # SIGTERM came while it was held back
 
     def check(self) -> None:
         """Raises the KeyboardInterrupt that was held back, if there is one."""
@@ -39,3 +40,33 @@ class InterruptGate:
             yield
         finally:
             signal.signal(signal.SIGINT, previous)
+
+    @contextlib.contextmanager
+    def held_back_on_all_ranks(self, *, is_main: bool) -> Iterator[None]:
+        """Inside, Ctrl-C and SIGTERM are what rank 0 makes of them where all ranks stop at the same place.
+
+        A terminal sends Ctrl-C to all processes and Slurm SIGTERM to all tasks; a rank that stopped by itself would
+        leave the others in the middle of a collective. A second Ctrl-C on rank 0 is not held back.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def terminate(number: int, frame: FrameType | None) -> None:
+            self.is_terminated = True
+
+        def ignore(number: int, frame: FrameType | None) -> None:
+            pass
+
+        on_interrupt = signal.getsignal(signal.SIGINT)
+        on_terminate = signal.signal(signal.SIGTERM, terminate if is_main else ignore)
+        try:
+            if is_main:
+                with self.held_back():
+                    yield
+            else:
+                signal.signal(signal.SIGINT, ignore)
+                yield
+        finally:
+            signal.signal(signal.SIGINT, on_interrupt)
+            signal.signal(signal.SIGTERM, on_terminate)

@@ -24,17 +24,23 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.data import prompts_of
 from lightrl.errors import LightRLError
-from lightrl.experience import Experience
+from lightrl.experience import Experience, LossUnit
 from lightrl.loops.interrupt import InterruptGate
 from lightrl.loops.score import accept_changes, score
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.module import RLModule
+from lightrl.strategies import Ranks, ranks_of
 from lightrl.trajectory import Group, sampling_seed
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 log = logging.getLogger(__name__)
+
+
+def loss_unit(module: RLModule) -> LossUnit:
+    """What the module's loss reads as a whole: no share and no microbatch parts it."""
+    return getattr(module, "loss_unit", "trajectory")
 
 
 class JudgedGroups(list[Group]):
@@ -66,11 +72,17 @@ class RolloutLoop(_AutomaticOptimization):
         """Of the trainer's weights: the number of finished iterations."""
         return self.optim_progress.optimizer_steps
 
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together."""
+        return ranks_of(self.trainer.strategy)
+
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Any:
         module = self.trainer.lightning_module
         if not isinstance(module, RLModule):
             return super().run(optimizer, batch_idx, kwargs)
-        self.gate.check()
+        if self.ranks.size == 1:  # else all ranks are told together, by rank 0's next rollout
+            self.gate.check()
         self.phase_seconds = {}
         groups = self._take_groups()
         with self.gate.held_back(), self._own_randomness(module):
@@ -126,7 +138,10 @@ class RolloutLoop(_AutomaticOptimization):
         minibatches = experience.minibatches(module.num_minibatches, epochs=module.update_epochs, seed=seed)
         sums: dict[str, float] = {}
         weights: dict[str, float] = {}
+        imbalances: list[float] = []
         for index, minibatch in enumerate(minibatches):
+            if self.ranks.dp_size > 1:
+                imbalances.append(self.ranks.token_imbalance(minibatch, loss_unit(module)))
             trainer.call_rl_hook("on_minibatch_start", minibatch, index, total)
             metrics, losses = self._step(module, minibatch, batch_idx)
             self.num_updates += 1
@@ -136,6 +151,8 @@ class RolloutLoop(_AutomaticOptimization):
                 sums[name] = sums.get(name, 0.0) + weight * value
                 weights[name] = weights.get(name, 0) + weight
         with self.logging_allowed(module):
+            if self.ranks.dp_size > 1:
+                module.log("update/token_imbalance", sum(imbalances) / len(imbalances))
             # By tokens or trajectories; a skipped update has no gradient norm, so over the updates that have a metric.
             module.log_dict({f"policy/{name}": value / weights[name] for name, value in sums.items()})
             module.log("policy/skipped_updates", float(self.guard.num_skipped))
@@ -145,7 +162,7 @@ class RolloutLoop(_AutomaticOptimization):
         trainer: Any = self.trainer
         optimizer = trainer.strategy._lightning_optimizers[0]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        losses = MinibatchLoss(module, minibatch)
+        losses = MinibatchLoss(module, minibatch, self.ranks)
         norms: list[float] = []
 
         def zero_grad() -> None:
@@ -160,10 +177,14 @@ class RolloutLoop(_AutomaticOptimization):
         def closure() -> torch.Tensor:
             zero_grad()
             with trainer.precision_plugin.train_step_context():
-                microbatches = minibatch.microbatches(module.microbatch_tokens)
+                _, microbatches = self.ranks.microbatch_rows(
+                    minibatch, module.microbatch_tokens, unit=loss_unit(module)
+                )
                 module.parallel_models["policy"].forward_backward(microbatches, losses, backward)
+            losses.reduce()
             if getattr(trainer.precision_plugin, "scaler", None) is None:  # a scaler skips such steps by itself
-                norms.append(self.guard.check(parameters, zero_grad, max_in_a_row=module.max_skipped_updates))
+                bound = module.max_skipped_updates
+                norms.append(self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks))
             return losses.sums["loss"]
 
         call._call_lightning_module_hook(
@@ -276,14 +297,14 @@ class RolloutLoop(_AutomaticOptimization):
 
     def _on_wait(self, done: int, total: int) -> None:
         trainer: Any = self.trainer
-        if trainer.received_sigterm:
-            raise SIGTERMException
-        self.gate.check()
-        trainer.call_rl_hook("on_rollout_progress", done, total)
+        self._on_wait_evaluation(done, total)
+        if total:
+            trainer.call_rl_hook("on_rollout_progress", done, total)
 
     def _on_wait_evaluation(self, done: int, total: int) -> None:
         trainer: Any = self.trainer
-        if trainer.received_sigterm:
+        self.ranks.step()
+        if trainer.received_sigterm or self.gate.is_terminated:
             raise SIGTERMException
         self.gate.check()
 
@@ -297,7 +318,7 @@ class RolloutLoop(_AutomaticOptimization):
     def _phase(self, name: str) -> Iterator[None]:
         trainer: Any = self.trainer
         start = time.perf_counter()
-        with trainer.profiler.profile(f"rl/{name}"):
+        with trainer.profiler.profile(f"rl/{name}"), self.ranks.phase(name, has_own_deadline=name == "rollout"):
             yield
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - start
 

@@ -18,6 +18,7 @@ from lightrl.errors import TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import kl, neutralize, reduce_loss
 from lightrl.models import Outputs
+from lightrl.strategies import Ranks
 
 if TYPE_CHECKING:
     from lightrl.module import RLModule
@@ -31,11 +32,13 @@ class MinibatchLoss:
 
     Args:
         module: has `loss` and `loss_reduction`.
-        minibatch: all microbatches together.
+        minibatch: all microbatches of all ranks together.
+        ranks: who has the other microbatches.
     """
 
     module: RLModule
     minibatch: Experience
+    ranks: Ranks = field(default_factory=Ranks)
     sums: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)  # of a metric's mean, when minibatches are averaged
 
@@ -72,7 +75,11 @@ class MinibatchLoss:
             max_new_tokens=self.module.sampling.max_new_tokens,
         )
         self._count("loss", share.detach(), 1)  # what is minimized, under whatever reduction
-        return share
+        return share * self.ranks.dp_size  # gradients are averaged over dp ranks, and shares are to be summed
+
+    def reduce(self) -> None:
+        """After the last microbatch: sums over all ranks, so that every rank reports the same numbers."""
+        self.sums, self.weights = self.ranks.sum_metrics(self.sums, self.weights)
 
     def metrics(self) -> dict[str, float]:
         """Means over loss tokens (for [B, T]) and over trajectories (for [B]) of the whole minibatch."""
@@ -110,14 +117,21 @@ class GradientGuard:
         self.num_skipped = 0
         self.num_in_a_row = 0
 
-    def check(self, parameters: list[Tensor], zero_grad: Callable[[], None], *, max_in_a_row: int) -> float:
+    def check(
+        self,
+        parameters: list[Tensor],
+        zero_grad: Callable[[], None],
+        *,
+        max_in_a_row: int,
+        ranks: Ranks | None = None,
+    ) -> float:
         """The gradient norm over all parameters; where it is not finite the gradients are gone afterwards.
 
         Raises:
             TrainingError: after `max_in_a_row` skipped updates in a row.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        norm = (ranks or Ranks()).total_norm(gradients)
         if math.isfinite(norm):
             self.num_in_a_row = 0
             return norm

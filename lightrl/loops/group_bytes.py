@@ -1,0 +1,68 @@
+"""Groups as bytes, from rank 0 to the other ranks: JSON, and the per-token lists as packed numbers. No pickle.
+
+    length of the JSON (8 bytes) | JSON of everything else | token_ids | loss_mask | behavior_logprobs | ...
+
+A token takes 25 bytes; as JSON alone it took 40 and ten times as long.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lightrl.trajectory import Group, Prompt, Trajectory, Turn
+
+# The per-token lists, and what array.array calls their numbers: exact for what Python holds there.
+_LISTS = {"token_ids": "q", "loss_mask": "b", "behavior_logprobs": "d", "weight_versions": "q", "rewards": "d"}
+
+
+def groups_to_bytes(groups: Sequence[Group]) -> bytes:
+    """What `groups_from_bytes` makes the same groups of.
+
+    Raises:
+        TypeError: if a prompt's fields or a trajectory's metrics hold what JSON cannot.
+    """
+    records: list[dict[str, Any]] = []
+    lists: list[bytes] = []
+    for group in groups:
+        record: dict[str, Any] = {"id": group.id, "prompt": group.prompt.to_json(), "trajectories": []}
+        for trajectory in group.trajectories:
+            rest = {name: value for name, value in vars(trajectory).items() if name not in (*_LISTS, "prompt")}
+            rest["turns"] = [asdict(turn) for turn in trajectory.turns]
+            if trajectory.prompt is not group.prompt and trajectory.prompt != group.prompt:
+                rest["prompt"] = trajectory.prompt.to_json()
+            rest["num_tokens"] = {}
+            for name, code in _LISTS.items():
+                values = getattr(trajectory, name)
+                if values is not None:
+                    rest["num_tokens"][name] = len(values)
+                    lists.append(array(code, values).tobytes())
+            record["trajectories"].append(rest)
+        records.append(record)
+    head = json.dumps(records).encode()
+    return b"".join([len(head).to_bytes(8, "little"), head, *lists])
+
+
+def groups_from_bytes(data: bytes) -> list[Group]:
+    """The groups of `groups_to_bytes`; the trajectories of a group share its prompt."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    groups: list[Group] = []
+    for record in json.loads(data[8:start]):
+        group = Group(record["id"], Prompt.from_json(record["prompt"]))
+        for rest in record["trajectories"]:
+            own_prompt = rest.pop("prompt", None)
+            lists: dict[str, Any] = {"rewards": None}
+            for name, num in rest.pop("num_tokens").items():
+                values = array(_LISTS[name])
+                end = start + num * values.itemsize
+                values.frombytes(data[start:end])
+                start = end
+                lists[name] = [bool(value) for value in values] if name == "loss_mask" else values.tolist()
+            rest["turns"] = [Turn(**turn) for turn in rest["turns"]]
+            prompt = group.prompt if own_prompt is None else Prompt.from_json(own_prompt)
+            group.trajectories.append(Trajectory(prompt=prompt, **lists, **rest))
+        groups.append(group)
+    return groups

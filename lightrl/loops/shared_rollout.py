@@ -1,0 +1,217 @@
+"""SharedRollout: rank 0's rollout controller as every rank sees it: the same groups, drops and errors at the same call.
+
+Rank 0 rolls out; the others wait for its messages on the CPU group, one every second with the progress so far. So no
+collective of the devices is outstanding meanwhile, and an error or Ctrl-C of rank 0 reaches everybody at once, as the
+same exception at the same place.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightrl import errors
+from lightrl.errors import LightRLError, RolloutError
+from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes
+from lightrl.rollout import RolloutController
+from lightrl.rollout.drop_tally import Drop
+from lightrl.strategies import Message, Ranks
+from lightrl.trajectory import Group, Prompt, Sampling
+from lightrl.weights import Bucket
+
+HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
+
+OnWait = Callable[[int, int], None]
+
+
+class _SeenEngine:
+    """What the ranks without an engine know of it."""
+
+    weight_version = -1
+
+
+class SharedRollout:
+    """The controller's methods, called by all ranks together unless they say that they are local.
+
+    Args:
+        controller: on rank 0; None on the others.
+        ranks: who else there is.
+        run_seed, max_staleness: the controller's.
+    """
+
+    def __init__(
+        self, controller: RolloutController | None, ranks: Ranks, *, run_seed: int, max_staleness: int
+    ) -> None:
+        self.controller = controller
+        self.ranks = ranks
+        self.run_seed = run_seed
+        self.max_staleness = max_staleness
+        self._seen_engine = _SeenEngine()
+        self._drops: list[Drop] = []
+        self._group_drops: collections.Counter[str] = collections.Counter()
+        self._progress: dict[str, int] = collections.defaultdict(int)
+        version = ranks.broadcast_json(None if controller is None else controller.engine.weight_version)
+        self._seen_engine.weight_version = version
+
+    @property
+    def engine(self) -> Any:
+        """The engine; on the other ranks something with its `weight_version`."""
+        return self._seen_engine if self.controller is None else self.controller.engine
+
+    # ------------------------------------------------------------------ all ranks together
+
+    def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
+        """As RolloutController.take, with the same groups on each rank."""
+        controller = self.controller
+        if controller is None:
+            return self._follow(on_wait)
+        return self._lead(lambda look: controller.take(weight_version, on_wait=look), on_wait)
+
+    def evaluate(
+        self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
+    ) -> list[Group]:
+        """As RolloutController.evaluate, of rank 0's prompts, with the same groups on each rank."""
+        controller = self.controller
+        if controller is None:
+            return self._follow(on_wait)
+        return self._lead(
+            lambda look: controller.evaluate(prompts, sampling=sampling, num_samples=num_samples, on_wait=look), on_wait
+        )
+
+    def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
+        """As RolloutController.load_weights; every rank takes part in making the buckets, rank 0 loads them.
+
+        Raises:
+            LightRLError: on every rank what the engine raised on rank 0.
+        """
+        if self.controller is None:
+            for _ in buckets:
+                pass
+            self._raise_if_error(self.ranks.receive())
+        else:
+            rest = iter(buckets)
+            with self._telling():
+                try:
+                    self.controller.load_weights(rest, weight_version=weight_version)
+                finally:  # the others are still making buckets
+                    for _ in rest:
+                        pass
+            self.ranks.send(Message("data"))
+        self._seen_engine.weight_version = weight_version
+
+    # ------------------------------------------------------------------ local
+
+    def commit(self) -> None:
+        """Local: the groups of the last `take` have been trained on."""
+        if self.controller is not None:
+            self.controller.commit()
+
+    def drain_drops(self) -> list[Drop]:
+        """Local: the trajectories dropped until the last `take` or `evaluate`."""
+        drops, self._drops = self._drops, []
+        return drops
+
+    def drain_group_drops(self) -> dict[str, int]:
+        """Local: as RolloutController's, until the last `take`."""
+        drops = dict(self._group_drops)
+        self._group_drops.clear()
+        return drops
+
+    def progress(self) -> dict[str, int]:
+        """Local: queue depths, on rank 0 as they are, on the others as of the last `take` or `evaluate`."""
+        return dict(self._progress) if self.controller is None else self.controller.progress()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Local: the controller's on rank 0, from where checkpoints take it; nothing on the others."""
+        return {} if self.controller is None else self.controller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Local: what rank 0's `state_dict` gave, which all ranks have read."""
+        if self.controller is not None:
+            self.controller.load_state_dict(state)
+
+    def close(self) -> None:
+        """Local: ends rank 0's controller."""
+        if self.controller is not None:
+            self.controller.close()
+
+    # ------------------------------------------------------------------ messages
+
+    def _lead(self, roll_out: Callable[[OnWait], list[Group]], on_wait: OnWait | None) -> list[Group]:
+        told_s = time.monotonic()
+
+        def look(done: int, total: int) -> None:
+            nonlocal told_s
+            if on_wait is not None:
+                on_wait(done, total)
+            if time.monotonic() - told_s > HEARTBEAT_S:
+                told_s = time.monotonic()
+                self.ranks.send(Message("waiting", done, total))
+
+        assert self.controller is not None
+        with self._telling():
+            if on_wait is not None:
+                on_wait(0, 0)  # a Ctrl-C from before this call
+            groups = roll_out(look)
+            drops = self.controller.drain_drops()
+            news: dict[str, Any] = {
+                "drops": [[drop.reason, drop.message, drop.prompt_id] for drop in drops],
+                "group_drops": self.controller.drain_group_drops(),
+                "progress": self.controller.progress(),
+            }
+            head = json.dumps(news).encode()
+            payload = len(head).to_bytes(8, "little") + head + groups_to_bytes(groups)
+        self.ranks.send(Message("data", payload=payload))
+        self._drops += drops
+        self._group_drops.update(news["group_drops"])
+        return groups
+
+    def _follow(self, on_wait: OnWait | None) -> list[Group]:
+        while True:
+            message = self.ranks.receive()
+            self._raise_if_error(message)
+            if message.kind == "data":
+                break
+            if on_wait is not None:
+                on_wait(message.done, message.total)
+        end = 8 + int.from_bytes(message.payload[:8], "little")
+        news = json.loads(message.payload[8:end])
+        self._drops += [Drop(*drop) for drop in news["drops"]]
+        self._group_drops.update(news["group_drops"])
+        self._progress = news["progress"]
+        return groups_from_bytes(message.payload[end:])
+
+    @contextlib.contextmanager
+    def _telling(self) -> Any:
+        """On rank 0: what is raised inside is told to the others, too."""
+        try:
+            yield
+        except BaseException as error:
+            kind = "stop" if isinstance(error, KeyboardInterrupt | SIGTERMException) else "error"
+            text = json.dumps([type(error).__name__, str(error)]).encode()
+            self.ranks.send(Message(kind, payload=text))  # type: ignore[arg-type]
+            error.__dict__["is_on_all_ranks"] = True
+            raise
+
+    def _raise_if_error(self, message: Message) -> None:
+        if message.kind not in ("error", "stop"):
+            return
+        name, text = json.loads(message.payload)
+        error: BaseException
+        if message.kind == "stop":
+            error = SIGTERMException() if name == "SIGTERMException" else KeyboardInterrupt()
+        else:
+            error = _error_class(name)(f"Rank 0 raised {name}: {text}")
+        error.__dict__["is_on_all_ranks"] = True
+        raise error
+
+
+def _error_class(name: str) -> type[LightRLError]:
+    kind = getattr(errors, name, RolloutError)
+    return kind if isinstance(kind, type) and issubclass(kind, LightRLError) else RolloutError
