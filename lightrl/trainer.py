@@ -30,7 +30,7 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.data import prompt_source
-from lightrl.loops import ResumeCheck, RolloutLoop
+from lightrl.loops import ResumeCheck, RolloutLoop, SharedRollout
 from lightrl.models import ModelSpec
 from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, Judge, make_judge
@@ -90,7 +90,7 @@ class Trainer(L.Trainer):
         super().__init__(callbacks=list(given), log_every_n_steps=log_every_n_steps, **kwargs)
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
-        self.rollout: RolloutController | None = None  # while a stage of an RLModule runs
+        self.rollout: RolloutController | SharedRollout | None = None  # while a stage of an RLModule runs
         self._judge: Judge | None = None
         self._engine_is_open = False
         self._muted: list[Any] = []  # checkpoint callbacks that must not save the exception that ended the last stage
@@ -179,16 +179,18 @@ class Trainer(L.Trainer):
             self._muted.pop().save_on_exception = True
         try:
             try:
-                is_dry_run = bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING
+                is_dry_run = bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING and self.world_size == 1
                 resume_check = ResumeCheck(self) if is_dry_run else None
                 self._open_rollout(module)
-                results = super()._run_stage()
+                with self.rollout_loop.interrupts():
+                    results = super()._run_stage()
                 if resume_check is not None:
                     resume_check.run()
             finally:
                 # Not left to `_teardown`: it is skipped where a callback's `on_exception` raises.
                 self._close_rollout()
-        except BaseException:
+        except BaseException as error:
+            self.rollout_loop.note_failure(error)
             self._mute_checkpoints()  # after the close, which may find that the rollout's state cannot be had
             raise
         return results
@@ -261,6 +263,30 @@ class Trainer(L.Trainer):
             if num_iterations != float("inf"):
                 total_groups = int(num_iterations) * groups_per_iteration
             self._check_sizes(module, groups_per_iteration)
+        folder = Path(self.log_dir or self.default_root_dir)  # on all ranks: it is a collective
+        controller: RolloutController | None = None
+        if self.is_global_zero:
+            controller = self._start_rollout(
+                module,
+                None if self.fast_dev_run else folder / "failed_rewards.jsonl",
+                sampling=sampling,
+                groups_per_iteration=groups_per_iteration,
+                prompts=prompts,
+                total_groups=total_groups,
+            )
+        ranks = self.rollout_loop.ranks
+        if ranks.size == 1:
+            self.rollout = controller
+        else:
+            bound = staleness.max_staleness
+            self.rollout = SharedRollout(controller, ranks, run_seed=self.run_seed, max_staleness=bound)
+        if is_fit:
+            self.rollout_loop.restore_rollout()
+        self._say_what_runs(module, staleness.max_staleness, groups_per_iteration if is_fit else None)
+
+    def _start_rollout(self, module: RLModule, failures: Path | None, **settings: Any) -> RolloutController:
+        """Judge, engine and controller; on rank 0 only."""
+        staleness = self._one_of(StalenessControl)
         self._judge = make_judge(
             module.reward_source if module.reward_source is not None else module.reward,
             workers=module.reward_workers,
@@ -269,24 +295,19 @@ class Trainer(L.Trainer):
             recycle_after=module.reward_recycle_after,
             search_paths=[str(Path.cwd())],
         )
-        if not self.fast_dev_run:
-            folder = Path(self.log_dir or self.default_root_dir)
-            self._judge = FailureLog(self._judge, folder / "failed_rewards.jsonl")
+        if failures is not None:
+            self._judge = FailureLog(self._judge, failures)
         self._judge.start()
         if self.engine is None:
             self.engine = LocalEngine()
         self.engine.start(module.policy_config)
         self._engine_is_open = True
-        self.rollout = RolloutController(
+        return RolloutController(
             self.engine,
             module.configure_workflow(),
             self._judge,
-            sampling=sampling,
             run_seed=self.run_seed,
             group_size=module.group_size,
-            groups_per_iteration=groups_per_iteration,
-            prompts=prompts,
-            total_groups=total_groups,
             max_staleness=staleness.max_staleness,
             max_concurrent=staleness.max_concurrent,
             redraw_stragglers=staleness.redraw_stragglers,
@@ -294,10 +315,8 @@ class Trainer(L.Trainer):
             loop_timeout_s=staleness.loop_timeout_s,
             max_failed_fraction=module.max_failed_fraction,
             **self._choice_of_groups(),
+            **settings,
         )
-        if is_fit:
-            self.rollout_loop.restore_rollout()
-        self._say_what_runs(module, staleness.max_staleness, groups_per_iteration if is_fit else None)
 
     def _say_what_runs(self, module: RLModule, max_staleness: int, groups_per_iteration: int | None) -> None:
         """What follows from the settings and cannot be set: printed, so that nobody has to guess it."""
@@ -343,7 +362,7 @@ class Trainer(L.Trainer):
                 stack.callback(self._close_controller, self.rollout)
                 self.rollout_loop.keep_rollout()
 
-    def _close_controller(self, rollout: RolloutController) -> None:
+    def _close_controller(self, rollout: RolloutController | SharedRollout) -> None:
         rollout.close()
         self.rollout = None
 

@@ -241,8 +241,23 @@ class RolloutLoop(_AutomaticOptimization):
     def begin(self) -> None:
         """A stage begins: forgets what an earlier one, which may have failed, left behind."""
         self.gate.is_held = False
+        self.gate.is_terminated = False
         self.why_no_checkpoint = None
         self._is_restored = False
+
+    @contextlib.contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """Inside, Ctrl-C and SIGTERM end all ranks at the same place."""
+        if self.ranks.size == 1:
+            yield
+            return
+        with self.gate.held_back_on_all_ranks(is_main=self.ranks.is_main):
+            yield
+
+    def note_failure(self, error: BaseException) -> None:
+        """A rank that fails alone cannot save what is spread over all of them."""
+        if self.ranks.size > 1 and not getattr(error, "is_on_all_ranks", False):
+            self.why_no_checkpoint = f"rank {self.ranks.rank} failed and the others did not"
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         trainer: Any = self.trainer
