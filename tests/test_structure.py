@@ -17,14 +17,15 @@ FLOORS = [
     {"experience", "functional"},
     {"rewards", "weights"},
     {"rollout"},
+    {"lora"},
     {"dataflow", "models"},
     {"model_folder"},
     {"module", "data", "strategies"},
     {"algorithms", "loops", "callbacks"},
-    {"trainer", "export"},
+    {"trainer"},
     {"config_errors"},
     {"cli"},
-    {"doctor"},
+    {"doctor", "export"},
     {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
