@@ -6,9 +6,9 @@ import copy
 import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the policy says about an Experience, aligned to its tokens; both carry the gradient where it is wanted."""
+    """What a model says about an Experience, aligned to its tokens; all carry the gradient where it is wanted.
+
+    A critic of its own says nothing about tokens: its logprobs and entropy are 0.
+    """
 
     logprobs: Tensor  # [B, T], nats, of `token_ids`; 0 at position 0
     entropy: Tensor  # [B, T], nats, of the distribution that `token_ids[b, t]` was drawn from
-    values: Tensor | None = None  # [B, T], with a critic, of the state before the token was drawn
-    scores: Tensor | None = None  # [B], of a reward model
+    values: Tensor | None = None  # [B, T], with a scalar head: of the state before `token_ids[b, t]` was drawn
     teacher_topk: Tensor | None = None  # with a teacher
 
 
@@ -63,6 +65,11 @@ class ModelSpec:
         attn_implementation: as in transformers; None is its default.
         seed: of the random weights when `config` is given; None is that of `seed_everything`.
         trust_remote_code: runs the Python code of a hub repository; think before you say true.
+        head: `vocabulary` for a language model; `scalar` for a critic or a reward model, one number per position, which
+            `AutoModelForSequenceClassification` loads. A checkpoint without such a head gets one that says 0.
+        frozen: this role is not trained, though the algorithm trains it by default.
+        lr: learning rate of this role; None is the module's.
+        offload: between uses the model waits in CPU memory; for roles that are not trained.
     """
 
     path: str | None = None
@@ -73,6 +80,10 @@ class ModelSpec:
     seed: int | None = None
     trust_remote_code: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of `from_pretrained`
+    head: Literal["vocabulary", "scalar"] = "vocabulary"
+    frozen: bool = False
+    lr: float | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -113,6 +124,8 @@ class ModelSpec:
 
     def load_model(self) -> PreTrainedModel:
         """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree)."""
+        if self.head == "scalar":
+            return self._load_scalar_model()
         from transformers import AutoModelForCausalLM
 
         dtype = getattr(torch, self.dtype or "float32")
@@ -129,6 +142,44 @@ class ModelSpec:
             )
         return model.eval()
 
+    def _load_scalar_model(self) -> PreTrainedModel:
+        """With a linear head `score` of one number; zeros, if the checkpoint has none."""
+        from transformers import AutoModelForSequenceClassification
+
+        body = replace(self, head="vocabulary").load_model() if self.config is not None else None
+        options: dict[str, Any] = {"dtype": getattr(torch, self.dtype or "float32"), **self.options}
+        if self.attn_implementation is not None:
+            options["attn_implementation"] = self.attn_implementation
+        if body is not None:  # random weights: the body is the one that a language model of this config and seed has
+            config = self.load_config()
+            config.num_labels = 1
+            with torch.random.fork_rng(devices=[]):
+                model = AutoModelForSequenceClassification.from_config(config, **options)
+            model.base_model.load_state_dict(body.base_model.state_dict())
+            is_fresh = True
+        else:
+            with torch.random.fork_rng(devices=[]):
+                model, found = AutoModelForSequenceClassification.from_pretrained(
+                    self.path,
+                    num_labels=1,
+                    use_safetensors=True,
+                    trust_remote_code=self.trust_remote_code,
+                    output_loading_info=True,
+                    **options,
+                )
+            is_fresh = any(name.startswith("score.") for name in found["missing_keys"])
+        head = scalar_head(model)
+        if head is None:
+            raise ValueError(
+                f"{type(model).__name__} has no linear layer `score`, expected one for a critic or a reward model. Use "
+                "a decoder such as Qwen3 or Llama."
+            )
+        if is_fresh:
+            with torch.no_grad():
+                for parameter in head.parameters():
+                    parameter.zero_()
+        return model.eval()
+
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -143,6 +194,12 @@ class ModelSpec:
                 f"tokenizer {source!r} returned {type(tokenizer).__name__}, expected a Hugging Face tokenizer."
             )
         return tokenizer
+
+
+def scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
+    """The layer that makes one number of a position's hidden state; None for a language model."""
+    head = getattr(model, "score", None)
+    return head if isinstance(head, torch.nn.Linear) and head.out_features == 1 else None
 
 
 def _looks_local(path: str) -> bool:

@@ -83,47 +83,48 @@ def accept_changes(before: Experience, changed: Experience) -> Experience:
 def _infer(module: RLModule, call: ModelCall, experience: Experience) -> dict[str, Tensor]:
     """One forward over all trajectories: what the call's outputs stand for, rows in order, float32.
 
-    Values come with the value of the state after a truncated end, if the call gives `bootstrap_values`.
+    `values` are a critic's, [B, T], and `bootstrap_values` the one of the state after a truncated end, [B]. Any other
+    output is the number of a scalar head after the last token, [B], or the logprobs of a language model, [B, T].
     """
-    seen = _with_a_position_more(experience) if "bootstrap_values" in call.outputs else experience
+    role, key = call.role or "policy", call.outputs[0]
+    scores_ends = key != "values" and module.models()[role].head == "scalar"
+    seen = experience
+    if scores_ends:
+        seen = _with_an_end(experience, torch.ones_like(experience.is_truncated))
+    elif "bootstrap_values" in call.outputs:
+        seen = _with_an_end(experience, experience.is_truncated)
     rows, parts = seen.microbatch_rows(call.microbatch_tokens or module.microbatch_tokens)
-    outputs = module.parallel_models[call.role or "policy"].forward(parts)
-    key = call.outputs[0]
+    outputs = module.parallel_models[role].forward(parts)
     # The dtype is spelled out because half precision changes the default, and bfloat16 would round the logprobs.
-    result: Tensor | None = None
+    result = torch.zeros(seen.token_ids.shape, dtype=torch.float32, device=seen.token_ids.device)
     for index, output in zip(rows, outputs, strict=True):
-        scored = output.logprobs if output.scores is None else output.scores
-        found = output.values if key == "values" else scored
+        found = output.values if scores_ends or key == "values" else output.logprobs
         if found is None:
             raise ValueError(
-                f"Model call {call.name!r} gives {key!r}, but the model of {call.role!r} has no such head."
+                f"Model call {call.name!r} gives {key!r}, but the model of {role!r} has no values. Mend its role."
             )
-        if result is None:
-            shape = seen.token_ids.shape if found.dim() == 2 else seen.rewards.shape
-            result = torch.zeros(shape, dtype=torch.float32, device=seen.token_ids.device)
-        if found.dim() == 2:
-            result[index, : found.shape[1]] = found.float()
-        else:
-            result[index] = found.float()
-    assert result is not None
+        result[index, : found.shape[1]] = found.float()
     if seen is experience:
         return {key: result}
-    bootstrap = result.gather(1, experience.lengths[:, None])[:, 0]
+    at_end = result.gather(1, experience.lengths[:, None])[:, 0]
+    if scores_ends:
+        return {key: at_end}
     values = torch.where(experience.loss_mask, result[:, :-1], 0.0)
-    return {key: values, "bootstrap_values": torch.where(experience.is_truncated, bootstrap, 0.0)}
+    return {"values": values, "bootstrap_values": torch.where(experience.is_truncated, at_end, 0.0)}
 
 
-def _with_a_position_more(experience: Experience) -> Experience:
-    """With a token after the end of truncated trajectories, which trains: the state before it is that after the end."""
+def _with_an_end(experience: Experience, has_end: Tensor) -> Experience:
+    """With one more token on the rows of `has_end`, bool [B]: the state before it is that after the trajectory."""
     width = experience.token_ids.shape[1]
-    tensors = {
+    tensors: dict[str, Any] = {
         name: torch.nn.functional.pad(value, (0, 1), value=-1 if name == "weight_versions" else 0)
         for name, value in experience.tensors().items()
-        if value.dim() == 2 and name not in experience.extras
+        if value.dim() == 2 and name in ROLLOUT_FIELDS
     }
     at_end = torch.arange(width + 1, device=experience.token_ids.device) == experience.lengths[:, None]
-    tensors["loss_mask"] = tensors["loss_mask"] | (at_end & experience.is_truncated[:, None])
-    return replace(experience, **tensors, lengths=experience.lengths + experience.is_truncated, extras={})
+    tensors["loss_mask"] = tensors["loss_mask"] | (at_end & has_end[:, None])
+    others = {name: getattr(experience, name) for name in ("rewards", "group_ids", "is_truncated")}
+    return Experience(**others, **tensors, lengths=experience.lengths + has_end)
 
 
 def _own_outputs(call: ModelCall, result: Any, experience: Experience) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, ranks_of
 from lightrl.strategies.single import LogprobSettings, SingleModel
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 __all__ = [
@@ -54,11 +55,13 @@ def check_strategy(strategy: Strategy) -> None:
         )
 
 
-def parallel_model(strategy: Strategy, model: PreTrainedModel, settings: LogprobSettings) -> ParallelModel:
-    """The ParallelModel of this model under this strategy."""
+def parallel_model(
+    strategy: Strategy, model: PreTrainedModel, settings: LogprobSettings, *, value_head: torch.nn.Linear | None = None
+) -> ParallelModel:
+    """The ParallelModel of this model under this strategy; with `value_head` its body bears a critic too."""
     check_strategy(strategy)
     make = getattr(strategy, "parallel_model", None)
-    if make is not None:
-        made: ParallelModel = make(model, settings)
-        return made
-    return SingleModel(model, settings)
+    if make is None:
+        return SingleModel(model, settings, value_head=value_head)
+    made: ParallelModel = make(model, settings) if value_head is None else make(model, settings, value_head=value_head)
+    return made

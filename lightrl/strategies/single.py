@@ -25,7 +25,7 @@ from lightrl.functional import (
     rectangles,
     token_logprobs,
 )
-from lightrl.models import Backward, LossFunction, Outputs
+from lightrl.models import Backward, LossFunction, Outputs, scalar_head
 from lightrl.strategies.probes import can_pack, can_share_prefixes, head_is_plain
 from lightrl.strategies.shared_prefix import SharedPrompt, find_shared_prompts, shared_prefix_hidden, sharing_costs
 from lightrl.weights import Bucket, bucketed
@@ -60,17 +60,33 @@ class SingleModel:
         model: with a body (`base_model`) and an output head without further arithmetic, which a probe checks; for
             other models the logits come from the model itself, one rectangle at a time.
         settings: what the engine does to the logits.
+        value_head: a critic's, on the body of this policy; a critic of its own has its head, `score`, in the model.
         form: how the padding is removed; None chooses, for each microbatch, the cheapest that is exact for this model.
 
     Raises:
-        ValueError: if the model does not allow `form`.
+        ValueError: if the model does not allow `form`, or no head on its body.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: LogprobSettings, *, form: Form | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: LogprobSettings,
+        *,
+        value_head: torch.nn.Linear | None = None,
+        form: Form | None = None,
+    ) -> None:
         self.model = model
         self.settings = settings
         self.form = form
-        self.head_is_plain = head_is_plain(model)
+        own_head = scalar_head(model)
+        self.value_head = value_head if own_head is None else own_head
+        self.has_logprobs = own_head is None
+        self.head_is_plain = not self.has_logprobs or head_is_plain(model)
+        if self.value_head is not None and not self.head_is_plain:
+            raise ValueError(
+                f"A critic cannot share the body of {type(model).__name__}, whose head is more than a matrix product, "
+                "expected a critic of its own. Give critic= a checkpoint."
+            )
         self.can_share_prefixes = self.head_is_plain and can_share_prefixes(model)
         self.can_pack = self.head_is_plain and can_pack(model)
         allowed = {"rectangles": True, "shared_prefix": self.can_share_prefixes, "packed": self.can_pack}
@@ -93,22 +109,33 @@ class SingleModel:
         return bucketed(self.model.named_parameters(), bucket_bytes)
 
     def _outputs(self, experience: Experience) -> Outputs:
-        read = self._read_hidden if self.head_is_plain else self._read_logits
-        rows, columns, logprobs, entropy = read(experience)
         shape = experience.token_ids.shape
-        return Outputs(
-            logprobs=aligned_to_tokens(logprobs, rows, columns, shape),
-            entropy=aligned_to_tokens(entropy, rows, columns, shape),
-        )
-
-    def _read_hidden(self, experience: Experience) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Predicting positions (rows [N], columns [N]); logprob [N] and entropy [N] of the tokens predicted there."""
+        if not self.head_is_plain:
+            rows, columns, logprobs, entropy = self._read_logits(experience)
+            return Outputs(
+                logprobs=aligned_to_tokens(logprobs, rows, columns, shape),
+                entropy=aligned_to_tokens(entropy, rows, columns, shape),
+            )
         parts = list(self._hidden(experience))
-        rows, columns = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        rows, columns, hidden = (torch.cat([part[index] for part in parts]) for index in range(3))
+        zeros = torch.zeros(shape, device=hidden.device)
+        logprobs, entropy, values = zeros, zeros, None
+        if self.has_logprobs:
+            found = self._read_hidden(experience, rows, columns, hidden)
+            logprobs, entropy = (aligned_to_tokens(part, rows, columns, shape) for part in found)
+        if self.value_head is not None:
+            # What predicts a token is the state before it was drawn.
+            values = aligned_to_tokens(self.value_head(hidden)[:, 0].float(), rows, columns, shape)
+        return Outputs(logprobs=logprobs, entropy=entropy, values=values)
+
+    def _read_hidden(
+        self, experience: Experience, rows: Tensor, columns: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logprob [N] and entropy [N] of the tokens that the positions (rows [N], columns [N]) predict."""
         head = self.model.get_output_embeddings()
         masked = _stops_are_masked(experience.weight_versions, self.settings.min_new_tokens)
-        logprobs, entropy = hidden_logprobs(
-            torch.cat([part[2] for part in parts]),
+        return hidden_logprobs(
+            hidden,
             head.weight,
             head.bias,
             predicted_token_ids(experience.token_ids, rows, columns),
@@ -117,7 +144,6 @@ class SingleModel:
             masked_ids=self._masked_ids(experience) if masked is not None else None,
             masked_rows=predicted_token_ids(masked, rows, columns) if masked is not None else None,
         )
-        return rows, columns, logprobs, entropy
 
     def _hidden(self, experience: Experience) -> Iterator[_Part]:
         """Rows [N], columns [N] and hidden states [N, H] of the predicting positions."""
