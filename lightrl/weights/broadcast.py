@@ -52,7 +52,9 @@ class BroadcastGroup:
         group_name: Any = name  # torch's GroupName, a str
         timeout = timedelta(seconds=timeout_s)
         with self._translated("did not come together"):
-            store = c10d.TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True
+            )
             self._group, _ = c10d._new_process_group_helper(
                 world_size, rank, [], backend, c10d.PrefixStore(name, store), group_name=group_name, timeout=timeout
             )

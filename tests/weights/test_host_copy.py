@@ -25,9 +25,9 @@ def test_the_next_copy_uses_the_storage_of_the_one_before():
     assert first == second
 
 
-def test_a_copy_that_was_not_finished_has_no_version():
+def test_a_copy_without_its_last_bucket_has_no_version():
     copy = HostCopy()
     copy.take(buckets(parameters()), 0)
-    copy.begin()
+    copy.begin(1)
     copy.add(next(buckets(parameters())))
     assert copy.weight_version == -1
