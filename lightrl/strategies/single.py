@@ -133,7 +133,7 @@ class SingleModel:
     ) -> tuple[Tensor, Tensor]:
         """Logprob [N] and entropy [N] of the tokens that the positions (rows [N], columns [N]) predict."""
         head = self.model.get_output_embeddings()
-        masked = _stops_are_masked(experience.weight_versions, self.settings.min_new_tokens)
+        masked = stops_are_masked(experience.weight_versions, self.settings.min_new_tokens)
         return hidden_logprobs(
             hidden,
             head.weight,
@@ -191,7 +191,7 @@ class SingleModel:
 
     def _read_logits(self, experience: Experience) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `_read_hidden`, from the model's own logits, for heads that do more than a matrix product."""
-        masked = _stops_are_masked(experience.weight_versions, self.settings.min_new_tokens)
+        masked = stops_are_masked(experience.weight_versions, self.settings.min_new_tokens)
         found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for picked, token_ids in self._token_rectangles(experience):
             width = token_ids.shape[1] + 1
@@ -214,7 +214,7 @@ class SingleModel:
         return torch.tensor(self.settings.stop_token_ids, dtype=torch.int64, device=experience.token_ids.device)
 
 
-def _stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:
+def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:
     """[B, T], True where the engine could not draw a stop token: the first `min_new_tokens` of each turn.
 
     From the versions, which tell what the policy wrote: a callback may have taken tokens out of the loss mask since.
