@@ -12,7 +12,7 @@ Reading order:
     buffer.py        what may start and what may be trained on: pure functions
     prompt_cursor.py which prompt comes next; by a curriculum, which are passed over
     group_filter.py, drop_tally.py  which judged groups are dropped and replaced; how many may be
-    controller.py    keeps groups in flight and hands over batches
+    controller.py    keeps groups in flight and hands over batches; recorded.py hands over those of an earlier run
       loop_thread.py   its event loop, and the ways across from the main thread
       trajectory_task.py  playing and judging one trajectory
     fake_engine.py   deterministic, slow or broken on request, for tests
@@ -20,25 +20,64 @@ Reading order:
     running_batch.py   its slots: rows that decode together, join and leave
     decoder.py, fast_decoder.py  what it decodes with: any Hugging Face model; Llama's shape, faster
     sampler.py         logits to tokens and logprobs, one uniform number each
-    sglang_client.py what one SGLang server is asked over HTTP
+    sglang_engine.py rollouts by SGLang servers
+      server_pool.py, sglang_client.py  which server is asked; what one is asked over HTTP
+      sglang_server.py, sglang_command.py, server_watch.py, server_fleet.py  server processes, ended and restarted
+    fake_server.py   a process that speaks SGLang's interface and fails on request; fake_server_process.py starts it
+      fake_server_script.py, fake_server_model.py  what it answers: by rule, or with a LocalEngine
 
 May import: errors, trajectory, experience, functional, rewards, weights. To add an engine: fulfil RolloutEngine and run
 tests/rollout/engine_contract.py on it.
 """
 
-from lightrl.rollout.agent_workflow import AgentWorkflow
-from lightrl.rollout.controller import RolloutController
-from lightrl.rollout.engine import Completion, RolloutEngine
-from lightrl.rollout.environment import Environment, RetryWithFeedback
-from lightrl.rollout.fake_engine import FakeEngine
-from lightrl.rollout.group_filter import GroupFilter
-from lightrl.rollout.local_engine import LocalEngine
-from lightrl.rollout.multi_turn import MultiTurn
-from lightrl.rollout.prompt_cursor import Curriculum
-from lightrl.rollout.tools import ToolEnvironment
-from lightrl.rollout.workflow import SingleTurn, Workflow
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightrl.rollout.agent_workflow import AgentWorkflow
+    from lightrl.rollout.controller import RolloutController
+    from lightrl.rollout.engine import Completion, RolloutEngine
+    from lightrl.rollout.environment import Environment, RetryWithFeedback
+    from lightrl.rollout.fake_engine import FakeEngine
+    from lightrl.rollout.fake_server_process import FakeServerProcess
+    from lightrl.rollout.group_filter import GroupFilter
+    from lightrl.rollout.local_engine import LocalEngine
+    from lightrl.rollout.multi_turn import MultiTurn
+    from lightrl.rollout.prompt_cursor import Curriculum
+    from lightrl.rollout.recorded import RecordedRollout
+    from lightrl.rollout.tools import ToolEnvironment
+    from lightrl.rollout.workflow import SingleTurn, Workflow
+
+# Loaded when first used: the fake server with a script starts without torch.
+_HOMES = {
+    "AgentWorkflow": "agent_workflow",
+    "Completion": "engine",
+    "Curriculum": "prompt_cursor",
+    "Environment": "environment",
+    "FakeEngine": "fake_engine",
+    "FakeServerProcess": "fake_server_process",
+    "GroupFilter": "group_filter",
+    "LocalEngine": "local_engine",
+    "MultiTurn": "multi_turn",
+    "RecordedRollout": "recorded",
+    "RetryWithFeedback": "environment",
+    "RolloutController": "controller",
+    "RolloutEngine": "engine",
+    "SingleTurn": "workflow",
+    "ToolEnvironment": "tools",
+    "Workflow": "workflow",
+}
 
 __all__ = [
-    "AgentWorkflow", "Completion", "Curriculum", "Environment", "FakeEngine", "GroupFilter", "LocalEngine", "MultiTurn",
-    "RetryWithFeedback", "RolloutController", "RolloutEngine", "SingleTurn", "ToolEnvironment", "Workflow",
+    "AgentWorkflow", "Completion", "Curriculum", "Environment", "FakeEngine", "FakeServerProcess", "GroupFilter",
+    "LocalEngine", "MultiTurn", "RecordedRollout", "RetryWithFeedback", "RolloutController", "RolloutEngine",
+    "SingleTurn", "ToolEnvironment", "Workflow",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,9 +1,9 @@
 """SGLangClient: what one SGLang server is asked over HTTP; each question has a deadline, each failure names the server.
 
 The paths and fields are those of SGLang 0.5.21 and later; an older server has no bracket around weight updates, which
-`begin_weight_update` tells. Connection errors, answers of 5xx and answers that are no JSON are asked again, after a wait
-that doubles, where asking twice does no harm; answers of 4xx never. Generation and control have connections of their
-own, so that a pause never stands in line behind 4,096 generations.
+`begin_weight_update` tells. Connection errors, answers of 5xx and answers that are no JSON are asked again, after a
+wait that doubles, where asking twice does no harm; answers of 4xx never. Generation and control have their own
+connections, so that a pause never stands in line behind 4,096 generations.
 """
 
 from __future__ import annotations

@@ -1,0 +1,166 @@
+"""What the fake server answers with when it has no model: tokens and logprobs by rule, at the pace you ask for.
+
+Imports no torch, so that a server starts in a fraction of a second. Token i is a hash of (seed, i), uniform over the
+vocabulary, each with the logprob -log V: those of a policy that gives every token the same logit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = 0xBF58476D1CE4E5B9
+_MASK = 2**64 - 1
+
+
+class LoadRefused(Exception):
+    """The weights are not taken; the old ones stay."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One completion on its way; the lists grow as tokens are written."""
+
+    rid: str
+    prompt: list[int]
+    params: Mapping[str, Any]  # SGLang's sampling_params, with its defaults filled in
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    is_aborted: bool = False
+    num_retractions: int = 0
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ServedModel(Protocol):
+    """What writes the completions behind the fake server's HTTP."""
+
+    vocab_size: int
+    max_context: int
+    eos_token_ids: frozenset[int]
+    version: str  # of the weights that write now
+
+    async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
+        """Appends to the run's lists until it ends or is aborted; stands still while paused."""
+        ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def load_folder(self, folder: str, version: str | None) -> None:
+        """Takes the weights of a safetensors folder, or raises LoadRefused."""
+        ...
+
+    async def load_tensors(self, tensors: Any, version: str | None) -> None:
+        """Takes (name, tensor) pairs, maybe not all, or raises LoadRefused."""
+        ...
+
+    def checksums(self) -> dict[str, str]: ...
+
+
+class ScriptedModel:
+    """No model: tokens by rule.
+
+    Args:
+        vocab_size, max_context: as a model's.
+        delay_s: before the first token.
+        seconds_per_token: pace; 0 writes all tokens at once after the delay.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 1000,
+        max_context: int = 2**20,
+        delay_s: float = 0.0,
+        seconds_per_token: float = 0.0,
+        version: str = "default",
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_context = max_context
+        self.delay_s = delay_s
+        self.seconds_per_token = seconds_per_token
+        self.eos_token_ids: frozenset[int] = frozenset()
+        self.version = version
+        self._sums: dict[str, str] = {"script": "0"}
+        self._running = asyncio.Event()
+        self._running.set()
+
+    async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
+        params = run.params
+        seed = 42 if params.get("sampling_seed") is None else int(params["sampling_seed"])
+        longest = int(params["max_new_tokens"])
+        stops = frozenset() if params["ignore_eos"] else frozenset(params["stop_token_ids"] or ()) | self.eos_token_ids
+        logprob = 0.0 if params["temperature"] == 0 else -math.log(self.vocab_size)
+        if self.delay_s > 0:
+            await asyncio.sleep(self.delay_s)
+        for position in range(longest):
+            if self.seconds_per_token > 0:
+                await asyncio.sleep(self.seconds_per_token)
+            if not self._running.is_set():
+                await self._running.wait()
+            if run.is_aborted:
+                return "abort"
+            token = self._token(run.prompt, seed, position, params["temperature"] == 0)
+            if position < params["min_new_tokens"]:
+                while token in stops:
+                    token = (token + 1) % self.vocab_size
+            run.token_ids.append(token)
+            run.logprobs.append(logprob)
+            run.versions.append(self.version)
+            if token in stops:
+                return "stop"
+        return "length"
+
+    async def pause(self) -> None:
+        self._running.clear()
+
+    async def resume(self) -> None:
+        self._running.set()
+
+    async def load_folder(self, folder: str, version: str | None) -> None:
+        self._sums = await asyncio.to_thread(_read_sums, folder)
+        self.version = version or self.version
+
+    async def load_tensors(self, tensors: Any, version: str | None) -> None:
+        raise LoadRefused("A fake server with a script takes no tensors, start it with --model-path.")
+
+    def checksums(self) -> dict[str, str]:
+        return self._sums
+
+    def _token(self, prompt: Sequence[int], seed: int, position: int, is_greedy: bool) -> int:
+        start = sum(prompt) if is_greedy else seed
+        mixed = (start * _MIX + (position + 1) * _GOLDEN) & _MASK
+        mixed = ((mixed ^ (mixed >> 29)) * _MIX) & _MASK
+        return (mixed >> 17) % self.vocab_size
+
+
+def _read_sums(folder: str) -> dict[str, str]:
+    """A hash of each tensor's bytes in a safetensors folder; refuses what is cut short."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise LoadRefused(f"{folder} has no safetensors file.")
+    sums: dict[str, str] = {}
+    for file in files:
+        content = file.read_bytes()
+        try:
+            start = 8 + int.from_bytes(content[:8], "little")
+            header = json.loads(content[8:start])
+        except ValueError as error:
+            raise LoadRefused(f"{file} is no safetensors file: {error}") from error
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            first, last = entry["data_offsets"]
+            if start + last > len(content):
+                raise LoadRefused(f"{file} ends within {name}.")
+            sums[name] = hashlib.blake2b(content[start + first : start + last], digest_size=16).hexdigest()
+    return sums
