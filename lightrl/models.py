@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -123,7 +125,13 @@ class ModelSpec:
         return AutoConfig.for_model(values.pop("model_type"), **values)
 
     def load_model(self) -> PreTrainedModel:
-        """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree)."""
+        """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree).
+
+        Inside `models_made_by` it is what that function makes, which may have no weights yet.
+        """
+        make = _MAKE.get()
+        if make is not None:
+            return make(self)
         if self.head == "scalar":
             return self._load_scalar_model()
         from transformers import AutoModelForCausalLM
@@ -194,6 +202,20 @@ class ModelSpec:
                 f"tokenizer {source!r} returned {type(tokenizer).__name__}, expected a Hugging Face tokenizer."
             )
         return tokenizer
+
+
+# What makes models instead of ModelSpec itself.
+_MAKE: ContextVar[Callable[[ModelSpec], PreTrainedModel] | None] = ContextVar("make_model", default=None)
+
+
+@contextlib.contextmanager
+def models_made_by(make: Callable[[ModelSpec], PreTrainedModel]) -> Iterator[None]:
+    """Inside, `ModelSpec.load_model` gives what `make` gives: for strategies that spread models over processes."""
+    token = _MAKE.set(make)
+    try:
+        yield
+    finally:
+        _MAKE.reset(token)
 
 
 def scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:

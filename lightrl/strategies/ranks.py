@@ -61,6 +61,10 @@ class Ranks:
         """The largest of all ranks' values."""
         return value
 
+    def max_each(self, values: list[int]) -> list[int]:
+        """The largest of all ranks' values, place by place; every rank gives as many."""
+        return values
+
     def sum_metrics(self, sums: dict[str, Tensor], weights: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Sums by name over dp ranks, which have the same names; and their weights, which are those of all ranks."""
         if self.dp_size > 1 and sums:
@@ -172,9 +176,12 @@ class ProcessRanks(Ranks):
         return there.to(tensor.device)
 
     def max(self, value: int) -> int:
-        there = torch.tensor(value)
+        return self.max_each([value])[0]
+
+    def max_each(self, values: list[int]) -> list[int]:
+        there = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(there, dist.ReduceOp.MAX, group=self._control_group)
-        return int(there)
+        return there.tolist()
 
     def gather_rows(self, values: Tensor, experience: Experience, unit: LossUnit = "trajectory") -> Tensor:
         if self.dp_size == 1:

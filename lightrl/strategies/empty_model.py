@@ -1,0 +1,169 @@
+"""Models without memory, and their weights: rank 0 reads one tensor at a time, every rank keeps its shard.
+
+So a model that no rank has room for can be trained. Buffers are made as always: they are small, and those that are not
+saved (the angles of rotary embeddings) would be garbage after a birth on the meta device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightrl.models import ModelSpec, models_made_by
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+_SPEC = "lightrl_spec"  # attribute of a model without weights: where they come from
+
+
+@contextlib.contextmanager
+def empty_models() -> Iterator[None]:
+    """Inside, `ModelSpec.load_model` gives models whose parameters are on the meta device."""
+    with models_made_by(empty_model):
+        yield
+
+
+def empty_model(spec: ModelSpec) -> PreTrainedModel:
+    """The model of `spec` with its buffers and without its weights, which `fill_model` brings."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+
+    options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype or "float32")}
+    if spec.attn_implementation is not None:
+        options["attn_implementation"] = spec.attn_implementation
+    config = spec.load_config()
+    kind = AutoModelForCausalLM
+    if spec.head == "scalar":
+        kind, config.num_labels = AutoModelForSequenceClassification, 1
+    with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = kind.from_config(config, trust_remote_code=spec.trust_remote_code, **options)
+    if spec.path is not None:
+        with contextlib.suppress(OSError):  # there need be none
+            model.generation_config = GenerationConfig.from_pretrained(spec.path)
+    setattr(model, _SPEC, spec)
+    return model.eval()
+
+
+def spec_of(model: torch.nn.Module) -> ModelSpec | None:
+    """Where the weights of a model without memory come from; None for a model that has its weights."""
+    return getattr(model, _SPEC, None)
+
+
+def fill_model(model: torch.nn.Module, spec: ModelSpec, device: torch.device, *, is_main: bool) -> None:
+    """Gives a sharded model of `empty_model` its weights: rank 0 reads, every rank keeps its shards; collective.
+
+    Args:
+        device: where shards live; buffers stay where they are.
+        is_main: whether this is rank 0.
+    """
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if not buffer.is_meta
+    ]
+    model.to_empty(device=device)
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
+    any_model: Any = model
+    if hasattr(model, "tie_weights"):
+        any_model.tie_weights()
+    names = [name for name, _ in model.named_parameters()]
+    read = _reader(spec, names) if is_main else None
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _fill(parameter, None if read is None else read(name))
+    delattr(model, _SPEC)
+
+
+def _fill(parameter: Tensor, whole: Tensor | None) -> None:
+    """Brings rank 0's tensor to the shards of a parameter."""
+    shape, dtype = parameter.shape, parameter.dtype
+    if whole is not None and whole.shape != shape:
+        raise ValueError(
+            f"A parameter of the checkpoint has shape {tuple(whole.shape)}, expected {tuple(shape)} as config.json "
+            "says. Mend the config, or give the checkpoint that belongs to it."
+        )
+    if not isinstance(parameter, DTensor):
+        if whole is not None:
+            parameter.copy_(whole)
+        dist.broadcast(parameter, 0)
+        return
+    home = parameter.device_mesh.device_type
+    sent = torch.empty(shape, dtype=dtype, device=home) if whole is None else whole.to(home, dtype)
+    shard = distribute_tensor(sent, parameter.device_mesh, parameter.placements)
+    parameter.to_local().copy_(shard.to_local())
+
+
+def _reader(spec: ModelSpec, names: list[str]) -> Callable[[str], Tensor]:
+    """Gives each parameter by name, from safetensors files where they hold all of them, else from a model in memory."""
+    files = _safetensors(spec)
+    missing = [name for name in names if name not in files]
+    if not missing:
+        return lambda name: _read(files[name], name)
+    if spec.path is not None:
+        log.warning(
+            "%s has no tensor %r (%d of %d are missing), expected the model's own names to read them one by one. "
+            "Rank 0 loads the whole model into memory.", spec.path, missing[0], len(missing), len(names),
+        )  # fmt: skip
+    parameters = dict(spec.load_model().named_parameters())
+    return lambda name: parameters[name].detach()
+
+
+def _safetensors(spec: ModelSpec) -> dict[str, Path]:
+    """The file of each tensor; nothing where the checkpoint has another form."""
+    if spec.path is None or spec.options:
+        return {}
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    def find(name: str) -> Path | None:
+        found = cached_file(spec.path, name, _raise_exceptions_for_missing_entries=False)
+        return None if found is None else Path(found)
+
+    index = find("model.safetensors.index.json")
+    if index is not None:
+        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        files = {name: find(name) for name in set(places.values())}
+        return {name: path for name, file in places.items() if (path := files[file]) is not None}
+    single = find("model.safetensors")
+    if single is None:
+        return {}
+    with safe_open(single, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), single)
+
+
+def _read(file: Path, name: str) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:
+        found: Tensor = tensors.get_tensor(name)
+    return found
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, a parameter loses its memory as soon as a module has it; buffers keep theirs."""
+    register = torch.nn.Module.register_parameter
+
+    def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]

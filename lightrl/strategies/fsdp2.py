@@ -1,0 +1,398 @@
+"""FSDP2Strategy: parameters, gradients and optimizer state spread over all ranks; the same numbers as one process.
+
+Each decoder layer of each role's model is gathered when it is needed and freed afterwards (`fully_shard`), so a rank
+holds its share and one or two layers. Models are born without memory; rank 0 reads the checkpoint tensor by tensor and
+every rank keeps its part.
+
+    world 8, num_replicas 2:   replica 0: ranks 0 1 2 3, each a quarter of the model
+                               replica 1: ranks 4 5 6 7, the same; gradients are averaged over both
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+from collections.abc import Callable, Generator, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint as checkpoint_activations
+
+from lightrl.experience import Experience
+from lightrl.functional import rectangles
+from lightrl.models import Backward, LossFunction, Outputs
+from lightrl.strategies.empty_model import empty_models, fill_model, spec_of
+from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors
+from lightrl.strategies.shared_prefix import SharedPrompt
+from lightrl.strategies.single import RECTANGLE_OVERHEAD_TOKENS, Form, LogprobSettings, SingleModel
+from lightrl.weights import Bucket, bucketed
+
+if TYPE_CHECKING:
+    import lightning as L
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+# Far beyond any rollout: who waits for rank 0 on the control group is watched otherwise.
+_CONTROL_TIMEOUT = timedelta(days=7)
+
+
+class ShardedMixedPrecision(Precision):
+    """`bf16-mixed` by FSDP2 itself: parameters travel and compute in bfloat16, gradients are summed in float32."""
+
+    precision = "bf16-mixed"
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Data parallelism with sharded models, for an RLModule: `Trainer(devices=8, strategy=FSDP2Strategy())`.
+
+    Every role's model is sharded, trained or not. Precision is the Trainer's: `bf16-mixed` keeps float32 shards and
+    computes in bfloat16, `bf16-true` keeps bfloat16 only. Gradient clipping is the Trainer's too.
+
+    Args:
+        num_replicas: copies of the model, each sharded over `world size / num_replicas` ranks (hybrid sharding). With
+            the nodes' number there, parameters are gathered within a node and only gradients cross.
+        reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward. False
+            keeps them: faster, and the whole model in memory between forward and backward.
+        activation_checkpointing: keep each layer's input only and compute the layer again in the backward.
+        offload_to_cpu: shards, gradients and optimizer state live in CPU memory.
+        reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch: less memory, as
+            no rank keeps whole gradients, and more communication.
+        compile_layers: `torch.compile` each decoder layer.
+        hang_timeout_s: the run ends if a rank waits so long for another, which is named.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_replicas: int = 1,
+        reshard_after_forward: bool = True,
+        activation_checkpointing: bool = False,
+        offload_to_cpu: bool = False,
+        reduce_every_microbatch: bool = False,
+        compile_layers: bool = False,
+        hang_timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__(tensor_parallel_size=1)
+        if num_replicas < 1:
+            raise ValueError(f"num_replicas={num_replicas}, expected at least 1. Raise it.")
+        if hang_timeout_s <= 0:
+            raise ValueError(f"hang_timeout_s={hang_timeout_s}, expected seconds above 0. Raise it.")
+        self.num_replicas = num_replicas
+        self.reshard_after_forward = reshard_after_forward
+        self.activation_checkpointing = activation_checkpointing
+        self.offload_to_cpu = offload_to_cpu
+        self.reduce_every_microbatch = reduce_every_microbatch
+        self.compile_layers = compile_layers
+        self.hang_timeout_s = hang_timeout_s
+        self.ranks = Ranks()
+        self._mesh: DeviceMesh | None = None
+
+    # ------------------------------------------------------------------ sizes and processes
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that the trajectories are shared out over; known before any process starts."""
+        return self.num_processes * self.num_nodes
+
+    def check_sizes(self) -> None:
+        """Refuses sizes that do not fit, before a device is touched.
+
+        Raises:
+            ValueError: with the numbers and the nearest that fit.
+        """
+        world = self.num_processes * self.num_nodes
+        if world % self.num_replicas:
+            raise ValueError(
+                f"num_replicas={self.num_replicas} does not divide the {world} processes (devices={self.num_processes}"
+                f" × num_nodes={self.num_nodes}), expected one of its divisors. Set it to "
+                f"{' or '.join(map(str, nearest_divisors(world, self.num_replicas)))}."
+            )
+
+    def setup_environment(self) -> None:
+        self.check_sizes()
+        if self._process_group_backend is None and self.root_device.type == "cuda":
+            self._process_group_backend = "cpu:gloo,cuda:nccl"
+        self._data_parallel_size = self.num_processes * self.num_nodes
+        if self.precision_plugin.precision == "bf16-mixed":
+            self.precision_plugin = ShardedMixedPrecision()
+        super().setup_environment()
+        self._mesh = self._make_mesh()
+        self.ranks = ProcessRanks(
+            dp_group=self.device_mesh["data_parallel"].get_group(),
+            control_group=dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT),
+            device=self.root_device,
+        )
+
+    def _make_mesh(self) -> DeviceMesh:
+        """What models are sharded over: one axis, or (replicas, shards)."""
+        if self.num_replicas == 1:
+            return self.device_mesh["data_parallel"]
+        sizes = (self.num_replicas, self.world_size // self.num_replicas)
+        return init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replica", "shard"))
+
+    # ------------------------------------------------------------------ models
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Inside, models that come from a ModelSpec have no memory yet: `setup` gives them their shards."""
+        with super().tensor_init_context(empty_init), empty_models():
+            yield
+
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.lightning_module is not None
+        for module in self.lightning_module.children():
+            if any(True for _ in module.parameters()) and not isinstance(module, FSDPModule):
+                self.shard(module)
+        super().setup(trainer)
+
+    def shard(self, model: torch.nn.Module) -> None:
+        """Shards a model in place, layer by layer, and loads the weights if it has none yet; collective."""
+        assert self._mesh is not None
+        settings: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": self._mixed_precision(),
+            "offload_policy": CPUOffloadPolicy() if self.offload_to_cpu else OffloadPolicy(),
+        }
+        for layer in decoder_layers(model):
+            trains = any(parameter.requires_grad for parameter in layer.parameters())
+            if self.compile_layers:
+                layer.forward = torch.compile(layer.forward)
+            if self.activation_checkpointing and trains:
+                layer.forward = functools.partial(checkpoint_activations, layer.forward, use_reentrant=False)
+            fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **settings)
+        # The root's own parameters (embedding, last norm, head) are read outside of its forward, by the logprobs.
+        fully_shard(model, reshard_after_forward=False, **settings)
+        spec = spec_of(model)
+        if spec is not None:
+            home = torch.device("cpu") if self.offload_to_cpu else self.root_device
+            fill_model(model, spec, home, is_main=self.ranks.is_main)
+
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        if self.precision_plugin.precision == "bf16-mixed":
+            return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy()
+
+    def model_to_device(self) -> None:
+        if not self.offload_to_cpu:
+            super().model_to_device()
+            return
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.root_device))
+
+    def parallel_model(
+        self, model: PreTrainedModel, settings: LogprobSettings, *, value_head: torch.nn.Linear | None = None
+    ) -> FSDP2Model:
+        """The ParallelModel of a model that `setup` has sharded."""
+        return FSDP2Model(
+            model,
+            settings,
+            ranks=self.ranks,
+            value_head=value_head,
+            reduce_every_microbatch=self.reduce_every_microbatch,
+        )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """A folder, written beside its place and renamed when every rank has written its part."""
+        place = Path(self.broadcast(str(filepath)))
+        part = place.with_name(f"{place.name}.part")
+        if self.is_global_zero:
+            _remove(part)
+        self.barrier()
+        super().save_checkpoint(checkpoint, part, storage_options)
+        self.barrier()
+        if self.is_global_zero:
+            _remove(place)
+            part.replace(place)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Weights and optimizers into place, from however many ranks; gives the rest. Roles not saved stay as loaded.
+
+        Raises:
+            ValueError: if the folder lacks a trained parameter.
+        """
+        path = Path(self.broadcast(str(checkpoint_path)))
+        if not (path / "meta.pt").is_file():
+            raise ValueError(
+                f"Checkpoint {path} is no folder with meta.pt, expected what FSDP2Strategy saved. Give such a folder, "
+                "or start from exported weights: model.policy=FOLDER."
+            )
+        assert self.model is not None
+        saved = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+        state = get_model_state_dict(self.model)
+        present = {name: value for name, value in state.items() if f"state_dict.{name}" in saved}
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        missing = sorted(trained - present.keys())
+        if missing:
+            raise ValueError(
+                f"Checkpoint {path} has no {missing[0]!r} ({len(missing)} parameters are missing), expected all that "
+                "the module trains. Give the checkpoint of a run with the same model."
+            )
+        dcp.state_dict_loader.load({"state_dict": present}, checkpoint_id=str(path))
+        self.model.load_state_dict(present, strict=False)
+        for index, optimizer in enumerate(self.optimizers):
+            key = f"optimizer_{index}"
+            states = {key: get_optimizer_state_dict(self.model, optimizer)}
+            dcp.state_dict_loader.load(states, checkpoint_id=str(path))
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=states[key])
+        rest: dict[str, Any] = torch.load(path / "meta.pt", weights_only=True)
+        return rest
+
+
+class FSDP2Model(SingleModel):
+    """SingleModel's arithmetic on a sharded model: all that reads parameters runs inside the root's forward.
+
+    Each rank calls the model as often as the others do: rectangles that another rank has more of are made up for by
+    calls on one token whose result nobody reads.
+
+    Args:
+        model: sharded by FSDP2Strategy.
+        settings: what the engine does to the logits.
+        ranks: the others, which call with as many microbatches.
+        value_head: a critic's, sharded too.
+        reduce_every_microbatch: instead of after the last one.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: LogprobSettings,
+        *,
+        ranks: Ranks,
+        value_head: torch.nn.Linear | None = None,
+        reduce_every_microbatch: bool = False,
+    ) -> None:
+        self.ranks = ranks
+        self.reduce_every_microbatch = reduce_every_microbatch
+        self._root: Any = model
+        self._num_calls = 0  # of the microbatch in hand
+        if not hasattr(model, "run_inside"):
+            self._root.run_inside = MethodType(_run_inside, model)
+            register_fsdp_forward_method(self._root, "run_inside")
+        with torch.no_grad():
+            self._root.run_inside(functools.partial(super().__init__, model, settings, value_head=value_head))
+        self._root.reshard()
+        self.can_share_prefixes = False  # the number of its calls depends on the rows
+        device = torch.device("cuda") if torch.cuda.is_available() and model.device.type != "cpu" else model.device
+        self.form = "packed" if self.can_pack and device.type != "cpu" else "rectangles"
+
+    @torch.no_grad()
+    def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
+        found: list[Outputs] = []
+        for microbatch, calls in zip(microbatches, self._calls(microbatches), strict=True):
+            self._num_calls = calls
+            found.append(self._outputs(microbatch))
+            self.ranks.step()
+        self._root.reshard()  # after a forward alone the root stays gathered
+        return found
+
+    def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
+        for index, (microbatch, calls) in enumerate(zip(microbatches, self._calls(microbatches), strict=True)):
+            self._num_calls = calls
+            is_last = index == len(microbatches) - 1
+            for module in (self._root, self.value_head):
+                if isinstance(module, FSDPModule):
+                    module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
+            backward(loss_fn(microbatch, self._outputs(microbatch)))
+            self.ranks.step()
+
+    def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
+        """All ranks take part; those that are not rank 0 keep nothing."""
+        if self.ranks.is_main:
+            yield from bucketed(self._full(), bucket_bytes)
+            return
+        for _ in self._full():
+            pass
+        yield Bucket({}, is_last=True)
+
+    @torch.no_grad()
+    def _full(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+    def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
+        """How often the model is called for each microbatch: as often as the rank that needs most."""
+        if self.form == "packed":
+            return [1] * len(microbatches)
+        lengths = [(microbatch.lengths - 1).clamp(min=1).tolist() for microbatch in microbatches]
+        return self.ranks.max_each([len(rectangles(rows, RECTANGLE_OVERHEAD_TOKENS)) for rows in lengths])
+
+    def _outputs(self, experience: Experience) -> Outputs:
+        # Tensors, not Outputs: FSDP looks through what it knows for where the backward will begin.
+        logprobs, entropy, values = self._root.run_inside(self._tensors, experience)
+        return Outputs(logprobs=logprobs, entropy=entropy, values=values)
+
+    def _tensors(self, experience: Experience) -> tuple[Tensor, Tensor, Tensor | None]:
+        outputs = super()._outputs(experience)
+        return outputs.logprobs, outputs.entropy, outputs.values
+
+    def _choose(self, experience: Experience) -> tuple[Form, list[SharedPrompt]]:
+        assert self.form is not None
+        return self.form, []
+
+    def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
+        num = 0
+        for rectangle in super()._token_rectangles(experience):
+            yield rectangle
+            num += 1
+        nothing = torch.zeros(0, dtype=torch.int64, device=experience.token_ids.device)
+        for _ in range(self._num_calls - num):
+            yield nothing, experience.token_ids[:1, :1]
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated layers of a Hugging Face model: the modules whose classes it must not split; none of another kind.
+
+    Raises:
+        ValueError: if the model does not name them.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers and hasattr(model, "config"):
+        raise ValueError(
+            f"{type(model).__name__} names no decoder layers, expected _no_split_modules as Hugging Face models have. "
+            "Use such a model with FSDP2Strategy."
+        )
+    return layers
+
+
+def _run_inside(model: torch.nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
