@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightrl.dataflow import DataFlowGraph, ModelCall
-from lightrl.experience import ROLLOUT_FIELDS, Experience
+from lightrl.experience import ROLLOUT_FIELDS, Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.model_folder import describe
 from lightrl.models import ModelSpec, Outputs, ParallelModel
@@ -77,6 +78,10 @@ class RLModule(L.LightningModule):
     needs_entropy_gradient: bool = True
     # Whether `advantages` compares the trajectories of a group; then a group of one is refused.
     compares_groups: bool = True
+    # What the loss reads as a whole, so that neither minibatches nor microbatches part it.
+    loss_unit: LossUnit = "trajectory"
+    # Weight of the value loss beside the policy's, where both share a body.
+    value_coef: float = 0.5
     # What `advantages` gives.
     advantage_keys: tuple[str, ...] = ("advantages",)
 
@@ -160,6 +165,7 @@ class RLModule(L.LightningModule):
         self.max_failed_fraction = max_failed_fraction
         self.max_skipped_updates = max_skipped_updates
         self.parallel_models: dict[str, ParallelModel] = {}  # by role; the trainer fills it in
+        self.value_head: torch.nn.Linear | None = None  # a critic's, on the policy's body
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
         if self.sampling.temperature == 0:
@@ -198,6 +204,19 @@ class RLModule(L.LightningModule):
         """
         raise NotImplementedError(f"{type(self).__name__}.loss must be written.")
 
+    def value_loss(self, experience: Experience, values: Tensor) -> dict[str, Tensor]:
+        """The critic's loss of each token [B, T] under `loss`, and metrics, as `loss`; only with a critic.
+
+        Args:
+            experience: with what `advantages` gave, usually `returns`.
+            values: [B, T] of the critic, of the state before each token was drawn; carries the gradient.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a critic, so value_loss must be written.")
+
+    def is_update_the_last(self, metrics: dict[str, float]) -> bool:
+        """Whether the iteration's further minibatches are left out, from the metrics of the one before."""
+        return False
+
     def score_calls(self) -> list[ModelCall]:
         """The model calls between rollout and advantages, in any order; each sees the whole iteration once.
 
@@ -209,8 +228,19 @@ class RLModule(L.LightningModule):
 
     def train_calls(self) -> list[ModelCall]:
         """The models that each minibatch updates, in order, all with one step of the optimizer."""
-        known = [key for call in self.score_calls() for key in call.outputs]
-        return [ModelCall("policy_update", "policy", "train", ("behavior_logprobs", *known, "advantages"))]
+        known = [key for call in self.score_calls() for key in call.outputs if not key.endswith("values")]
+        calls = [ModelCall("policy_update", "policy", "train", ("behavior_logprobs", *known, "advantages"))]
+        if "critic" in self.trained_roles():
+            calls.append(ModelCall("critic_update", "critic", "train", ("values", *self.advantage_keys[1:])))
+        return calls
+
+    def trained_roles(self) -> list[str]:
+        """The roles whose parameters the optimizer has: the policy, and a critic of its own that is not frozen."""
+        return [role for role, spec in self.models().items() if role in ("policy", "critic") and not spec.frozen]
+
+    def saved_roles(self) -> list[str]:
+        """The roles that travel with a checkpoint; the others come back from where they came from."""
+        return self.trained_roles()
 
     def data_flow(self, *, from_file: bool = False) -> DataFlowGraph:
         """All that an iteration computes, from the prompt to the updates, as one checked graph.
@@ -245,10 +275,9 @@ class RLModule(L.LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        """AdamW over the trained parameters, with warm-up and decay per iteration."""
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        """AdamW over the trained parameters, a group for each role, with warm-up and decay per iteration."""
         optimizer = torch.optim.AdamW(
-            parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=True
+            self.parameter_groups(), lr=self.lr, betas=self.betas, weight_decay=self.weight_decay, fused=True
         )
         if not self.warmup_iterations and self.lr_decay == "constant":
             return optimizer
@@ -262,6 +291,29 @@ class RLModule(L.LightningModule):
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's: one for each trained role, with its learning rate; what has no role is in the policy's."""
+        specs = self.models()
+        others = [role for role in self.trained_roles() if role != "policy"]
+        of_others = {id(parameter) for role in others for parameter in getattr(self, role).parameters()}
+        rest = [item for item in self.parameters() if item.requires_grad and id(item) not in of_others]
+        groups: list[dict[str, Any]] = [{"params": rest, "lr": specs["policy"].lr or self.lr}]
+        for role in others:
+            parameters = [item for item in getattr(self, role).parameters() if item.requires_grad]
+            groups.append({"params": parameters, "lr": specs[role].lr or self.lr})
+        return groups
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """As Lightning's, but each role is clipped by itself: a critic's gradients do not shrink the policy's."""
+        if len(optimizer.param_groups) == 1:
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        for group in optimizer.param_groups:
+            one: Any = SimpleNamespace(param_groups=[group])
+            super().configure_gradient_clipping(one, gradient_clip_val, gradient_clip_algorithm)
 
     def validation_step(self, batch: list[Group], batch_idx: int) -> None:
         """Logs mean reward, accuracy, pass@k and the reward's further numbers of judged validation groups."""
@@ -318,8 +370,13 @@ class RLModule(L.LightningModule):
             if hasattr(self, role):
                 continue
             model = spec.load_model()
-            if role != "policy":
+            if role not in self.trained_roles():
                 model.requires_grad_(False)
+            elif spec.offload:
+                raise ValueError(
+                    f"Role {role!r} is trained and has offload=True, expected false: the update needs it. Set it for "
+                    "roles that are not trained."
+                )
             setattr(self, role, model)
         self._check_vocabulary()
 
@@ -347,7 +404,7 @@ class RLModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Frozen roles come back from where they came from, so they do not travel with each checkpoint."""
-        frozen = tuple(f"{role}." for role in self.models() if role != "policy")
+        frozen = tuple(f"{role}." for role in self.models() if role not in self.saved_roles())
         state = checkpoint["state_dict"]
         for name in [name for name in state if frozen and name.startswith(frozen)]:
             del state[name]
@@ -356,7 +413,7 @@ class RLModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.configure_model()  # `load_from_checkpoint` comes here before any trainer does
         for role in self.models():
-            if role != "policy":
+            if role not in self.saved_roles():
                 frozen = getattr(self, role).state_dict(prefix=f"{role}.")
                 checkpoint["state_dict"].update(frozen)
 

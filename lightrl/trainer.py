@@ -21,6 +21,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import (
     DynamicSampling,
     PromptCurriculum,
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 # Plain data that hyper-parameters may hold: checkpoints are loaded with weights_only=True.
 torch.serialization.add_safe_globals([ModelSpec, Sampling])
 
-# Lightning's warnings about what an RLModule does on purpose.
+# Lightning's warnings about what our modules do on purpose.
 MEANT: tuple[tuple[str, type[Warning]], ...] = (
     # Models stay in evaluation mode: dropout would make trainer and engine disagree.
     (r"Found \d+ module\(s\) in eval mode", UserWarning),
@@ -167,6 +168,7 @@ class Trainer(L.Trainer):
         with warnings.catch_warnings():
             if isinstance(module, RLModule):
                 self._check(module)
+            if isinstance(module, RLModule | SupervisedModule):
                 for message, category in MEANT:
                     warnings.filterwarnings("ignore", message, category)
             yield
@@ -246,7 +248,13 @@ class Trainer(L.Trainer):
             entropy_needs_gradient=module.needs_entropy_gradient,
         )
         module.parallel_models = {
-            role: parallel_model(self.strategy, getattr(module, role), settings) for role in module.models()
+            role: parallel_model(
+                self.strategy,
+                getattr(module, role),
+                settings,
+                value_head=module.value_head if role == "policy" else None,
+            )
+            for role in module.models()
         }
         self._use_plain_no_grad()
         if self._logs_every_iteration:

@@ -4,6 +4,7 @@ Reading order:
     rollout_loop.py   one iteration from groups to new weights; the only seam into Lightning; resume
     score.py          model calls and advantages on the whole iteration
     update.py         minibatches, microbatches, loss reduction, the optimizer step
+    metrics.py        means, sums and bounds that do not depend on microbatches and ranks
     resume_check.py   fast_dev_run's check that a checkpoint restores everything
     interrupt.py      Ctrl-C waits for the end of an update
     shared_rollout.py rank 0's rollout controller as every rank sees it

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.data import prompts_of
 from lightrl.errors import LightRLError
-from lightrl.experience import Experience, LossUnit
+from lightrl.experience import Experience
 from lightrl.loops.interrupt import InterruptGate
+from lightrl.loops.metrics import IterationMetrics
 from lightrl.loops.score import accept_changes, score
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.module import RLModule
@@ -36,11 +38,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 log = logging.getLogger(__name__)
-
-
-def loss_unit(module: RLModule) -> LossUnit:
-    """What the module's loss reads as a whole: no share and no microbatch parts it."""
-    return getattr(module, "loss_unit", "trajectory")
 
 
 class JudgedGroups(list[Group]):
@@ -136,25 +133,25 @@ class RolloutLoop(_AutomaticOptimization):
         seed = sampling_seed(trainer.rollout.run_seed, "minibatches", self.weight_version)
         total = min(module.num_minibatches, len(experience)) * module.update_epochs
         minibatches = experience.minibatches(module.num_minibatches, epochs=module.update_epochs, seed=seed)
-        sums: dict[str, float] = {}
-        weights: dict[str, float] = {}
+        found = IterationMetrics()
         imbalances: list[float] = []
         for index, minibatch in enumerate(minibatches):
             if self.ranks.dp_size > 1:
-                imbalances.append(self.ranks.token_imbalance(minibatch, loss_unit(module)))
+                imbalances.append(self.ranks.token_imbalance(minibatch, module.loss_unit))
             trainer.call_rl_hook("on_minibatch_start", minibatch, index, total)
             metrics, losses = self._step(module, minibatch, batch_idx)
             self.num_updates += 1
             trainer.call_rl_hook("on_minibatch_end", metrics, index, total)
-            for name, value in metrics.items():
-                weight = losses.weights.get(name, 1)
-                sums[name] = sums.get(name, 0.0) + weight * value
-                weights[name] = weights.get(name, 0) + weight
+            found.add(metrics, losses.weights)
+            if module.is_update_the_last(metrics):
+                break
         with self.logging_allowed(module):
             if self.ranks.dp_size > 1:
                 module.log("update/token_imbalance", sum(imbalances) / len(imbalances))
             # By tokens or trajectories; a skipped update has no gradient norm, so over the updates that have a metric.
-            module.log_dict({f"policy/{name}": value / weights[name] for name, value in sums.items()})
+            module.log_dict(
+                {name if "/" in name else f"policy/{name}": value for name, value in found.values().items()}
+            )
             module.log("policy/skipped_updates", float(self.guard.num_skipped))
 
     def _step(self, module: RLModule, minibatch: Experience, batch_idx: int) -> tuple[dict[str, float], MinibatchLoss]:
@@ -177,15 +174,16 @@ class RolloutLoop(_AutomaticOptimization):
         def closure() -> torch.Tensor:
             zero_grad()
             with trainer.precision_plugin.train_step_context():
-                _, microbatches = self.ranks.microbatch_rows(
-                    minibatch, module.microbatch_tokens, unit=loss_unit(module)
-                )
-                module.parallel_models["policy"].forward_backward(microbatches, losses, backward)
+                for train in module.train_calls():
+                    max_tokens = train.microbatch_tokens or module.microbatch_tokens
+                    _, microbatches = self.ranks.microbatch_rows(minibatch, max_tokens, unit=module.loss_unit)
+                    role = str(train.role)
+                    module.parallel_models[role].forward_backward(microbatches, partial(losses, role=role), backward)
             losses.reduce()
             if getattr(trainer.precision_plugin, "scaler", None) is None:  # a scaler skips such steps by itself
                 bound = module.max_skipped_updates
                 norms.append(self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks))
-            return losses.sums["loss"]
+            return losses.sums.get("loss", torch.zeros(()))
 
         call._call_lightning_module_hook(
             trainer, "optimizer_step", trainer.current_epoch, batch_idx, optimizer, closure

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightrl.errors import TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import kl, neutralize, reduce_loss
+from lightrl.loops.metrics import joined, over_ranks, part_of_metric
 from lightrl.models import Outputs
 from lightrl.strategies import Ranks
 
@@ -28,10 +29,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class MinibatchLoss:
-    """Reduces what `RLModule.loss` returns for the microbatches of one minibatch, and averages its metrics.
+    """Reduces what `RLModule.loss` and `value_loss` return for the microbatches of one minibatch, and their metrics.
 
     Args:
-        module: has `loss` and `loss_reduction`.
+        module: has the losses and `loss_reduction`.
         minibatch: all microbatches of all ranks together.
         ranks: who has the other microbatches.
     """
@@ -46,26 +47,42 @@ class MinibatchLoss:
         self.num_tokens = max(1, self.minibatch.num_loss_tokens)
         self.num_sequences = max(1, int(self.minibatch.loss_mask.any(1).sum()))
 
-    def __call__(self, experience: Experience, outputs: Outputs) -> Tensor:
-        """This microbatch's share of the minibatch's loss, a number that carries the gradient."""
+    def __call__(self, experience: Experience, outputs: Outputs, *, role: str = "policy") -> Tensor:
+        """This microbatch's share of the minibatch's loss of a role's model, a number that carries the gradient.
+
+        A policy whose body bears the critic's head has both losses: loss + value_coef · value loss.
+        """
         experience, outputs = self._neutral(experience, outputs)
-        result = self.module.loss(experience, outputs)
-        if "loss" not in result:
-            raise ValueError(f"loss returned the keys {sorted(result)}, expected 'loss' among them. Add it.")
+        if role != "policy":
+            return self._value_share(experience, outputs, role) * self.ranks.dp_size
         mask = experience.loss_mask
-        for name, value in result.items():
-            if not isinstance(value, Tensor) or value.shape not in (mask.shape, mask.shape[:1]):
-                found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as {type(value).__name__}"
-                raise ValueError(
-                    f"loss returned {name!r} {found}, expected [B, T] = {tuple(mask.shape)} or [B] = "
-                    f"{tuple(mask.shape[:1])}. Return it per token or per trajectory; the framework averages."
-                )
-            if name != "loss":
-                self._add(name, value.detach(), mask)
+        share = self._share("loss", self.module.loss(experience, outputs), mask, prefix="")
         with torch.no_grad():
             self._add("entropy_nats", outputs.entropy.detach(), mask)
             difference = kl(experience.behavior_logprobs, outputs.logprobs.detach(), estimator="k3")
             self._add("kl_behavior_nats", difference, mask)
+        if outputs.values is not None:
+            share = share + self.module.value_coef * self._value_share(experience, outputs, "critic")
+        return share * self.ranks.dp_size  # gradients are averaged over dp ranks, and shares are to be summed
+
+    def _value_share(self, experience: Experience, outputs: Outputs, role: str) -> Tensor:
+        assert outputs.values is not None
+        result = self.module.value_loss(experience, outputs.values)
+        return self._share("value_loss", result, experience.loss_mask, prefix=f"{role}/")
+
+    def _share(self, hook: str, result: dict[str, Tensor], mask: Tensor, *, prefix: str) -> Tensor:
+        """What a hook returned: its loss reduced, its metrics kept under their names behind the prefix."""
+        if "loss" not in result:
+            raise ValueError(f"{hook} returned the keys {sorted(result)}, expected 'loss' among them. Add it.")
+        for name, value in result.items():
+            if not isinstance(value, Tensor) or value.shape not in (mask.shape, mask.shape[:1]):
+                found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as {type(value).__name__}"
+                raise ValueError(
+                    f"{hook} returned {name!r} {found}, expected [B, T] = {tuple(mask.shape)} or [B] = "
+                    f"{tuple(mask.shape[:1])}. Return it per token or per trajectory; the framework averages."
+                )
+            if name != "loss":
+                self._add(prefix + name, value.detach(), mask)
         share = reduce_loss(
             result["loss"],
             mask,
@@ -74,15 +91,15 @@ class MinibatchLoss:
             num_sequences=self.num_sequences,
             max_new_tokens=self.module.sampling.max_new_tokens,
         )
-        self._count("loss", share.detach(), 1)  # what is minimized, under whatever reduction
-        return share * self.ranks.dp_size  # gradients are averaged over dp ranks, and shares are to be summed
+        self._count(f"{prefix}loss", share.detach(), 1)  # what is minimized, under whatever reduction
+        return share
 
     def reduce(self) -> None:
         """After the last microbatch: sums over all ranks, so that every rank reports the same numbers."""
-        self.sums, self.weights = self.ranks.sum_metrics(self.sums, self.weights)
+        self.sums = over_ranks(self.sums, self.ranks)
 
     def metrics(self) -> dict[str, float]:
-        """Means over loss tokens (for [B, T]) and over trajectories (for [B]) of the whole minibatch."""
+        """Of the whole minibatch: means over loss tokens (for [B, T]) or trajectories (for [B]); see metrics.py."""
         names = list(self.sums)
         return dict(zip(names, torch.stack([self.sums[name] for name in names]).tolist(), strict=True)) if names else {}
 
@@ -96,17 +113,16 @@ class MinibatchLoss:
         }
         if self.module.needs_proximal_logprobs and self.module.makes_one_update:
             fields["proximal_logprobs"] = logprobs.detach()
-        return experience.with_tensors(fields), replace(outputs, logprobs=logprobs, entropy=entropy)
+        values = None if outputs.values is None else neutralize(mask, outputs.values)[0]
+        return experience.with_tensors(fields), replace(outputs, logprobs=logprobs, entropy=entropy, values=values)
 
     def _add(self, name: str, value: Tensor, mask: Tensor) -> None:
-        if value.dim() == 2:
-            self._count(name, torch.where(mask, value.float(), 0.0).sum() / self.num_tokens, self.num_tokens)
-        else:
-            kept = torch.where(mask.any(1), value.float(), 0.0)
-            self._count(name, kept.sum() / self.num_sequences, self.num_sequences)
+        counts = {"num_tokens": self.num_tokens, "num_sequences": self.num_sequences}
+        weight = self.num_tokens if value.dim() == 2 else self.num_sequences
+        self._count(name, part_of_metric(name, value, mask, **counts), weight)
 
-    def _count(self, name: str, share: Tensor, weight: int) -> None:
-        self.sums[name] = self.sums[name] + share if name in self.sums else share
+    def _count(self, name: str, part: Tensor, weight: int) -> None:
+        self.sums[name] = joined(name, self.sums[name], part) if name in self.sums else part
         self.weights[name] = weight
 
 
