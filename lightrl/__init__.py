@@ -10,6 +10,7 @@ The rooms, from the ground up (each imports only from those above it in this lis
     weights       parameters on their way from trainer to engine
     rollout       prompts to judged trajectories: engines, workflows, staleness
     dataflow      which model computes what from what
+    lora          adapters trained instead of weights
     models        what a role is and what its model can do
     model_folder  models as Hugging Face folders, whole or absent
     module        RLModule: the hooks a user writes
@@ -33,7 +34,24 @@ from typing import TYPE_CHECKING, Any
 from lightrl.version import __version__
 
 if TYPE_CHECKING:
-    from lightrl.algorithms import CISPO, DAPO, GRPO, GSPO, RLOO, SFT, DrGRPO, ReinforceBaseline
+    from lightrl.algorithms import (
+        CISPO,
+        DAPO,
+        DPO,
+        GRPO,
+        GSPO,
+        IPO,
+        M2PO,
+        RLOO,
+        SAPO,
+        SFT,
+        Distillation,
+        DrGRPO,
+        LitePPO,
+        ReinforceBaseline,
+        ReinforcePlusPlus,
+        RewardModel,
+    )
     from lightrl.callbacks import (
         DynamicSampling,
         HuggingFaceExport,
@@ -46,7 +64,7 @@ if TYPE_CHECKING:
         TrajectoryLog,
         WeightSync,
     )
-    from lightrl.data import PromptDataModule, SFTDataModule
+    from lightrl.data import PreferenceDataModule, PromptDataModule, SFTDataModule, TrajectoryDataModule
     from lightrl.experience import Experience
     from lightrl.models import ModelSpec, Outputs
     from lightrl.module import RLModule
@@ -75,9 +93,19 @@ _HOMES = {
     "ReinforceBaseline": "algorithms",
     "GSPO": "algorithms",
     "CISPO": "algorithms",
+    "SAPO": "algorithms",
+    "LitePPO": "algorithms",
+    "ReinforcePlusPlus": "algorithms",
+    "M2PO": "algorithms",
+    "Distillation": "algorithms",
     "SFT": "algorithms",
+    "DPO": "algorithms",
+    "IPO": "algorithms",
+    "RewardModel": "algorithms",
     "PromptDataModule": "data",
     "SFTDataModule": "data",
+    "PreferenceDataModule": "data",
+    "TrajectoryDataModule": "data",
     "ModelSpec": "models",
     "Outputs": "models",
     "Experience": "experience",
@@ -109,7 +137,8 @@ _HOMES = {
 
 __all__ = [
     "__version__", "Trainer", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline", "GSPO",
-    "CISPO", "SFT", "PromptDataModule", "SFTDataModule", "ModelSpec", "Outputs",
+    "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "Distillation", "SFT", "DPO", "IPO", "RewardModel",
+    "PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule", "ModelSpec", "Outputs",
     "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment",
     "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine",
     "FakeEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",

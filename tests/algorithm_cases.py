@@ -9,7 +9,20 @@ import pytest
 from tiny import gradients, tiny_spec
 from torch import Tensor
 
-from lightrl.algorithms import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforceBaseline
+from lightrl.algorithms import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    M2PO,
+    RLOO,
+    SAPO,
+    Distillation,
+    DrGRPO,
+    LitePPO,
+    ReinforceBaseline,
+    ReinforcePlusPlus,
+)
 from lightrl.experience import Experience
 from lightrl.loops.update import MinibatchLoss
 from lightrl.strategies import LogprobSettings, SingleModel
@@ -31,7 +44,20 @@ ALGORITHMS: dict[str, Callable[..., GRPO]] = {
     "ReinforceBaseline": ReinforceBaseline,
     "GSPO": lambda *args, **kwargs: GSPO(*args, clip_low=0.1, clip_high=0.1, **kwargs),
     "CISPO": CISPO,
+    "SAPO": SAPO,
+    "LitePPO": LitePPO,
+    "ReinforcePlusPlus": lambda *args, **kwargs: ReinforcePlusPlus(
+        *args, kl_coef=0.1, reference=tiny_spec(seed=1), **kwargs
+    ),
+    "M2PO": lambda *args, **kwargs: M2PO(*args, second_moment_threshold=0.02, **kwargs),
+    "GRPO with a guessed proximal policy": lambda *args, **kwargs: GRPO(
+        *args, decoupled=True, approximate_proximal=True, **kwargs
+    ),
+    "IcePop": lambda *args, **kwargs: GRPO(*args, decoupled=True, importance_floor=0.8, importance_cap=1.25, **kwargs),
+    "Distillation": lambda *args, **kwargs: Distillation(*args, teacher=tiny_spec(seed=1), **kwargs),
 }
+# Their baseline or deviation is the batch's: a constant that all rewards get changes no advantage, a group's own does.
+BATCH_STATISTICS = {"ReinforceBaseline", "ReinforcePlusPlus", "LitePPO"}
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 every_reduction = pytest.mark.parametrize("reduction", ["token", "sequence", "fixed"])
 

@@ -140,6 +140,7 @@ def random_experience(*, is_scored: bool = True, **settings: Any) -> Experience:
         proximal_logprobs=near(experience.behavior_logprobs, 0.3),
         reference_logprobs=near(experience.behavior_logprobs, 0.3),
         advantages=near(torch.zeros(experience.token_ids.shape), 1.0),
+        teacher_logprobs=near(experience.behavior_logprobs, 0.3),
     )
 
 

@@ -17,9 +17,8 @@ log = logging.getLogger(__name__)
 
 
 class _Module(Protocol):
-    """What is asked of the module: an RLModule and the SFT module have both."""
+    """What is asked of the module beside the model: an RLModule and the supervised ones have it."""
 
-    policy: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
 
 
@@ -35,27 +34,30 @@ class HuggingFaceExport(RLCallback):
     Args:
         to: the folder; its parents are made. An earlier export in it is replaced, anything else is refused.
         every_n_iterations: exports during the run as well, after every n-th iteration; None for the end only.
+        role: whose model; None is the module's `trained_role`, which a RewardModel has, or else the policy.
 
     Raises:
         ValueError: when `fit` starts, if `to` holds something that is no export, or the model that the run starts from.
     """
 
-    def __init__(self, to: str, every_n_iterations: int | None = None) -> None:
+    def __init__(self, to: str, every_n_iterations: int | None = None, role: str | None = None) -> None:
         if every_n_iterations is not None and every_n_iterations < 1:
             raise ValueError(
                 f"every_n_iterations={every_n_iterations}, expected at least 1, or None for the end only. Raise it."
             )
         self.to = Path(to)
         self.every_n_iterations = every_n_iterations
+        self.role = role
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        policy = getattr(pl_module, "policy", None)
-        if not hasattr(policy, "save_pretrained"):
+        model = getattr(pl_module, self._role_of(pl_module), None)
+        if not hasattr(model, "save_pretrained"):
             raise TypeError(
-                f"HuggingFaceExport found {type(policy).__name__} at {type(pl_module).__name__}.policy, expected a "
-                "Hugging Face model. Give the module one, or leave the callback out."
+                f"HuggingFaceExport found {type(model).__name__} at {type(pl_module).__name__}."
+                f"{self._role_of(pl_module)}, expected a Hugging Face model. Give the module one, name another role, "
+                "or leave the callback out."
             )
-        check_model_folder(self.to, asked_by="HuggingFaceExport", source=str(getattr(policy, "name_or_path", "")))
+        check_model_folder(self.to, asked_by="HuggingFaceExport", source=str(getattr(model, "name_or_path", "")))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -70,9 +72,14 @@ class HuggingFaceExport(RLCallback):
     def _export(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
-        source = cast("_Module", module)
+        role = self._role_of(module)
+        model: PreTrainedModel = getattr(module, role)
+        tokenizer = cast("_Module", module).tokenizer
         with replaced_folder(self.to) as folder:
-            source.policy.save_pretrained(folder)
-            if source.tokenizer is not None:
-                source.tokenizer.save_pretrained(folder)
-        log.info("Exported the policy after iteration %d to %s.", trainer.global_step, self.to)
+            model.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+        log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.to)
+
+    def _role_of(self, module: L.LightningModule) -> str:
+        return self.role or str(getattr(module, "trained_role", "policy"))

@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import assert_same, every_algorithm, every_reduction, make_module, minibatch_gradient
+from algorithm_cases import (
+    BATCH_STATISTICS,
+    assert_same,
+    every_algorithm,
+    every_reduction,
+    make_module,
+    minibatch_gradient,
+)
 from tiny import VOCABULARY, float_fields, random_experience, widened
 
 from lightrl.experience import Experience
@@ -64,8 +71,7 @@ def test_masked_positions_have_no_effect_even_when_not_finite(algorithm: str, ju
 @every_algorithm
 def test_a_constant_added_to_a_groups_rewards_changes_no_advantage(algorithm: str, constant: float) -> None:
     module, experience = make_module(algorithm, group_size=3), random_experience()
-    # The baseline of ReinforceBaseline is the batch's: there the constant is added to all.
-    is_added = (experience.group_ids == 1) | (algorithm == "ReinforceBaseline")
+    is_added = (experience.group_ids == 1) | (algorithm in BATCH_STATISTICS)
     raised = replace(experience, rewards=experience.rewards + constant * is_added)
     torch.testing.assert_close(module.advantages(raised), module.advantages(experience), rtol=1e-4, atol=1e-5)
     assert module.advantages(experience).abs().max() > 0.1
@@ -81,7 +87,8 @@ def test_permuting_groups_permutes_advantages_and_keeps_the_loss(algorithm: str)
     torch.testing.assert_close(module.advantages(shuffled), advantages[rows])
 
     def judged(part: Experience, values: torch.Tensor) -> Experience:
-        return replace(part, advantages=torch.where(part.loss_mask, values[:, None], 0.0))
+        spread = values if values.dim() == 2 else values[:, None]
+        return replace(part, advantages=torch.where(part.loss_mask, spread, 0.0))
 
     expected = minibatch_gradient(module, judged(experience, advantages))
     assert_same(minibatch_gradient(module, judged(shuffled, advantages[rows])), expected)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +10,19 @@ import torch
 from algorithm_cases import assert_same, make_module, minibatch_gradient
 from tiny import gradients, random_experience, slow_outputs, tiny_spec
 
-from lightrl.algorithms import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, ReinforceBaseline
+from lightrl.algorithms import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    M2PO,
+    RLOO,
+    SAPO,
+    DrGRPO,
+    LitePPO,
+    ReinforceBaseline,
+    ReinforcePlusPlus,
+)
 from lightrl.experience import Experience
 
 
@@ -28,6 +42,9 @@ def judged(rewards: list[float], group_ids: list[int]) -> Experience:
         (ReinforceBaseline, [0.5, -0.5, -0.5, -0.5, 0.5, 0.5]),
         (GSPO, [1.5, -0.5, -0.5, -0.5, 0.0, 0.0]),
         (CISPO, [1.5, -0.5, -0.5, -0.5, 0.0, 0.0]),
+        (SAPO, [1.5, -0.5, -0.5, -0.5, 0.0, 0.0]),
+        # The deviation of all six, sqrt(6 · 1/4 / 5) = 0.547723.
+        (LitePPO, [1.369306, -0.456435, -0.456435, -0.456435, 0.0, 0.0]),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -46,6 +63,7 @@ def test_advantages_are_those_of_the_paper(algorithm: type[GRPO], expected: list
         (ReinforceBaseline, {"group_size": 1, "advantage_mean": "batch"}),
         (GSPO, {"loss_reduction": "sequence", "ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
         (CISPO, {"clip_low": 1.0}),
+        (LitePPO, {"advantage_mean": "group", "advantage_std": "batch", "loss_reduction": "token"}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -99,6 +117,151 @@ def test_on_policy_all_of_one_reduction_have_the_same_gradient() -> None:
     fields = dict.fromkeys(("behavior_logprobs", "proximal_logprobs"), logprobs.detach())
     minibatch = replace(minibatch, **fields)
     expected, _ = minibatch_gradient(first, minibatch)
-    for algorithm in ("GRPO decoupled", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline", "CISPO"):
+    for algorithm in ("GRPO decoupled", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline", "CISPO", "SAPO", "M2PO"):
         found, _ = minibatch_gradient(make_module(algorithm, loss_reduction="token"), minibatch)
         assert_same((found, {}), (expected, {}))
+
+
+def test_the_batch_deviation_of_lite_ppo_is_the_plain_one() -> None:
+    """Rewards (1, 0) and (3, 2): group means 1/2 and 5/2; squares around the mean 3/2 sum to 5, so the deviation is
+    sqrt(5/3), where the one around the group means would be 1/2·sqrt(4/3)."""
+    module = LitePPO(tiny_spec(), reward=len)
+    found = module.advantages(judged([1.0, 0.0, 3.0, 2.0], [0, 0, 1, 1]))
+    expected = 0.5 / math.sqrt(5 / 3)
+    torch.testing.assert_close(found, torch.tensor([1, -1, 1, -1]) * expected, rtol=1e-4, atol=1e-5)
+
+
+def two_trajectories(rewards: tuple[float, float]) -> Experience:
+    """Of two and of one loss token, each after a prompt of one."""
+    loss_mask = torch.tensor([[False, True, True], [False, True, False]])
+    zeros = torch.zeros(2, 3)
+    return Experience(
+        token_ids=zeros.long(),
+        loss_mask=loss_mask,
+        behavior_logprobs=zeros,
+        weight_versions=torch.where(loss_mask, 0, -1),
+        rewards=torch.tensor(rewards),
+        group_ids=torch.tensor([0, 1]),
+        is_truncated=torch.zeros(2, dtype=torch.bool),
+        lengths=torch.tensor([3, 2]),
+        reference_logprobs=torch.tensor([[0.0, -0.2, 0.4], [0.0, -0.1, 0.0]]),
+    )
+
+
+def test_reinforce_plus_plus_normalizes_returns_over_all_tokens_of_the_batch() -> None:
+    """k1 is 0.2, -0.4 and 0.1; at 0.5 the returns are 1 - 0.5·(0.2 - 0.4) = 1.1, 1 + 0.2 = 1.2 and 0 - 0.05."""
+    module = ReinforcePlusPlus(tiny_spec(), reward=len, kl_coef=0.5, reference=tiny_spec())
+    found = module.advantages(two_trajectories((1.0, 0.0)))
+    returns = torch.tensor([1.1, 1.2, -0.05])
+    expected = (returns - returns.mean()) / returns.std()
+    torch.testing.assert_close(found[[0, 0, 1], [1, 2, 1]], expected, rtol=1e-4, atol=1e-5)
+    assert found[0, 0] == found[1, 0] == found[1, 2] == 0
+
+
+def test_the_baseline_of_reinforce_plus_plus_is_taken_off_first() -> None:
+    module = ReinforcePlusPlus(tiny_spec(), reward=len, advantage_mean="group", group_size=2)
+    experience = judged([1.0, 0.0, 5.0, 5.0], [0, 0, 1, 1])
+    found = module.advantages(experience)
+    assert (found[:2].sum(1).sign() == torch.tensor([1, -1])).all()
+    centered = torch.tensor([0.5, -0.5, 0.0, 0.0])[:, None].expand(experience.loss_mask.shape)[experience.loss_mask]
+    expected = (centered - centered.mean()) / centered.std()
+    torch.testing.assert_close(found[experience.loss_mask], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_kl_of_reinforce_plus_plus_is_in_the_reward_and_not_in_the_loss() -> None:
+    minibatch = random_experience()
+    plain = make_module("ReinforceBaseline")
+    assert_same(
+        (minibatch_gradient(make_module("ReinforcePlusPlus"), minibatch)[0], {}),
+        (minibatch_gradient(plain, minibatch)[0], {}),
+    )
+
+
+def test_m2po_leaves_out_outliers_and_clips_nothing() -> None:
+    module = make_module("M2PO", group_size=3)
+    experience = random_experience()
+    advantages = module.advantages(experience)
+    log_ratios = (experience.proximal_logprobs - experience.behavior_logprobs)[experience.loss_mask]
+    group = GRPO(tiny_spec(), reward=len).advantages(experience)[:, None].expand(advantages.shape)
+    is_left_out = (advantages == 0) & (group != 0) & experience.loss_mask
+    kept = experience.loss_mask & ~is_left_out
+    assert 0 < int(is_left_out.sum()) < len(log_ratios)
+    torch.testing.assert_close(advantages[kept], group[kept])
+    squares = (experience.proximal_logprobs - experience.behavior_logprobs).square()
+    assert squares[is_left_out].min() > squares[kept & (group != 0)].max()
+    assert minibatch_gradient(module, experience)[1]["clipped_fraction"] == 0
+
+
+def test_m2po_has_its_proximal_logprobs_even_for_a_single_update() -> None:
+    module = M2PO(tiny_spec(), reward=len, num_minibatches=1)
+    assert [call.name for call in module.score_calls()] == ["proximal_logprobs"]
+    decoupled = M2PO(tiny_spec(), reward=len, num_minibatches=2, decoupled=True)
+    assert [call.name for call in decoupled.score_calls()] == ["proximal_logprobs"]
+
+
+def test_sapo_has_the_papers_loss_token_by_token() -> None:
+    module, minibatch = make_module("SAPO"), random_experience()
+    logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
+    total = 0.0
+    for row in range(len(minibatch)):
+        terms = []
+        for t in minibatch.loss_mask[row].nonzero()[:, 0].tolist():
+            ratio = float((logprobs[row, t] - minibatch.behavior_logprobs[row, t]).exp())
+            advantage = float(minibatch.advantages[row, t])
+            heat = 1.0 if advantage > 0 else 1.05
+            terms.append(-4 / heat / (1 + math.exp(-heat * (ratio - 1))) * advantage)
+        total += sum(terms) / len(terms) / len(minibatch)
+    assert minibatch_gradient(module, minibatch)[1]["loss"] == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SAPO(tiny_spec(), reward=len, clip_high=0.2), "SAPO got clip_high=0.2"),
+        (lambda: SAPO(tiny_spec(), reward=len, temperature_negative=0.0), "SAPO got temperatures 1.0 and 0.0"),
+        (lambda: M2PO(tiny_spec(), reward=len, second_moment_threshold=0.0), "second_moment_threshold=0.0"),
+        (lambda: M2PO(tiny_spec(), reward=len, decoupled=True, approximate_proximal=True), "approximate_proximal=True"),
+        (lambda: ReinforcePlusPlus(tiny_spec(), reward=len, advantage_std=None), "advantage_std=None"),
+        (lambda: GRPO(tiny_spec(), reward=len, approximate_proximal=True), "approximate_proximal=True is for the deco"),
+    ],
+    ids=["a clip", "a flat gate", "no threshold", "a guess under M2PO's mask", "no deviation", "a guess of nothing"],
+)
+def test_settings_that_an_algorithm_does_not_read_are_refused(make: Callable[[], GRPO], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_guessed_proximal_policy_needs_no_forward_and_lies_between_behavior_and_policy() -> None:
+    module = make_module("GRPO with a guessed proximal policy")
+    assert module.score_calls() == []
+    minibatch = random_experience()
+    logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
+    minibatch = replace(minibatch, weight_versions=torch.where(minibatch.loss_mask, -3, -1))  # the module is at 0
+    behavior = minibatch.behavior_logprobs
+    given = replace(minibatch, proximal_logprobs=behavior + 0.75 * (logprobs - behavior))
+    found = minibatch_gradient(module, replace(minibatch, proximal_logprobs=None))
+    assert_same(found, minibatch_gradient(make_module("GRPO", decoupled=True), given))
+
+
+@pytest.mark.parametrize(
+    ("settings", "weight"),
+    [
+        ({"importance_cap": 1.1, "importance_mode": "clamp"}, lambda w: w.clamp(max=1.1)),
+        ({"importance_cap": 1.1}, lambda w: w * (w <= 1.1)),
+        ({"importance_floor": 0.9, "importance_cap": 1.1}, lambda w: w * ((w <= 1.1) & (w >= 0.9))),
+    ],
+    ids=["TIS", "MIS", "IcePop"],
+)
+def test_importance_sampling_weighs_each_token_and_is_measured(
+    settings: dict[str, Any], weight: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    module, minibatch = make_module("GRPO", decoupled=True, **settings), random_experience()
+    metrics = minibatch_gradient(module, minibatch)[1]
+    mask = minibatch.loss_mask
+    log_weights = (minibatch.proximal_logprobs - minibatch.behavior_logprobs)[mask]
+    expected = weight(log_weights.exp())
+    assert metrics["importance_weights"] == pytest.approx(float(expected.mean()), rel=1e-5)
+    assert metrics["importance_dropped_fraction"] == pytest.approx(float((expected == 0).float().mean()))
+    assert metrics["kl_proximal_k1_nats"] == pytest.approx(float(-log_weights.mean()), rel=1e-4)
+    assert metrics["kl_proximal_k2_nats"] == pytest.approx(float(log_weights.square().mean() / 2), rel=1e-4)
+    assert metrics["kl_proximal_k3_nats"] == pytest.approx(float((log_weights.expm1() - log_weights).mean()), rel=1e-3)

@@ -1,0 +1,117 @@
+"""DPO and IPO: a policy learns from pairs of completions, without a reward model and without rollouts.
+
+Shapes: B pairs, T tokens. Rows 2i and 2i + 1 of a batch are pair i, the chosen trajectory first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightrl.algorithms.supervised import SupervisedModule
+from lightrl.data.pairs import PairBatch
+from lightrl.experience import Experience
+from lightrl.functional import preference_loss, preference_margin
+from lightrl.functional.preference import PreferenceLoss
+from lightrl.models import ModelSpec, Outputs, ParallelModel
+from lightrl.strategies import LogprobSettings, parallel_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class DPO(SupervisedModule):
+    """Raises the logprob of the chosen completion over the rejected one, relative to a reference policy.
+
+    Trains on the batches of PreferenceDataModule. Logs, as `dpo/…` per step and `val/…` per validation: `loss`;
+    `accuracy_fraction`, how often the margin is above 0; `margin_nats`, how much more than the reference the policy
+    prefers the chosen completion; `chosen_nats` and `rejected_nats`, how much the logprob of either has moved.
+
+    Source: https://arxiv.org/abs/2305.18290.
+
+    Args:
+        policy: the model to train, usually the export of an SFT.
+        reference: the fixed policy of the KL penalty; None is the policy as training starts.
+        kl_coef: β of the paper: the larger, the closer the policy stays to the reference.
+        kwargs: those of SupervisedModule.
+    """
+
+    log_room = "dpo"
+    preference_loss: PreferenceLoss = "sigmoid"
+
+    policy: PreTrainedModel
+    reference: PreTrainedModel
+
+    def __init__(
+        self,
+        policy: str | ModelSpec,
+        *,
+        reference: str | ModelSpec | None = None,
+        kl_coef: float = 0.1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(policy, **kwargs)
+        if kl_coef <= 0:
+            raise ValueError(f"kl_coef={kl_coef}, expected more than 0 (0.1 is usual). Raise it.")
+        self.reference_spec = self.policy_spec if reference is None else ModelSpec.of(reference)
+        self.kl_coef = kl_coef
+        self.parallel_models: dict[str, ParallelModel] = {}
+
+    def configure_model(self) -> None:
+        if hasattr(self, "policy"):
+            return
+        # Both in evaluation mode: dropout would make the margin of equal policies a random number.
+        self.policy = self.policy_spec.load_model()
+        self.reference = self.reference_spec.load_model()
+        self.reference.requires_grad_(False)
+
+    def measure(self, batch: PairBatch) -> dict[str, Tensor]:
+        experience = batch.experience()
+        logprobs = self._completion_logprobs("policy", experience)
+        with torch.no_grad():
+            reference_logprobs = self._completion_logprobs("reference", experience)
+        chosen, rejected = logprobs[0::2], logprobs[1::2]
+        margin = preference_margin(chosen, rejected, reference_logprobs[0::2], reference_logprobs[1::2])
+        return {
+            "loss": preference_loss(margin, kl_coef=self.kl_coef, kind=self.preference_loss),
+            "accuracy_fraction": (margin.detach() > 0).float(),
+            "margin_nats": margin.detach(),
+            "chosen_nats": (chosen - reference_logprobs[0::2]).detach(),
+            "rejected_nats": (rejected - reference_logprobs[1::2]).detach(),
+        }
+
+    def _completion_logprobs(self, role: str, experience: Experience) -> Tensor:
+        """Σ of the logprobs of each trajectory's loss tokens, [2B]; the policy's with gradient."""
+        if role not in self.parallel_models:
+            settings = LogprobSettings(entropy_needs_gradient=False)
+            self.parallel_models[role] = parallel_model(self.trainer.strategy, getattr(self, role), settings)
+        found: list[Tensor] = []
+
+        def sums(part: Experience, outputs: Outputs) -> Tensor:
+            return torch.where(part.loss_mask, outputs.logprobs, 0.0).sum(1)
+
+        # One microbatch, so the graph is there for Lightning, which runs the backward of what `training_step` returns.
+        self.parallel_models[role].forward_backward([experience], sums, found.append)
+        return found[0]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The reference comes back from where it came from, so it does not travel with each checkpoint."""
+        state = checkpoint["state_dict"]
+        for name in [name for name in state if name.startswith("reference.")]:
+            del state[name]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.configure_model()  # `load_from_checkpoint` comes here before any trainer does
+        checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
+
+
+class IPO(DPO):
+    """DPO with a target for the margin, 1/(2·kl_coef), so that pairs without noise are not pushed apart for ever.
+
+    Source: https://arxiv.org/abs/2310.12036.
+    """
+
+    log_room = "ipo"
+    preference_loss: PreferenceLoss = "ipo"

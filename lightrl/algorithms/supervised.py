@@ -1,0 +1,135 @@
+"""What SFT, DPO and reward models share: a model trained on data that is there, by Lightning's own loop.
+
+A subclass says in `measure` what a batch is worth; checkpoints, logging and export are Lightning's and ours as usual.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightrl.models import ModelSpec
+from lightrl.strategies import check_strategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class SupervisedModule(L.LightningModule):
+    """A plain LightningModule with a model from a ModelSpec, AdamW, linear warm-up and decay.
+
+    Args:
+        policy: the model to train: a hub name, a local folder, or a ModelSpec.
+        lr: learning rate after the warm-up.
+        betas: of AdamW.
+        weight_decay: of AdamW, on matrices only: not on norms and biases.
+        warmup_steps: linear warm-up: step k (from 1) has k/warmup_steps of `lr`.
+        lr_decay: after the warm-up: `constant`, or `linear` or `cosine` to 0 at the end of the run.
+    """
+
+    # The attribute that holds the trained model; what HuggingFaceExport writes.
+    trained_role: str = "policy"
+    # Before the slash of what is logged per step.
+    log_room: str = "train"
+
+    def __init__(
+        self,
+        policy: str | ModelSpec,
+        *,
+        lr: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        lr_decay: Literal["constant", "linear", "cosine"] = "cosine",
+    ) -> None:
+        super().__init__()
+        if lr_decay not in ("constant", "linear", "cosine"):
+            raise ValueError(f"lr_decay={lr_decay!r}, expected constant, linear or cosine. Choose one of them.")
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps}, expected 0 or more. Raise it.")
+        self.policy_spec = ModelSpec.of(policy)
+        self.lr = lr
+        self.betas = betas
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+        self.lr_decay = lr_decay
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def measure(self, batch: Any) -> dict[str, Tensor]:
+        """What is logged in validation, one number for each trajectory, pair or token; `loss` is what is minimized."""
+        raise NotImplementedError(f"{type(self).__name__}.measure must be written.")
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's; loaded once."""
+        if self._tokenizer is None:
+            self._tokenizer = self.policy_spec.load_tokenizer()
+        return self._tokenizer
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """The model's context, which prompt and completion share; None if the model states none."""
+        return getattr(self.policy_spec.load_config(), "max_position_embeddings", None)
+
+    def setup(self, stage: str) -> None:
+        check_strategy(self.trainer.strategy)
+
+    def configure_optimizers(self) -> Any:
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+        vectors = [parameter for parameter in parameters if parameter.dim() < 2]
+        optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=self.lr,
+            betas=self.betas,
+            fused=True,
+        )
+        if not self.warmup_steps and self.lr_decay == "constant":
+            return optimizer
+        num_steps = self.trainer.estimated_stepping_batches
+        if self.lr_decay != "constant" and num_steps == math.inf:
+            raise ValueError(
+                f"lr_decay={self.lr_decay!r} needs the end of the run, expected max_steps or max_epochs. Set one."
+            )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._lr_factor(step, num_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        means = {name: values.mean() for name, values in self.measure(batch).items()}
+        loss = means["loss"]
+        self._log_means(self.log_room, {name: value.detach() for name, value in means.items()}, on_step=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._log_evaluation("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._log_evaluation("test", batch)
+
+    def _log_evaluation(self, stage: str, batch: Any) -> None:
+        measured = self.measure(batch)
+        means = {name: values.mean() for name, values in measured.items()}
+        self._log_means(stage, means, on_step=False, batch_size=len(next(iter(measured.values()))))
+
+    def _log_means(self, room: str, means: dict[str, Tensor], *, on_step: bool, batch_size: int = 1) -> None:
+        # Lightning weighs each batch's mean by batch_size, so an epoch's mean is over trajectories or pairs.
+        self.log_dict(
+            {f"{room}/{name}": value for name, value in means.items()},
+            on_step=on_step,
+            on_epoch=not on_step,
+            prog_bar=True,
+            batch_size=batch_size,
+            sync_dist=not on_step,
+        )
+
+    def _lr_factor(self, step: int, num_steps: float) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        done = min(1.0, (step - self.warmup_steps) / max(1, num_steps - self.warmup_steps))
+        if self.lr_decay == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done))
+        return 1 - done if self.lr_decay == "linear" else 1.0
