@@ -114,7 +114,7 @@ class RolloutLoop(_AutomaticOptimization):
         experience = Experience.from_trajectories(trajectories).to(module.device)
         with self._phase("score"):
             context = trainer.precision_plugin.forward_context
-            experience = score(module, experience, trajectories, forward_context=context)
+            experience = score(module, experience, trajectories, forward_context=context, ranks=self.ranks)
         experience = self._offer(experience)
         self.why_no_checkpoint = "an update is in progress or failed"
         with self._phase("update"):

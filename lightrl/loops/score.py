@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightrl.dataflow import DataFlowGraph, ModelCall, run_calls
 from lightrl.experience import ROLLOUT_FIELDS, Experience
+from lightrl.strategies import Ranks
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def score(
     trajectories: Sequence[Trajectory] = (),
     *,
     forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ranks: Ranks | None = None,
 ) -> Experience:
     """Experience with the outputs of the module's score calls and its advantages, [B, T].
 
@@ -34,18 +36,27 @@ def score(
         trajectories: its rows, for calls that read texts.
         forward_context: the precision plugin's, for the models only: half precision would make bfloat16 the default
             dtype of what `advantages` creates.
+        ranks: who else has this Experience. Each infers its share of the rows; a module's own calls run on rank 0 only,
+            one after the other, since a judge may say something else the second time.
     """
     rows = list(trajectories)
+    ranks = ranks or Ranks()
 
     @torch.no_grad()  # in the call's own thread
     def run(call: ModelCall, seen: Experience) -> Mapping[str, Tensor]:
         if call.run is not None:
             return _own_outputs(call, call.run(seen, rows), seen)
         with forward_context():
-            return _infer(module, call, seen)
+            return _infer(module, call, seen, ranks)
 
     graph = DataFlowGraph(module.score_calls(), roles=module.models(), given=ROLLOUT_FIELDS)
-    experience = run_calls(graph, experience, run, Experience.with_tensors)
+    if ranks.size == 1:
+        experience = run_calls(graph, experience, run, Experience.with_tensors)
+    else:
+        for call in graph.of_kind("infer"):
+            is_own = call.run is not None
+            given = run(call, experience) if ranks.is_main or not is_own else {}
+            experience = experience.with_tensors(ranks.broadcast_tensors(given) if is_own else given)
     found = module.advantages(experience)
     tensors = found if isinstance(found, Mapping) else {"advantages": found}
     return experience.with_tensors({name: _per_token(name, value, experience) for name, value in tensors.items()})
@@ -80,7 +91,7 @@ def accept_changes(before: Experience, changed: Experience) -> Experience:
     return replace(changed, advantages=torch.where(changed.loss_mask, changed.advantages, 0.0))
 
 
-def _infer(module: RLModule, call: ModelCall, experience: Experience) -> dict[str, Tensor]:
+def _infer(module: RLModule, call: ModelCall, experience: Experience, ranks: Ranks) -> dict[str, Tensor]:
     """One forward over all trajectories: what the call's outputs stand for, rows in order, float32.
 
     `values` are a critic's, [B, T], and `bootstrap_values` the one of the state after a truncated end, [B]. Any other
@@ -93,8 +104,9 @@ def _infer(module: RLModule, call: ModelCall, experience: Experience) -> dict[st
         seen = _with_an_end(experience, torch.ones_like(experience.is_truncated))
     elif "bootstrap_values" in call.outputs:
         seen = _with_an_end(experience, experience.is_truncated)
-    rows, parts = seen.microbatch_rows(call.microbatch_tokens or module.microbatch_tokens)
-    outputs = module.parallel_models[role].forward(parts)
+    rows, parts = ranks.microbatch_rows(seen, call.microbatch_tokens or module.microbatch_tokens)
+    with _on_device(module, role):
+        outputs = module.parallel_models[role].forward(parts)
     # The dtype is spelled out because half precision changes the default, and bfloat16 would round the logprobs.
     result = torch.zeros(seen.token_ids.shape, dtype=torch.float32, device=seen.token_ids.device)
     for index, output in zip(rows, outputs, strict=True):
@@ -103,7 +115,9 @@ def _infer(module: RLModule, call: ModelCall, experience: Experience) -> dict[st
             raise ValueError(
                 f"Model call {call.name!r} gives {key!r}, but the model of {role!r} has no values. Mend its role."
             )
-        result[index, : found.shape[1]] = found.float()
+        if index:
+            result[index, : found.shape[1]] = found.float()
+    result = ranks.gather_rows(result, seen)
     if seen is experience:
         return {key: result}
     at_end = result.gather(1, experience.lengths[:, None])[:, 0]
@@ -111,6 +125,20 @@ def _infer(module: RLModule, call: ModelCall, experience: Experience) -> dict[st
         return {key: at_end}
     values = torch.where(experience.loss_mask, result[:, :-1], 0.0)
     return {"values": values, "bootstrap_values": torch.where(experience.is_truncated, at_end, 0.0)}
+
+
+@contextlib.contextmanager
+def _on_device(module: RLModule, role: str) -> Iterator[None]:
+    """The role's model is on the module's device inside; one with `offload` waits in CPU memory outside."""
+    if not module.models()[role].offload:
+        yield
+        return
+    model = getattr(module, role)
+    model.to(module.device)
+    try:
+        yield
+    finally:
+        model.to("cpu")
 
 
 def _with_an_end(experience: Experience, has_end: Tensor) -> Experience:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 from torch import Tensor
 
 from lightrl.experience import Experience, LossUnit
@@ -140,6 +141,10 @@ class Ranks:
             return value
         return json.loads(self.receive().payload)
 
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What rank 0 has, on every rank, on the device of its rank."""
+        return dict(tensors)
+
     @contextlib.contextmanager
     def phase(self, name: str, *, has_own_deadline: bool = False) -> Iterator[None]:
         """Names what this rank does inside, for the message about a rank that hangs."""
@@ -201,6 +206,12 @@ class ProcessRanks(Ranks):
             rows[is_token[share]] = flat[:size].cpu()
             whole[share] = rows
         return whole.to(values.device)
+
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.is_main:
+            self.send(Message("data", payload=save({name: value.cpu() for name, value in tensors.items()})))
+            return dict(tensors)
+        return {name: value.to(self._device) for name, value in load(self.receive().payload).items()}
 
     def send(self, message: Message) -> None:
         kinds = get_args(Kind)
