@@ -20,13 +20,13 @@ def test_the_name_says_how_values_are_put_together() -> None:
     assert reduction_of("minibatch_loss") == reduction_of("maximum") == reduction_of("number") == "mean"
 
 
-@pytest.mark.parametrize(("name", "expected"), zip(NAMES, [3.0, 5.0, 1.0, 9.0], strict=True), ids=NAMES)
+@pytest.mark.parametrize(("name", "expected"), list(zip(NAMES, [3.0, 5.0, 1.0, 9.0], strict=True)), ids=NAMES)
 def test_masked_tokens_count_nowhere(name: str, expected: float) -> None:
     values = torch.tensor([[math.nan, 1.0, 3.0, math.inf], [9.0, 5.0, -9.0, 9.0], [99.0] * 4])
     assert float(part_of_metric(name, values, MASK, num_tokens=3, num_sequences=2)) == expected
 
 
-@pytest.mark.parametrize(("name", "expected"), zip(NAMES, [3.0, 4.0, 2.0, 6.0], strict=True), ids=NAMES)
+@pytest.mark.parametrize(("name", "expected"), list(zip(NAMES, [3.0, 4.0, 2.0, 6.0], strict=True)), ids=NAMES)
 def test_a_number_per_trajectory_counts_where_a_token_trains(name: str, expected: float) -> None:
     assert float(part_of_metric(name, torch.tensor([2.0, 4.0, 99.0]), MASK, num_tokens=3, num_sequences=2)) == expected
 
