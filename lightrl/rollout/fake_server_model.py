@@ -61,6 +61,10 @@ class EmbeddedModel:
     def version(self) -> str:
         return self._versions[self._engine.weight_version]
 
+    @version.setter
+    def version(self, name: str) -> None:
+        self._versions[self._engine.weight_version] = name
+
     async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
         params = run.params
         stops = () if params["ignore_eos"] else tuple(sorted({*(params["stop_token_ids"] or ()), *self.eos_token_ids}))
@@ -195,6 +199,8 @@ class _TensorUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return lambda content: torch.load(io.BytesIO(content), weights_only=True)
+        if (module, name) == ("torch", "Tensor"):
+            return torch.Tensor
         if (module, name) in {("types", "SimpleNamespace"), ("collections", "OrderedDict"), ("torch", "Size")}:
             return {"SimpleNamespace": SimpleNamespace, "OrderedDict": OrderedDict, "Size": torch.Size}[name]
         is_rebuild = name.startswith(("_rebuild", "rebuild_"))

@@ -367,11 +367,12 @@ class SharedMemoryTransport(_Streaming):
         self._sizes = await fleet.ask(_num_ranks)
 
     async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
-        payload = await in_thread(self._shared.fill, bucket)
+        await in_thread(self._shared.fill, bucket)
         await fleet.ask(
             lambda client: client.update_weights_from_tensor(
-                [payload] * self._sizes[client.url], load_format=LOAD_FORMAT, weight_version=version,
-                flush_cache=version is not None, timeout_s=fleet.timeout_s,
+                [self._shared.payload() for _ in range(self._sizes[client.url])],  # one for each rank
+                load_format=LOAD_FORMAT, weight_version=version, flush_cache=version is not None,
+                timeout_s=fleet.timeout_s,
             )
         )  # fmt: skip
 

@@ -36,9 +36,10 @@ class SharedBucket:
     def __init__(self, form: ServerForm | None = None) -> None:
         self.form = form or ServerForm()
         self._block: Tensor | None = None  # [bytes] uint8
+        self._content: dict[str, Any] = {}
 
-    def fill(self, bucket: Bucket) -> str:
-        """Copies the bucket in; gives its payload, one of SGLang's `serialized_named_tensors`, in base64."""
+    def fill(self, bucket: Bucket) -> None:
+        """Copies the bucket in, over the one before."""
         entries: list[SimpleNamespace] = []
         start = 0
         for name, dtype, shape in self.form.layout(bucket):
@@ -47,16 +48,23 @@ class SharedBucket:
                 SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=shape.numel())
             )
             start = end + -end % ALIGNMENT_BYTES
-        with _shared_by_name():
-            if self._block is None or self._block.numel() < start:
-                self._block = None  # before the next one is there
-                block: Any = torch.empty(max(1, start), dtype=torch.uint8)
+        if self._block is None or self._block.numel() < start:
+            self._block = None  # before the next one is there
+            block: Any = torch.empty(max(1, start), dtype=torch.uint8)
+            with _shared_by_name():
                 self._block = block.share_memory_()
-            assert self._block is not None
-            for entry, (_, tensor) in zip(entries, self.form.tensors(bucket), strict=True):
-                self._block[entry.start_idx : entry.end_idx].copy_(tensor.reshape(-1).view(torch.uint8))
-            payload = {"flattened_tensor": self._block[:start], "metadata": entries}
-            return base64.b64encode(ForkingPickler.dumps(payload)).decode()
+        assert self._block is not None
+        for entry, (_, tensor) in zip(entries, self.form.tensors(bucket), strict=True):
+            self._block[entry.start_idx : entry.end_idx].copy_(tensor.reshape(-1).view(torch.uint8))
+        self._content = {"flattened_tensor": self._block[:start], "metadata": entries}
+
+    def payload(self) -> str:
+        """The bucket for **one** receiver: one of SGLang's `serialized_named_tensors`, in base64.
+
+        Torch counts who is going to open the memory; a payload that two open would end it for everybody.
+        """
+        with _shared_by_name():
+            return base64.b64encode(ForkingPickler.dumps(self._content)).decode()
 
 
 @contextlib.contextmanager

@@ -19,8 +19,10 @@ def test_another_process_reads_every_bucket_bit_for_bit():
     sent = {**parameters(), "odd": torch.tensor([1, 2, 3], dtype=torch.int8), "after": torch.tensor([4.0])}
     shared, received = SharedBucket(ServerForm(torch.bfloat16)), {}
     for bucket in buckets(sent):
-        payloads.put(shared.fill(bucket))
-        received |= answers.get(timeout=60)
+        shared.fill(bucket)
+        for _ in range(2):  # two receivers
+            payloads.put(shared.payload())
+            received |= answers.get(timeout=60)
     payloads.put(None)
     reader.join(30)
     assert received.keys() == {*SHAPES, "odd", "after"}
