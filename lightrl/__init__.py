@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         MultiTurn,
         RetryWithFeedback,
         RolloutEngine,
+        SGLangEngine,
         SingleTurn,
         ToolEnvironment,
         Workflow,
@@ -123,6 +124,7 @@ _HOMES = {
     "RolloutEngine": "rollout",
     "LocalEngine": "rollout",
     "FakeEngine": "rollout",
+    "SGLangEngine": "rollout",
     "RLCallback": "callbacks",
     "WeightSync": "callbacks",
     "StalenessControl": "callbacks",
@@ -141,7 +143,7 @@ __all__ = [
     "PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule", "ModelSpec", "Outputs",
     "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment",
     "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine",
-    "FakeEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
+    "FakeEngine", "SGLangEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
     "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "LearningCurve", "HuggingFaceExport",
 ]  # fmt: skip
 

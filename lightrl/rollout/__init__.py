@@ -21,6 +21,7 @@ Reading order:
     decoder.py, fast_decoder.py  what it decodes with: any Hugging Face model; Llama's shape, faster
     sampler.py         logits to tokens and logprobs, one uniform number each
     sglang_engine.py rollouts by SGLang servers
+      sglang_request.py  a completion as requests and answers
       server_pool.py, sglang_client.py  which server is asked; what one is asked over HTTP
       sglang_server.py, sglang_command.py, server_watch.py, server_fleet.py  server processes, ended and restarted
     fake_server.py   a process that speaks SGLang's interface and fails on request; fake_server_process.py starts it
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from lightrl.rollout.multi_turn import MultiTurn
     from lightrl.rollout.prompt_cursor import Curriculum
     from lightrl.rollout.recorded import RecordedRollout
+    from lightrl.rollout.sglang_engine import SGLangEngine
     from lightrl.rollout.tools import ToolEnvironment
     from lightrl.rollout.workflow import SingleTurn, Workflow
 
@@ -63,6 +65,7 @@ _HOMES = {
     "RetryWithFeedback": "environment",
     "RolloutController": "controller",
     "RolloutEngine": "engine",
+    "SGLangEngine": "sglang_engine",
     "SingleTurn": "workflow",
     "ToolEnvironment": "tools",
     "Workflow": "workflow",
@@ -71,7 +74,7 @@ _HOMES = {
 __all__ = [
     "AgentWorkflow", "Completion", "Curriculum", "Environment", "FakeEngine", "FakeServerProcess", "GroupFilter",
     "LocalEngine", "MultiTurn", "RecordedRollout", "RetryWithFeedback", "RolloutController", "RolloutEngine",
-    "SingleTurn", "ToolEnvironment", "Workflow",
+    "SGLangEngine", "SingleTurn", "ToolEnvironment", "Workflow",
 ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from lightrl.errors import RewardError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.buffer import choose_batch, describe_waiting, find_overdue, num_admissible
 from lightrl.rollout.drop_tally import Drop, DropTally
-from lightrl.rollout.engine import RolloutEngine
+from lightrl.rollout.engine import LivesOnLoop, RolloutEngine
 from lightrl.rollout.group_filter import success_rate
 from lightrl.rollout.loop_thread import LoopThread
 from lightrl.rollout.prompt_cursor import Curriculum, PromptCursor, Prompts
@@ -177,6 +177,8 @@ class RolloutController:
         self._resuming: set[asyncio.Task[None]] = set()
         self._given_up: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()  # tasks that we cancelled
         self._thread.start()
+        if isinstance(engine, LivesOnLoop):
+            self._thread.call(engine.attach())
 
     # ------------------------------------------------------------------ from the main thread
 
@@ -675,6 +677,8 @@ class RolloutController:
             for task in tasks - self._resuming:
                 task.cancel()
             await asyncio.wait(tasks)
+        if isinstance(self.engine, LivesOnLoop):
+            await self.engine.detach()
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
 

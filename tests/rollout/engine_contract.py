@@ -29,6 +29,7 @@ class EngineCase:
     engine: RolloutEngine
     models: list[PreTrainedModel]  # at least 3, of one config
     has_model: bool = True  # its logprobs can be recomputed with a model
+    is_exact: bool = True  # the same wave gives the same floats; over HTTP who decodes beside whom is chance
 
     def load(self, version: int) -> None:
         self.engine.load_weights(self.buckets(version), weight_version=version)
@@ -122,7 +123,8 @@ def completions_of_one_request_differ_and_the_first_has_its_own_seed(case: Engin
     several = run(case.generate([1, 2, 3], sampling, n=4))
     assert several[0].token_ids == run(case.generate([1, 2, 3], sampling))[0].token_ids
     assert len({tuple(completion.token_ids) for completion in several}) == 4
-    assert run(case.generate([1, 2, 3], sampling, n=4)) == several
+    again = run(case.generate([1, 2, 3], sampling, n=4))
+    assert again == several if case.is_exact else [c.token_ids for c in again] == [c.token_ids for c in several]
 
 
 def temperature_zero_does_not_depend_on_the_seed(case: EngineCase) -> None:
@@ -222,7 +224,13 @@ def a_wave_sent_while_paused_gives_the_same_completions_again(case: EngineCase) 
         await case.engine.resume()
         return await asyncio.gather(*tasks)
 
-    assert run(wave()) == run(wave())
+    first, second = run(wave()), run(wave())
+    if case.is_exact:
+        assert first == second
+    for one, other in zip(first, second, strict=True):
+        assert [completion.token_ids for completion in one] == [completion.token_ids for completion in other]
+        for a, b in zip(one, other, strict=True):
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
 
 
 def tokens_carry_the_version_that_sampled_them(case: EngineCase) -> None:

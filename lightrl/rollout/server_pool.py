@@ -1,0 +1,129 @@
+"""ServerPool: which servers may be asked, and which one a request goes to. Decisions only: no HTTP, no event loop.
+
+join ─► starting ──(has the weights)──► routable ◄──► syncing
+            ▲                              │              │
+            └── restarting ◄── lose ───────┴──────────────┘──► lost
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["starting", "routable", "syncing", "restarting", "lost"]
+MAX_SESSIONS = 65536  # remembered; the one not used for longest is forgotten first
+
+
+@dataclass
+class PooledServer:
+    """What the pool knows of one server."""
+
+    url: str
+    state: State = "starting"
+    weight_version: int = -1  # that it has acknowledged
+    outstanding_tokens: int = 0  # prompts, and what may yet be written, of the requests it has
+    num_requests: int = 0
+    reason: str = ""  # why it is not routable
+
+
+class ServerPool:
+    """The servers of an engine, and the sessions that they hold a prefix of.
+
+    A server is routable only after it acknowledged the current weights. A session stays on its server as long as that
+    is routable and is not more than `max_lead_tokens` busier than the least busy one.
+
+    Args:
+        max_lead_tokens: what a prefix cache is worth.
+    """
+
+    def __init__(self, *, max_lead_tokens: int = 65536) -> None:
+        self.servers: dict[str, PooledServer] = {}
+        self.max_lead_tokens = max_lead_tokens
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+
+    def join(self, url: str) -> PooledServer:
+        """A server that is up, its weights not yet ours; what an earlier one at this address did is forgotten."""
+        self.servers[url] = PooledServer(url)
+        return self.servers[url]
+
+    def admit(self, url: str, weight_version: int) -> None:
+        """It has acknowledged these weights: requests may go there."""
+        server = self.servers[url]
+        server.state, server.weight_version, server.reason = "routable", weight_version, ""
+
+    def hold(self, url: str, reason: str) -> None:
+        """It is being given weights: no new request goes there."""
+        server = self.servers[url]
+        if server.state == "routable":
+            server.state, server.reason = "syncing", reason
+
+    def lose(self, url: str, reason: str, *, comes_back: bool = False) -> bool:
+        """It is gone, or holds what nobody knows. False if that was known.
+
+        Args:
+            comes_back: somebody starts it again: requests may wait for that.
+        """
+        server = self.servers.get(url)
+        if server is None:
+            return False
+        was_known = server.state in ("restarting", "lost")
+        if not was_known or (server.state == "restarting" and not comes_back):
+            server.state, server.reason = ("restarting" if comes_back else "lost"), reason
+        return not was_known
+
+    def forget(self, url: str) -> None:
+        """Its address is of no more use: it was started again at another."""
+        self.servers.pop(url, None)
+
+    def choose(self, session: str, *, min_version: int = -1, excluded: Collection[str] = ()) -> str | None:
+        """The address for a request of this session; None if no routable server fits.
+
+        Args:
+            min_version: no older weights: a trajectory's versions never decrease.
+            excluded: avoided where another one fits.
+        """
+        fitting = [
+            item for item in self.servers.values() if item.state == "routable" and item.weight_version >= min_version
+        ]
+        others = [item for item in fitting if item.url not in excluded]
+        candidates = others or fitting
+        if not candidates:
+            return None
+        best = min(candidates, key=lambda item: (item.outstanding_tokens, item.num_requests))
+        home = self.servers.get(self._sessions.get(session, ""))
+        if home in candidates and home.outstanding_tokens <= best.outstanding_tokens + self.max_lead_tokens:
+            best = home
+        self._sessions[session] = best.url
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return best.url
+
+    def start_request(self, url: str, tokens: int) -> PooledServer:
+        """The request is on its way; give the result to `end_request`."""
+        server = self.servers[url]
+        server.outstanding_tokens += tokens
+        server.num_requests += 1
+        return server
+
+    def end_request(self, server: PooledServer, tokens: int) -> None:
+        server.outstanding_tokens -= tokens
+        server.num_requests -= 1
+
+    def urls(self, *states: State) -> list[str]:
+        """In these states; of all servers if none is named."""
+        return [item.url for item in self.servers.values() if not states or item.state in states]
+
+    def has_hope(self) -> bool:
+        """Whether a server is routable or may become so without anybody's help."""
+        return bool(self.urls("starting", "routable", "syncing", "restarting"))
+
+    def describe(self) -> str:
+        """One clause per server, for messages."""
+        return "; ".join(
+            f"{item.url} is {item.state} with version {item.weight_version} and {item.num_requests} requests"
+            + (f" ({item.reason})" if item.reason else "")
+            for item in self.servers.values()
+        )
