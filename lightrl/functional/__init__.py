@@ -6,10 +6,12 @@ Reading order:
     shapes.py       the check on entry: tensors that would broadcast by accident are refused
     logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
     advantages.py   rewards → advantages; the penalty on length
+    returns.py      rewards per token and values → advantages and returns (GAE)
+    values.py       the critic's loss, its running normalization
     losses.py       ratios, the clipped and other policy losses, importance weights
     importance.py   what stale logprobs are worth: M2PO's mask, a proximal policy without its forward
     preference.py   losses of pairs: DPO, IPO, Bradley-Terry
-    kl.py           estimators of the KL divergence
+    kl.py           estimators of the KL divergence, its adaptive weight
     reduction.py    masking before and after the loss, and the three ways to average it
     packing.py      trajectories of unequal length without their padding
 
@@ -21,7 +23,7 @@ beside it in tests/functional/ a value worked by hand and an independent slow im
 
 from lightrl.functional.advantages import batch_normalized, group_advantages, overlong_penalty
 from lightrl.functional.importance import interpolated_proximal_logprobs, second_moment_mask
-from lightrl.functional.kl import kl
+from lightrl.functional.kl import KLController, kl
 from lightrl.functional.logprobs import (
     aligned_to_tokens,
     hidden_logprobs,
@@ -42,6 +44,8 @@ from lightrl.functional.losses import (
 from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
 from lightrl.functional.preference import bradley_terry_loss, preference_loss, preference_margin
 from lightrl.functional.reduction import loss_counts, masked_mean, neutralize, reduce_loss
+from lightrl.functional.returns import gae, on_last_loss_token, on_loss_tokens
+from lightrl.functional.values import ValueNormalizer, explained_variance, value_loss
 
 __all__ = [
     "token_logprobs",
@@ -52,6 +56,13 @@ __all__ = [
     "group_advantages",
     "batch_normalized",
     "overlong_penalty",
+    "gae",
+    "on_last_loss_token",
+    "on_loss_tokens",
+    "value_loss",
+    "explained_variance",
+    "ValueNormalizer",
+    "KLController",
     "clipped_policy_loss",
     "clipped_ratio_loss",
     "policy_ratio",

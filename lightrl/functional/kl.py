@@ -5,6 +5,7 @@ Shapes: B trajectories, T tokens; tensors are aligned to the token they describe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -46,3 +47,34 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
         # expm1 keeps the digits that exp(-d) - 1 + d loses when the policies are close.
         return (-difference).clamp(max=_MAX_LOG_RATIO).expm1() + difference
     raise ValueError(f"estimator={estimator!r}, expected one of {', '.join(get_args(KLEstimator))}. Mend it.")
+
+
+@dataclass
+class KLController:
+    """The weight of a KL penalty: fixed, or moved in proportion to how far the KL is from its target.
+
+    Source: https://arxiv.org/abs/1909.08593, section 2.2.
+
+    Args:
+        coef: the weight, at the start where it adapts.
+        target_nats: KL per token to keep; None for a fixed weight.
+        horizon: trajectories after which an error of 20 % has been answered by about 20 %; larger is slower.
+    """
+
+    coef: float
+    target_nats: float | None = None
+    horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        if self.coef < 0 or self.horizon < 1 or (self.target_nats is not None and self.target_nats <= 0):
+            raise ValueError(
+                f"kl_coef={self.coef}, kl_target_nats={self.target_nats}, kl_horizon={self.horizon}, expected 0 or "
+                "more, more than 0 (or None), and at least 1. Mend them."
+            )
+
+    def update(self, kl_nats: float, num_trajectories: int) -> None:
+        """After an iteration with this mean KL per token."""
+        if self.target_nats is None:
+            return
+        error = min(max(kl_nats / self.target_nats - 1, -0.2), 0.2)
+        self.coef *= 1 + error * num_trajectories / self.horizon

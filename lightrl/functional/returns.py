@@ -1,0 +1,100 @@
+"""Returns and advantages per token, from rewards per token and a critic's values.
+
+Shapes: B trajectories, T tokens. The steps of a trajectory are its loss tokens: what an environment or a tool writes
+between them is skipped, not discounted. `values[b, t]` is the value of the state before `token_ids[b, t]` was drawn.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightrl.functional.reduction import neutralize
+from lightrl.functional.shapes import check_same_shape
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation over the loss tokens t of each trajectory, t' the loss token after t:
+
+    delta_t = reward_t + gamma·value_t' - value_t;  advantage_t = delta_t + gamma·lam·advantage_t'. After the last loss
+    token the value is `bootstrap`, the advantage 0. Return_t is advantage_t + value_t.
+
+    Source: https://arxiv.org/abs/1506.02438.
+
+    Args:
+        rewards: [B, T]; at loss tokens only, see `on_loss_tokens`.
+        values: [B, T].
+        loss_mask: bool [B, T]; what stands elsewhere in the others has no effect.
+        gamma: discount of one loss token, 0 to 1.
+        lam: 0 trusts the critic for all that comes later, 1 the rewards.
+        bootstrap: [B], the value of the state after a truncated trajectory, 0 for one that ended; None for 0.
+
+    Returns:
+        Advantages and returns, [B, T], without gradient, 0 where the mask is False.
+
+    Raises:
+        ValueError: if the tensors differ in shape, or gamma or lam is not between 0 and 1.
+    """
+    check_same_shape(rewards=rewards, values=values, loss_mask=loss_mask)
+    for name, number in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= number <= 1:
+            raise ValueError(f"{name}={number}, expected 0 to 1. Mend it.")
+    rewards, values = neutralize(loss_mask, rewards.detach(), values.detach())
+    advantages = torch.zeros_like(values)
+    advantage = torch.zeros_like(values[:, 0])
+    value = advantage if bootstrap is None else bootstrap.to(values.dtype)
+    check_same_shape(**{"bootstrap": value, "one number for each row of values": advantage})
+    for t in range(values.shape[1] - 1, -1, -1):
+        is_step = loss_mask[:, t]
+        found = rewards[:, t] + gamma * value - values[:, t] + gamma * lam * advantage
+        advantages[:, t] = torch.where(is_step, found, 0.0)
+        advantage = torch.where(is_step, found, advantage)
+        value = torch.where(is_step, values[:, t], value)
+    return advantages, torch.where(loss_mask, advantages + values, 0.0)
+
+
+def on_last_loss_token(rewards: Tensor, loss_mask: Tensor) -> Tensor:
+    """An outcome reward per trajectory as rewards per token: on the last loss token, whatever follows it.
+
+    Args:
+        rewards: [B].
+        loss_mask: bool [B, T]; a trajectory without loss tokens has no place for its reward.
+
+    Returns:
+        [B, T].
+
+    Raises:
+        ValueError: if the tensors differ in B.
+    """
+    check_same_shape(rewards=rewards, loss_mask=loss_mask.any(1))
+    left = loss_mask.flip(1).cumsum(1).flip(1)  # of the loss tokens, from here on
+    return torch.where(loss_mask & (left == 1), rewards[:, None], 0.0)
+
+
+def on_loss_tokens(rewards: Tensor, loss_mask: Tensor) -> Tensor:
+    """Rewards per token, those between loss tokens moved to the loss token before them, whose doing they are.
+
+    What comes before the first loss token is dropped: no action earned it.
+
+    Args:
+        rewards: [B, T], such as an environment's, which may come with its answer.
+        loss_mask: bool [B, T].
+
+    Returns:
+        [B, T], 0 where the mask is False.
+
+    Raises:
+        ValueError: if the tensors differ in shape.
+    """
+    check_same_shape(rewards=rewards, loss_mask=loss_mask)
+    columns = torch.arange(loss_mask.shape[1], device=loss_mask.device).expand_as(loss_mask)
+    owner = torch.where(loss_mask, columns, -1).cummax(1).values
+    earned = torch.where(owner >= 0, rewards, 0.0)
+    return torch.zeros_like(earned).scatter_add(1, owner.clamp(min=0), earned)
