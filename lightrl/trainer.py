@@ -35,9 +35,9 @@ from lightrl.loops import ResumeCheck, RolloutLoop, SharedRollout
 from lightrl.models import ModelSpec
 from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, Judge, make_judge
-from lightrl.rollout import LocalEngine, RolloutController, RolloutEngine
+from lightrl.rollout import LocalEngine, RecordedRollout, RolloutController, RolloutEngine
 from lightrl.strategies import AtomicCheckpointIO, LogprobSettings, check_strategy, parallel_model
-from lightrl.trajectory import Sampling
+from lightrl.trajectory import Group, Sampling
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 
 # Plain data that hyper-parameters may hold: checkpoints are loaded with weights_only=True.
 torch.serialization.add_safe_globals([ModelSpec, Sampling])
+
+# Where the loop's groups come from: generated here, by rank 0 for all ranks, or by an earlier run.
+AnyRollout = RolloutController | SharedRollout | RecordedRollout
 
 # Lightning's warnings about what our modules do on purpose.
 MEANT: tuple[tuple[str, type[Warning]], ...] = (
@@ -91,7 +94,7 @@ class Trainer(L.Trainer):
         super().__init__(callbacks=list(given), log_every_n_steps=log_every_n_steps, **kwargs)
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
-        self.rollout: RolloutController | SharedRollout | None = None  # while a stage of an RLModule runs
+        self.rollout: AnyRollout | None = None  # while a stage of an RLModule runs
         self._judge: Judge | None = None
         self._engine_is_open = False
         self._muted: list[Any] = []  # checkpoint callbacks that must not save the exception that ended the last stage
@@ -184,6 +187,7 @@ class Trainer(L.Trainer):
                 is_dry_run = bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING and self.world_size == 1
                 resume_check = ResumeCheck(self) if is_dry_run else None
                 self._open_rollout(module)
+                self.rollout_loop.ranks.begin()
                 with self.rollout_loop.interrupts():
                     results = super()._run_stage()
                 if resume_check is not None:
@@ -261,6 +265,10 @@ class Trainer(L.Trainer):
             self.log_every_n_steps = 1
         # Batches are plain Python; Lightning's walk through them for floats fails at frozen dataclasses.
         vars(self.precision_plugin)["convert_input"] = lambda data: data
+        recorded = getattr(getattr(self, "datamodule", None), "recorded_groups", None) if is_fit else None
+        if recorded is not None:
+            self._open_recorded(module, recorded)
+            return
         prompts, groups_per_iteration, total_groups = None, 1, None
         if is_fit:
             prompts = prompt_source(
@@ -291,6 +299,14 @@ class Trainer(L.Trainer):
         if is_fit:
             self.rollout_loop.restore_rollout()
         self._say_what_runs(module, staleness.max_staleness, groups_per_iteration if is_fit else None)
+
+    def _open_recorded(self, module: RLModule, recorded: list[list[Group]]) -> None:
+        """Trajectories of an earlier run, in the place of engine, judge and controller; the same on every rank."""
+        self.fit_loop.setup_data()
+        self.rollout = RecordedRollout(recorded, run_seed=self.run_seed)
+        self.rollout_loop.restore_rollout()
+        num = sum(len(group.trajectories) for groups in recorded for group in groups)
+        log.info("no engine: %d recorded iterations with %d trajectories", len(recorded), num)
 
     def _start_rollout(self, module: RLModule, failures: Path | None, **settings: Any) -> RolloutController:
         """Judge, engine and controller; on rank 0 only."""
@@ -370,7 +386,7 @@ class Trainer(L.Trainer):
                 stack.callback(self._close_controller, self.rollout)
                 self.rollout_loop.keep_rollout()
 
-    def _close_controller(self, rollout: RolloutController | SharedRollout) -> None:
+    def _close_controller(self, rollout: AnyRollout) -> None:
         rollout.close()
         self.rollout = None
 

@@ -31,7 +31,7 @@ from lightrl.loops.metrics import IterationMetrics
 from lightrl.loops.score import accept_changes, score
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.module import RLModule
-from lightrl.strategies import Ranks, ranks_of
+from lightrl.strategies import Ranks, is_on_all_ranks, ranks_of
 from lightrl.trajectory import Group, sampling_seed
 
 if TYPE_CHECKING:
@@ -131,8 +131,10 @@ class RolloutLoop(_AutomaticOptimization):
     def _update(self, module: RLModule, experience: Experience, batch_idx: int) -> None:
         trainer: Any = self.trainer
         seed = sampling_seed(trainer.rollout.run_seed, "minibatches", self.weight_version)
-        total = min(module.num_minibatches, len(experience)) * module.update_epochs
-        minibatches = experience.minibatches(module.num_minibatches, epochs=module.update_epochs, seed=seed)
+        total = min(module.num_minibatches, len(experience.units(module.loss_unit))) * module.update_epochs
+        minibatches = experience.minibatches(
+            module.num_minibatches, epochs=module.update_epochs, seed=seed, unit=module.loss_unit
+        )
         found = IterationMetrics()
         imbalances: list[float] = []
         for index, minibatch in enumerate(minibatches):
@@ -254,8 +256,9 @@ class RolloutLoop(_AutomaticOptimization):
 
     def note_failure(self, error: BaseException) -> None:
         """A rank that fails alone cannot save what is spread over all of them."""
-        if self.ranks.size > 1 and not getattr(error, "is_on_all_ranks", False):
+        if self.ranks.size > 1 and not is_on_all_ranks(error):
             self.why_no_checkpoint = f"rank {self.ranks.rank} failed and the others did not"
+            self.ranks.fail(error)  # now: what callbacks do about exceptions may wait for other ranks
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         trainer: Any = self.trainer
@@ -301,7 +304,7 @@ class RolloutLoop(_AutomaticOptimization):
         self._is_restored = False
         reason, self.why_no_checkpoint = self.why_no_checkpoint, "the rollout's state could not be had"
         try:
-            self._rollout_state = trainer.rollout.state_dict()
+            self._rollout_state = trainer.rollout.state_dict() or None  # recorded groups need none
             self.why_no_checkpoint = reason
         except LightRLError as error:
             log.warning("The rollout's state could not be had for a checkpoint: %s", error)
@@ -331,7 +334,7 @@ class RolloutLoop(_AutomaticOptimization):
     def _phase(self, name: str) -> Iterator[None]:
         trainer: Any = self.trainer
         start = time.perf_counter()
-        with trainer.profiler.profile(f"rl/{name}"), self.ranks.phase(name, has_own_deadline=name == "rollout"):
+        with trainer.profiler.profile(f"rl/{name}"), self.ranks.phase(name, has_own_deadline=name == "sync"):
             yield
         self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - start
 

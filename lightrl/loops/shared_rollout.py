@@ -21,7 +21,7 @@ from lightrl.errors import LightRLError, RolloutError
 from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes
 from lightrl.rollout import RolloutController
 from lightrl.rollout.drop_tally import Drop
-from lightrl.strategies import Message, Ranks
+from lightrl.strategies import Message, Ranks, mark_as_on_all_ranks
 from lightrl.trajectory import Group, Prompt, Sampling
 from lightrl.weights import Bucket
 
@@ -196,7 +196,7 @@ class SharedRollout:
             kind = "stop" if isinstance(error, KeyboardInterrupt | SIGTERMException) else "error"
             text = json.dumps([type(error).__name__, str(error)]).encode()
             self.ranks.send(Message(kind, payload=text))  # type: ignore[arg-type]
-            error.__dict__["is_on_all_ranks"] = True
+            mark_as_on_all_ranks(error)
             raise
 
     def _raise_if_error(self, message: Message) -> None:
@@ -208,8 +208,7 @@ class SharedRollout:
             error = SIGTERMException() if name == "SIGTERMException" else KeyboardInterrupt()
         else:
             error = _error_class(name)(f"Rank 0 raised {name}: {text}")
-        error.__dict__["is_on_all_ranks"] = True
-        raise error
+        raise mark_as_on_all_ranks(error)
 
 
 def _error_class(name: str) -> type[LightRLError]:

@@ -7,6 +7,9 @@ Reading order:
     checkpoint.py     checkpoints that are whole or absent
     ranks.py          who works beside this process: sums, shares of the rows, messages of rank 0
     balance.py        trajectories shared out over ranks by their tokens
+    rank_watch.py     a rank that fails ends all, one that hangs is named
+    fsdp2.py          FSDP2Strategy: sharded models
+    empty_model.py    models without memory, filled tensor by tensor
 
 May import: errors, trajectory, experience, functional, weights, models; Lightning. To add one: subclass a Lightning
 strategy and give it `parallel_model(model, settings)`; `parallel_model` below asks for that first.
@@ -21,7 +24,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightrl.models import ParallelModel
 from lightrl.strategies.checkpoint import AtomicCheckpointIO
 from lightrl.strategies.probes import head_is_plain
-from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, ranks_of
+from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
 from lightrl.strategies.single import LogprobSettings, SingleModel
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ __all__ = [
     "Ranks",
     "SingleModel",
     "check_strategy",
+    "is_on_all_ranks",
+    "mark_as_on_all_ranks",
     "head_is_plain",
     "parallel_model",
     "ranks_of",

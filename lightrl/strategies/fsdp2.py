@@ -141,12 +141,22 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self.precision_plugin.precision == "bf16-mixed":
             self.precision_plugin = ShardedMixedPrecision()
         super().setup_environment()
+        assert self.cluster_environment is not None
         self._mesh = self._make_mesh()
         self.ranks = ProcessRanks(
             dp_group=self.device_mesh["data_parallel"].get_group(),
             control_group=dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT),
             device=self.root_device,
+            main_address=self.cluster_environment.main_address,
+            hang_timeout_s=self.hang_timeout_s,
         )
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.ranks.fail(exception)
+
+    def teardown(self) -> None:
+        self.ranks.close()
+        super().teardown()
 
     def _make_mesh(self) -> DeviceMesh:
         """What models are sharded over: one axis, or (replicas, shards)."""

@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from lightrl.experience import Experience, LossUnit
 from lightrl.strategies.balance import balanced_shares, token_imbalance
+from lightrl.strategies.rank_watch import RankWatch, Store
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -150,8 +152,17 @@ class Ranks:
         """Names what this rank does inside, for the message about a rank that hangs."""
         yield
 
+    def begin(self) -> None:
+        """The start, of engines too, is over."""
+
     def step(self) -> None:
         """Says that this rank goes on, inside a phase that is long."""
+
+    def fail(self, error: BaseException) -> None:
+        """This rank has failed: ends the others, unless they have the same error."""
+
+    def close(self) -> None:
+        """This rank is about to end."""
 
 
 class ProcessRanks(Ranks):
@@ -162,9 +173,19 @@ class ProcessRanks(Ranks):
             the device.
         control_group: all ranks, on the CPU (gloo), without a deadline that a long rollout would meet.
         device: where `dp_group` takes its tensors.
+        main_address: of rank 0's machine, where it keeps the store that ranks watch each other through.
+        hang_timeout_s: the run ends if a rank makes no step for so long.
     """
 
-    def __init__(self, *, dp_group: Any, control_group: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        dp_group: Any,
+        control_group: Any,
+        device: torch.device,
+        main_address: str = "127.0.0.1",
+        hang_timeout_s: float = 600.0,
+    ) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.dp_rank = dist.get_rank(dp_group)
@@ -172,6 +193,33 @@ class ProcessRanks(Ranks):
         self._dp_group = dp_group
         self._control_group = control_group
         self._device = device
+        self.watch = RankWatch(self._make_store(main_address), self.rank, self.size, hang_timeout_s=hang_timeout_s)
+
+    def _make_store(self, main_address: str) -> Store:
+        if self.is_main:
+            store = TCPStore(main_address, 0, is_master=True, wait_for_workers=False)
+            self.send(Message("data", done=store.port))
+            return store
+        return TCPStore(main_address, self.receive().done, is_master=False)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, *, has_own_deadline: bool = False) -> Iterator[None]:
+        self.watch.enter(name, has_own_deadline=has_own_deadline)
+        yield
+        self.watch.leave()  # not where an error passes: who looks then wants to know the phase
+
+    def begin(self) -> None:
+        self.watch.begin()
+
+    def step(self) -> None:
+        self.watch.step()
+
+    def fail(self, error: BaseException) -> None:
+        if not is_on_all_ranks(error):
+            self.watch.fail(error)
+
+    def close(self) -> None:
+        self.watch.close()
 
     def sum_(self, tensor: Tensor) -> Tensor:
         if self.dp_size == 1:
@@ -236,6 +284,16 @@ def ranks_of(strategy: Strategy) -> Ranks:
     """The Ranks of this strategy; those of one process where it has none."""
     ranks: Ranks = getattr(strategy, "ranks", None) or _ALONE
     return ranks
+
+
+def mark_as_on_all_ranks(error: BaseException) -> BaseException:
+    """Every rank raises this error at the same place, so they can still act together."""
+    error.__dict__["is_on_all_ranks"] = True
+    return error
+
+
+def is_on_all_ranks(error: BaseException) -> bool:
+    return bool(getattr(error, "is_on_all_ranks", False))
 
 
 def masked_row(experience: Experience) -> Experience:

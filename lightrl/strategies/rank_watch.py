@@ -1,0 +1,212 @@
+"""RankWatch: a rank that fails ends all ranks within seconds, and one that hangs is named.
+
+A collective waits for every rank, so without this a failed rank leaves the others waiting for half an hour, and then
+the message names a collective, not the culprit. Each rank has a thread that publishes what its rank does (phase, how
+many phases so far, how long without a step) in a store on rank 0, and looks there for failures of the others.
+
+    rank 1 raises ──► its traceback into the store ──► the others print it ──► they end by themselves, or are ended
+    rank 0 waits for longer than the deadline ──► who is behind? ──► the same way, with every rank's stack
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+POLL_S = 0.5  # between two looks
+GRACE_S = 10.0  # for a main thread to end by itself, once another rank has failed
+
+_FAILURE = "failure"
+
+
+class Store(Protocol):
+    """What is asked of torch.distributed's stores."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank does.
+
+    Example:
+        RankState(phase="update", num_phases=17, num_steps=3, idle_s=0.2)
+    """
+
+    phase: str
+    num_phases: int  # entered so far: who has entered fewer is behind
+    num_steps: int  # within the phase
+    idle_s: float  # since the last step
+    has_own_deadline: bool = False  # somebody else watches over this phase
+
+
+def find_behind(states: Mapping[int, RankState]) -> list[int]:
+    """The ranks that the others wait for: those with the fewest phases, and of these the fewest steps."""
+    least = min((state.num_phases, state.num_steps) for state in states.values())
+    return [rank for rank, state in sorted(states.items()) if (state.num_phases, state.num_steps) == least]
+
+
+def hang_message(states: Mapping[int, RankState], missing: list[int], waiting: int, timeout_s: float) -> str:
+    """Who is behind and where, for the ranks' states as one of them, which has waited too long, found them."""
+    behind = missing or find_behind(states)
+    all_alike = not missing and len(behind) == len(states)
+    where = "; ".join(
+        f"rank {rank} in {state.phase!r} (phase {state.num_phases}, step {state.num_steps}) for {state.idle_s:.0f} s"
+        for rank, state in sorted(states.items())
+    )
+    culprits = "all ranks, at the same place" if all_alike else "rank " + ", ".join(map(str, behind))
+    return (
+        f"Rank {waiting} made no step for hang_timeout_s={timeout_s:g}, expected one. It waits for {culprits}. "
+        f"States: {where}. Look at the stacks below, or raise hang_timeout_s if such a phase is normal."
+    )
+
+
+class RankWatch:
+    """Watches one rank and is watched by the others, from its own thread, until `close`.
+
+    Args:
+        store: shared by all ranks; used by this object's thread, and by `fail`.
+        rank, size: of this process and of the world.
+        hang_timeout_s: deadline of a phase without a step.
+        end_process: ends this process at once; for tests.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        hang_timeout_s: float = 600.0,
+        end_process: Callable[[], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._hang_timeout_s = hang_timeout_s
+        self._end_process = end_process or _end_process
+        self._main_thread = threading.get_ident()
+        self._phases: list[tuple[str, bool]] = [("start", True)]
+        self._num_phases = 0
+        self._num_steps = 0
+        self._stepped_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"lightrl-watch-{rank}", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ from the main thread
+
+    def enter(self, phase: str, *, has_own_deadline: bool = False) -> None:
+        self._phases.append((phase, has_own_deadline))
+        self._go_on()
+
+    def leave(self) -> None:
+        self._phases.pop()
+        self._go_on()
+
+    def step(self) -> None:
+        self._num_steps += 1
+        self._stepped_s = time.monotonic()
+
+    def begin(self) -> None:
+        """The start is over: from now on what happens outside of a phase has a deadline, too."""
+        self._phases[0] = ("between two phases", False)
+        self._go_on()
+
+    def fail(self, error: BaseException, timeout_s: float = 3.0) -> None:
+        """Tells the others that this rank has failed, and waits a little until they know: the store may end with us."""
+        lines = "".join(traceback.format_exception(error))
+        with self._lock:
+            if self._closed.is_set():
+                return
+            phase = self._phases[-1][0]
+            self._store.compare_set(_FAILURE, "", json.dumps([self._rank, f"failed in {phase!r}:\n{lines}"]))
+        keys = [f"knows/{rank}" for rank in range(self._size) if rank != self._rank]
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with self._lock:
+                if self._store.check(keys):
+                    return
+            time.sleep(POLL_S / 5)
+
+    def close(self) -> None:
+        """This rank has ended as planned, or is about to end by itself."""
+        self._closed.set()
+        self._thread.join(5 * POLL_S)
+
+    def state(self) -> RankState:
+        """What this rank does now."""
+        phase, has_own_deadline = self._phases[-1]
+        idle_s = time.monotonic() - self._stepped_s
+        return RankState(phase, self._num_phases, self._num_steps, idle_s, has_own_deadline)
+
+    def _go_on(self) -> None:
+        self._num_phases += 1
+        self._num_steps = 0
+        self._stepped_s = time.monotonic()
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _run(self) -> None:
+        while not self._closed.wait(POLL_S):
+            try:
+                with self._lock:
+                    failure = self._look()
+            except (RuntimeError, OSError):  # the store, and with it rank 0, is gone
+                failure = "Rank 0 is gone, and the store with it. Its own output says why."
+            if failure is not None:
+                self._end(failure)
+                return
+
+    def _look(self) -> str | None:
+        """Publishes this rank's state; gives the failure that ends this rank, if there is one."""
+        state = self.state()
+        self._store.set(f"state/{self._rank}", json.dumps(asdict(state)))
+        if self._store.check([_FAILURE]):
+            rank, text = json.loads(self._store.get(_FAILURE))
+            self._store.set(f"knows/{self._rank}", "yes")
+            return None if rank == self._rank else f"Rank {rank} {text}"
+        if state.idle_s > self._hang_timeout_s and not state.has_own_deadline:
+            states = self._states()
+            if not any(states[rank].has_own_deadline for rank in find_behind(states)):
+                missing = [rank for rank in range(self._size) if rank not in states]
+                text = hang_message(states, missing, self._rank, self._hang_timeout_s)
+                # -1: no rank raised it, so all of them end by it.
+                self._store.compare_set(_FAILURE, "", json.dumps([-1, f": {text}"]))
+        return None
+
+    def _states(self) -> dict[int, RankState]:
+        found: dict[int, RankState] = {}
+        for rank in range(self._size):
+            key = f"state/{rank}"
+            if self._store.check([key]):
+                found[rank] = RankState(**json.loads(self._store.get(key)))
+        return found
+
+    def _end(self, failure: str) -> None:
+        """Says why, gives the main thread time to end by itself, and ends the process if it does not."""
+        frame = sys._current_frames().get(self._main_thread)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        phase = self._phases[-1][0]
+        failure = failure.replace("Rank -1 : ", "")
+        sys.stderr.write(f"\n[rank {self._rank}, in {phase!r}] {failure}\nRank {self._rank} is here:\n{stack}\n")
+        sys.stderr.flush()
+        if not self._closed.wait(GRACE_S):
+            self._end_process()
+
+
+def _end_process() -> None:
+    # Not sys.exit: the main thread may be inside a collective, which no exception reaches.
+    sys.stderr.flush()
+    os._exit(1)
