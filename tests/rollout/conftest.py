@@ -1,0 +1,25 @@
+"""The one real SGLang server, see real_sglang.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from real_sglang import shared_server, stop_servers
+
+
+@pytest.fixture(scope="session")
+def _ends_real_servers() -> Iterator[None]:
+    yield
+    stop_servers()
+
+
+@pytest.fixture
+def real_server(tmp_path_factory: pytest.TempPathFactory, _ends_real_servers: None) -> Iterator[dict[str, Any]]:
+    """`url` and `token` of a real SGLang server with a tiny Qwen3, this test's alone while it runs."""
+    folder = tmp_path_factory.getbasetemp()
+    if folder.name.startswith("popen-"):  # of one of pytest's workers; the one above is of the run
+        folder = folder.parent
+    with shared_server(folder) as found:
+        yield found
