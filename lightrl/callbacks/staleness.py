@@ -53,6 +53,8 @@ class StalenessControl(RLCallback):
     def on_experience_ready(self, trainer: L.Trainer, module: L.LightningModule, experience: Experience) -> None:
         """Checks the bound on what is about to be trained on."""
         rl_trainer: Any = trainer
+        if getattr(getattr(rl_trainer, "rollout", None), "is_recorded", False):
+            return  # their versions are those of the run that wrote them
         versions = experience.weight_versions[experience.loss_mask]
         oldest = int(versions.min()) if versions.numel() else rl_trainer.weight_version
         staleness = rl_trainer.weight_version - oldest

@@ -49,7 +49,7 @@ class TrajectoryDataModule(L.LightningDataModule):
         """
         if stage != "fit":
             raise ValueError(
-                f"TrajectoryDataModule got stage {stage!r}, expected 'fit': there is no engine that could answer "
+                f"TrajectoryDataModule got stage {str(getattr(stage, "value", stage))!r}, expected 'fit': there is no engine that could answer "
                 "validation prompts. Use a PromptDataModule for it."
             )
         iterations = list(read_iterations(self.path))

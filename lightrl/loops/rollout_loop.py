@@ -112,7 +112,7 @@ class RolloutLoop(_AutomaticOptimization):
         trainer: Any = self.trainer
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         experience = Experience.from_trajectories(trajectories).to(module.device)
-        with self._phase("score"):
+        with self._phase("score"), self.logging_allowed(module):
             context = trainer.precision_plugin.forward_context
             experience = score(module, experience, trajectories, forward_context=context, ranks=self.ranks)
         experience = self._offer(experience)

@@ -21,6 +21,7 @@ class RecordedRollout:
         run_seed: of shuffles and dropout; with the seed of the recorded run an iteration is repeated bit for bit.
     """
 
+    is_recorded = True  # what the trajectories' versions count is another run's business
     max_staleness = 0
 
     def __init__(self, iterations: Sequence[list[Group]], *, run_seed: int) -> None:
@@ -61,7 +62,7 @@ class RecordedRollout:
         return {"skipped_prompts": 0, "weight_version": self.weight_version}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_seed": self.run_seed}
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The position is the weight version, which the loop restores."""

@@ -1,0 +1,148 @@
+"""Training without rollouts: iterations that were written down are repeated bit for bit, or trained on anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from tiny_run import Digits, TinyGRPO, are_equal, make_trainer, our_threads, weights
+
+from lightrl import TrajectoryDataModule, TrajectoryLog
+from lightrl.callbacks import StalenessControl
+from lightrl.data.trajectories import read_iterations
+from lightrl.functional import policy_ratio
+from lightrl.trajectory import Trajectory
+
+
+class NoReward(TinyGRPO):
+    def reward(self, trajectory: Trajectory) -> Any:
+        raise AssertionError("recorded trajectories are judged already")
+
+
+def record(folder: Path, steps: int = 3, callbacks: tuple[Any, ...] = (), **settings: Any) -> TinyGRPO:
+    """A run that rolls out, with each iteration written down."""
+    module = TinyGRPO(**settings)
+    log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
+    make_trainer(folder, max_steps=steps, callbacks=[log, *callbacks]).fit(module, Digits())
+    return module
+
+
+def replay(folder: Path, module: TinyGRPO, path: Path, **settings: Any) -> Any:
+    trainer = make_trainer(folder, max_epochs=1, **settings)
+    trainer.fit(module, TrajectoryDataModule(str(path)))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_minibatches": 2, "update_epochs": 2, "decoupled": True}, {"entropy_coef": 0.1, "lr_decay": "linear"}],
+    ids=["one update", "four decoupled updates", "decay to the end of the run"],
+)
+def test_the_files_of_a_run_repeat_it_bit_for_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
+    online = record(tmp_path, **settings)
+    offline = NoReward(**settings)
+    trainer = replay(tmp_path / "again", offline, tmp_path / "trajectories")
+    assert trainer.global_step == trainer.weight_version == 3
+    assert are_equal(weights(online), weights(offline))
+    for one, other in zip(online.experiences, offline.experiences, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.tensors().items())
+
+
+def test_an_asynchronous_run_is_repeated_too(tmp_path: Path) -> None:
+    online = record(tmp_path, steps=4, callbacks=(StalenessControl(2),), decoupled=True, num_minibatches=2)
+    offline = NoReward(decoupled=True, num_minibatches=2)
+    replay(tmp_path / "again", offline, tmp_path / "trajectories")
+    assert are_equal(weights(online), weights(offline))
+
+
+def test_one_iteration_is_repeated_from_the_checkpoint_before_it(tmp_path: Path) -> None:
+    class SaveAtTwo(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "two.ckpt")
+
+    module = record(tmp_path, callbacks=(SaveAtTwo(),))
+    again = NoReward()
+    last = tmp_path / "trajectories" / "iteration-000002.jsonl"
+    make_trainer(tmp_path / "again", max_steps=3).fit(
+        again, TrajectoryDataModule(str(last)), ckpt_path=tmp_path / "two.ckpt", weights_only=True
+    )
+    assert are_equal(weights(module), weights(again))
+
+
+def test_another_loss_can_be_tried_on_the_same_trajectories(tmp_path: Path) -> None:
+    class Reinforce(NoReward):
+        def loss(self, experience: Any, outputs: Any) -> dict[str, torch.Tensor]:
+            return {"loss": -policy_ratio(outputs.logprobs, experience.behavior_logprobs) * experience.advantages}
+
+    record(tmp_path)
+    one, other = Reinforce(), NoReward(num_minibatches=4)
+    replay(tmp_path / "one", one, tmp_path / "trajectories")
+    replay(tmp_path / "other", other, tmp_path / "trajectories")
+    assert not are_equal(weights(one), weights(other))
+
+
+def test_no_engine_no_worker_and_no_thread_is_started(tmp_path: Path) -> None:
+    record(tmp_path)
+    trainer = make_trainer(tmp_path / "again", max_epochs=2)
+    assert not our_threads()
+    module = NoReward()
+    module.on_rollout_end = lambda groups: seen.append(our_threads())
+    seen: list[list[str]] = []
+    trainer.fit(module, TrajectoryDataModule(str(tmp_path / "trajectories")))
+    assert seen == [[]] * 6
+    assert trainer.engine is None
+    assert trainer.rollout is None
+
+
+def test_groups_can_be_cut_into_other_iterations(tmp_path: Path) -> None:
+    record(tmp_path)
+    data = TrajectoryDataModule(str(tmp_path / "trajectories"), batch_size=3, max_iterations=1)
+    module = NoReward()
+    make_trainer(tmp_path / "again", max_epochs=1).fit(module, data)
+    assert [len(groups) for groups in module.trained] == [3]
+
+
+def test_a_run_on_recorded_trajectories_can_be_checked_and_resumed(tmp_path: Path) -> None:
+    online = record(tmp_path)
+    make_trainer(tmp_path / "check", fast_dev_run=2).fit(
+        NoReward(), TrajectoryDataModule(str(tmp_path / "trajectories"))
+    )
+    half = NoReward()
+    trainer = make_trainer(tmp_path / "half", max_steps=2)
+    trainer.fit(half, TrajectoryDataModule(str(tmp_path / "trajectories")))
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    rest = NoReward()
+    make_trainer(tmp_path / "rest", max_steps=3).fit(
+        rest, TrajectoryDataModule(str(tmp_path / "trajectories")), ckpt_path=tmp_path / "half.ckpt", weights_only=True
+    )
+    assert are_equal(weights(online), weights(rest))
+
+
+def test_validation_without_an_engine_is_refused(tmp_path: Path) -> None:
+    record(tmp_path)
+    with pytest.raises(ValueError, match=r"TrajectoryDataModule got stage 'validate', expected 'fit'"):
+        make_trainer(tmp_path).validate(NoReward(), TrajectoryDataModule(str(tmp_path / "trajectories")))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"Line 1 of .* is no trajectory \(JSONDecodeError"),
+        ('{"iteration": 0, "trajectory": {}}', r"Line 1 of .* is no trajectory \(KeyError"),
+        ("[]", r"Line 1 of .* is no trajectory \(AttributeError"),
+    ],
+    ids=["no JSON", "no prompt", "no object"],
+)
+def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "file.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=message):
+        list(read_iterations(tmp_path / "file.jsonl"))
+
+
+def test_a_path_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no file and holds no \.jsonl files"):
+        list(read_iterations(tmp_path))
