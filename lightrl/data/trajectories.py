@@ -47,9 +47,10 @@ class TrajectoryDataModule(L.LightningDataModule):
         Raises:
             ValueError: if the stage is another than fit, there is no file, or a line is no judged trajectory.
         """
-        if stage != "fit":
+        stage_name = str(getattr(stage, "value", stage))  # Lightning gives a member of TrainerFn
+        if stage_name != "fit":
             raise ValueError(
-                f"TrajectoryDataModule got stage {str(getattr(stage, "value", stage))!r}, expected 'fit': there is no engine that could answer "
+                f"TrajectoryDataModule got stage {stage_name!r}, expected 'fit': there is no engine that could answer "
                 "validation prompts. Use a PromptDataModule for it."
             )
         iterations = list(read_iterations(self.path))
