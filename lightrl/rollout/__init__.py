@@ -23,6 +23,7 @@ Reading order:
     sglang_engine.py rollouts by SGLang servers
       sglang_request.py  a completion as requests and answers
       server_pool.py, sglang_client.py  which server is asked; what one is asked over HTTP
+      open_files.py    as many sockets as requests
       sglang_server.py, sglang_command.py, server_watch.py, server_fleet.py  server processes, ended and restarted
     fake_server.py   a process that speaks SGLang's interface and fails on request; fake_server_process.py starts it
       fake_server_script.py, fake_server_model.py  what it answers: by rule, or with a LocalEngine

@@ -34,6 +34,7 @@ from typing import Any
 from aiohttp import web
 
 from lightrl.rollout.fake_server_script import LoadRefused, Run, ScriptedModel, ServedModel
+from lightrl.rollout.open_files import raise_open_files
 
 KINDS = ("late", "slow", "drop", "error", "garbage", "hang", "die", "lose_update", "wrong_version")
 PARENT_WATCH_S = 0.2
@@ -477,7 +478,8 @@ def _json_handler(
         except ValueError:
             return web.json_response({"object": "error", "message": "the body is no JSON"}, status=400)
         try:
-            return web.json_response(await handler(body))
+            answer = await handler(body)
+            return answer if isinstance(answer, web.Response) else web.json_response(answer)
         except _Refused as error:
             return web.json_response({"success": False, "error": {"message": error.message}}, status=400)
 
@@ -545,16 +547,9 @@ async def serve(options: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     options, _ = make_parser().parse_known_args(argv)  # SGLang has 500 more
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    _raise_open_files()
+    raise_open_files()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(options))
-
-
-def _raise_open_files() -> None:
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class FakeServerProcess:
             EngineTimeout: if it does not within `start_timeout_s`.
             EngineUnreachable: if it ends instead.
         """
+        self.stop()
         command = [sys.executable, "-m", "lightrl.rollout.fake_server", "--port", str(port)]
         if self.model_folder is not None:
             command += ["--model-path", str(self.model_folder)]

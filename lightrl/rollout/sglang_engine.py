@@ -28,6 +28,7 @@ import torch
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError
 from lightrl.rollout.engine import Completion, RolloutEngine
 from lightrl.rollout.loop_thread import LoopThread
+from lightrl.rollout.open_files import raise_open_files
 from lightrl.rollout.server_pool import ServerPool
 from lightrl.rollout.sglang_client import ServerRefused, SGLangClient
 from lightrl.rollout.sglang_request import CompletionDraft, MalformedAnswer
@@ -220,6 +221,7 @@ class SGLangEngine(RolloutEngine):
         self.clients = {}
         self._is_open = True
         self._is_paused = self._is_held = False
+        raise_open_files()
         self._scratch = tempfile.TemporaryDirectory(prefix="lightrl-engine-", ignore_cleanup_errors=True)
         self._weights = self._make_transport(config)
         try:

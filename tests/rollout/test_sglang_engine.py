@@ -92,3 +92,216 @@ def test_each_token_is_that_of_its_version_on_two_servers(
         after_a_sync_amid_a_generation_each_token_is_that_of_its_version(case)
     finally:
         case.engine.close()
+
+
+def test_many_requests_at_once_are_shared_by_the_servers(scripted: Callable[..., FakeServerProcess]) -> None:
+    servers = [scripted(delay_s=0.2), scripted(delay_s=0.2)]
+    engine = engine_on(servers)
+
+    async def scenario() -> list[Any]:
+        tasks = [engine.generate([1, 2], Sampling(max_new_tokens=4, seed=i), session=str(i)) for i in range(200)]
+        return await asyncio.gather(*tasks)
+
+    assert len({tuple(group[0].token_ids) for group in run(scenario())}) == 200
+    assert [server.stats()["requests"]["/generate"] for server in servers] == [100, 100]
+    engine.close()
+
+
+def test_a_session_stays_on_the_server_that_has_its_prefix(scripted: Callable[..., FakeServerProcess]) -> None:
+    servers = [scripted(), scripted()]
+    engine = engine_on(servers)
+
+    async def scenario() -> None:
+        for turn in range(4):
+            await engine.generate([1] * (turn + 1), Sampling(max_new_tokens=2), session="one")
+
+    run(scenario())
+    assert sorted(server.stats()["requests"].get("/generate", 0) for server in servers) == [0, 4]
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["drop", "error", "garbage"])
+def test_a_request_that_fails_once_is_asked_again(kind: str, scripted: Callable[..., FakeServerProcess]) -> None:
+    server = scripted(fault=[f"{kind}:/generate:2"])
+    engine = engine_on([server])
+    assert len(run(engine.generate([1], Sampling(max_new_tokens=5), session="s"))[0].token_ids) == 5
+    assert server.stats()["requests"]["/generate"] == 3
+    engine.close()
+
+
+def test_a_request_that_is_refused_is_not_asked_again(scripted: Callable[..., FakeServerProcess]) -> None:
+    server = scripted(context_length=10)
+    engine = engine_on([server])
+    with pytest.raises(EngineError, match=r"HTTP 400.*context"):
+        run(engine.generate([1] * 20, Sampling(max_new_tokens=5), session="s"))
+    assert server.stats()["requests"]["/generate"] == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("end", ["kill", "freeze"])
+def test_requests_of_a_lost_server_go_on_elsewhere_and_are_counted_once(
+    end: str, scripted: Callable[..., FakeServerProcess]
+) -> None:
+    lost, left = scripted(seconds_per_token=0.02), scripted(seconds_per_token=0.02)
+    engine = engine_on([lost, left], hang_timeout_s=0.5)
+
+    async def scenario() -> list[Any]:
+        tasks = [
+            asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=25, seed=i), session=str(i)))
+            for i in range(20)
+        ]
+        await asyncio.sleep(0.2)
+        getattr(lost, end)()
+        return await asyncio.gather(*tasks)
+
+    groups = run(scenario())
+    assert [len(group[0].token_ids) for group in groups] == [25] * 20
+    assert engine.pool.servers[lost.url].state == "lost"
+    assert engine.queue_depths() == {"running": 0, "waiting": 0}
+    engine.close()
+
+
+def test_when_all_servers_are_dead_the_error_says_what_became_of_each(
+    scripted: Callable[..., FakeServerProcess],
+) -> None:
+    servers = [scripted(seconds_per_token=0.02), scripted(seconds_per_token=0.02)]
+    engine = engine_on(servers)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=1000), session="s", n=4))
+        await asyncio.sleep(0.1)
+        for server in servers:
+            server.kill()
+        await task
+
+    with pytest.raises(EngineError, match="No server is left") as caught:
+        run(scenario())
+    assert all(server.url in str(caught.value) for server in servers)
+    engine.close()
+
+
+@pytest.mark.parametrize("interrupt", ["retract", "abort"])
+def test_an_interrupted_request_keeps_its_tokens_its_limits_and_the_order_of_versions(
+    interrupt: str, scripted: Callable[..., FakeServerProcess]
+) -> None:
+    server = scripted(seconds_per_token=0.01, vocab_size=10)
+    engine = engine_on([server], interrupt=interrupt)
+    sampling = Sampling(max_new_tokens=40, min_new_tokens=40, stop_token_ids=(1, 2, 3), seed=4)
+
+    async def scenario() -> Any:
+        task = asyncio.create_task(engine.generate([1], sampling, session="s"))
+        await asyncio.sleep(0.15)
+        await asyncio.to_thread(engine.load_weights, iter(WEIGHTS), weight_version=1)
+        return (await task)[0]
+
+    completion = run(scenario())
+    assert len(completion.token_ids) == 40
+    assert not set(completion.token_ids) & {1, 2, 3}
+    assert completion.weight_versions == sorted(completion.weight_versions)
+    assert set(completion.weight_versions) == {0, 1}
+    assert server.stats()["requests"]["/generate"] == (1 if interrupt == "retract" else 2)
+    engine.close()
+
+
+def test_a_cancelled_request_is_aborted_on_the_server(scripted: Callable[..., FakeServerProcess]) -> None:
+    server = scripted(seconds_per_token=0.01)
+    engine = engine_on([server])
+
+    async def scenario() -> None:
+        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=5000), session="s"))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        while server.stats()["running"]:
+            await asyncio.sleep(0.01)
+
+    run(scenario())
+    assert server.stats()["requests"]["/abort_request"] == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["lose_update", "wrong_version"])
+def test_a_server_that_acknowledges_another_version_gets_no_requests(
+    kind: str, scripted: Callable[..., FakeServerProcess]
+) -> None:
+    liar, honest = scripted(), scripted()
+    engine = engine_on([liar, honest], probe_interval_s=60)
+    liar.fault(kind, "/update_weights_from_disk")
+    engine.load_weights(iter(WEIGHTS), weight_version=1)
+    assert engine.pool.servers[liar.url].state == "lost"
+    assert "version" in engine.pool.servers[liar.url].reason
+    versions = [run(engine.generate([1], Sampling(max_new_tokens=2), session=str(i)))[0] for i in range(4)]
+    assert all(completion.weight_versions == [1, 1] for completion in versions)
+    assert liar.stats()["requests"].get("/generate", 0) == 0
+    engine.close()
+
+
+def test_a_server_that_comes_back_gets_the_weights_before_requests(scripted: Callable[..., FakeServerProcess]) -> None:
+    lost, left = scripted(), scripted()
+    engine = engine_on([lost, left])
+    lost.kill()
+
+    async def until(state: str) -> None:
+        while engine.pool.servers[lost.url].state != state:
+            await asyncio.sleep(0.02)
+
+    run(until("lost"))
+    lost.start(lost.port)
+    run(until("routable"))
+    for number in range(4):
+        assert run(engine.generate([1], Sampling(max_new_tokens=2), session=str(number)))[0].weight_versions == [0, 0]
+    assert lost.stats()["requests"]["/generate"] > 0
+    engine.close()
+
+
+def test_servers_that_the_engine_starts_are_restarted_and_ended(tmp_path: Path) -> None:
+    import sys
+
+    command = [sys.executable, "-m", "lightrl.rollout.fake_server", "--port", "{port}"]
+    engine = SGLangEngine(servers=2, command=command, probe_interval_s=0.2, hang_timeout_s=5)
+    engine.start(Qwen3Config(vocab_size=1000))
+    engine.load_weights(iter(WEIGHTS), weight_version=0)
+    first = set(engine.pool.urls("routable"))
+    assert engine._fleet is not None
+    fleet = engine._fleet
+    fleet.servers[0].stop(grace_s=0)
+
+    async def until_back() -> None:
+        while set(engine.pool.urls("routable")) == first or len(engine.pool.urls("routable")) < 2:
+            await asyncio.sleep(0.05)
+
+    run(until_back())
+    assert run(engine.generate([1], Sampling(max_new_tokens=2), session="s"))[0].weight_versions == [0, 0]
+    engine.close()
+    assert not any(server.is_alive() for server in fleet.servers)
+
+
+def test_a_server_with_a_token_is_asked_with_it(scripted: Callable[..., FakeServerProcess]) -> None:
+    server = scripted(api_key="secret")
+    engine = engine_on([server], token="secret")
+    assert len(run(engine.generate([1], Sampling(max_new_tokens=3), session="s"))[0].token_ids) == 3
+    engine.close()
+    with pytest.raises(EngineError, match="401"):
+        engine_on([server], token="wrong")
+
+
+def test_addresses_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTRL_SERVER_ADDRS", raising=False)
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "one:1, http://two:2")
+    assert addresses_from_environment() == ["http://one:1", "http://two:2"]
+    monkeypatch.setenv("LIGHTRL_SERVER_ADDRS", "three:3")
+    assert addresses_from_environment() == ["http://three:3"]
+    monkeypatch.delenv("LIGHTRL_SERVER_ADDRS")
+    monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS")
+    with pytest.raises(ValueError, match="servers: 1"):
+        SGLangEngine().start(CONFIG)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"urls": ["a"], "servers": 1}, {"servers": 0}, {"transport": "pigeon"}, {"weights_dtype": "float9"}, {"tp": 0}],
+    ids=str,
+)
+def test_arguments_that_cannot_work_are_refused_at_once(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        SGLangEngine(**arguments)

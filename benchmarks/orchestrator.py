@@ -1,0 +1,297 @@
+"""Processor time of the controller per request, against a bare loop over the same HTTP client.
+
+    python -m benchmarks.orchestrator [--quick]
+
+Two fake servers in processes of their own answer each request after a sleep, with 1,000 tokens and their logprobs, made
+once. On one side a RolloutController with SGLangEngine and SingleTurn takes one batch of all requests; on the other a
+loop posts the same bodies with aiohttp and parses the same JSON. Both have the same number of requests in flight and as
+many connections. Processor time is that of this process, all threads; the sides take turns. The tokenizer decodes
+nothing: text is not the orchestrator's.
+
+Rows of the table:
+    bare          a semaphore, one task per request, post, json.loads
+    engine        SGLangEngine.generate in as many tasks
+    controller    the whole way to judged groups
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import functools
+import json
+import secrets
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+import torch
+from aiohttp import web
+from transformers import Qwen3Config
+
+from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
+from lightrl.rewards import Judgment
+from lightrl.rollout import RolloutController, SGLangEngine, SingleTurn
+from lightrl.rollout import fake_server as fake
+from lightrl.rollout.fake_server_process import FakeServerProcess
+from lightrl.rollout.fake_server_script import ScriptedModel
+from lightrl.rollout.open_files import raise_open_files
+from lightrl.trajectory import Prompt, Sampling, Trajectory
+from lightrl.weights import Bucket
+
+VOCAB_SIZE = 150_000
+PROMPT = [17] * 200
+GROUP_SIZE = 4
+NUM_SERVERS = 2
+
+
+class CannedServer(fake.FakeServer):
+    """Answers every generation with the same tokens, so that the fakes do less than what is measured."""
+
+    delay_s = 0.5
+    num_tokens = 1000
+
+    async def _generate(self, body: dict[str, Any]) -> Any:
+        await asyncio.sleep(self.delay_s)
+        version = self.model.version
+        if self._canned[0] != version:
+            self._canned = (version, canned_answer(self.num_tokens, version))
+        return web.Response(body=self._canned[1], content_type="application/json")
+
+    _canned: tuple[str, bytes] = ("", b"")
+
+
+def canned_answer(num_tokens: int, version: str) -> bytes:
+    token_ids = [(number * 7919) % VOCAB_SIZE for number in range(num_tokens)]
+    meta = {
+        "id": "0" * 32,
+        "finish_reason": {"type": "length", "length": num_tokens},
+        "prompt_tokens": len(PROMPT),
+        "completion_tokens": num_tokens,
+        "weight_version": version,
+        "weight_versions": [{"version": version, "start": 0, "end": num_tokens}],
+        "output_token_logprobs": [[-(0.1 + token / 7e4), token, None] for token in token_ids],
+    }
+    return json.dumps({"output_ids": token_ids, "meta_info": meta}).encode()
+
+
+class Server(FakeServerProcess):
+    """A canned server in a process of its own, which imports no torch."""
+
+    def __init__(self, delay_s: float, num_tokens: int) -> None:
+        super().__init__()
+        self.options = [str(delay_s), str(num_tokens)]
+
+    def start(self, port: int = 0) -> Server:
+        command = [sys.executable, "-m", "benchmarks.orchestrator", "--serve", *self.options]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.port = int(json.loads(self._process.stdout.readline())["port"])
+        return self
+
+
+async def serve(delay_s: float, num_tokens: int) -> None:
+    server = CannedServer(ScriptedModel(vocab_size=VOCAB_SIZE), arguments={})
+    server.delay_s, server.num_tokens = delay_s, num_tokens
+    runner = web.AppRunner(server.application(), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=8192).start()
+    print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
+    await asyncio.Event().wait()
+
+
+class Judged:
+    """Gives a reward at once."""
+
+    def start(self) -> None: ...
+
+    async def score(self, trajectory: Trajectory) -> Judgment:
+        return Judgment(1.0)
+
+    def close(self) -> None: ...
+
+
+class NoText:
+    """A tokenizer that decodes nothing."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return ""
+
+
+class Prompts:
+    def __getitem__(self, position: int) -> Prompt:
+        return Prompt(f"p{position}", token_ids=list(PROMPT))
+
+
+@dataclasses.dataclass
+class Setting:
+    urls: list[str]
+    in_flight: int
+    num_requests: int
+    sampling: Sampling
+
+
+def bare_loop(setting: Setting) -> None:
+    """The least that a client can do."""
+
+    async def play() -> None:
+        limit = asyncio.Semaphore(setting.in_flight)
+        connector = aiohttp.TCPConnector(limit=setting.in_flight)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
+
+            async def one(number: int) -> int:
+                body = {
+                    "rid": secrets.token_hex(16),
+                    "input_ids": PROMPT,
+                    "sampling_params": {"max_new_tokens": setting.sampling.max_new_tokens, "sampling_seed": number},
+                    "return_logprob": True,
+                }
+                url = setting.urls[number % len(setting.urls)] + "/generate"
+                async with limit, session.post(url, data=json.dumps(body).encode()) as response:
+                    return len(json.loads(await response.read())["output_ids"])
+
+            written = await asyncio.gather(*(one(number) for number in range(setting.num_requests)))
+            assert set(written) == {setting.sampling.max_new_tokens}
+
+    asyncio.run(play())
+
+
+@contextmanager
+def started_engine(setting: Setting) -> Iterator[SGLangEngine]:
+    engine = SGLangEngine(urls=setting.urls, max_connections=setting.in_flight, verify_sync=False)
+    engine.start(Qwen3Config(vocab_size=VOCAB_SIZE, max_position_embeddings=32768))
+    try:
+        engine.load_weights(iter([Bucket({"weight": torch.zeros(1)}, is_last=True)]), weight_version=0)
+        yield engine
+    finally:
+        engine.close()
+
+
+def engine_alone(setting: Setting) -> Callable[[], None]:
+    def play() -> None:
+        async def scenario() -> None:
+            await engine.attach()
+            limit = asyncio.Semaphore(setting.in_flight)
+
+            async def one(number: int) -> int:
+                async with limit:
+                    (completion,) = await engine.generate(list(PROMPT), setting.sampling, session=str(number))
+                return len(completion.token_ids)
+
+            await asyncio.gather(*(one(number) for number in range(setting.num_requests)))
+            await engine.detach()
+
+        with started_engine(setting) as engine, stopwatch():
+            asyncio.run(scenario())
+
+    return play
+
+
+def controller_run(setting: Setting) -> None:
+    num_groups = setting.num_requests // GROUP_SIZE
+    with started_engine(setting) as engine:
+        controller = RolloutController(
+            engine,
+            SingleTurn(NoText()),  # type: ignore[arg-type]
+            Judged(),  # type: ignore[arg-type]
+            sampling=setting.sampling,
+            group_size=GROUP_SIZE,
+            groups_per_iteration=num_groups,
+            prompts=Prompts(),  # type: ignore[arg-type]
+            total_groups=num_groups,
+            max_staleness=1,
+            max_concurrent=max(1, setting.in_flight // GROUP_SIZE),
+        )
+        try:
+            with stopwatch():
+                groups = controller.take(0)
+        finally:
+            controller.close()
+    assert sum(len(group.trajectories) for group in groups) == num_groups * GROUP_SIZE
+
+
+class _Stopwatch:
+    processor_s = 0.0
+    wall_s = 0.0
+
+
+@contextmanager
+def stopwatch() -> Iterator[None]:
+    processor, wall = time.process_time(), time.perf_counter()
+    yield
+    _Stopwatch.processor_s = time.process_time() - processor
+    _Stopwatch.wall_s = time.perf_counter() - wall
+
+
+def measure(name: str, setting: Setting, servers: list[Server], report: Report) -> float:
+    """Processor milliseconds per request of this process."""
+    fakes_before = sum(server.stats()["processor_s"] for server in servers)
+    with PeakMemory() as memory:
+        if name == "bare":
+            with stopwatch():
+                bare_loop(setting)
+        elif name == "engine":
+            engine_alone(setting)()
+        else:
+            controller_run(setting)
+    per_request_ms = 1e3 * _Stopwatch.processor_s / setting.num_requests
+    fakes = [server.stats() for server in servers]
+    busy = (sum(stats["processor_s"] for stats in fakes) - fakes_before) / (len(servers) * _Stopwatch.wall_s)
+    held_kib = 1024 * (memory.peak_rss_mib - memory.start_rss_mib) / setting.num_requests
+    report.add(
+        name,
+        in_flight=setting.in_flight,
+        requests=setting.num_requests,
+        processor_ms_per_request=round(per_request_ms, 3),
+        wall_s=round(_Stopwatch.wall_s, 2),
+        fakes_busy_fraction=round(busy, 3),
+        peak_kib_per_request=round(held_kib, 1),
+        **memory.values(),
+    )
+    return per_request_ms
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs")
+    parser.add_argument("--in-flight", default="100,1000,4096")
+    parser.add_argument("--requests", type=int, default=4096, help="per measurement")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--serve", nargs=2, metavar=("DELAY_S", "TOKENS"), help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    hard = raise_open_files()
+    if options.serve:
+        asyncio.run(serve(float(options.serve[0]), int(options.serve[1])))
+        return
+    num_tokens, repeats, requests = (20, 1, 40) if options.quick else (1000, options.repeats, options.requests)
+    levels = [8, 40] if options.quick else [int(level) for level in options.in_flight.split(",")]
+    report = Report("orchestrator", tokens=num_tokens, servers=NUM_SERVERS, open_files=hard)
+    summary: dict[str, Any] = {}
+    for level in levels:
+        # The sleep grows with the number in flight: the rate, and with it how busy the fakes are, stays the same.
+        servers = [Server(0.05 if options.quick else max(0.5, level / 400), num_tokens) for _ in range(NUM_SERVERS)]
+        try:
+            urls = [server.start().url for server in servers]
+            setting = Setting(urls, level, max(requests, level), Sampling(max_new_tokens=num_tokens))
+            contenders = {
+                name: functools.partial(measure, name, setting, servers, report)
+                for name in ("bare", "engine", "controller")
+            }
+            found = interleaved(contenders, repeats=repeats)
+        finally:
+            for server in servers:
+                server.stop()
+        for name in ("engine", "controller"):
+            summary[f"{name}_ratio_{level}"] = median_ratio(found[name], found["bare"])["ratio"]
+        summary[f"controller_ms_{level}"] = round(statistics.median(found["controller"]), 3)
+    report.finish(**summary)
+
+
+if __name__ == "__main__":
+    main()
