@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         GSPO,
         IPO,
         M2PO,
+        PPO,
         RLOO,
         SAPO,
         SFT,
@@ -81,11 +82,13 @@ if TYPE_CHECKING:
         ToolEnvironment,
         Workflow,
     )
+    from lightrl.strategies import FSDP2Strategy
     from lightrl.trainer import Trainer
     from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 
 _HOMES = {
     "Trainer": "trainer",
+    "FSDP2Strategy": "strategies",
     "RLModule": "module",
     "GRPO": "algorithms",
     "DrGRPO": "algorithms",
@@ -98,6 +101,7 @@ _HOMES = {
     "LitePPO": "algorithms",
     "ReinforcePlusPlus": "algorithms",
     "M2PO": "algorithms",
+    "PPO": "algorithms",
     "Distillation": "algorithms",
     "SFT": "algorithms",
     "DPO": "algorithms",
@@ -139,7 +143,7 @@ _HOMES = {
 
 __all__ = [
     "__version__", "Trainer", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline", "GSPO",
-    "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "Distillation", "SFT", "DPO", "IPO", "RewardModel",
+    "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "PPO", "Distillation", "SFT", "DPO", "IPO", "RewardModel",
     "PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule", "ModelSpec", "Outputs",
     "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment",
     "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from tiny import gradients, tiny_spec
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from lightrl.algorithms import (
     GRPO,
     GSPO,
     M2PO,
+    PPO,
     RLOO,
     SAPO,
     Distillation,
@@ -54,11 +57,15 @@ ALGORITHMS: dict[str, Callable[..., GRPO]] = {
         *args, decoupled=True, approximate_proximal=True, **kwargs
     ),
     "IcePop": lambda *args, **kwargs: GRPO(*args, decoupled=True, importance_floor=0.8, importance_cap=1.25, **kwargs),
+    "PPO": lambda *args, **kwargs: PPO(*args, lam=0.9, huber_delta=0.5, **kwargs),
+    "PPO on one body": lambda *args, **kwargs: PPO(*args, critic="shared", decoupled=True, value_clip=None, **kwargs),
     "Distillation": lambda *args, **kwargs: Distillation(*args, teacher=tiny_spec(seed=1), **kwargs),
 }
 # Their baseline or deviation is the batch's: a constant that all rewards get changes no advantage, a group's own does.
 BATCH_STATISTICS = {"ReinforceBaseline", "ReinforcePlusPlus", "LitePPO"}
+CRITICS = {"PPO", "PPO on one body"}  # their baseline is a critic's, which no constant moves
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+every_baseline_of_rewards = pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in CRITICS])
 every_reduction = pytest.mark.parametrize("reduction", ["token", "sequence", "fixed"])
 
 
@@ -71,20 +78,32 @@ def make_module(algorithm: str = "GRPO", **settings: Any) -> GRPO:
     }
     module = ALGORITHMS[algorithm](tiny_spec(), **{**defaults, **settings})
     module.configure_model()
+    for head in (module.value_head, getattr(getattr(module, "critic", None), "score", None)):
+        if head is not None:  # a fresh critic says 0 and sends nothing back to its body
+            torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
     return module
+
+
+def advantages_of(module: GRPO, experience: Experience) -> Tensor:
+    """[B] or [B, T]."""
+    found: Any = module.advantages(experience)
+    return found["advantages"] if isinstance(found, dict) else found
 
 
 def minibatch_gradient(
     module: GRPO, minibatch: Experience, *, form: Form | None = None, microbatch_tokens: int = 10**6
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The gradient of one minibatch's loss by parameter, and its metrics."""
+    """The gradient of one minibatch's losses by parameter, of all trained models, and its metrics."""
     settings = LogprobSettings(
         temperature=module.sampling.temperature, entropy_needs_gradient=module.needs_entropy_gradient
     )
     losses = MinibatchLoss(module, minibatch)
     microbatches = minibatch.microbatches(microbatch_tokens)
-    SingleModel(module.policy, settings, form=form).forward_backward(microbatches, losses, Tensor.backward)
-    return gradients(module.policy), losses.metrics()
+    for call in module.train_calls():
+        head = module.value_head if call.role == "policy" else None
+        model = SingleModel(getattr(module, call.role), settings, value_head=head, form=form)
+        model.forward_backward(microbatches, partial(losses, role=call.role), Tensor.backward)
+    return gradients(module), losses.metrics()
 
 
 def assert_same(

@@ -141,6 +141,9 @@ def random_experience(*, is_scored: bool = True, **settings: Any) -> Experience:
         reference_logprobs=near(experience.behavior_logprobs, 0.3),
         advantages=near(torch.zeros(experience.token_ids.shape), 1.0),
         teacher_logprobs=near(experience.behavior_logprobs, 0.3),
+        values=near(torch.zeros(experience.token_ids.shape), 0.5),
+        bootstrap_values=torch.zeros(len(experience)),
+        returns=near(torch.zeros(experience.token_ids.shape), 0.5),
     )
 
 

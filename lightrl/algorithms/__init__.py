@@ -3,6 +3,7 @@
 Reading order:
     grpo.py       GRPO and the settings that its relatives differ in
     relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: GRPO under other settings
+    ppo.py        PPO: a critic instead of groups
     distillation.py  a teacher judges each token that the policy writes
     supervised.py what the plain LightningModules share that train on data which is there:
     sft.py        SFT
@@ -16,6 +17,7 @@ give its paper as Source, and add it to the parametrized invariances in tests/al
 from lightrl.algorithms.distillation import Distillation
 from lightrl.algorithms.dpo import DPO, IPO
 from lightrl.algorithms.grpo import GRPO
+from lightrl.algorithms.ppo import PPO
 from lightrl.algorithms.relatives import (
     CISPO,
     DAPO,
@@ -39,6 +41,7 @@ __all__ = [
     "GSPO",
     "IPO",
     "M2PO",
+    "PPO",
     "RLOO",
     "SAPO",
     "SFT",

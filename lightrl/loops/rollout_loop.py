@@ -141,6 +141,7 @@ class RolloutLoop(_AutomaticOptimization):
             if self.ranks.dp_size > 1:
                 imbalances.append(self.ranks.token_imbalance(minibatch, module.loss_unit))
             trainer.call_rl_hook("on_minibatch_start", minibatch, index, total)
+            self.ranks.step()
             metrics, losses = self._step(module, minibatch, batch_idx)
             self.num_updates += 1
             trainer.call_rl_hook("on_minibatch_end", metrics, index, total)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from algorithm_cases import (
     BATCH_STATISTICS,
+    advantages_of,
     assert_same,
     every_algorithm,
+    every_baseline_of_rewards,
     every_reduction,
     make_module,
     minibatch_gradient,
@@ -68,13 +70,13 @@ def test_masked_positions_have_no_effect_even_when_not_finite(algorithm: str, ju
 
 
 @pytest.mark.parametrize("constant", [3.0, -0.5])
-@every_algorithm
+@every_baseline_of_rewards
 def test_a_constant_added_to_a_groups_rewards_changes_no_advantage(algorithm: str, constant: float) -> None:
     module, experience = make_module(algorithm, group_size=3), random_experience()
     is_added = (experience.group_ids == 1) | (algorithm in BATCH_STATISTICS)
     raised = replace(experience, rewards=experience.rewards + constant * is_added)
-    torch.testing.assert_close(module.advantages(raised), module.advantages(experience), rtol=1e-4, atol=1e-5)
-    assert module.advantages(experience).abs().max() > 0.1
+    torch.testing.assert_close(advantages_of(module, raised), advantages_of(module, experience), rtol=1e-4, atol=1e-5)
+    assert advantages_of(module, experience).abs().max() > 0.1
 
 
 @every_algorithm
@@ -83,8 +85,8 @@ def test_permuting_groups_permutes_advantages_and_keeps_the_loss(algorithm: str)
     rows = torch.tensor([8, 1, 4, 0, 6, 2, 3, 7, 5])
     shuffled = experience.select(rows)
     shuffled = replace(shuffled, group_ids=torch.tensor([70, -2, 5])[shuffled.group_ids])
-    advantages = module.advantages(experience)
-    torch.testing.assert_close(module.advantages(shuffled), advantages[rows])
+    advantages = advantages_of(module, experience)
+    torch.testing.assert_close(advantages_of(module, shuffled), advantages[rows])
 
     def judged(part: Experience, values: torch.Tensor) -> Experience:
         spread = values if values.dim() == 2 else values[:, None]
