@@ -142,7 +142,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "__version__", "Trainer", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline", "GSPO",
+    "__version__", "Trainer", "FSDP2Strategy", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline",
+    "GSPO",
     "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "PPO", "Distillation", "SFT", "DPO", "IPO", "RewardModel",
     "PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule", "ModelSpec", "Outputs",
     "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment",

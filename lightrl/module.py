@@ -412,6 +412,8 @@ class RLModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.configure_model()  # `load_from_checkpoint` comes here before any trainer does
+        if "state_dict" not in checkpoint:
+            return  # the strategy has loaded it, tensor by tensor
         for role in self.models():
             if role not in self.saved_roles():
                 frozen = getattr(self, role).state_dict(prefix=f"{role}.")

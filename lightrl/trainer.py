@@ -36,12 +36,13 @@ from lightrl.models import ModelSpec
 from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, Judge, make_judge
 from lightrl.rollout import LocalEngine, RecordedRollout, RolloutController, RolloutEngine
-from lightrl.strategies import AtomicCheckpointIO, LogprobSettings, check_strategy, parallel_model
+from lightrl.strategies import AtomicCheckpointIO, LogprobSettings, check_strategy, named_strategy, parallel_model
 from lightrl.trajectory import Group, Sampling
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.profilers import Profiler
+    from lightning.pytorch.strategies import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Trainer(L.Trainer):
     Args:
         engine: what generates; `LocalEngine()`, in this process, if None.
         callbacks: one or several, Lightning's and lightrl's.
+        strategy: Lightning's, an object, or `FSDP2Strategy`, by name too.
         log_every_n_steps: as in Lightning; None is every iteration for an RLModule, Lightning's 50 for other modules.
         kwargs: Lightning's.
     """
@@ -86,12 +88,18 @@ class Trainer(L.Trainer):
         *,
         engine: RolloutEngine | None = None,
         callbacks: list[Callback] | Callback | None = None,
+        strategy: Strategy | str = "auto",
         log_every_n_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         given = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         # Lightning appends its defaults to the very list it gets: with a copy, they can be told from the user's.
-        super().__init__(callbacks=list(given), log_every_n_steps=log_every_n_steps, **kwargs)
+        super().__init__(
+            callbacks=list(given),
+            strategy=named_strategy(strategy),
+            log_every_n_steps=log_every_n_steps,
+            **kwargs,
+        )
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
         self.rollout: AnyRollout | None = None  # while a stage of an RLModule runs
@@ -143,6 +151,7 @@ class Trainer(L.Trainer):
                     for hook in self.rl_hooks(name):
                         hook(*args)
                     self._hook_calls.popleft()
+                    self.rollout_loop.ranks.step()
         finally:
             self._hook_calls.clear()
 
@@ -402,6 +411,8 @@ class Trainer(L.Trainer):
 
     def _check(self, module: RLModule) -> None:
         check_strategy(self.strategy)
+        # Lightning would give each rank other prompts, shuffled: here all ranks count the same iterations.
+        self._accelerator_connector.use_distributed_sampler = False
         if not module.automatic_optimization:
             raise ValueError(
                 f"{type(module).__name__}.automatic_optimization is False, expected True: the loop updates the policy "
@@ -435,6 +446,13 @@ class Trainer(L.Trainer):
                 f"num_minibatches={module.num_minibatches} does not divide the iteration's {groups_per_iteration} "
                 f"groups × group_size={module.group_size} = {num} trajectories, expected a divisor. "
                 "Change one of the three."
+            )
+        dp_size = self.rollout_loop.ranks.dp_size
+        if num // module.num_minibatches < dp_size:
+            raise ValueError(
+                f"A minibatch has {num // module.num_minibatches} trajectories for {dp_size} data-parallel ranks, "
+                f"expected at least one for each. Set num_minibatches to at most {max(1, num // dp_size)}, raise the "
+                "batch_size, or use fewer devices."
             )
 
     def _one_of(self, kind: type[Any]) -> Any:

@@ -23,6 +23,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from lightrl.models import ParallelModel
 from lightrl.strategies.checkpoint import AtomicCheckpointIO
+from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.probes import head_is_plain
 from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
 from lightrl.strategies.single import LogprobSettings, SingleModel
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AtomicCheckpointIO",
+    "FSDP2Strategy",
     "LogprobSettings",
     "Message",
     "ProcessRanks",
@@ -42,6 +44,7 @@ __all__ = [
     "is_on_all_ranks",
     "mark_as_on_all_ranks",
     "head_is_plain",
+    "named_strategy",
     "parallel_model",
     "ranks_of",
 ]
@@ -51,13 +54,24 @@ def check_strategy(strategy: Strategy) -> None:
     """Refuses strategies under which an RLModule would train wrongly.
 
     Raises:
-        ValueError: for anything but a single device or a strategy with `parallel_model`.
+        ValueError: for anything but a single device or a strategy with `parallel_model`, and for sizes that do not fit.
     """
-    if not hasattr(strategy, "parallel_model") and not isinstance(strategy, SingleDeviceStrategy):
+    if isinstance(strategy, SingleDeviceStrategy):
+        return
+    if not hasattr(strategy, "parallel_model"):
         raise ValueError(
-            f"Strategy {type(strategy).__name__} cannot train an RLModule, expected one process on one device. "
-            "Set trainer.devices to 1 and trainer.strategy to auto."
+            f"Strategy {type(strategy).__name__} cannot train an RLModule, expected FSDP2Strategy for several "
+            "processes, or one process. Set trainer.strategy to FSDP2Strategy, which gives the same gradients (with num_replicas "
+            "the number of processes each has a whole copy, as in DDP), or trainer.devices to 1."
         )
+    check_sizes = getattr(strategy, "check_sizes", None)
+    if check_sizes is not None:
+        check_sizes()
+
+
+def named_strategy(strategy: Strategy | str) -> Strategy | str:
+    """lightrl's strategy of this name, with its default settings; anything else is Lightning's to understand."""
+    return FSDP2Strategy() if strategy == "FSDP2Strategy" else strategy
 
 
 def parallel_model(

@@ -135,6 +135,11 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         self.check_sizes()
+        if not hasattr(self.lightning_module, "parallel_models"):
+            raise ValueError(
+                f"FSDP2Strategy got a {type(self.lightning_module).__name__}, expected an RLModule, whose models it "
+                "shards. Use Lightning's ModelParallelStrategy or ddp for other modules."
+            )
         if self._process_group_backend is None and self.root_device.type == "cuda":
             self._process_group_backend = "cpu:gloo,cuda:nccl"
         self._data_parallel_size = self.num_processes * self.num_nodes
