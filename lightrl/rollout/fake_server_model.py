@@ -174,7 +174,7 @@ class TensorReceiver:
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
         group.broadcast([flat])
-        parts = flat.split(sizes)
+        parts = torch.split(flat, sizes)
         return [
             (name, part.clone().view(dtype).view(shape))
             for name, part, dtype, shape in zip(body["names"], parts, dtypes, shapes, strict=True)

@@ -773,7 +773,7 @@ class SGLangEngine(RolloutEngine):
         self._changed = asyncio.Event()
         if self._fleet is None:
             for url in self.clients:
-                self._soon(lambda url=url: self._spawn(self._watch(url)))  # type: ignore[misc]
+                self._soon(lambda url=url: self._spawn(self._watch(url)))
 
     async def _leave_loop(self) -> None:
         """Ends requests, watches and connections."""
