@@ -82,13 +82,14 @@ if TYPE_CHECKING:
         ToolEnvironment,
         Workflow,
     )
-    from lightrl.strategies import FSDP2Strategy
+    from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy
     from lightrl.trainer import Trainer
     from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 
 _HOMES = {
     "Trainer": "trainer",
     "FSDP2Strategy": "strategies",
+    "Parallel3DStrategy": "strategies",
     "RLModule": "module",
     "GRPO": "algorithms",
     "DrGRPO": "algorithms",
@@ -142,7 +143,7 @@ _HOMES = {
 }
 
 __all__ = [
-    "__version__", "Trainer", "FSDP2Strategy", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline",
+    "__version__", "Trainer", "FSDP2Strategy", "Parallel3DStrategy", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline",
     "GSPO",
     "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "PPO", "Distillation", "SFT", "DPO", "IPO", "RewardModel",
     "PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule", "ModelSpec", "Outputs",

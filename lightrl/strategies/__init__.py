@@ -9,6 +9,11 @@ Reading order:
     balance.py        trajectories shared out over ranks by their tokens
     rank_watch.py     a rank that fails ends all, one that hangs is named
     fsdp2.py          FSDP2Strategy: sharded models
+    parallel_3d.py    Parallel3DStrategy: pipeline x data x tensor parallelism
+    stages.py         this rank's part of a model
+    pipeline.py       pipeline schedules on paper, and what runs them
+    tensor_plans.py   the families, and how their layers are split
+    tensor_parallel.py  parameters and logprobs split over the tp axis
     empty_model.py    models without memory, filled tensor by tensor
 
 May import: errors, trajectory, experience, functional, weights, models; Lightning. To add one: subclass a Lightning
@@ -24,6 +29,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightrl.models import ParallelModel
 from lightrl.strategies.checkpoint import AtomicCheckpointIO
 from lightrl.strategies.fsdp2 import FSDP2Strategy
+from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.probes import head_is_plain
 from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
 from lightrl.strategies.single import LogprobSettings, SingleModel
@@ -37,6 +43,7 @@ __all__ = [
     "FSDP2Strategy",
     "LogprobSettings",
     "Message",
+    "Parallel3DStrategy",
     "ProcessRanks",
     "Ranks",
     "SingleModel",
@@ -61,8 +68,8 @@ def check_strategy(strategy: Strategy) -> None:
     if not hasattr(strategy, "parallel_model"):
         raise ValueError(
             f"Strategy {type(strategy).__name__} cannot train an RLModule, expected FSDP2Strategy for several "
-            "processes, or one process. Set trainer.strategy to FSDP2Strategy, which gives the same gradients (with num_replicas "
-            "the number of processes each has a whole copy, as in DDP), or trainer.devices to 1."
+            "processes, or one process. Set trainer.strategy to FSDP2Strategy, which gives the same gradients (with "
+            "num_replicas the number of processes each has a whole copy, as in DDP), or trainer.devices to 1."
         )
     check_sizes = getattr(strategy, "check_sizes", None)
     if check_sizes is not None:

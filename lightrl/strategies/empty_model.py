@@ -60,6 +60,11 @@ def spec_of(model: torch.nn.Module) -> ModelSpec | None:
     return getattr(model, _SPEC, None)
 
 
+def forget_spec(model: torch.nn.Module) -> None:
+    """The model has its weights now."""
+    delattr(model, _SPEC)
+
+
 def fill_model(model: torch.nn.Module, spec: ModelSpec, device: torch.device, *, is_main: bool) -> None:
     """Gives a sharded model of `empty_model` its weights: rank 0 reads, every rank keeps its shards; collective.
 
@@ -80,11 +85,11 @@ def fill_model(model: torch.nn.Module, spec: ModelSpec, device: torch.device, *,
     if hasattr(model, "tie_weights"):
         any_model.tie_weights()
     names = [name for name, _ in model.named_parameters()]
-    read = _reader(spec, names) if is_main else None
+    read = parameter_reader(spec, names) if is_main else None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _fill(parameter, None if read is None else read(name))
-    delattr(model, _SPEC)
+    forget_spec(model)
 
 
 def _fill(parameter: Tensor, whole: Tensor | None) -> None:
@@ -106,7 +111,7 @@ def _fill(parameter: Tensor, whole: Tensor | None) -> None:
     parameter.to_local().copy_(shard.to_local())
 
 
-def _reader(spec: ModelSpec, names: list[str]) -> Callable[[str], Tensor]:
+def parameter_reader(spec: ModelSpec, names: list[str]) -> Callable[[str], Tensor]:
     """Gives each parameter by name, from safetensors files where they hold all of them, else from a model in memory."""
     files = _safetensors(spec)
     missing = [name for name in names if name not in files]

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Far beyond any rollout: who waits for rank 0 on the control group is watched otherwise.
-_CONTROL_TIMEOUT = timedelta(days=7)
+CONTROL_TIMEOUT = timedelta(days=7)
 
 
 class ShardedMixedPrecision(Precision):
@@ -150,7 +150,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._mesh = self._make_mesh()
         self.ranks = ProcessRanks(
             dp_group=self.device_mesh["data_parallel"].get_group(),
-            control_group=dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT),
+            control_group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
             device=self.root_device,
             main_address=self.cluster_environment.main_address,
             hang_timeout_s=self.hang_timeout_s,
@@ -277,12 +277,16 @@ class FSDP2Strategy(ModelParallelStrategy):
         dcp.state_dict_loader.load({"state_dict": present}, checkpoint_id=str(path))
         self.model.load_state_dict(present, strict=False)
         for index, optimizer in enumerate(self.optimizers):
-            key = f"optimizer_{index}"
-            states = {key: get_optimizer_state_dict(self.model, optimizer)}
-            dcp.state_dict_loader.load(states, checkpoint_id=str(path))
-            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=states[key])
+            self.load_optimizer(optimizer, f"optimizer_{index}", str(path))
         rest: dict[str, Any] = torch.load(path / "meta.pt", weights_only=True)
         return rest
+
+    def load_optimizer(self, optimizer: Any, key: str, path: str) -> None:
+        """The state of an optimizer, which the checkpoint has under `key`, into place."""
+        assert self.model is not None
+        states = {key: get_optimizer_state_dict(self.model, optimizer)}
+        dcp.state_dict_loader.load(states, checkpoint_id=path)
+        set_optimizer_state_dict(self.model, optimizer, optim_state_dict=states[key])
 
 
 class FSDP2Model(SingleModel):

@@ -1,0 +1,309 @@
+"""Parallel3DStrategy: pipeline × data × tensor parallelism for the families of tensor_plans.py, same RLModule.
+
+World rank = (pp · dp_size + dp) · tp_size + tp, so the tp ranks, which talk most, are neighbors. The ranks of one dp
+index hold one copy of the model together and do the same rows. All of them know each microbatch; the last stage
+computes the loss that is minimized, and the others repeat it without gradient, from the same outputs, for its metrics.
+
+There is no context-parallel axis: torch's ring attention replaces `scaled_dot_product_attention` in a context manager
+that knows causal masks only, without packed sequences, sliding windows or a Hugging Face attention interface. Longer
+sequences go through tp, which splits activations along the sequence too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightrl.experience import Experience
+from lightrl.functional import aligned_to_tokens
+from lightrl.models import Backward, LossFunction, Outputs
+from lightrl.strategies.fsdp2 import CONTROL_TIMEOUT, FSDP2Strategy
+from lightrl.strategies.ranks import ProcessRanks
+from lightrl.strategies.single import LogprobSettings
+from lightrl.strategies.stages import Feed, SplitModel, split_model, square_norm
+from lightrl.strategies.tensor_parallel import local
+from lightrl.strategies.tensor_plans import check_schedule, check_sizes, check_world
+from lightrl.weights import Bucket, bucketed
+
+if TYPE_CHECKING:
+    import lightning as L
+    from transformers import PreTrainedModel
+
+
+class Parallel3DStrategy(FSDP2Strategy):
+    """Pipeline, data and tensor parallelism for an RLModule: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
+
+    For Llama, Qwen2, Qwen3, Mistral and Gemma 1 to 3 (text); every role of the module is split alike, trained or not.
+    Within a stage the parameters are sharded over dp as by FSDP2Strategy. Gradient clipping is the Trainer's.
+
+    Args:
+        pp: pipeline stages' ranks; each holds an equal share of the layers, embedding and head counted as layers.
+        dp: ranks that share the trajectories out; the world size over pp · tp if None.
+        tp: ranks that share each layer and the vocabulary out; divides the key-value heads.
+        schedule: `1F1B`, or `Interleaved1F1B`, whose ranks hold several stages each: less idle time, more messages.
+            Idle is about (pp - 1) / (stages per rank · microbatches + pp - 1); more microbatches come from a smaller
+            `microbatch_tokens`.
+        stages_per_rank: of `Interleaved1F1B`; 2 there and 1 otherwise if None.
+        activation_checkpointing: keep each layer's input only and compute the layer again in the backward.
+        hang_timeout_s: the run ends if a rank waits so long for another, which is named.
+    """
+
+    def __init__(
+        self,
+        *,
+        pp: int = 1,
+        dp: int | None = None,
+        tp: int = 1,
+        schedule: Literal["1F1B", "Interleaved1F1B"] = "1F1B",
+        stages_per_rank: int | None = None,
+        activation_checkpointing: bool = False,
+        hang_timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__(activation_checkpointing=activation_checkpointing, hang_timeout_s=hang_timeout_s)
+        self.pp, self.dp, self.tp = pp, dp, tp
+        self.schedule = schedule
+        self.stages_per_rank = stages_per_rank or (1 if schedule == "1F1B" else 2)
+        check_schedule(schedule, self.stages_per_rank)
+        self._splits: dict[torch.nn.Module, SplitModel] = {}
+
+    # ------------------------------------------------------------------ sizes and processes
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that the trajectories are shared out over; known before any process starts."""
+        if self.dp is not None:
+            return self.dp
+        return max(1, self.num_processes * self.num_nodes // max(1, self.pp * self.tp))
+
+    def check_sizes(self) -> None:
+        """Refuses sizes that do not fit the world or a model, before a device is touched.
+
+        Raises:
+            ValueError: with the numbers and the nearest valid choice.
+        """
+        check_world(self.pp, self.dp_size, self.tp, self.num_processes * self.num_nodes)
+        if self.precision_plugin.precision == "16-mixed":
+            raise ValueError(
+                "precision='16-mixed' scales losses, which a pipeline's stages do not see, expected 32, bf16-mixed or "
+                "bf16-true with Parallel3DStrategy. Set trainer.precision to bf16-mixed."
+            )
+        module: Any = self._lightning_module
+        for spec in module.models().values() if hasattr(module, "models") else ():
+            check_sizes(spec.load_config(), self.pp, self.tp, self.schedule, self.stages_per_rank)
+
+    def setup_environment(self) -> None:
+        self.check_sizes()
+        if not hasattr(self.lightning_module, "parallel_models"):
+            raise ValueError(
+                f"Parallel3DStrategy got a {type(self.lightning_module).__name__}, expected an RLModule, whose models "
+                "it splits. Use Lightning's ModelParallelStrategy or ddp for other modules."
+            )
+        if self._process_group_backend is None and self.root_device.type == "cuda":
+            self._process_group_backend = "cpu:gloo,cuda:nccl"
+        self._data_parallel_size = self.num_processes * self.num_nodes
+        ModelParallelStrategy.setup_environment(self)
+        sizes = (self.pp, self.dp_size, self.tp)
+        mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+        self._device_mesh = mesh
+        assert self.lightning_module is not None
+        assert self.cluster_environment is not None
+        self.lightning_module._device_mesh = mesh
+        self.ranks = Ranks3D(
+            dp_group=mesh["dp"].get_group(),
+            control_group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+            device=self.root_device,
+            main_address=self.cluster_environment.main_address,
+            hang_timeout_s=self.hang_timeout_s,
+        )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
+
+    # ------------------------------------------------------------------ models
+
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.lightning_module is not None
+        for name, module in self.lightning_module.named_children():
+            if any(True for _ in module.parameters()) and module not in self._splits:
+                if not hasattr(module, "base_model"):
+                    raise ValueError(
+                        f"The module has parameters of its own in {name!r}, expected whole models only, which are "
+                        "split; a critic on the policy's body is such a part. Give the critic a model of its own, or "
+                        "use FSDP2Strategy."
+                    )
+                self.shard(module)
+        vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_by_norm
+        ModelParallelStrategy.setup(self, trainer)
+
+    def shard(self, model: torch.nn.Module) -> None:
+        """Splits a model in place; collective."""
+        any_model: Any = model
+        split = split_model(
+            any_model,
+            self.device_mesh,
+            schedule=self.schedule,
+            stages_per_rank=self.stages_per_rank,
+            device=self.root_device,
+            checkpoint_activations=self.activation_checkpointing,
+        )
+        self._splits[model] = split
+        assert isinstance(self.ranks, Ranks3D)
+        if split.copy is not None:
+            self.ranks.copies.append(split.copy)
+
+    def parallel_model(
+        self, model: PreTrainedModel, settings: LogprobSettings, *, value_head: torch.nn.Linear | None = None
+    ) -> Parallel3DModel:  # type: ignore[override]
+        """The ParallelModel of a model that `setup` has split."""
+        assert value_head is None, "setup refuses it"
+        return Parallel3DModel(self._splits[model], settings)
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Over all axes: each rank scales its parts by the norm of the whole."""
+        gradients = [value.grad for group in optimizer.param_groups for value in group["params"]]
+        present = [gradient for gradient in gradients if gradient is not None]
+        scale = clip_val / (self.ranks.total_norm(present) + 1e-6)
+        if scale < 1:
+            for gradient in present:
+                local(gradient).mul_(scale)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """By parameter name, flat: ranks hold different parameters, so lists of them would not fit together."""
+        assert self.model is not None
+        return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer), options=_FLAT)
+
+    def load_optimizer(self, optimizer: Any, key: str, path: str) -> None:
+        assert self.model is not None
+        states = {key: get_optimizer_state_dict(self.model, optimizer, options=_FLAT)}
+        dcp.state_dict_loader.load(states, checkpoint_id=path)
+        set_optimizer_state_dict(self.model, optimizer, optim_state_dict=states[key], options=_FLAT)
+
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Ranks3D(ProcessRanks):
+    """Ranks on three axes: a norm is summed over all of them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.copies: list[Tensor] = []  # parameters of this rank that another rank counts
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> float:
+        total = square_norm(gradients, self.copies, self._device)
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+
+class Parallel3DModel:
+    """A split model as a ParallelModel; every call is collective over the ranks that share its dp index.
+
+    Args:
+        split: what `split_model` made of it.
+        settings: what the engine does to the logits.
+        is_packed: each microbatch as one row with restarting positions; None for that on every device but a CPU, where
+            rows side by side are faster.
+    """
+
+    def __init__(self, split: SplitModel, settings: LogprobSettings, *, is_packed: bool | None = None) -> None:
+        self.split = split
+        self.settings = settings
+        self.is_packed = split.pipeline.device.type != "cpu" if is_packed is None else is_packed
+
+    @torch.no_grad()
+    def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
+        """Outputs of each microbatch on every rank, without gradient."""
+        feeds = self._feeds(microbatches)
+        said: dict[int, Tensor] = {}
+
+        def forward(stage: int, index: int, given: Tensor | None) -> Tensor:
+            output = self._run_stage(stage, given, feeds[index])
+            if self.split.stages[stage].is_last:
+                said[index] = output
+            return output
+
+        self.split.pipeline.run(len(feeds), forward, None, lambda index: self._activation(feeds[index]))
+        self.split.reshard()
+        return [
+            self._outputs(self._from_last(said.get(index), feed), feed, microbatch)
+            for index, (feed, microbatch) in enumerate(zip(feeds, microbatches, strict=True))
+        ]
+
+    @torch.enable_grad()
+    def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
+        """As in one process: `backward` is called on the last stage's ranks, `loss_fn` on all.
+
+        Gradients must be None or zero before; afterwards they are averaged over dp and whole in every other sense.
+        """
+        feeds = self._feeds(microbatches)
+        said: dict[int, Tensor] = {}
+
+        def run_forward(stage: int, index: int, given: Tensor | None) -> Tensor:
+            output = self._run_stage(stage, given, feeds[index])
+            if not self.split.stages[stage].is_last:
+                return output
+            said[index] = output.detach()
+            return loss_fn(microbatches[index], self._outputs(output, feeds[index], microbatches[index]))
+
+        def run_backward(stage: int, index: int, output: Tensor, gradient: Tensor | None, is_last: bool) -> None:
+            self.split.set_last_backward(stage, is_last)
+            if gradient is None:
+                backward(output)
+                return
+            with torch.autocast(self.split.pipeline.device.type, enabled=False):
+                torch.autograd.backward(output, gradient)
+
+        self.split.pipeline.run(len(feeds), run_forward, run_backward, lambda index: self._activation(feeds[index]))
+        self.split.finish_gradients()
+        has_last = any(stage.is_last for stage in self.split.stages.values())
+        with torch.no_grad():
+            for index, (feed, microbatch) in enumerate(zip(feeds, microbatches, strict=True)):
+                found = self._from_last(said.get(index), feed)
+                if not has_last:
+                    loss_fn(microbatch, self._outputs(found, feed, microbatch))
+
+    def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
+        """All parameters on every rank, one of them whole at a time and a bucket held."""
+        return bucketed(self.split.whole_parameters(), bucket_bytes)
+
+    def _feeds(self, microbatches: Sequence[Experience]) -> list[Feed]:
+        size = self.split.mesh["tp"].size()
+        return [Feed.of(part, self.settings, multiple=size, is_packed=self.is_packed) for part in microbatches]
+
+    def _run_stage(self, stage: int, given: Tensor | None, feed: Feed) -> Tensor:
+        output: Tensor = self.split.stages[stage](given, feed, self.settings)
+        return output
+
+    def _activation(self, feed: Feed) -> tuple[torch.Size, torch.dtype]:
+        rows, width = feed.token_ids.shape
+        shape = (rows, width // self.split.mesh["tp"].size(), self.split.model.config.hidden_size)
+        return torch.Size(shape), self.split.parameters[0][2]
+
+    def _from_last(self, said: Tensor | None, feed: Feed) -> Tensor:
+        """[N, 3] of the last stage on every rank of the pipeline."""
+        pipeline = self.split.pipeline
+        if said is None:
+            said = torch.empty(len(feed.rows), 3, device=pipeline.device)
+        if pipeline.num_ranks > 1:
+            dist.broadcast(said, group=pipeline.group, group_src=pipeline.num_ranks - 1)
+        return said
+
+    def _outputs(self, said: Tensor, feed: Feed, microbatch: Experience) -> Outputs:
+        shape = microbatch.token_ids.shape
+        logprobs, entropy, values = (aligned_to_tokens(column, *feed.places, shape) for column in said.unbind(1))
+        return Outputs(logprobs=logprobs, entropy=entropy, values=values if self.split.has_values else None)

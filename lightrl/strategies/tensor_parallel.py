@@ -1,0 +1,267 @@
+"""Tensor parallelism: a model's parameters split over the tp axis, and the computations that need all of its ranks.
+
+Shapes: N positions that predict a token, H hidden size, V vocabulary, of which each tp rank holds V / tp. Between the
+projections the hidden states are split along the sequence (`sequence parallel`), so norms and residuals cost each rank
+1 / tp of the time and memory, and a pipeline sends as much less. Logits are never gathered: logprobs and entropies need
+one MAX and one SUM over the tp axis, of [N] and [3, N] numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from lightrl.strategies.tensor_plans import Family
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Logits of this many tokens and ids are computed at a time (128 MiB in float32).
+_CHUNK_LOGITS = 2**25
+
+
+def split_parameters(body: nn.Module, head: nn.Linear | None, family: Family, mesh: DeviceMesh) -> None:
+    """Turns the parameters of a causal language model into DTensors on the tp mesh, in place.
+
+    Args:
+        body: with `layers`, and `embed_tokens` and `norm` where this rank has them.
+        head: the output head, where this rank has it; its parameter is the embedding's again if it was before.
+        family: tells the names.
+        mesh: of the tp axis.
+    """
+    embedding: Any = getattr(body, "embed_tokens", None)
+    is_tied = head is not None and embedding is not None and head.weight is embedding.weight
+    for layer in body.layers.children():  # type: ignore[union-attr]
+        parallelize_module(layer, mesh, _layer_plan(family))
+    if isinstance(getattr(body, "norm", None), nn.Module) and any(True for _ in body.norm.parameters()):  # type: ignore[union-attr]
+        parallelize_module(body, mesh, {"norm": SequenceParallel(use_local_output=True)})
+    if embedding is not None:
+        _split_rows(embedding, mesh)
+    if head is not None and is_tied:
+        head.weight = embedding.weight
+    elif head is not None:
+        _split_rows(head, mesh)
+
+
+def _layer_plan(family: Family) -> dict[str, ParallelStyle]:
+    split, whole = Shard(1), Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": split}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=split),
+        "mlp": PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,)),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=split),
+    }
+    plan |= {name: SequenceParallel(use_local_output=True) for name in family.norms}
+    if family.head_norm_axis is not None:
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):  # one weight for all heads, of which a rank has some
+            plan[name] = SequenceParallel(sequence_dim=family.head_norm_axis, use_local_output=True)
+    return plan
+
+
+def _split_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        split = distribute_tensor(parameter, mesh, [Shard(0)])
+        module.register_parameter(key, nn.Parameter(split, requires_grad=parameter.requires_grad))
+
+
+def embed(embedding: nn.Embedding, token_ids: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's part of the sequence, [B, T / tp, H], from an embedding whose rows are split over tp."""
+    weight = local(embedding.weight)
+    first = mesh.get_local_rank() * weight.shape[0]
+    is_here = (token_ids >= first) & (token_ids < first + weight.shape[0])
+    found = nn.functional.embedding(torch.where(is_here, token_ids - first, 0), weight)
+    found = torch.where(is_here[..., None], found, found.new_zeros(()))
+    scale = getattr(embedding, "embed_scale", None)  # Gemma's
+    if scale is not None:
+        found = found * scale.to(weight.dtype)
+    parts = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+    embedded: Tensor = parts.redistribute(mesh, [Shard(1)]).to_local()
+    return embedded
+
+
+def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) -> Tensor:
+    """[B, T, ...] from each rank's part [B, T / tp, ...].
+
+    Args:
+        hidden: this rank's part of the sequence.
+        mesh: of the tp axis.
+        gradients_add_up: whether each rank computes a part of the gradient (from its part of the vocabulary), or all
+            compute the same.
+    """
+    split = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
+    gradient = Partial() if gradients_add_up else Replicate()
+    whole: Tensor = split.redistribute(mesh, [Replicate()]).to_local(grad_placements=[gradient])
+    return whole
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; gradients flow back. Other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def vocab_parallel_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    temperature: float = 1.0,
+    *,
+    group: dist.ProcessGroup | None,
+    cap: float | None = None,
+    entropy_gradient: bool = True,
+    masked_ids: Tensor | None = None,
+    masked_rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`functional.hidden_logprobs` where each rank of `group` holds an equal part of the head's rows, in rank order.
+
+    Args:
+        hidden: [N, H], the same on all ranks; the gradient that comes back is this rank's summand of it.
+        weight: [V / tp, H], this rank's rows of the head.
+        token_ids: int64 [N].
+        temperature: divides the logits; more than 0.
+        group: of the tp axis; None for one rank.
+        cap: logits are cap · tanh(logits / cap) before the temperature; None for no cap.
+        entropy_gradient: False returns the entropy detached.
+        masked_ids: int64 [K], ids that could not be drawn at some positions.
+        masked_rows: bool [N], True at those positions.
+
+    Returns:
+        Logprobs and entropies, [N] each, the same on all ranks.
+    """
+    rank = 0 if group is None else dist.get_rank(group)
+    first = rank * weight.shape[0]
+    mask = None
+    if masked_ids is not None and masked_rows is not None:
+        here = masked_ids[(masked_ids >= first) & (masked_ids < first + weight.shape[0])] - first
+        mask = (here, masked_rows)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with torch.autocast(device, enabled=False):
+        results: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, token_ids - first, temperature, group, cap, entropy_gradient, mask
+        )
+    return results
+
+
+# (ids [K] of this rank's part that could not be drawn, bool [N] where), or None.
+_Mask = tuple[Tensor, Tensor]
+
+
+def _scores(
+    hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, mask: _Mask | None, chunk: slice
+) -> tuple[Tensor, Tensor | None]:
+    """[n, V / tp] in float32: what the softmax is over, and d score / d logit where it is not 1 / temperature."""
+    logits = nn.functional.linear(hidden[chunk], weight)
+    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    slope = None
+    if cap is not None:
+        bent = torch.tanh(logits / cap)
+        logits, slope = bent * cap, 1 - bent.square()
+    scores = logits / temperature
+    if mask is not None:
+        # The lowest finite number instead of -inf: its probability is 0, and 0 times it is 0.
+        lowest = scores.new_tensor(torch.finfo(scores.dtype).min)
+        scores = scores.index_put((mask[1][chunk].nonzero(), mask[0]), lowest)
+    return scores, slope
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    """Keeps [N] numbers and the head; the backward pass computes each chunk's logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        cap: float | None,
+        entropy_gradient: bool,
+        mask: _Mask | None,
+    ) -> tuple[Tensor, Tensor]:
+        is_here = (ids >= 0) & (ids < weight.shape[0])
+        ids = torch.where(is_here, ids, 0)
+        step = max(1, _CHUNK_LOGITS // max(1, weight.shape[0]))
+        chunks = [slice(start, start + step) for start in range(0, max(1, hidden.shape[0]), step)]
+        parts = []
+        for chunk in chunks:
+            scores, _ = _scores(hidden, weight, temperature, cap, mask, chunk)
+            largest = scores.amax(1)
+            shifted = scores - largest[:, None]
+            powers = shifted.exp()
+            said = torch.where(is_here[chunk], scores.gather(1, ids[chunk, None])[:, 0], 0)
+            parts.append(torch.stack([largest, powers.sum(1), torch.linalg.vecdot(powers, shifted), said]))
+        own_largest, total, weighted, said = torch.cat(parts, 1)
+        largest = own_largest
+        if group is not None:
+            largest = own_largest.clone()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        # From sums around this rank's largest score to sums around the largest of all.
+        shift = own_largest - largest
+        sums = torch.stack([total * shift.exp(), (weighted + total * shift) * shift.exp(), said])
+        if group is not None:
+            dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+        total, weighted, said = sums
+        normalizer = largest + total.log()
+        entropy = total.log() - weighted / total
+        ctx.set_materialize_grads(False)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, ids, is_here, normalizer, entropy)
+        ctx.temperature, ctx.cap, ctx.mask, ctx.chunks = temperature, cap, mask, chunks
+        return said - normalizer, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, ids, is_here, normalizer, entropy = ctx.saved_tensors
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(entropy)
+        grad_hidden = torch.empty_like(hidden)
+        # Summed in float32 at least: hundreds of chunks added up in bfloat16 would lose most of the small ones.
+        grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for chunk in ctx.chunks:
+            scores, slope = _scores(hidden, weight, ctx.temperature, ctx.cap, ctx.mask, chunk)
+            log_probabilities = scores - normalizer[chunk, None]
+            probabilities = log_probabilities.exp()
+            # d logprob / d score = onehot - p; d entropy / d score = -p · (log p + entropy).
+            constant = grad_logprobs[chunk]
+            if grad_entropy is None:
+                gradient = probabilities * -constant[:, None]
+            else:
+                constant = constant + grad_entropy[chunk] * entropy[chunk]
+                inner = torch.addcmul(constant[:, None], log_probabilities, grad_entropy[chunk, None])
+                gradient = -probabilities * inner
+            said = torch.where(is_here[chunk], grad_logprobs[chunk], 0)
+            gradient.scatter_add_(1, ids[chunk, None], said[:, None])
+            gradient /= ctx.temperature
+            if ctx.mask is not None:
+                places = (ctx.mask[1][chunk].nonzero(), ctx.mask[0])
+                gradient.index_put_(places, gradient.new_zeros(()))
+            if slope is not None:
+                gradient *= slope
+            gradient = gradient.to(hidden.dtype)
+            grad_hidden[chunk] = gradient @ weight
+            grad_weight += gradient.T @ hidden[chunk]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
