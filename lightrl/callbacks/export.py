@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_BUCKET_BYTES = 2**28  # of parameters gathered at once
+
 
 class _Module(Protocol):
     """What is asked of the module beside the model: an RLModule and the supervised ones have it."""
@@ -70,16 +72,28 @@ class HuggingFaceExport(RLCallback):
             self._export(trainer, pl_module)
 
     def _export(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
+        if getattr(trainer, "fast_dev_run", False):
             return
         role = self._role_of(module)
         model: PreTrainedModel = getattr(module, role)
+        whole = None if trainer.world_size == 1 else _gathered(module, role, keeps=trainer.is_global_zero)
+        if not trainer.is_global_zero:
+            return
         tokenizer = cast("_Module", module).tokenizer
         with replaced_folder(self.to) as folder:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=whole)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
         log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.to)
 
     def _role_of(self, module: L.LightningModule) -> str:
         return self.role or str(getattr(module, "trained_role", "policy"))
+
+
+def _gathered(module: Any, role: str, *, keeps: bool) -> dict[str, Any]:
+    """The whole parameters of a model that is spread over ranks, on the CPU; collective, and empty if not `keeps`."""
+    whole: dict[str, Any] = {}
+    for bucket in module.parallel_models[role].full_parameters(_BUCKET_BYTES):
+        if keeps:
+            whole.update({name: tensor.cpu().clone() for name, tensor in bucket.tensors.items()})
+    return whole
