@@ -13,6 +13,7 @@ COMMANDS = {
     "validate": "measure a policy on the validation prompts and print the metrics",
     "test": "measure a policy on the test prompts and print the metrics",
     "predict": "write the policy's judged trajectories on the test prompts to a file",
+    "serve": "start SGLang servers in the foreground and print how a run uses them",
 }
 
 _HELP = f"""\
@@ -54,6 +55,10 @@ def main(args: Sequence[str] | None = None) -> int:
     if first not in COMMANDS:
         sys.stderr.write(f"lightrl: {_not_a_command(first)}\n")
         return 2
+    if first == "serve":
+        from lightrl.serve import run as serve
+
+        return serve(args[1:])
     from lightrl.cli import run
 
     return run(args, COMMANDS)
