@@ -1,5 +1,14 @@
 """Puts tests/ on the import path, for tiny.py; one thread for each of pytest's workers, which share the cores."""
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Skipped tests with a real SGLang are easily overlooked among dots."""
+    texts = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    found = [text[text.index("SGLang for this") :].rstrip("')\"") for text in texts if "SGLang for this" in text]
+    if found:
+        terminalreporter.write_line(f"!! {len(found)} tests with a real server were SKIPPED. {found[0]}", yellow=True)

@@ -9,16 +9,27 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from engine_contract import BUCKET_BYTES, recomputed_logprobs, run
+from engine_contract import BUCKET_BYTES, CONTRACT, EngineCase, recomputed_logprobs, run
 from real_sglang import tiny_config, tiny_models
 
 from lightrl.errors import EngineError
 from lightrl.rollout.sglang_client import SGLangClient
+from lightrl.rollout.sglang_engine import SGLangEngine
 from lightrl.trajectory import Sampling
 from lightrl.weights import bucketed
 from lightrl.weights.disk import WeightFolder
 
 pytestmark = pytest.mark.real_sglang
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__.replace("_", " "))
+def test_the_contract_of_engines_holds_through_disk(check, real_server):
+    engine = SGLangEngine(urls=[real_server["url"]], token=real_server["token"], sync_timeout_s=60)
+    engine.start(tiny_config())
+    try:
+        check(EngineCase(engine, tiny_models(), is_exact=False))
+    finally:
+        engine.close()
 
 
 def asked(server: dict[str, Any], *bodies: dict[str, Any], token: str | None = None) -> list[Any]:
