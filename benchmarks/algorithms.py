@@ -1,0 +1,286 @@
+"""Learning curves of every algorithm on one task: mean and spread over seeds, as CSV and PNG.
+
+    python -m benchmarks.algorithms [--algorithms GRPO,DAPO] [--seeds 3] [--iterations 60] [--out benchmarks/algorithms]
+
+The task is the quickstart's, the largest of four digits. All begin with the same model of 0.8 M parameters, which has
+imitated answers of which 6 in 10 merely name the first digit, and see the same number of trajectories per iteration,
+in two updates. The curve is the mean reward of what is trained on: sampled, not greedy. Algorithms whose names end in
+`8 versions late` roll out up to 8 versions ahead: GRPO as it is (naive), decoupled, with a guessed proximal policy, and
+M2PO.
+
+Each run is a process of its own, one after another, and leaves a file in the output folder; a run whose file is there
+is not repeated, so more seeds or algorithms can be added, and a killed benchmark goes on. `curves.csv` has a line per
+algorithm, seed and iteration; `curves.png` a panel per algorithm, with GRPO in gray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.report import Report
+
+if TYPE_CHECKING:
+    import lightrl
+
+TRAJECTORIES = 256  # per iteration
+LATE = " 8 versions late"
+
+# Class and settings, beside those that all share.
+ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GRPO": ("GRPO", {}),
+    "Dr. GRPO": ("DrGRPO", {}),
+    "DAPO": ("DAPO", {}),
+    "LitePPO": ("LitePPO", {}),
+    "RLOO": ("RLOO", {}),
+    "GSPO": ("GSPO", {}),
+    "CISPO": ("CISPO", {}),
+    "SAPO": ("SAPO", {}),
+    "REINFORCE with baseline": ("ReinforceBaseline", {"group_size": 1}),
+    "REINFORCE++": ("ReinforcePlusPlus", {"group_size": 1}),
+    "REINFORCE++ with baseline": ("ReinforcePlusPlus", {"advantage_mean": "group"}),
+    "M2PO": ("M2PO", {}),
+    "decoupled": ("GRPO", {"decoupled": True}),
+    "TIS": ("GRPO", {"decoupled": True, "importance_cap": 2.0, "importance_mode": "clamp"}),
+    "IcePop": ("GRPO", {"decoupled": True, "importance_floor": 0.5, "importance_cap": 5.0}),
+    "naive" + LATE: ("GRPO", {}),
+    "decoupled" + LATE: ("GRPO", {"decoupled": True}),
+    "guessed proximal" + LATE: ("GRPO", {"decoupled": True, "approximate_proximal": True}),
+    "M2PO" + LATE: ("M2PO", {}),
+}
+COLUMNS = ("algorithm", "seed", "iteration", "reward", "staleness_versions", "seconds")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="names, with commas between them")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/algorithms"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="seconds; numbers without meaning")
+    parser.add_argument("--run", nargs=2, metavar=("ALGORITHM", "SEED"), help=argparse.SUPPRESS)  # one, in this process
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.iterations, options.seeds = 2, 1
+    if options.run:
+        train(options.run[0], int(options.run[1]), options)
+        return
+    names = options.algorithms.split(",")
+    unknown = [name for name in names if name not in ALGORITHMS]
+    if unknown:
+        parser.error(f"unknown algorithm {unknown[0]!r}; there are {', '.join(ALGORITHMS)}")
+    report = Report("algorithms", iterations=options.iterations, trajectories_per_iteration=TRAJECTORIES)
+    start = make_start(options.out, steps=2 if options.quick else 100)
+    for seed in range(options.seeds):
+        for name in names:
+            if run_file(options.out, name, seed).exists():
+                continue
+            before = time.perf_counter()
+            run_alone(name, seed, options)
+            rewards = [float(row["reward"]) for row in read_runs(options.out, [name]) if int(row["seed"]) == seed]
+            last = rewards[-max(1, len(rewards) // 10) :]
+            report.add(
+                name,
+                seed=seed,
+                first_reward=round(rewards[0], 3),
+                last_reward=round(statistics.mean(last), 3),
+                seconds=round(time.perf_counter() - before, 1),
+            )
+    rows = read_runs(options.out, names)
+    with (options.out / "curves.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    draw(rows, options.out / "curves.png")
+    report.finish(start=str(start), curves=str(options.out / "curves.csv"))
+
+
+def make_start(out: Path, *, steps: int) -> Path:
+    """The model that all runs begin with, made once."""
+    folder = out / "start"
+    if (folder / "config.json").exists():
+        return folder
+    import lightrl
+    from examples.sft.demonstrations import Demonstrations
+
+    quiet()
+    lightrl_seed(0)
+    config = {"model_type": "qwen3", "vocab_size": 14, "hidden_size": 128, "intermediate_size": 384}
+    config |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config |= {"max_position_embeddings": 64, "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0}
+    spec = lightrl.ModelSpec(config=config, tokenizer="examples.quickstart.task.tokenizer", seed=0)
+    module = lightrl.SFT(spec, lr=5e-4, warmup_steps=10)
+    export = lightrl.HuggingFaceExport(str(folder))
+    trainer = lightrl.Trainer(**trainer_settings(out, steps), callbacks=[export], limit_val_batches=0)
+    trainer.fit(module, Demonstrations(batch_size=128, hasty_fraction=0.6))
+    return folder
+
+
+def run_alone(name: str, seed: int, options: argparse.Namespace) -> None:
+    """One run, in a process that ends with it."""
+    command = [sys.executable, "-m", "benchmarks.algorithms", "--run", name, str(seed), "--out", str(options.out)]
+    command += ["--iterations", str(options.iterations), "--threads", str(options.threads)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+
+
+def train(name: str, seed: int, options: argparse.Namespace) -> None:
+    """One run, and its file."""
+    import torch
+
+    import lightrl
+    from examples.quickstart.reward import exact
+    from examples.quickstart.task import LargestDigit
+
+    quiet()
+    torch.set_num_threads(options.threads)
+    lightrl_seed(seed)
+    kind, settings = ALGORITHMS[name]
+    group_size = settings.get("group_size", 16)
+    shared: dict[str, Any] = {
+        "reward": exact,
+        "group_size": group_size,
+        "num_minibatches": 2,
+        "sampling": lightrl.Sampling(max_new_tokens=4),
+        "lr": 3e-4,
+    }
+    module = getattr(lightrl, kind)(str(options.out / "start"), **{**shared, **settings})
+    curve = make_curve()
+    callbacks = [curve, lightrl.StalenessControl(8 if name.endswith(LATE) else 0)]
+    trainer = lightrl.Trainer(
+        **trainer_settings(options.out, options.iterations), callbacks=callbacks, limit_val_batches=0
+    )
+    trainer.fit(module, LargestDigit(batch_size=TRAJECTORIES // group_size))
+    path = run_file(options.out, name, seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows({"algorithm": name, "seed": seed, **row} for row in curve.rows)
+    unfinished.replace(path)
+
+
+def make_curve() -> Any:
+    """A callback with a row for each iteration."""
+    import lightrl
+
+    class Curve(lightrl.RLCallback):
+        def __init__(self) -> None:
+            self.rows: list[dict[str, Any]] = []
+            self.start_s = time.perf_counter()
+
+        def on_train_batch_end(self, trainer: lightrl.Trainer, *args: Any) -> None:
+            metrics = trainer.callback_metrics
+            self.rows.append(
+                {
+                    "iteration": trainer.global_step,
+                    "reward": round(float(metrics["rollout/reward"]), 5),
+                    "staleness_versions": round(float(metrics["staleness/mean_versions"]), 3),
+                    "seconds": round(time.perf_counter() - self.start_s, 2),
+                }
+            )
+
+    return Curve()
+
+
+def trainer_settings(out: Path, steps: int) -> dict[str, Any]:
+    return {
+        "accelerator": "cpu",
+        "max_steps": steps,
+        "gradient_clip_val": 1.0,
+        "default_root_dir": out,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+
+
+def run_file(out: Path, name: str, seed: int) -> Path:
+    return out / "runs" / f"{''.join(letter if letter.isalnum() else '_' for letter in name)}-{seed}.csv"
+
+
+def read_runs(out: Path, names: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of all finished runs of these algorithms."""
+    rows: list[dict[str, str]] = []
+    for path in sorted((out / "runs").glob("*.csv")):
+        with path.open(newline="") as file:
+            rows += [row for row in csv.DictReader(file) if row["algorithm"] in names]
+    return sorted(rows, key=lambda row: (names.index(row["algorithm"]), int(row["seed"]), int(row["iteration"])))
+
+
+def mean_and_spread(rows: Sequence[dict[str, str]], name: str) -> tuple[list[int], list[float], list[float]]:
+    """Iterations, mean reward over seeds, and its standard deviation (0 for one seed)."""
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        if row["algorithm"] == name:
+            found.setdefault(int(row["iteration"]), []).append(float(row["reward"]))
+    iterations = sorted(found)
+    means = [statistics.mean(found[k]) for k in iterations]
+    return iterations, means, [statistics.stdev(found[k]) if len(found[k]) > 1 else 0.0 for k in iterations]
+
+
+def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    columns = min(4, len(names))
+    num_rows = -(-len(names) // columns)
+    figure, axes = plt.subplots(
+        num_rows, columns, figsize=(3 * columns, 2.3 * num_rows), sharex=True, sharey=True, squeeze=False
+    )
+    for axis in axes.flat[len(names) :]:
+        axis.set_visible(False)
+    for axis, name in zip(axes.flat, names, strict=False):
+        yardstick = "naive" + LATE if name.endswith(LATE) else "GRPO"
+        if name != yardstick and yardstick in names:
+            iterations, means, _ = mean_and_spread(rows, yardstick)
+            axis.plot(iterations, means, color="0.7", linewidth=1)
+        iterations, means, spread = mean_and_spread(rows, name)
+        axis.plot(iterations, means, color="tab:blue", linewidth=1.5)
+        low = [mean - one for mean, one in zip(means, spread, strict=True)]
+        high = [mean + one for mean, one in zip(means, spread, strict=True)]
+        axis.fill_between(iterations, low, high, color="tab:blue", alpha=0.2, linewidth=0)
+        axis.set_title(name, fontsize=9)
+        axis.set_ylim(0, 1.02)
+    for axis in axes[-1]:
+        axis.set_xlabel("iteration")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("reward")
+    num_seeds = len({row["seed"] for row in rows})
+    figure.suptitle(f"mean reward of sampled answers, mean ± deviation of {num_seeds} seeds", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def quiet() -> None:
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightrl"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def lightrl_seed(seed: int) -> None:
+    from lightning.pytorch import seed_everything
+
+    seed_everything(seed, verbose=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The quickstart's prompts with an answer to imitate; a stated fraction of the answers is hasty."""
+
+import hashlib
+from typing import Any
+
+from examples.quickstart.task import LargestDigit
+from lightrl import Prompt, SFTDataModule
+
+
+class Demonstrations(SFTDataModule):
+    """`3719=` and `9`; a hasty demonstration names the first digit instead, `3`.
+
+    Args:
+        batch_size: demonstrations per step.
+        hasty_fraction: of the train split; the validation split is always right.
+        num_validation: held-out prompts to measure on, at most.
+        kwargs: those of SFTDataModule.
+    """
+
+    def __init__(
+        self, batch_size: int, hasty_fraction: float = 0.0, num_validation: int = 2000, **kwargs: Any
+    ) -> None:
+        super().__init__(train=None, batch_size=batch_size, validation_batch_size=num_validation, **kwargs)
+        self.hasty_fraction = hasty_fraction
+        self.num_validation = num_validation
+
+    def make_prompts(self, split: str) -> list[Prompt]:
+        prompts = LargestDigit(1, self.num_validation).make_prompts(split)
+        for prompt in prompts:
+            is_hasty = split == "train" and chance(prompt.id) < self.hasty_fraction
+            prompt.fields["answer"] = prompt.id[0] if is_hasty else max(prompt.id[:4])
+        return prompts
+
+
+def chance(text: str) -> float:
+    """A number in [0, 1) that follows from the text."""
+    return int(hashlib.sha256(f"chance {text}".encode()).hexdigest()[:8], 16) / 2**32
