@@ -52,7 +52,7 @@ def load(server: dict[str, Any], folder: Path, version: int, model: torch.nn.Mod
 
     async def scenario() -> None:
         client = SGLangClient(server["url"], token=server["token"], request_timeout_s=30)
-        await client.update_weights_from_disk(str(path), weight_version=str(version), load_format="auto")
+        await client.update_weights_from_disk(str(path), weight_version=str(version))
         await client.close()
 
     run(scenario())
