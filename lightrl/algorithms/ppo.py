@@ -41,6 +41,8 @@ class PPO(GRPO):
             backward, no second model.
         gamma: discount of one loss token.
         lam: 0 trusts the critic for all that comes later, 1 the rewards.
+        bootstrap_truncated: after a truncated end the critic's value stands for what would have come. False where the
+            reward is the last word, as where an answer that reaches the length limit is wrong: there both would count.
         value_clip: bound on the move of a value in an iteration, in the critic's units; None for no bound.
         huber_delta: distance from which the critic's loss grows linearly; None for never.
         value_normalization: the critic predicts returns less their mean, over their deviation: `running` over all so
@@ -68,6 +70,7 @@ class PPO(GRPO):
         critic: str | ModelSpec | None = None,
         gamma: float = 1.0,
         lam: float = 0.95,
+        bootstrap_truncated: bool = True,
         value_clip: float | None = 0.2,
         huber_delta: float | None = None,
         value_normalization: Literal["exponential", "running"] | None = None,
@@ -88,11 +91,13 @@ class PPO(GRPO):
         group_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        for name in ("advantage_mean", "advantage_std", "leave_one_out"):
-            if name in kwargs:
+        # A command line fills in GRPO's defaults, which ask for nothing.
+        for name, default in (("advantage_mean", "group"), ("advantage_std", "group"), ("leave_one_out", False)):
+            value = kwargs.pop(name, default)
+            if value not in (default, None):
                 raise ValueError(
-                    f"PPO got {name}={kwargs[name]!r}, expected none: its baseline is the critic, not the group. Leave "
-                    "it out, or use GRPO."
+                    f"PPO got {name}={value!r}, expected none: its baseline is the critic, not other trajectories. "
+                    "Leave it out, or use GRPO."
                 )
         super().__init__(
             policy,
@@ -117,6 +122,7 @@ class PPO(GRPO):
         self.critic_spec = _critic_spec(critic, self.policy_spec)
         self.gamma = gamma
         self.lam = lam
+        self.bootstrap_truncated = bootstrap_truncated
         self.value_clip = value_clip
         self.huber_delta = huber_delta
         self.normalizer = ValueNormalizer(value_normalization, value_decay) if value_normalization else None
@@ -153,10 +159,8 @@ class PPO(GRPO):
 
     def score_calls(self) -> list[ModelCall]:
         role = "policy" if self.shares_body else "critic"
-        return [
-            *super().score_calls(),
-            ModelCall("values", role, "infer", ("token_ids",), ("values", "bootstrap_values")),
-        ]
+        outputs = ("values", "bootstrap_values") if self.bootstrap_truncated else ("values",)
+        return [*super().score_calls(), ModelCall("values", role, "infer", ("token_ids",), outputs)]
 
     def train_calls(self) -> list[ModelCall]:
         calls = super().train_calls()
@@ -170,10 +174,11 @@ class PPO(GRPO):
 
     def advantages(self, experience: Experience) -> dict[str, Tensor]:  # type: ignore[override]
         mask = experience.loss_mask
-        values, bootstrap = experience["values"], experience["bootstrap_values"]
+        values, bootstrap = experience["values"], experience.bootstrap_values
         if self.normalizer is not None:
-            values, bootstrap = self.normalizer.denormalize(values), self.normalizer.denormalize(bootstrap)
-            bootstrap = torch.where(experience.is_truncated, bootstrap, 0.0)
+            values = self.normalizer.denormalize(values)
+            if bootstrap is not None:
+                bootstrap = torch.where(experience.is_truncated, self.normalizer.denormalize(bootstrap), 0.0)
         rewards = self.token_rewards(experience)
         if self.kl_coef > 0:
             divergence = kl(experience.behavior_logprobs, experience["reference_logprobs"], self.kl_estimator)

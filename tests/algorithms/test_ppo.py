@@ -1,0 +1,273 @@
+"""PPO's advantages against the definition, its settings, its critic on a bandit, its state over a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from algorithm_cases import make_module, minibatch_gradient
+from tiny import random_experience, tiny_spec
+from torch import Tensor
+
+from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
+from lightrl.algorithms import GRPO, PPO
+from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.experience import Experience
+from lightrl.models import ModelSpec
+
+
+def ppo(**settings: Any) -> PPO:
+    defaults: dict[str, Any] = {"reward": len, "whiten_advantages": False, "sampling": Sampling(max_new_tokens=8)}
+    return PPO(tiny_spec(), **{**defaults, **settings})
+
+
+def experience_of(seed: int = 0, **changes: Any) -> Experience:
+    return replace(random_experience(num_turns=2, seed=seed), **changes)
+
+
+# ---------------------------------------------------------------------- advantages
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_advantages_and_returns_are_those_of_a_loop_over_each_trajectory(seed: int) -> None:
+    """KL in the reward, outcome on the last loss token, bootstrap where truncated; gamma 0.9, lam 0.8."""
+    module = ppo(gamma=0.9, lam=0.8, kl_coef=0.1, reference=tiny_spec(), reward_bias=-0.25, reward_scaling=2.0)
+    truncated = torch.arange(9) % 3 == 0
+    experience = experience_of(seed, is_truncated=truncated, bootstrap_values=torch.where(truncated, 0.7, 0.0))
+    found = module.advantages(experience)
+    for row in range(len(experience)):
+        steps = experience.loss_mask[row].nonzero()[:, 0].tolist()
+        advantage, value = 0.0, 0.7 if row % 3 == 0 else 0.0
+        for t in reversed(steps):
+            difference = float(experience.behavior_logprobs[row, t] - experience.reference_logprobs[row, t])
+            reward = -0.1 * difference + (2 * (float(experience.rewards[row]) - 0.25) if t == steps[-1] else 0.0)
+            now = float(experience.values[row, t])
+            advantage = reward + 0.9 * value - now + 0.9 * 0.8 * advantage
+            value = now
+            assert float(found["advantages"][row, t]) == pytest.approx(advantage, abs=1e-5)
+            assert float(found["returns"][row, t]) == pytest.approx(advantage + now, abs=1e-5)
+
+
+def test_rewards_of_turns_stay_where_they_are_and_are_scaled() -> None:
+    experience = experience_of()
+    judged = torch.where(experience.loss_mask, 0.5, 0.0)
+    found = ppo(reward_scaling=4.0, reward_clip=1.5).token_rewards(replace(experience, token_rewards=judged))
+    assert torch.equal(found, torch.where(experience.loss_mask, 1.5, 0.0))
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_loss_tokens() -> None:
+    experience = experience_of()
+    found = ppo(whiten_advantages=True).advantages(experience)["advantages"][experience.loss_mask]
+    assert float(found.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(found.std()) == pytest.approx(1, abs=1e-3)
+
+
+def test_normalized_values_are_taken_back_before_and_returns_normalized_after() -> None:
+    experience = experience_of()
+    plain, normalized = ppo(), ppo(value_normalization="running")
+    normalized.normalizer.update(torch.tensor([-1.0, 3.0]))
+    scaled = replace(experience, values=normalized.normalizer.normalize(experience.values))
+    expected, found = plain.advantages(experience), normalized.advantages(scaled)
+    torch.testing.assert_close(found["advantages"], expected["advantages"])
+    mask = experience.loss_mask
+    torch.testing.assert_close(normalized.normalizer.denormalize(found["returns"])[mask], expected["returns"][mask])
+
+
+# ---------------------------------------------------------------------- settings and graph
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl_coef": 0.1}, "kl_coef=0.1 needs a reference policy"),
+        ({"kl_target_nats": 0.1}, "belong to a KL term, expected kl_coef above 0"),
+        ({"reference_decay": 0.9}, "belong to a KL term"),
+        ({"leave_one_out": True}, "PPO got leave_one_out=True, expected none"),
+        ({"advantage_mean": "batch"}, "PPO got advantage_mean='batch'"),
+        ({"reward_clip": 0}, "reward_clip=0, expected more than 0"),
+        ({"stop_ratio": 0.5}, r"stop_ratio=0\.5, expected more than 1"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ppo(**settings)
+
+
+def names(module: PPO) -> list[str]:
+    return [call.name for call in module.data_flow().calls]
+
+
+def test_the_graph_has_what_the_settings_ask_for() -> None:
+    assert names(ppo()) == ["generate", "reward", "values", "advantages", "policy_update", "critic_update"]
+    full = ppo(kl_coef=0.1, reference=tiny_spec(), decoupled=True, num_minibatches=2)
+    assert set(names(full)) - set(names(ppo())) == {"reference_logprobs", "proximal_logprobs"}
+    assert set(names(ppo(critic="shared"))) == set(names(ppo())) - {"critic_update"}
+    assert "generate" not in [call.name for call in ppo().data_flow(from_file=True).calls]
+
+
+def test_a_warming_critic_learns_alone() -> None:
+    module = make_module("PPO", critic_warmup_iterations=1)
+    gradient, _ = minibatch_gradient(module, random_experience())
+    assert {name.split(".")[0] for name in gradient} == {"critic"}
+    shared = make_module("PPO on one body", critic_warmup_iterations=1)
+    gradient, metrics = minibatch_gradient(shared, random_experience())
+    assert metrics["loss"] == 0
+    assert gradient["value_head.weight"].abs().max() > 0
+
+
+def test_further_updates_are_left_out_where_the_policy_has_moved_too_far() -> None:
+    module = ppo(stop_kl_nats=0.1, stop_ratio=1.5)
+    assert not module.is_update_the_last({"kl_behavior_nats": 0.1, "ratio": 1.4})
+    assert module.is_update_the_last({"kl_behavior_nats": 0.11, "ratio": 1.0})
+    assert module.is_update_the_last({"kl_behavior_nats": 0.0, "ratio": 0.6})
+
+
+def test_decoupled_is_plain_where_the_proximal_policy_sampled() -> None:
+    experience = random_experience()
+    experience = replace(experience, proximal_logprobs=experience.behavior_logprobs)
+    plain = minibatch_gradient(make_module("PPO"), experience)[0]
+    decoupled = minibatch_gradient(make_module("PPO", decoupled=True), experience)[0]
+    assert all(torch.equal(plain[name], decoupled[name]) for name in plain)
+
+
+# ---------------------------------------------------------------------- through the trainer
+
+
+class FourPrompts(PromptDataModule):
+    def __init__(self) -> None:
+        super().__init__(train=None, batch_size=16)
+
+    def make_prompts(self, split: str) -> list[Prompt]:
+        return [Prompt(f"{split}-{index}", token_ids=[3 + index % 4] * 2) for index in range(16)]
+
+
+def fit(folder: Path, module: PPO, *callbacks: L.Callback, num_iterations: int = 2, **settings: Any) -> Trainer:
+    defaults: dict[str, Any] = {"enable_checkpointing": False, "logger": False}
+    ckpt_path = settings.pop("ckpt_path", None)
+    trainer = Trainer(
+        engine=FakeEngine(),
+        accelerator="cpu",
+        max_steps=num_iterations,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **{**defaults, **settings},
+    )
+    trainer.fit(module, FourPrompts(), ckpt_path=ckpt_path, weights_only=None if ckpt_path is None else True)
+    return trainer
+
+
+def by_prompt(trajectory: Any) -> float:
+    """A bandit with four arms that no answer changes: 1, 2, 3 or 4 by the prompt."""
+    return float(trajectory.prompt.token_ids[0] - 2)
+
+
+def to_fit(**settings: Any) -> PPO:
+    defaults: dict[str, Any] = {
+        "reward": lambda trajectory: by_prompt(trajectory),
+        "sampling": Sampling(max_new_tokens=4),
+        "lr": 0.01,
+    }
+    return PPO(tiny_spec(), **{**defaults, **settings})
+
+
+class KeepExperience(RLCallback):
+    def __init__(self) -> None:
+        self.last: Any = None
+
+    def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> None:
+        self.last = experience
+
+
+@pytest.mark.parametrize("critic", [None, "shared"], ids=["own", "shared"])
+def test_the_critic_learns_the_values_of_a_bandit(critic: str | None, tmp_path: Path) -> None:
+    """The value of every state is its prompt's reward, whatever the policy does."""
+    keep = KeepExperience()
+    settings: dict[str, Any] = {"value_clip": None, "value_coef": 1.0, "lam": 1.0}
+    module = to_fit(critic=critic, critic_warmup_iterations=99, update_epochs=6, bootstrap_truncated=False, **settings)
+    fit(tmp_path, module, keep, num_iterations=12)
+    experience = keep.last
+    wanted = experience.rewards[:, None].expand_as(experience.values)[experience.loss_mask]
+    error = (experience.values[experience.loss_mask] - wanted).abs()
+    assert float(error.mean()) < 0.25  # a constant, the best of which is 2.5, is off by 1
+    assert float(module.trainer.callback_metrics["critic/explained_variance"]) > 0.85
+
+
+def test_each_role_is_clipped_by_itself(tmp_path: Path) -> None:
+    norms: list[list[float]] = []
+
+    class Norms(RLCallback):
+        def on_before_zero_grad(self, trainer: Any, pl_module: L.LightningModule, optimizer: Any) -> None:
+            gradients = [
+                [item.grad for item in group["params"] if item.grad is not None] for group in optimizer.param_groups
+            ]
+            if all(gradients):
+                norms.append([float(torch.nn.utils.get_total_norm(part)) for part in gradients])
+
+    module = to_fit(critic=replace(tiny_spec(), lr=0.5), num_minibatches=2)
+    trainer = fit(tmp_path, module, Norms(), gradient_clip_val=1e-3)
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.01, 0.5]
+    assert norms
+    assert norms[0] == pytest.approx([1e-3, 1e-3], rel=1e-2)
+
+
+def test_the_reference_follows_the_policy(tmp_path: Path) -> None:
+    module = to_fit(kl_coef=0.1, reference=tiny_spec(), reference_decay=0.5)
+    fit(tmp_path, module, num_iterations=1)
+    start = dict(tiny_spec().load_model().named_parameters())
+    for name, value in module.reference.named_parameters():
+        torch.testing.assert_close(value, (start[name] + dict(module.policy.named_parameters())[name]) / 2)
+
+
+def weights_of(module: PPO) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("critic", [None, "shared"], ids=["own", "shared"])
+def test_a_resumed_run_ends_with_the_same_weights_and_state_bit_for_bit(critic: str | None, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "critic": critic,
+        "kl_coef": 0.05,
+        "reference": tiny_spec(seed=2),
+        "reference_decay": 0.9,
+        "kl_target_nats": 0.01,
+        "kl_horizon": 32,
+        "value_normalization": "exponential",
+        "num_minibatches": 2,
+    }
+    whole = to_fit(**settings)
+    fit(tmp_path, whole, num_iterations=4)
+    half = to_fit(**settings)
+    fit(tmp_path, half, num_iterations=2).save_checkpoint(tmp_path / "half.ckpt")
+    again = to_fit(**settings)
+    fit(tmp_path, again, num_iterations=4, ckpt_path=tmp_path / "half.ckpt")
+    expected, found = weights_of(whole), weights_of(again)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert again.kl_coef == whole.kl_coef != 0.05
+    assert again.normalizer == whole.normalizer
+
+
+def test_a_checkpoint_of_grpo_goes_on_with_ppo(tmp_path: Path) -> None:
+    """Its policy; the critic starts anew."""
+    module = GRPO(tiny_spec(), reward=len, group_size=2)
+    module.configure_model()
+    state = {name: value for name, value in module.state_dict().items() if name.startswith("policy.")}
+    other = ppo()
+    other.configure_model()
+    missing, unexpected = other.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert all(name.startswith("critic.") for name in missing)
+
+
+def test_a_critic_may_have_another_checkpoint_and_be_frozen() -> None:
+    module = ppo(critic=ModelSpec(config=tiny_spec().config, tokenizer="tiny.char_tokenizer", seed=7, frozen=True))
+    module.configure_model()
+    assert module.trained_roles() == ["policy"]
+    assert not any(value.requires_grad for value in module.critic.parameters())
+    assert "critic_update" not in names(module)
