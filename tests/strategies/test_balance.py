@@ -1,0 +1,90 @@
+import itertools
+import random
+
+import pytest
+
+from lightrl.experience import packed
+from lightrl.strategies.balance import balanced_shares, token_imbalance
+
+
+def sums(lengths: list[int], shares: list[list[int]]) -> list[int]:
+    return [sum(lengths[row] for row in share) for share in shares]
+
+
+def best_difference(lengths: list[int], num: int) -> int:
+    """Of the fullest part to the mean, by trying all partitions."""
+    least = sum(lengths)
+    for places in itertools.product(range(num), repeat=len(lengths)):
+        parts = [0] * num
+        for length, place in zip(lengths, places, strict=True):
+            parts[place] += length
+        least = min(least, max(parts))
+    return least
+
+
+def test_every_row_is_in_exactly_one_share() -> None:
+    lengths = [5, 9, 1, 1, 7, 3, 3, 8]
+    shares = balanced_shares(lengths, 3)
+    assert sorted(row for share in shares for row in share) == list(range(8))
+    assert all(share == sorted(share) for share in shares)
+
+
+def test_two_ranks_share_four_five_six_seven_and_eight_as_paper_says() -> None:
+    # Karmarkar and Karp's example: 8-7=1, 6-5=1, 4-1=3, 3-1=2: sums 16 and 14.
+    assert sorted(sums([4, 5, 6, 7, 8], balanced_shares([4, 5, 6, 7, 8], 2))) == [14, 16]
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_shares_are_close_to_the_best_of_all_partitions(num: int) -> None:
+    generator = random.Random(0)
+    for _ in range(20):
+        lengths = [generator.randint(1, 50) for _ in range(8)]
+        assert max(sums(lengths, balanced_shares(lengths, num))) <= 1.2 * best_difference(lengths, num)
+
+
+def test_skewed_lengths_on_many_ranks_are_balanced_within_two_percent() -> None:
+    generator = random.Random(1)
+    lengths = [min(8192, int(generator.lognormvariate(6.5, 0.9))) for _ in range(512)]
+    assert token_imbalance(lengths, balanced_shares(lengths, 8)) < 1.02
+
+
+def test_fewer_rows_than_ranks_leave_shares_empty() -> None:
+    shares = balanced_shares([3, 4], 4)
+    assert sorted(map(len, shares)) == [0, 0, 1, 1]
+    assert balanced_shares([], 2) == [[], []]
+
+
+def test_imbalance_is_the_fullest_share_over_the_mean() -> None:
+    assert token_imbalance([6, 2], [[0], [1]]) == pytest.approx(1.5)
+
+
+def best_fit_decreasing(sizes: list[int], max_size: int) -> int:
+    rooms: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        fitting = [index for index, room in enumerate(rooms) if room >= size]
+        if fitting:
+            rooms[min(fitting, key=lambda index: rooms[index])] -= size
+        else:
+            rooms.append(max_size - size)
+    return len(rooms)
+
+
+@pytest.mark.parametrize("budget", [2048, 4096, 16384])
+def test_microbatches_are_no_more_than_best_fit_decreasing_makes_and_near_the_bound(budget: int) -> None:
+    generator = random.Random(2)
+    for _ in range(20):
+        lengths = [min(2048, int(generator.lognormvariate(6, 1)) + 20) for _ in range(200)]
+        parts = packed(lengths, budget)
+        assert sorted(index for part in parts for index in part) == list(range(200))
+        assert max(sum(lengths[index] for index in part) for part in parts) <= budget
+        assert len(parts) <= best_fit_decreasing(lengths, budget)
+        bound = max(-(-sum(lengths) // budget), sum(length > budget / 2 for length in lengths))
+        assert len(parts) <= bound + 1
+
+
+def test_what_is_larger_than_a_microbatch_has_one_of_its_own() -> None:
+    assert sorted(map(sorted, packed([9, 2, 2], 4))) == [[0], [1, 2]]
+
+
+def test_things_of_like_size_stay_together_where_it_costs_nothing() -> None:
+    assert packed([4, 1, 4, 1], 8) == [[0, 2], [1, 3]]

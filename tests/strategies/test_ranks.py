@@ -1,0 +1,161 @@
+import threading
+
+import pytest
+import torch
+from tiny import random_experience, random_trajectories
+
+from lightrl.experience import Experience
+from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes
+from lightrl.strategies import rank_watch
+from lightrl.strategies.rank_watch import RankState, RankWatch, find_behind, hang_message
+from lightrl.strategies.ranks import Ranks, masked_row, nearest_divisors
+from lightrl.trajectory import Group, Turn
+
+
+class OneOfSeveral(Ranks):
+    """Decides as a rank of several does; nothing is sent."""
+
+    def __init__(self, dp_rank: int, dp_size: int) -> None:
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+
+
+def rows_of_ranks(experience: Experience, dp_size: int, max_tokens: int) -> list[list[list[int]]]:
+    return [OneOfSeveral(rank, dp_size).microbatch_rows(experience, max_tokens)[0] for rank in range(dp_size)]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4])
+def test_every_trajectory_is_in_one_microbatch_of_one_rank(dp_size: int) -> None:
+    experience = random_experience()
+    rows = rows_of_ranks(experience, dp_size, 20)
+    assert sorted(row for rank in rows for part in rank for row in part) == list(range(len(experience)))
+
+
+@pytest.mark.parametrize("max_tokens", [8, 20, 10_000])
+def test_every_rank_has_the_same_number_of_microbatches(max_tokens: int) -> None:
+    rows = rows_of_ranks(random_experience(), 3, max_tokens)
+    assert len({len(rank) for rank in rows}) == 1
+
+
+def test_a_rank_without_rows_gets_a_microbatch_without_loss_tokens() -> None:
+    experience = random_experience().select([0])
+    ranks = [OneOfSeveral(rank, 2).microbatch_rows(experience, 100) for rank in range(2)]
+    (rows,), (part,) = next(found for found in ranks if found[0] == [[]])
+    assert rows == []
+    assert len(part) == 1
+    assert part.num_loss_tokens == 0
+
+
+def test_groups_stay_on_one_rank_where_the_loss_reads_them_whole() -> None:
+    experience = random_experience(group_size=3)
+    for share in OneOfSeveral(0, 2).shares(experience, "group"):
+        groups = experience.group_ids[share].tolist()
+        assert all(groups.count(group) == 3 for group in groups)
+
+
+def test_the_masked_row_is_the_shortest_one() -> None:
+    experience = random_experience()
+    row = masked_row(experience)
+    assert row.token_ids.shape[1] == int(experience.lengths.min())
+    assert not row.loss_mask.any()
+
+
+def test_one_process_sums_and_gathers_nothing() -> None:
+    ranks, values = Ranks(), torch.ones(2, 3)
+    assert ranks.is_main
+    assert ranks.sum_(values) is values
+    assert ranks.broadcast_json({"a": 1}) == {"a": 1}
+    assert ranks.total_norm([torch.tensor([3.0]), torch.tensor([4.0])]) == pytest.approx(5)
+
+
+def test_the_nearest_sizes_that_fit_are_named() -> None:
+    assert nearest_divisors(12, 5) == [4, 6]
+    assert nearest_divisors(8, 3) == [2, 4]
+    assert nearest_divisors(6, 6) == [6]
+
+
+def test_groups_are_the_same_after_their_way_over_bytes() -> None:
+    trajectories = random_trajectories()
+    for index, trajectory in enumerate(trajectories):
+        trajectory.metrics = {"accuracy": 0.1 * index}
+        trajectory.turns = [Turn(1, 3, "length")]
+    trajectories[0].rewards = [0.1] * len(trajectories[0].token_ids)
+    groups = [Group(7, trajectories[0].prompt, trajectories[:3]), Group(9, trajectories[3].prompt, [])]
+    assert groups_from_bytes(groups_to_bytes(groups)) == groups
+
+
+# ---------------------------------------------------------------------- who hangs, who has failed
+
+
+STATES = {
+    0: RankState("update", num_phases=8, num_steps=2, idle_s=61.0),
+    1: RankState("score", num_phases=6, num_steps=0, idle_s=64.0),
+    2: RankState("update", num_phases=8, num_steps=1, idle_s=61.0),
+}
+
+
+def test_the_rank_with_the_fewest_phases_and_then_steps_is_behind() -> None:
+    assert find_behind(STATES) == [1]
+    assert find_behind({rank: STATES[rank] for rank in (0, 2)}) == [2]
+
+
+def test_the_message_about_a_hang_says_who_waits_for_whom_and_where() -> None:
+    text = hang_message(STATES, [], waiting=0, timeout_s=60)
+    assert text.startswith("Rank 0 made no step for hang_timeout_s=60, expected one. It waits for rank 1.")
+    assert "rank 1 in 'score' (phase 6, step 0) for 64 s" in text
+
+
+@pytest.fixture
+def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_watch, "POLL_S", 0.02)
+    monkeypatch.setattr(rank_watch, "GRACE_S", 0.1)
+
+
+@pytest.mark.usefixtures("_quick_watch")
+def test_a_failure_ends_the_other_rank_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    store, ended = torch.distributed.HashStore(), threading.Event()
+    watches = [RankWatch(store, rank, 2, end_process=ended.set) for rank in range(2)]
+    watches[1].enter("update")
+    watches[1].fail(ValueError("on purpose"))
+    assert ended.wait(30)
+    for watch in watches:
+        watch.close()
+    text = capsys.readouterr().err
+    assert "[rank 0, in 'start'] Rank 1 failed in 'update':" in text
+    assert "ValueError: on purpose" in text
+    assert "Rank 0 is here:" in text
+
+
+@pytest.mark.usefixtures("_quick_watch")
+def test_ranks_that_end_as_planned_end_nobody() -> None:
+    store, ended = torch.distributed.HashStore(), threading.Event()
+    watches = [RankWatch(store, rank, 2, end_process=ended.set) for rank in range(2)]
+    watches[0].close()
+    watches[1].close()
+    assert not ended.is_set()
+
+
+@pytest.mark.usefixtures("_quick_watch")
+def test_a_rank_that_makes_no_step_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    store, both = torch.distributed.HashStore(), threading.Barrier(3)
+
+    def end() -> None:
+        both.wait(30)
+
+    watches = [RankWatch(store, rank, 2, hang_timeout_s=0.3, end_process=end) for rank in range(2)]
+    for watch in watches:
+        watch.begin()
+    watches[1].enter("update")
+    both.wait(30)  # both are ended, the one that waits and the one that is behind
+    for watch in watches:
+        watch.close()
+    assert "It waits for rank 0." in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_quick_watch")
+def test_a_phase_with_a_deadline_of_its_own_is_left_alone() -> None:
+    store, ended = torch.distributed.HashStore(), threading.Event()
+    watch = RankWatch(store, 0, 1, hang_timeout_s=0.1, end_process=ended.set)
+    watch.begin()
+    watch.enter("sync", has_own_deadline=True)
+    assert not ended.wait(0.6)
+    watch.close()
