@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from benchmarks import async_overlap, grpo_vs_trl, local_engine, packing
+from benchmarks import async_overlap, grpo_vs_trl, local_engine, orchestrator, packing
 from benchmarks.async_overlap import PlaybackEngine
 from benchmarks.lengths import ForcedLengths, equal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
@@ -109,6 +109,13 @@ def test_packing_gives_the_gradients_of_the_padded_form(capsys):
 def test_local_engine_prints_its_ratio_to_generate(capsys):
     local_engine.main(["--quick", "--workloads", "skewed", "--repeats", "1"])
     assert printed(capsys)[-1]["ratio_1M_64_skewed"] > 0
+
+
+def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):
+    orchestrator.main(["--quick"])
+    lines = printed(capsys)
+    assert {line["measurement"] for line in lines if "in_flight" in line} == {"bare", "engine", "controller"}
+    assert lines[-1]["controller_ratio_40"] > 0
 
 
 def test_async_overlap_keeps_its_staleness_bound(capsys):

@@ -158,6 +158,7 @@ class RolloutController:
         self._redraws: dict[int, int] = {}  # how often a position in flight was started again with new seeds
         self._running: dict[int, _Running] = {}
         self._finished: dict[int, Group] = {}
+        self._oldest_versions: dict[int, int] = {}  # of finished groups: each has many tokens to look at
         self._taken: list[Group] = []
         self._tally = DropTally(
             group_size=group_size,
@@ -386,7 +387,11 @@ class RolloutController:
             )
 
     def _finished_versions(self, weight_version: int) -> dict[int, int]:
-        versions = {group.id: group.oldest_version for group in self._finished.values()}
+        versions: dict[int, int] = {}
+        for group in self._finished.values():
+            known = self._oldest_versions.get(group.id)
+            versions[group.id] = group.oldest_version if known is None else known
+        self._oldest_versions = versions
         # A group in which the policy wrote nothing cannot be stale.
         return {group_id: version if version >= 0 else weight_version for group_id, version in versions.items()}
 
@@ -500,6 +505,7 @@ class RolloutController:
         self._start_group(position, prompt)
 
     def _start_group(self, position: int, prompt: Prompt) -> None:
+        self._oldest_versions.pop(position, None)
         running = _Running(Group(position, prompt), started_version=self.engine.weight_version)
         self._running[position] = running
         redraws = self._redraws.get(position)

@@ -13,7 +13,7 @@ import json
 import random
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import aiohttp
@@ -85,9 +85,14 @@ class SGLangClient:
     # ------------------------------------------------------------------ generation
 
     async def generate(
-        self, body: dict[str, Any], *, num_retries: int | None = None, timeout_s: float | None = None
+        self,
+        body: dict[str, Any],
+        *,
+        num_retries: int | None = None,
+        timeout_s: float | None = None,
+        read: Callable[[bytes], Any] = json.loads,
     ) -> Any:
-        """The answer of `/generate`: a dict, or a list of them for a batch.
+        """The answer of `/generate`: a dict, or a list of them for a batch; or what `read` makes of its bytes.
 
         Asked again it has a new random `rid`, written into `body`: the server may still hold the old one. On
         cancellation the connection is cut, which the server notices seconds later; `abort` tells it at once.
@@ -96,7 +101,12 @@ class SGLangClient:
         for attempt in range(retries + 1):
             try:
                 return await self._ask(
-                    "POST", "/generate", body, timeout_s=timeout_s or self.generate_timeout_s, kind="generate"
+                    "POST",
+                    "/generate",
+                    body,
+                    timeout_s=timeout_s or self.generate_timeout_s,
+                    kind="generate",
+                    read=read,
                 )
             except EngineError as error:
                 if attempt == retries or not _may_ask_again(error):
@@ -178,7 +188,13 @@ class SGLangClient:
         **fields: Any,
     ) -> dict[str, Any]:
         """Loads a safetensors folder that the server can read; where that fails it keeps its old weights."""
-        body = {"model_path": folder, "weight_version": weight_version, "flush_cache": flush_cache, **fields}
+        body = {
+            "model_path": folder,
+            "load_format": "auto",  # else that of its start: a server of dummy weights would refuse real ones
+            "weight_version": weight_version,
+            "flush_cache": flush_cache,
+            **fields,
+        }
         return await self._update("/update_weights_from_disk", body, timeout_s=timeout_s)
 
     async def init_weights_group(
@@ -312,7 +328,12 @@ class SGLangClient:
         for attempt in range(retries + 1):
             try:
                 return await self._ask(
-                    method, path, body, timeout_s=timeout_s or self.request_timeout_s, kind="control", has_json=has_json
+                    method,
+                    path,
+                    body,
+                    timeout_s=timeout_s or self.request_timeout_s,
+                    kind="control",
+                    read=json.loads if has_json else None,
                 )
             except EngineError as error:
                 if attempt == retries or not _may_ask_again(error):
@@ -332,7 +353,7 @@ class SGLangClient:
         *,
         timeout_s: float,
         kind: str,
-        has_json: bool = True,
+        read: Callable[[bytes], Any] | None,
     ) -> Any:
         """One question, once."""
         name = path.partition("?")[0]
@@ -361,10 +382,10 @@ class SGLangClient:
                 status=status,
                 answer=answer,
             )
-        if not has_json:
+        if read is None:
             return None
         try:
-            return json.loads(content)
+            return read(content)
         except ValueError as error:
             raise EngineUnreachable(
                 f"{self.url} answered {name} with {_short(content.decode(errors='replace'))!r}, expected JSON. "

@@ -31,7 +31,7 @@ from lightrl.rollout.loop_thread import LoopThread
 from lightrl.rollout.open_files import raise_open_files
 from lightrl.rollout.server_pool import ServerPool
 from lightrl.rollout.sglang_client import ServerRefused, SGLangClient
-from lightrl.rollout.sglang_request import CompletionDraft, MalformedAnswer
+from lightrl.rollout.sglang_request import CompletionDraft, MalformedAnswer, read_answer
 from lightrl.rollout.sglang_sync import (
     BroadcastTransport,
     DiskTransport,
@@ -371,7 +371,7 @@ class SGLangEngine(RolloutEngine):
         server = self.pool.start_request(url, draft.max_tokens)
         self._num_running += 1
         try:
-            answer = await client.generate(draft.body(rid), num_retries=0)
+            answer = await client.generate(draft.body(rid), num_retries=0, read=read_answer)
         except asyncio.CancelledError:
             self._spawn(self._abort(client, rid))
             raise

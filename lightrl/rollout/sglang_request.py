@@ -6,7 +6,9 @@ written as part of its prompt.
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,17 @@ from lightrl.trajectory import FinishReason, Sampling
 
 class MalformedAnswer(EngineError):
     """A server answered with what is no completion of ours; it is asked elsewhere."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request wrote; the lists have one entry for each token."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    finish: str = "abort"
+    problem: str = ""  # why it cannot be used
 
 
 @dataclass
@@ -69,13 +82,17 @@ class CompletionDraft:
             "return_logprob": True,
         }
 
-    def add(self, answer: Any, server: str) -> None:
+    def add(self, answer: Answer, server: str) -> None:
         """Takes what an answer wrote; sets `finish_reason` if that ends the completion.
 
         Raises:
             MalformedAnswer: if tokens, logprobs and versions do not fit together, or a version is older than the last.
         """
-        token_ids, logprobs, versions, finish = _read(answer, server)
+        token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
+        if answer.problem:
+            raise MalformedAnswer(
+                f"{server} answered /generate with {answer.problem}. Were its weights loaded by this run?"
+            )
         if len(self.token_ids) + len(token_ids) > self.sampling.max_new_tokens:
             raise MalformedAnswer(
                 f"{server} wrote {len(token_ids)} tokens after {len(self.token_ids)}, expected at most "
@@ -115,7 +132,22 @@ def request_seed(seed: int, sample: int, written: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _read(answer: Any, server: str) -> tuple[list[int], list[float], list[int], str]:
+def read_answer(content: bytes) -> Answer:
+    """What `/generate` answered, one entry per token; raises ValueError if it is no JSON.
+
+    A thousand tokens are a thousand lists in JSON, which are gone at the end of this call. The garbage collector is
+    held meanwhile: else it is they who start it, to walk through all trajectories at hand (0.9 of 2.2 ms per request).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return _read(json.loads(content))
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _read(answer: Any) -> Answer:
     try:
         meta = answer["meta_info"]
         token_ids = list(answer.get("output_ids") or [])
@@ -125,16 +157,15 @@ def _read(answer: Any, server: str) -> tuple[list[int], list[float], list[int], 
         written = [triple[1] for triple in triples]
         versions = _token_versions(meta, len(token_ids)) if token_ids else []
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise MalformedAnswer(
-            f"{server} answered /generate with {str(answer)[:200]}, expected meta_info with tokens, logprobs and a "
-            f"numbered weight version ({error!r}). Were its weights loaded by this run?"
-        ) from error
-    if written != token_ids or len(versions) != len(token_ids) or finish not in ("stop", "length", "abort"):
-        raise MalformedAnswer(
-            f"{server} wrote {len(token_ids)} tokens with {len(logprobs)} logprobs and {len(versions)} versions and "
-            f"ended by {finish!r}, expected as many of each, and stop, length or abort."
+        return Answer(
+            problem=f"{str(answer)[:200]} ({error!r}), expected tokens, logprobs and a numbered weight version"
         )
-    return token_ids, logprobs, versions, finish
+    if written != token_ids or len(versions) != len(token_ids) or finish not in ("stop", "length", "abort"):
+        return Answer(
+            problem=f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions and the end "
+            f"{finish!r}, expected as many of each, and stop, length or abort"
+        )
+    return Answer(token_ids, logprobs, versions, finish)
 
 
 def _token_versions(meta: Mapping[str, Any], num_tokens: int) -> list[int]:
