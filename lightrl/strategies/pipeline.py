@@ -48,8 +48,7 @@ def max_in_flight(rank: int, num_ranks: int, stages_per_rank: int) -> int:
 def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_backward: bool = True) -> list[Slot]:
     """1F1B, or Interleaved1F1B where a rank has several stages; forwards alone without a backward.
 
-    Each rank takes the next backward that is ready, else the next forward that is ready and allowed by
-    `max_in_flight`; forwards go depth first, p microbatches through a rank's first stage, then through its second.
+    Forwards go depth first, p microbatches through a rank's first stage, then through its second.
 
     Args:
         num_ranks: p, of the pipeline.
@@ -58,47 +57,57 @@ def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_bac
         has_backward: False for a pass without gradients.
     """
     num_stages = num_ranks * stages_per_rank
-    forwards = [_order(rank, num_ranks, stages_per_rank, num_microbatches, False) for rank in range(num_ranks)]
-    backwards = [_order(rank, num_ranks, stages_per_rank, num_microbatches, True) for rank in range(num_ranks)]
-    if not has_backward:
-        backwards = [deque() for _ in range(num_ranks)]
-    in_flight = [0] * num_ranks
+    # Interleaving needs whole rounds of p microbatches: those that are not there are planned and left out.
+    planned = num_microbatches if stages_per_rank == 1 else num_microbatches + -num_microbatches % num_ranks
+    orders = [_order(rank, num_ranks, stages_per_rank, planned, has_backward) for rank in range(num_ranks)]
     done: set[Action] = set()
     slots: list[Slot] = []
 
     def next_action(rank: int) -> Action | None:
-        if backwards[rank]:
-            action = backwards[rank][0]
-            needed = Action(True, action.stage + 1, action.microbatch)
-            if action.stage == num_stages - 1:
-                needed = Action(False, action.stage, action.microbatch)
-            if needed in done:
-                return backwards[rank].popleft()
-        if forwards[rank] and (not has_backward or in_flight[rank] < max_in_flight(rank, num_ranks, stages_per_rank)):
-            action = forwards[rank][0]
-            if action.stage == 0 or Action(False, action.stage - 1, action.microbatch) in done:
-                return forwards[rank].popleft()
-        return None
+        if not orders[rank]:
+            return None
+        action = orders[rank][0]
+        before = Action(action.is_backward, action.stage + (1 if action.is_backward else -1), action.microbatch)
+        is_ready = before in done or not 0 <= before.stage < num_stages
+        return orders[rank].popleft() if is_ready else None
 
-    while any(forwards) or any(backwards):
+    while any(orders):
         slot = [next_action(rank) for rank in range(num_ranks)]
         assert any(slot), f"the schedule is stuck: {num_ranks} ranks, {stages_per_rank} stages, {num_microbatches}"
-        for rank, action in enumerate(slot):
-            if action is not None:
-                done.add(action)
-                in_flight[rank] += -1 if action.is_backward else 1
-        slots.append(slot)
+        done.update(action for action in slot if action is not None)
+        here = [None if action is None or action.microbatch >= num_microbatches else action for action in slot]
+        if any(here):
+            slots.append(here)
     return slots
 
 
-def _order(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int, is_backward: bool) -> deque[Action]:
+def _order(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int, has_backward: bool) -> deque[Action]:
+    """What a rank does, in order: forwards until all it may hold is in flight but one, then forward and backward."""
     chunks = range(stages_per_rank)
-    return deque(
-        Action(is_backward, chunk * num_ranks + rank, microbatch)
-        for start in range(0, num_microbatches, num_ranks)
-        for chunk in (reversed(chunks) if is_backward else chunks)
-        for microbatch in range(start, min(start + num_ranks, num_microbatches))
-    )
+
+    def all_of(is_backward: bool) -> deque[Action]:
+        return deque(
+            Action(is_backward, chunk * num_ranks + rank, microbatch)
+            for start in range(0, num_microbatches, num_ranks)
+            for chunk in (reversed(chunks) if is_backward else chunks)
+            for microbatch in range(start, min(start + num_ranks, num_microbatches))
+        )
+
+    forwards = all_of(False)
+    if not has_backward:
+        return forwards
+    backwards = all_of(True)
+    order: deque[Action] = deque()
+    in_flight = 0
+    limit = max_in_flight(rank, num_ranks, stages_per_rank)
+    while backwards:
+        if forwards and in_flight < limit:
+            order.append(forwards.popleft())
+            in_flight += 1
+        else:
+            order.append(backwards.popleft())
+            in_flight -= 1
+    return order
 
 
 def bubble_fraction(slots: Sequence[Slot], backward_cost: float = 2.0) -> float:

@@ -1,0 +1,86 @@
+"""Models split over processes against one process: outputs, losses, gradient norms and weights after clipped updates.
+
+Each world of processes checks many cases (world_3d.py), for starting it costs more than a case does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl import Parallel3DStrategy
+
+FAMILIES = ["llama", "qwen2", "mistral with a window", "gemma", "gemma2 with capped logits", "gemma3 hybrid"]
+
+TWO = [
+    *[[2, 1, 1, "Interleaved1F1B", family] for family in FAMILIES],
+    *[[1, 1, 2, "1F1B", family] for family in [*FAMILIES, "qwen3"]],
+    *[[2, 1, 1, "1F1B", family, "packed"] for family in ("qwen3", "gemma3 hybrid")],
+    [2, 1, 1, "1F1B", "critic"],
+    [1, 1, 2, "1F1B", "critic"],
+    [2, 1, 1, "1F1B", "llama", "checkpointed"],
+]
+FOUR = [
+    [2, 2, 1, "1F1B", "llama"],
+    [1, 2, 2, "1F1B", "llama"],
+    [2, 1, 2, "1F1B", "llama"],
+    [2, 2, 1, "Interleaved1F1B", "qwen3"],
+    [1, 2, 2, "1F1B", "qwen3", "checkpointed"],
+]
+EIGHT = [[2, 2, 2, "1F1B", "llama"], [2, 2, 2, "Interleaved1F1B", "qwen3"]]
+
+
+def run_world(cases: list[list[Any]]) -> list[dict[str, Any]]:
+    script = Path(__file__).parent / "world_3d.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("cases", [TWO, FOUR, EIGHT], ids=["two processes", "four processes", "eight processes"])
+def test_a_split_model_trains_as_in_one_process(cases: list[list[Any]]) -> None:
+    found = run_world(cases)
+    assert len(found) == len(cases)
+    for case in found:
+        differences = {name: case[name] for name in ("outputs", "loss", "norm", "weights")}
+        assert max(differences.values()) < 1e-5, case
+
+
+def strategy(devices: int, **settings: Any) -> Parallel3DStrategy:
+    made = Parallel3DStrategy(**settings)
+    made.parallel_devices = [torch.device("cpu")] * devices
+    return made
+
+
+def test_dp_follows_from_the_processes() -> None:
+    assert strategy(8, pp=2, tp=2).dp_size == 2
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"])
+def test_zero_bubble_schedules_are_refused(schedule: Any) -> None:
+    with pytest.raises(ValueError, match="wrong gradients without any error"):
+        Parallel3DStrategy(pp=2, schedule=schedule)
+
+
+def test_sizes_that_do_not_make_up_the_world_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"2 · 2 · 2 = 8 but there are 4 processes.*Set dp to 1"):
+        strategy(4, pp=2, dp=2, tp=2).check_sizes()
+
+
+def test_pp_times_tp_that_does_not_divide_the_world_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"divisors of 8: 1, 2, 4, 8"):
+        strategy(8, pp=3).check_sizes()

@@ -1,0 +1,178 @@
+"""A world of processes that trains tiny models split over them, and the same in each process alone, and compares.
+
+    python tests/strategies/world_3d.py '[[2, 1, 1, "1F1B", "qwen3"], …]'
+
+starts as many processes as (pp · dp · tp) says, forked from this one, which has imported everything once, and prints a
+JSON line for each case: the largest relative differences to one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+from tiny import FAMILIES, random_experience, tiny_model, tiny_spec
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightrl.experience import Experience
+from lightrl.models import Outputs, scalar_head
+from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.strategies.parallel_3d import Parallel3DModel
+from lightrl.strategies.ranks import masked_row
+from lightrl.strategies.stages import split_model, square_norm
+from lightrl.strategies.tensor_parallel import local
+
+NUM_UPDATES = 3
+MAX_NORM = 0.5
+SETTINGS = LogprobSettings(temperature=0.8, min_new_tokens=1, stop_token_ids=(1, 5))
+
+
+def make_model(family: str) -> Any:
+    changes: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": 18}
+    if family == "critic":
+        spec = tiny_spec("qwen3", head="scalar")
+        model = replace(spec, config={**(spec.config or {}), **changes}).load_model()
+        head = scalar_head(model)
+        assert head is not None
+        torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
+        return model
+    if family == "gemma":
+        FAMILIES.setdefault("gemma", {**FAMILIES["qwen2"], "model_type": "gemma", "tie_word_embeddings": True})
+    if "layer_types" in FAMILIES[family]:
+        changes["layer_types"] = FAMILIES[family]["layer_types"] * 2
+    return tiny_model(family, **changes)
+
+
+def parts(seed: int) -> list[Experience]:
+    """Four microbatches of unlike shapes, without stop tokens where the settings forbid them."""
+    experience = random_experience(num_groups=6, seed=seed)
+    is_stop = (experience.token_ids == 1) | (experience.token_ids == 5)
+    experience = replace(experience, token_ids=torch.where(is_stop, 6, experience.token_ids))
+    return [experience.select(range(start, end)) for start, end in ((0, 3), (3, 9), (9, 14), (14, 18))]
+
+
+def loss_of(experience: Experience, outputs: Outputs) -> Tensor:
+    num, width = outputs.logprobs.shape
+    weights = torch.linspace(-1, 2, num * 40).view(num, 40)[:, :width]
+    loss = (weights * outputs.logprobs + weights.flip(1) * outputs.entropy).sum()
+    if outputs.values is not None:
+        loss = loss + (weights * outputs.values.square()).sum()
+    return loss / 100
+
+
+def difference(left: Tensor, right: Tensor) -> float:
+    return float((left - right).abs().max() / right.abs().max().clamp(min=1e-6))
+
+
+def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "rectangles") -> dict[str, Any]:
+    single, split_one = make_model(family), make_model(family)
+    mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    split = split_model(
+        split_one,
+        mesh,
+        schedule=schedule,
+        stages_per_rank=1 if schedule == "1F1B" else 2,
+        checkpoint_activations=form == "checkpointed",
+    )
+    alone, spread = SingleModel(single, SETTINGS), Parallel3DModel(split, SETTINGS, is_packed=form == "packed")
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (single, split_one)]
+    found: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "norm": 0.0}
+    for update in range(NUM_UPDATES):
+        everything = parts(seed=update)
+        share = everything[mesh["dp"].get_local_rank() :: dp]
+        for one, other in zip(spread.forward(share), alone.forward(share), strict=True):
+            for name in ("logprobs", "entropy", "values"):
+                if getattr(other, name) is not None and bool(getattr(other, name).any()):
+                    found["outputs"] = max(found["outputs"], difference(getattr(one, name), getattr(other, name)))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses: list[Tensor] = []
+        alone_losses: list[Tensor] = []
+
+        def spread_loss(experience: Experience, outputs: Outputs, losses: list[Tensor] = losses) -> Tensor:
+            losses.append(loss_of(experience, outputs))
+            return losses[-1]
+
+        def alone_loss(experience: Experience, outputs: Outputs, losses: list[Tensor] = alone_losses) -> Tensor:
+            losses.append(loss_of(experience, outputs))
+            return losses[-1]
+
+        spread.forward_backward([*share, masked_row(share[0])], spread_loss, lambda loss: (loss * dp).backward())
+        alone.forward_backward(everything, alone_loss, Tensor.backward)
+        total = torch.stack(losses).sum().detach()
+        dist.all_reduce(total, group=mesh["dp"].get_group())
+        expected_losses = torch.stack(alone_losses).detach()
+        apart = (total - expected_losses.sum()).abs() / expected_losses.abs().sum()
+        found["loss"] = max(found["loss"], float(apart))
+
+        norm = torch.nn.utils.clip_grad_norm_(single.parameters(), MAX_NORM)
+        gradients = [value.grad for value in split_one.parameters() if value.grad is not None]
+        square = square_norm(gradients, [] if split.copy is None else [split.copy], torch.device("cpu"))
+        dist.all_reduce(square)
+        found["norm"] = max(found["norm"], difference(square.sqrt().float(), norm))
+        for gradient in gradients:
+            local(gradient).mul_(min(1.0, MAX_NORM / float(square.sqrt())))
+        for optimizer in optimizers:
+            optimizer.step()
+    expected = dict(single.named_parameters())
+    whole = {name: value for bucket in spread.full_parameters(2000) for name, value in bucket.tensors.items()}
+    assert list(whole) == list(expected)
+    largest = max(float(value.detach().abs().max()) for value in expected.values())
+    found["weights"] = max(float((whole[name] - expected[name]).abs().max()) / largest for name in expected)
+    numbers = torch.tensor(list(found.values()))
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    names = ["pp", "dp", "tp", "schedule", "family", "form"]
+    case = dict(zip(names, (pp, dp, tp, schedule, family, form), strict=True))
+    return {**case, **dict(zip(found, numbers.tolist(), strict=True))}
+
+
+def work(rank: int, size: int, store: str, cases: list[list[Any]]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    for case in cases:
+        found = compare(*case)
+        if rank == 0:
+            sys.stdout.write(json.dumps(found) + "\n")
+            sys.stdout.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(cases: list[list[Any]]) -> int:
+    (size,) = {pp * dp * tp for pp, dp, tp, *_ in cases}
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                try:
+                    work(rank, size, f"{folder}/store", cases)
+                except BaseException:  # noqa: BLE001
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+            children.append(child)
+        codes = []
+        while len(codes) < size:
+            child, status = os.wait()
+            codes.append(status)
+            children.remove(child)
+            if status:
+                for other in children:
+                    os.kill(other, 9)
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))
