@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _READY = "lightrl-sglang-cpu.json"  # scripts/sglang_cpu/build.py writes it last, into the environment it built
+_KEPT_BACK_TOKENS = 8
 _OURS = {
     "model_path": "the model folder",
     "host": "host=",
@@ -57,6 +58,7 @@ class SGLangPython:
         kept = {name: value for name, value in os.environ.items() if name not in ours}
         # Without it the last tokens of an interrupted request are lost (up to 49).
         kept["SGLANG_FORCE_STREAM_INTERVAL"] = "1"
+        kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `context_args`
         kept.setdefault("HF_HUB_OFFLINE", "1")  # the model is a local folder
         if self.is_plain_cpu:
             kept["OMP_NUM_THREADS"] = "1"
@@ -127,6 +129,12 @@ def command_line(
         *(python.path, "-m", python.module, "--model-path", str(model_folder)),
         *("--host", host, "--port", str(port), "--config", str(secrets_file), *flags(settings)),
     ]
+
+
+def context_args(model_folder: Path) -> dict[str, Any]:
+    """A context a little above the model's: SGLang keeps back up to 6 positions, of which the trainer knows nothing."""
+    length = json.loads((model_folder / "config.json").read_text()).get("max_position_embeddings")
+    return {} if length is None else {"context_length": length + _KEPT_BACK_TOKENS}
 
 
 def flags(args: Mapping[str, Any]) -> list[str]:

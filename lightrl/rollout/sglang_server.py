@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.errors import EngineError, EngineTimeout
 from lightrl.rollout import server_watch
-from lightrl.rollout.sglang_command import SGLangPython, command_line, find_python
+from lightrl.rollout.sglang_command import SGLangPython, command_line, context_args, find_python
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -106,7 +106,8 @@ class SGLangServer:
         self._model_folder = Path(model_folder).absolute()
         self._fixed_port = port
         self._python: SGLangPython | None = find_python(python) if command is None else None
-        self._args = {"random_seed": seed, **(args or {})}
+        defaults = {"random_seed": seed, **(context_args(Path(model_folder)) if command is None else {})}
+        self._args = {**defaults, **{key.replace("-", "_"): value for key, value in (args or {}).items()}}
         self._environment = dict(environment or {})
         if devices is not None:
             self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))

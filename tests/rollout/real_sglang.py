@@ -99,7 +99,7 @@ def _start(folder: Path, python: str) -> dict[str, Any]:
         write_model_folder(tiny_config(), folder / "real-sglang-model"),
         name="the real SGLang",
         python=python,
-        args={"load_format": "dummy", "context_length": 256, "max_running_requests": 64},
+        args={"load_format": "dummy"},
         log_file=folder / "real-sglang.log",
         startup_timeout_s=170,
     )

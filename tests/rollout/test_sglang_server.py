@@ -21,7 +21,14 @@ from transformers import GPT2Config, Qwen3Config
 
 from lightrl.errors import EngineError, EngineTimeout
 from lightrl.rollout.server_fleet import RestartPolicy, ServerFleet
-from lightrl.rollout.sglang_command import SGLangPython, command_line, devices_of_servers, find_python, flags
+from lightrl.rollout.sglang_command import (
+    SGLangPython,
+    command_line,
+    context_args,
+    devices_of_servers,
+    find_python,
+    flags,
+)
 from lightrl.rollout.sglang_server import SGLangServer, free_port, write_model_folder
 
 SMALL_SERVER = str(Path(__file__).with_name("small_server.py"))
@@ -340,6 +347,13 @@ def test_a_model_folder_has_architecture_and_tokenizer_but_no_end_token(config, 
     assert written["eos_token_id"] is None
     assert written["architectures"] in (["Qwen3ForCausalLM"], ["GPT2LMHeadModel"])
     assert {file.name for file in folder.iterdir()} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_the_context_has_room_for_what_sglang_keeps_back(tmp_path):
+    folder = write_model_folder(Qwen3Config(max_position_embeddings=256), tmp_path)
+    assert context_args(folder) == {"context_length": 264}
+    given = SGLangServer(folder, python=sys.executable, args={"context-length": 100})
+    assert given._args["context_length"] == 100
 
 
 def test_free_ports_are_handed_out_once():
