@@ -13,6 +13,9 @@ COMMANDS = {
     "validate": "measure a policy on the validation prompts and print the metrics",
     "test": "measure a policy on the test prompts and print the metrics",
     "predict": "write the policy's judged trajectories on the test prompts to a file",
+    "export": "make a Hugging Face folder of a checkpoint",
+    "plan": "draw what an iteration of a config computes from what: models, keys, devices",
+    "doctor": "look at a reward before a run, or again at what it failed on: doctor reward, doctor replay",
     "serve": "start SGLang servers in the foreground and print how a run uses them",
 }
 
@@ -55,6 +58,18 @@ def main(args: Sequence[str] | None = None) -> int:
     if first not in COMMANDS:
         sys.stderr.write(f"lightrl: {_not_a_command(first)}\n")
         return 2
+    if first == "export":
+        from lightrl.export import run as export
+
+        return export(args[1:])
+    if first == "plan":
+        from lightrl.plan import run as plan
+
+        return plan(args[1:])
+    if first == "doctor":
+        from lightrl.doctor import run as doctor
+
+        return doctor(args[1:])
     if first == "serve":
         from lightrl.serve import run as serve
 

@@ -14,7 +14,7 @@ import tempfile
 import traceback
 import warnings
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any, cast
@@ -297,13 +297,27 @@ def run(args: Sequence[str], descriptions: Mapping[str, str] | None = None) -> i
     Returns:
         0 done, 1 failed during the run, 2 something to mend in the call.
     """
+
+    def fulfil(callbacks: Sequence[L.Callback]) -> int:
+        LightRLCLI(args, callbacks=callbacks, descriptions=descriptions)
+        return 0
+
+    return reported(fulfil)
+
+
+def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
+    """Runs a command that gives its exit code; errors become one message on stderr and a code.
+
+    Args:
+        command: gets the callbacks that its trainer must have.
+    """
     _put_working_folder_first()
     configure_logging()
     silence_irrelevant()
     watch = _RunWatch()
     debug = os.environ.get("LIGHTRL_DEBUG", "0") not in ("", "0")
     try:
-        LightRLCLI(args, callbacks=[watch], descriptions=descriptions)
+        return command([watch])
     except (UsageError, ArgumentError) as error:
         if debug:
             raise
@@ -315,7 +329,6 @@ def run(args: Sequence[str], descriptions: Mapping[str, str] | None = None) -> i
         if watch.has_begun or isinstance(error, LightRLError):
             return _say(f"{_chain(cause)}\n{_keep_traceback(watch.folder)}", code=1)
         return _say(f"{_chain(cause)}\nNothing was trained. LIGHTRL_DEBUG=1 shows the traceback.", code=2)
-    return 0
 
 
 def _say(message: str, *, code: int) -> int:

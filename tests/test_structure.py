@@ -25,7 +25,7 @@ FLOORS = [
     {"trainer"},
     {"config_errors"},
     {"cli"},
-    {"doctor", "export", "serve"},
+    {"doctor", "export", "plan", "serve"},
     {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

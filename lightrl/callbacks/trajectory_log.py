@@ -94,7 +94,7 @@ class TrajectoryLog(RLCallback):
             tokenizer = getattr(module, "tokenizer", None)
             rows = pick_rows(trajectories, advantages, self.table_rows)
             width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 0)).columns
-            module.print(_printable_on_stdout(f"iteration {iteration}\n{format_table(rows, tokenizer, width)}"))
+            module.print(printable_on_stdout(f"iteration {iteration}\n{format_table(rows, tokenizer, width)}"))
 
     def _write(
         self,
@@ -174,13 +174,13 @@ def format_table(
     header = ("prompt", "completion", "reward", "advantage")
     numbers_width = len("  reward  advantage") + 2
     room = max(width - numbers_width, 20)
-    wanted = [max([len(header[column]), *(_columns(row[column]) for row in cells)]) for column in (0, 1)]
+    wanted = [max([len(header[column]), *(num_columns(row[column]) for row in cells)]) for column in (0, 1)]
     prompt_width = min(wanted[0], max(room // 2, room - wanted[1]))
     completion_width = min(wanted[1], room - prompt_width)
     lines = []
     for prompt, completion, reward, advantage in [header, *cells]:
-        left = _pad(_shorten(prompt, prompt_width, keep_start=0.0), prompt_width)
-        right = _pad(_shorten(completion, completion_width, keep_start=0.5), completion_width)
+        left = pad(shorten(prompt, prompt_width, keep_start=0.0), prompt_width)
+        right = pad(shorten(completion, completion_width, keep_start=0.5), completion_width)
         lines.append(f"{left}  {right}  {reward:>6}  {advantage:>9}")
     return "\n".join(lines)
 
@@ -225,7 +225,7 @@ def _completion_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> st
     return trajectory.completion
 
 
-def _columns(text: str) -> int:
+def num_columns(text: str) -> int:
     """Terminal columns: East Asian wide letters take two, combining marks none."""
     if text.isascii():
         return len(text)
@@ -234,9 +234,9 @@ def _columns(text: str) -> int:
     )
 
 
-def _shorten(text: str, width: int, *, keep_start: float) -> str:
+def shorten(text: str, width: int, *, keep_start: float) -> str:
     """At most `width` columns, with … for what is left out; `keep_start` is the share of the room for the start."""
-    if _columns(text) <= width:
+    if num_columns(text) <= width:
         return text
     text = text[: 2 * width] + text[-2 * width :] if len(text) > 4 * width else text
     num_start = int((width - 1) * keep_start)
@@ -248,16 +248,18 @@ def _cut(text: str, width: int) -> str:
     """The longest beginning that fits."""
     used = 0
     for index, letter in enumerate(text):
-        used += _columns(letter)
+        used += num_columns(letter)
         if used > width:
             return text[:index]
     return text
 
 
-def _pad(text: str, width: int) -> str:
-    return text + " " * (width - _columns(text))
+def pad(text: str, width: int) -> str:
+    """The text with spaces behind it, `width` columns in all."""
+    return text + " " * (width - num_columns(text))
 
 
-def _printable_on_stdout(text: str) -> str:
+def printable_on_stdout(text: str) -> str:
+    """With escapes for what the terminal's encoding cannot show."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -117,6 +117,7 @@ def render_prompts(
     renderer: ChatRenderer,
     *,
     max_tokens: int | None,
+    min_tokens: int | None = None,
     overflow: Literal["error", "drop"],
     where: Callable[[int], str],
 ) -> list[Prompt]:
@@ -124,12 +125,14 @@ def render_prompts(
 
     Args:
         max_tokens: the longest prompt allowed; None allows any.
+        min_tokens: shorter prompts are left out; None takes any.
         where: names the prompt of an index in messages.
 
     Raises:
         ValueError: if a prompt is too long and `overflow` is `error`.
     """
     kept = []
+    num_short = 0
     for index, prompt in enumerate(prompts):
         if prompt.token_ids is None:
             assert prompt.messages is not None
@@ -138,7 +141,9 @@ def render_prompts(
         num_tokens = len(prompt.token_ids)
         if num_tokens == 0:
             raise ValueError(f"{where(index)} gives no prompt tokens, expected at least one. Mend its text.")
-        if max_tokens is None or num_tokens <= max_tokens:
+        if min_tokens is not None and num_tokens < min_tokens:
+            num_short += 1
+        elif max_tokens is None or num_tokens <= max_tokens:
             kept.append(prompt)
         elif overflow == "error":
             raise ValueError(
@@ -146,7 +151,9 @@ def render_prompts(
                 "max_prompt_tokens, or what the model's context leaves beside max_new_tokens. Shorten it, set "
                 "prompt_overflow='drop', or lower max_new_tokens."
             )
-    report_dropped(len(prompts) - len(kept), len(prompts), max_tokens, "prompts")
+    report_dropped(len(prompts) - len(kept) - num_short, len(prompts), max_tokens, "prompts")
+    if num_short:
+        logger.warning("Dropped %d of %d prompts with less than %d tokens.", num_short, len(prompts), min_tokens)
     return kept
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import lightning as L
 
 from lightrl.data.chat import ChatRenderer, render_prompts, row_messages
-from lightrl.data.rows import read_rows, require_column
+from lightrl.data.mixture import DataSource, MixtureOrder, label_of, sources_of
+from lightrl.data.rows import Row, read_rows, renamed, require_column
 from lightrl.data.stream import EpochLoader, PromptStream, iteration_clock, prompt_batches
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Split = Literal["train", "validation", "test"]
 
@@ -35,13 +42,16 @@ class PromptDataModule(L.LightningDataModule):
     row's columns in `fields`. A subclass with its own source of prompts overrides `make_prompts` and inherits the rest.
 
     Args:
-        train: a local .jsonl, .json, .parquet or .csv file, or a hub name such as `openai/gsm8k`; None only for a
-            subclass with its own `make_prompts`, or where nothing is trained.
+        train: a local .jsonl, .json, .parquet or .csv file, a hub name such as `openai/gsm8k`, or the dotted path of a
+            function that makes rows; a DataSource, or a list of them, mixed by their weights; None only for a subclass
+            with its own `make_prompts`, or where nothing is trained.
         validation: the same for validation; None validates nothing.
         test: the same for test and predict; None takes the validation prompts.
         batch_size: prompts, thus groups, per iteration.
         name: configuration of the hub dataset, such as `main`.
         train_split, validation_split, test_split: splits of the hub dataset; a file is one split.
+        columns: new column names → the data's own, such as `{question: problem, answer: solution}`.
+        row_filter: a function of a row, or its dotted path; rows for which it is false are left out, and counted.
         prompt_column: holds the prompt's text, or a list of chat messages.
         answer_column: must be there in every row, for the reward; None asks for no such column.
         system_prompt: opens every chat.
@@ -49,23 +59,26 @@ class PromptDataModule(L.LightningDataModule):
         chat_template: replaces the tokenizer's; a Jinja file or the template itself.
         validation_batch_size: prompts per validation batch.
         max_prompt_tokens: the longest prompt allowed; None takes what the model's context leaves.
+        min_prompt_tokens: the shortest prompt taken; shorter ones are left out, and counted.
         prompt_overflow: what happens to a longer one: `error` before training, or `drop`, counted and logged.
-        max_train_prompts, max_validation_prompts: take only the first rows; the latter bounds test too.
+        max_train_prompts, max_validation_prompts: take only the first rows, of each source; the latter bounds test too.
         shuffle: a new order of the train prompts in each epoch, from (seed, epoch).
         seed: of the order; None takes that of `seed_everything`, or 0.
     """
 
     def __init__(
         self,
-        train: str | None,
-        validation: str | None = None,
-        test: str | None = None,
+        train: str | DataSource | list[DataSource] | None,
+        validation: str | DataSource | list[DataSource] | None = None,
+        test: str | DataSource | list[DataSource] | None = None,
         *,
         batch_size: int,
         name: str | None = None,
         train_split: str = "train",
         validation_split: str = "test",
         test_split: str = "test",
+        columns: dict[str, str] | None = None,
+        row_filter: str | Callable[[Row], bool] | None = None,
         prompt_column: str = "question",
         answer_column: str | None = "answer",
         system_prompt: str | None = None,
@@ -73,6 +86,7 @@ class PromptDataModule(L.LightningDataModule):
         chat_template: str | None = None,
         validation_batch_size: int = 64,
         max_prompt_tokens: int | None = None,
+        min_prompt_tokens: int | None = None,
         prompt_overflow: Literal["error", "drop"] = "error",
         max_train_prompts: int | None = None,
         max_validation_prompts: int | None = None,
@@ -84,12 +98,17 @@ class PromptDataModule(L.LightningDataModule):
             batch_size=batch_size,
             validation_batch_size=validation_batch_size,
             max_prompt_tokens=max_prompt_tokens,
+            min_prompt_tokens=min_prompt_tokens,
             max_train_prompts=max_train_prompts,
             max_validation_prompts=max_validation_prompts,
         )
         if prompt_overflow not in ("error", "drop"):
             raise ValueError(f"prompt_overflow={prompt_overflow!r}, expected 'error' or 'drop'. Use one of them.")
-        self.sources: dict[Split, str | None] = {"train": train, "validation": validation, "test": test}
+        self.sources: dict[Split, list[DataSource]] = {
+            "train": sources_of(train),
+            "validation": sources_of(validation),
+            "test": sources_of(test),
+        }
         self.dataset_splits: dict[Split, str] = {
             "train": train_split,
             "validation": validation_split,
@@ -101,6 +120,8 @@ class PromptDataModule(L.LightningDataModule):
             "test": max_validation_prompts,
         }
         self.name = name
+        self.columns = columns or {}
+        self.row_filter = row_filter
         self.batch_size = batch_size
         self.validation_batch_size = validation_batch_size
         self.prompt_column = prompt_column
@@ -109,6 +130,7 @@ class PromptDataModule(L.LightningDataModule):
         self.prompt_template = prompt_template
         self.chat_template = chat_template
         self.max_prompt_tokens = max_prompt_tokens
+        self.min_prompt_tokens = min_prompt_tokens
         self.prompt_overflow = prompt_overflow
         self.shuffle = shuffle
         self.seed = seed
@@ -116,6 +138,8 @@ class PromptDataModule(L.LightningDataModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._context_tokens: int | None = None
         self._stream: PromptStream | None = None
+        self._source_of: dict[str, int] = {}  # prompt id → which of several sources it comes from
+        self._places: dict[Split, list[str]] = {}  # of each prompt of make_prompts, for messages
 
     def attach(self, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None = None) -> None:
         """Gives the tokenizer and the longest prompt that fits the context; otherwise both come from the trainer's
@@ -132,24 +156,53 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: if the source is missing or empty, or a row lacks the prompt or the answer.
         """
-        source = self.sources[split]
-        if source is None:
-            return []
-        rows = read_rows(source, name=self.name, split=self.dataset_splits[split], max_rows=self.max_prompts[split])
-        prompts = []
-        for index, row in enumerate(rows):
-            where = self._where(split, index)
-            messages = row_messages(
-                row,
-                prompt_column=self.prompt_column,
-                prompt_template=self.prompt_template,
-                system_prompt=self.system_prompt,
-                where=where,
-            )
-            if self.answer_column is not None:
-                require_column(row, self.answer_column, where=where)
-            prompts.append(Prompt(id=f"{split}-{index}", messages=messages, fields=row))
+        prompts: list[Prompt] = []
+        self._places[split] = []
+        sources = self.sources[split]
+        for number, source in enumerate(sources):
+            kept, places = self._rows(source, split)
+            prefix = split if len(sources) == 1 else f"{split}-{label_of(source, number)}"
+            for index, row, where in zip(places, kept, self._wheres(source, places), strict=True):
+                messages = row_messages(
+                    row,
+                    prompt_column=self.prompt_column,
+                    prompt_template=self.prompt_template,
+                    system_prompt=self.system_prompt,
+                    where=where,
+                )
+                if self.answer_column is not None:
+                    require_column(row, self.answer_column, where=where)
+                prompts.append(Prompt(id=f"{prefix}-{index}", messages=messages, fields=row))
+                self._places[split].append(where)
+                if len(sources) > 1:
+                    self._source_of[prompts[-1].id] = number
         return prompts
+
+    def _rows(self, source: DataSource, split: Split) -> tuple[list[Row], list[int]]:
+        """The rows that are wanted, with their numbers from 0 in the source."""
+        rows = read_rows(
+            source.source,
+            name=source.name or self.name,
+            split=source.split or self.dataset_splits[split],
+            max_rows=self.max_prompts[split],
+            arguments=source.arguments,
+        )
+        columns = {**self.columns, **source.columns}
+        if columns:
+            wheres = self._wheres(source, range(len(rows)))
+            rows = [renamed(row, columns, where=where) for row, where in zip(rows, wheres, strict=True)]
+        if self.row_filter is None:
+            return rows, list(range(len(rows)))
+        keep = _row_filter(self.row_filter)
+        places = [index for index, row in enumerate(rows) if keep(row)]
+        if len(places) < len(rows):
+            logger.warning(
+                "Left out %d of %d rows of %r by row_filter.", len(rows) - len(places), len(rows), source.source
+            )
+        return [rows[index] for index in places], places
+
+    def _wheres(self, source: DataSource, places: Iterable[int]) -> list[str]:
+        return [f"Row {index + 1} of {source.source!r}" for index in places]
 
     def setup(self, stage: str) -> None:
         """Makes, renders and checks the prompts of a stage: whatever is wrong with the data is said here.
@@ -166,7 +219,7 @@ class PromptDataModule(L.LightningDataModule):
         needed = _SPLITS_OF_STAGE[stage][0]
         if not self.prompts[needed]:
             raise ValueError(
-                f"{type(self).__name__} has no {needed} prompts ({needed}={self.sources[needed]!r}), expected at least "
+                f"{type(self).__name__} has no {needed} prompts ({needed}={self._named(needed)!r}), expected at least "
                 f"one. Give {needed}= a file or a hub name, or override make_prompts."
             )
         if stage == "fit":
@@ -174,9 +227,26 @@ class PromptDataModule(L.LightningDataModule):
                 # Lightning validates where the hook is overridden, and warns of an empty loader.
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
             seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+            prompts = self.prompts["train"]
+            order = self.mixture([prompt.id for prompt in prompts], seed=seed, shuffle=self.shuffle)
             self._stream = PromptStream(
-                self.prompts["train"], batch_size=self.batch_size, seed=seed, shuffle=self.shuffle
+                prompts, batch_size=self.batch_size, seed=seed, shuffle=self.shuffle, order=order
             )
+
+    def mixture(self, prompt_ids: Sequence[str], *, seed: int, shuffle: bool) -> MixtureOrder | None:
+        """The order of what was made of these train prompts, by their sources' weights; None for one source."""
+        sources = self.sources["train"]
+        if len(sources) < 2 or not self._source_of:
+            return None
+        sizes = Counter(self._source_of[prompt_id] for prompt_id in prompt_ids)
+        for number, source in enumerate(sources):
+            if not sizes[number]:
+                raise ValueError(
+                    f"No row of {source.source!r} is left, expected some of each source. Leave it out, or loosen the "
+                    "filters."
+                )
+        weights = [source.weight for source in sources]
+        return MixtureOrder([sizes[number] for number in range(len(sources))], weights, seed=seed, shuffle=shuffle)
 
     @property
     def prompt_stream(self) -> PromptStream:
@@ -214,16 +284,38 @@ class PromptDataModule(L.LightningDataModule):
         if split == "test" and not prompts:
             split = "validation"
             prompts = self.make_prompts(split)
+        if len(self.sources[split]) < 2:
+            prompts = prompts[: self.max_prompts[split]]
         return render_prompts(
-            prompts[: self.max_prompts[split]],
+            prompts,
             renderer,
             max_tokens=max_tokens,
+            min_tokens=self.min_prompt_tokens,
             overflow=self.prompt_overflow,
             where=lambda index: self._where(split, index),
         )
 
     def _where(self, split: Split, index: int) -> str:
-        return f"Row {index + 1} of {self.sources[split] or f'the {split} prompts'!r}"
+        places = self._places.get(split, [])
+        return places[index] if index < len(places) else f"Row {index + 1} of {f'the {split} prompts'!r}"
+
+    def _named(self, split: Split) -> str | list[str] | None:
+        names = [source.source for source in self.sources[split]]
+        return names if len(names) > 1 else names[0] if names else None
+
+
+def _row_filter(source: str | Callable[[Row], bool]) -> Callable[[Row], bool]:
+    if not isinstance(source, str):
+        return source
+    module, _, name = source.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"row_filter={source!r} cannot be imported ({error}), expected the dotted path of a function of a row. "
+            "Mend the path, or run where it can be imported."
+        ) from error
+    return cast("Callable[[Row], bool]", found)
 
 
 def _check_at_least_one(**settings: int | None) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import csv
 import difflib
+import importlib
 import json
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,21 +20,38 @@ Row = dict[str, Any]
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
-def read_rows(source: str, *, name: str | None = None, split: str = "train", max_rows: int | None = None) -> list[Row]:
+def read_rows(
+    source: str,
+    *,
+    name: str | None = None,
+    split: str = "train",
+    max_rows: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> list[Row]:
     """The first rows of a dataset, each a dict of JSON-able columns.
 
     Args:
         source: a local `.jsonl`, `.json` (list of objects), `.parquet` or `.csv` file, or what `datasets.load_dataset`
-            takes: a hub name or a local dataset folder.
+            takes: a hub name or a local dataset folder; or the dotted path of a function that makes rows from `split`
+            and `arguments`, such as `my_project.data.riddles`.
         name: the dataset's configuration; for hub names and folders.
-        split: the dataset's split; for hub names and folders, since a file is one split.
+        split: the dataset's split; for hub names, folders and functions, since a file is one split.
         max_rows: how many to read; None reads all.
+        arguments: of a function.
 
     Raises:
         ValueError: if the source does not exist, cannot be read, or has no rows.
     """
     path = Path(source).expanduser()
-    if path.is_file():
+    function = None if path.exists() else _function_of(source)
+    if arguments and function is None:
+        raise ValueError(
+            f"Data {source!r} got arguments {dict(arguments)}, expected them for the dotted path of a function only. "
+            "Leave them out, or mend the path."
+        )
+    if function is not None:
+        rows = _made_by(function, source, split, max_rows, arguments or {})
+    elif path.is_file():
         rows = _read_file(path, max_rows)
     elif path.is_dir() or not _looks_local(source):
         rows = _read_dataset(source, name, split, max_rows)
@@ -62,6 +81,51 @@ def require_column(row: Row, column: str, *, where: str) -> Any:
         f"{where} {problem} (its columns: {columns}), expected text there. "
         "Mend the row, or name the column with prompt_column= or answer_column=."
     )
+
+
+def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
+    """The row with further columns: each new name holds what the row has under the old one.
+
+    Raises:
+        ValueError: if an old column is missing.
+    """
+    for new, old in columns.items():
+        if old not in row:
+            raise ValueError(
+                f"{where} has no column {old!r} for columns={{{new!r}: {old!r}}} (its columns: "
+                f"{', '.join(map(repr, row))}), expected it. Name one of them."
+            )
+    kept = {key: value for key, value in row.items() if key not in columns.values()}
+    return kept | {new: row[old] for new, old in columns.items()}
+
+
+def _function_of(source: str) -> Callable[..., Any] | None:
+    """What a dotted path names, if it names a function; None for names of files and hub datasets."""
+    module, _, name = source.rpartition(".")
+    if not module or not all(part.isidentifier() for part in source.split(".")) or Path(source).suffix in FILE_SUFFIXES:
+        return None
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.startswith(error.name):
+            return None
+        raise ValueError(f"Data {source!r} cannot be imported ({error}), expected a function. Mend it.") from error
+    return found if callable(found) else None
+
+
+def _made_by(
+    function: Callable[..., Any], source: str, split: str, max_rows: int | None, arguments: Mapping[str, Any]
+) -> list[Row]:
+    try:
+        rows = list(islice(function(split=split, **arguments), max_rows))
+    except TypeError as error:
+        raise ValueError(
+            f"Data {source!r} with split={split!r} and arguments={dict(arguments)} raised {error!r}, expected a "
+            "function of `split` and these arguments that gives dicts. Mend its arguments."
+        ) from error
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"Data {source!r} made rows that are no dicts, expected dicts of columns. Mend the function.")
+    return [_json_able(dict(row)) for row in rows]
 
 
 def _read_file(path: Path, max_rows: int | None) -> list[Row]:

@@ -2,8 +2,8 @@
 
 A position counts prompts over the whole run. Epoch e of the stream is positions e·n to (e + 1)·n - 1 for n prompts,
 each prompt once, in an order that follows from (seed, e) alone: whoever knows a position knows its prompt, so resume
-needs one number. An epoch of the loader has n // batch_size iterations; prompts left over at its end come first in the
-next, none is skipped.
+needs one number, at any number of ranks. Weighted sources (mixture.py) bring an order of their own. An epoch of the
+loader has n // batch_size iterations; prompts left over at its end come first in the next, none is skipped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class RowOrder(Protocol):
+    """Which row comes at a position, without end; as text, what that follows from."""
+
+    def __getitem__(self, position: int) -> int: ...
+
+
 class PromptStream:
     """An endless sequence of prompts, addressable by position: `stream[position]` for any position from 0.
 
@@ -32,12 +38,21 @@ class PromptStream:
         batch_size: prompts, thus groups, per iteration.
         seed: with the epoch it fixes the order.
         shuffle: False keeps the order of the data in every epoch.
+        order: the prompt's index at each position, for weighted sources; then `seed` and `shuffle` are its.
 
     Raises:
         ValueError: if there are fewer prompts than one iteration takes, or two have the same id.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, batch_size: int, seed: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        order: RowOrder | None = None,
+    ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}, expected at least 1 prompt per iteration. Raise it.")
         if len(prompts) < batch_size:
@@ -55,6 +70,7 @@ class PromptStream:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self.order = order
         self._order = lru_cache(maxsize=3)(lambda epoch: epoch_order(len(prompts), seed, epoch))
 
     def __len__(self) -> int:
@@ -64,6 +80,8 @@ class PromptStream:
     def __getitem__(self, position: int) -> Prompt:
         if position < 0:
             raise IndexError(f"position={position}, expected 0 or more.")
+        if self.order is not None:
+            return self.prompts[self.order[position]]
         epoch, index = divmod(position, len(self.prompts))
         return self.prompts[self._order(epoch)[index] if self.shuffle else index]
 
@@ -79,6 +97,7 @@ class PromptStream:
         for prompt in self.prompts:
             content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
+        order = order if self.order is None else str(self.order)
         return f"{len(self.prompts)} prompts {order}, content {content.hexdigest()}"
 
     def first(self, num_prompts: int) -> PromptStream:
@@ -149,7 +168,7 @@ def prompt_batches(prompts: Sequence[Prompt], batch_size: int) -> EpochLoader[Pr
     )
 
 
-def epoch_order(num_rows: int, seed: int, epoch: int) -> list[int]:
+def epoch_order(num_rows: int, seed: int | str, epoch: int) -> list[int]:
     """A permutation of `range(num_rows)` that follows from (seed, epoch), the same on every rank."""
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lightrl.data.chat import ChatRenderer, report_dropped
+from lightrl.data.mixture import DataSource
 from lightrl.data.prompts import PromptDataModule, Split
 from lightrl.data.rows import require_column
-from lightrl.data.stream import EpochLoader, epoch_order
+from lightrl.data.stream import EpochLoader, RowOrder, epoch_order
 from lightrl.trajectory import Prompt
 
 # Batches of like length are cut from this many shuffled batches: most padding goes, most of the chance stays.
@@ -30,6 +31,7 @@ class ChatBatch(NamedTuple):
 
 
 class _Chat(NamedTuple):
+    prompt_id: str
     prompt_ids: list[int]
     completion_ids: list[int]
 
@@ -52,9 +54,9 @@ class SFTDataModule(PromptDataModule):
 
     def __init__(
         self,
-        train: str | None,
-        validation: str | None = None,
-        test: str | None = None,
+        train: str | DataSource | list[DataSource] | None,
+        validation: str | DataSource | list[DataSource] | None = None,
+        test: str | DataSource | list[DataSource] | None = None,
         *,
         batch_size: int,
         answer_column: str = "answer",
@@ -96,8 +98,9 @@ class SFTDataModule(PromptDataModule):
         shuffle = self.shuffle and not getattr(trainer, "overfit_batches", 0) > 0
         lengths = [len(chat.prompt_ids) + len(chat.completion_ids) for chat in chats]
         seed = self.prompt_stream.seed
+        order = self.mixture([chat.prompt_id for chat in chats], seed=seed, shuffle=shuffle)
         batches_of = lru_cache(maxsize=2)(
-            lambda epoch: _batches(lengths, self.batch_size, seed=seed, epoch=epoch, shuffle=shuffle)
+            lambda epoch: _batches(lengths, self.batch_size, seed=seed, epoch=epoch, shuffle=shuffle, order=order)
         )
         return EpochLoader(
             len(batches_of(0)),
@@ -127,7 +130,7 @@ class SFTDataModule(PromptDataModule):
             raise ValueError(
                 f"{where} has nothing left in {self.answer_column!r} after answer_pattern_remove. Mend it."
             )
-        return _Chat(prompt.token_ids, renderer.completion_ids(prompt.messages, completion))
+        return _Chat(prompt.id, prompt.token_ids, renderer.completion_ids(prompt.messages, completion))
 
     def _short_enough(self, chats: list[tuple[Prompt, _Chat]], max_tokens: int | None) -> list[_Chat]:
         kept = []
@@ -144,9 +147,15 @@ class SFTDataModule(PromptDataModule):
         return kept
 
 
-def _batches(lengths: list[int], size: int, *, seed: int, epoch: int, shuffle: bool) -> list[list[int]]:
-    """The rows of each batch of an epoch, each row once; the last one drawn may be shorter."""
-    rows = epoch_order(len(lengths), seed, epoch) if shuffle else list(range(len(lengths)))
+def _batches(
+    lengths: list[int], size: int, *, seed: int, epoch: int, shuffle: bool, order: RowOrder | None = None
+) -> list[list[int]]:
+    """The rows of each batch of an epoch, each row once, or as a mixture's order has it; the last may be shorter."""
+    num = len(lengths)
+    if order is not None:
+        rows = [order[position] for position in range(epoch * num, (epoch + 1) * num)]
+    else:
+        rows = epoch_order(num, seed, epoch) if shuffle else list(range(num))
     if shuffle:
         window = size * _SORTED_BATCHES
         windows = [rows[start : start + window] for start in range(0, len(rows), window)]

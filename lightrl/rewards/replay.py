@@ -148,7 +148,7 @@ def read_failures(path: str | Path) -> Iterator[Trajectory]:
                     f"{path}, line {index} is no record with a trajectory ({error!r}), expected a file of failed "
                     "rewards or of the trajectory log. Name such a file."
                 ) from error
-            trajectory.reward, trajectory.rewards = None, None
+            trajectory.reward = None  # `rewards` stay: an environment gave them before the judge was asked
             yield trajectory
 
 

@@ -1,0 +1,181 @@
+"""Weighted sources: shares, orders and resume, at any number of ranks."""
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lightrl.data import DataSource, MixtureOrder, PromptDataModule, SFTDataModule
+from lightrl.rollout.prompt_cursor import PromptCursor
+
+
+def made_rows(split: str, num: int = 5, word: str = "made") -> list[dict]:
+    return [{"question": f"{word} {split} {index}", "answer": str(index)} for index in range(num)]
+
+
+def source(num: int, weight: float = 1.0, **settings) -> DataSource:
+    return DataSource("test_mixture.made_rows", weight=weight, arguments={"num": num, **settings})
+
+
+def make_data(tokenizer, train, **settings) -> PromptDataModule:
+    data = PromptDataModule(train, **{"batch_size": 4, "seed": 3, **settings})
+    data.attach(tokenizer, max_prompt_tokens=100)
+    data.setup("fit")
+    return data
+
+
+def ids(data: PromptDataModule, start: int, end: int) -> list[str]:
+    return [data.prompt_stream[position].id for position in range(start, end)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "length"),
+    [((3, 1), 4), ((0.5, 0.25, 0.25), 4), ((2, 1), 3), ((1, 1, 1, 7), 10), ((0.999, 0.001), 1000)],
+)
+def test_every_stretch_of_positions_has_the_shares_of_the_weights(weights, length):
+    order = MixtureOrder([11] * len(weights), weights, seed=0)
+    turns = [order.source_at(position) for position in range(4000)]
+    for start in (0, 17, 1003):
+        found = Counter(turns[start : start + 2 * length])
+        for number, weight in enumerate(weights):
+            share = weight / sum(weights) * 2 * length
+            assert abs(found[number] - share) <= 2.1, (start, number)
+
+
+def test_a_source_gives_each_row_once_before_any_comes_again():
+    order = MixtureOrder([5, 8], [1, 3], seed=7)
+    rows = [order[position] for position in range(4 * 5 * 8)]
+    first, second = [row for row in rows if row < 5], [row - 5 for row in rows if row >= 5]
+    assert all(sorted(first[start : start + 5]) == list(range(5)) for start in range(0, 40, 5))
+    assert all(sorted(second[start : start + 8]) == list(range(8)) for start in range(0, 120, 8))
+    assert len({tuple(first[start : start + 5]) for start in range(0, 40, 5)}) > 1
+
+
+def test_one_source_comes_in_the_order_of_an_unweighted_stream(plain_tokenizer):
+    plain = make_data(plain_tokenizer, "test_mixture.made_rows")
+    weighted = make_data(plain_tokenizer, [source(5, weight=9)])
+    assert ids(plain, 0, 20) == ids(weighted, 0, 20)
+
+
+def test_prompts_of_several_sources_have_ids_of_their_own_and_a_batch_has_both(plain_tokenizer):
+    data = make_data(
+        plain_tokenizer, [source(6, weight=3, word="many"), DataSource("test_mixture.made_rows", label="few")]
+    )
+    assert len(data.prompt_stream) == 11
+    assert Counter(name.split("-")[1] for name in ids(data, 0, 4)) == {"0": 3, "few": 1}
+    assert data.prompt_stream[0].id.startswith("train-")
+
+
+def test_the_position_is_all_there_is_to_resume_at_whatever_the_number_of_ranks(plain_tokenizer, monkeypatch):
+    """Rank 0 owns the prompts: its cursor is the same state for 1, 2 or 8 ranks, and goes on where it stood."""
+    train = [source(6, weight=3), DataSource("test_mixture.made_rows", label="few")]
+    straight = PromptCursor(make_data(plain_tokenizer, train).prompt_stream)
+    expected = [straight.read(straight.choose(0)).id for _ in range(60)]
+    played: list[str] = []
+    position = 0
+    for world_size, until in ((1, 13), (8, 30), (2, 60)):
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        monkeypatch.setenv("RANK", "0")
+        cursor = PromptCursor(make_data(plain_tokenizer, train).prompt_stream)
+        cursor.next_position = position
+        played += [cursor.read(cursor.choose(0)).id for _ in range(until - position)]
+        position = cursor.next_position
+    assert played == expected
+
+
+def test_other_weights_are_another_stream_and_a_resume_can_tell(plain_tokenizer):
+    prints = {
+        make_data(
+            plain_tokenizer, [source(6, weight=weight), DataSource("test_mixture.made_rows", label="few")]
+        ).prompt_stream.fingerprint
+        for weight in (1, 2)
+    }
+    assert len(prints) == 2
+
+
+def test_chats_are_mixed_too(plain_tokenizer):
+    data = SFTDataModule([source(30, weight=1), source(10, weight=3, word="b")], batch_size=8, seed=0)
+    data.attach(plain_tokenizer, max_prompt_tokens=100)
+    data.setup("fit")
+    texts = [plain_tokenizer.decode(row) for batch in data.train_dataloader() for row in batch.token_ids]
+    found = Counter(text.startswith("made") for text in texts)
+    assert len(texts) == 40
+    assert found == {True: 10, False: 30}
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("inf")])
+def test_a_weight_that_is_no_share_is_refused(weight):
+    with pytest.raises(ValueError, match="expected a number above 0"):
+        DataSource("x.jsonl", weight=weight)
+
+
+def test_two_sources_of_the_same_label_are_refused():
+    with pytest.raises(ValueError, match="expected each once"):
+        PromptDataModule([DataSource("a", label="x"), DataSource("b", label="x")], batch_size=1)
+
+
+def test_a_source_of_which_nothing_is_left_is_named(plain_tokenizer):
+    with pytest.raises(ValueError, match=r"No row of 'test_mixture.made_rows' is left"):
+        make_data(plain_tokenizer, [source(6), source(3, word="b")], row_filter=lambda row: row["question"][0] != "b")
+
+
+def test_columns_are_renamed_for_all_sources_and_for_one(tmp_path: Path, plain_tokenizer):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"problem": "1+1", "solution": "2", "level": 3}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "1+2", "solution": "3"}) + "\n")
+    train = [DataSource(str(tmp_path / "a.jsonl")), DataSource(str(tmp_path / "b.jsonl"), columns={"question": "text"})]
+    data = make_data(plain_tokenizer, train[0], columns={"question": "problem", "answer": "solution"}, batch_size=1)
+    assert data.prompts["train"][0].fields == {"question": "1+1", "answer": "2", "level": 3}
+    train[0] = DataSource(train[0].source, columns={"question": "problem"})
+    data = make_data(plain_tokenizer, train, columns={"answer": "solution"}, batch_size=1)
+    assert [prompt.fields["question"] for prompt in data.prompts["train"]] == ["1+1", "1+2"]
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(plain_tokenizer):
+    with pytest.raises(ValueError, match=r"Row 1 of '.*' has no column 'text' .*its columns: 'question', 'answer'"):
+        make_data(plain_tokenizer, "test_mixture.made_rows", columns={"prompt": "text"})
+
+
+def test_rows_are_filtered_and_counted_and_keep_their_ids(plain_tokenizer, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        data = make_data(plain_tokenizer, "test_mixture.made_rows", row_filter="test_mixture.is_odd", batch_size=2)
+    assert [prompt.id for prompt in data.prompts["train"]] == ["train-1", "train-3"]
+    assert "Left out 3 of 5 rows of 'test_mixture.made_rows' by row_filter." in caplog.text
+
+
+def is_odd(row: dict) -> bool:
+    return int(row["answer"]) % 2 == 1
+
+
+def test_short_prompts_are_left_out_and_counted(plain_tokenizer, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        data = make_data(
+            plain_tokenizer,
+            "test_mixture.made_rows",
+            min_prompt_tokens=12,
+            max_prompt_tokens=12,
+            batch_size=1,
+            row_filter=None,
+        )
+    assert len(data.prompts["train"]) == 5
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="has no train prompts"):
+        make_data(plain_tokenizer, "test_mixture.made_rows", min_prompt_tokens=13)
+    assert "Dropped 5 of 5 prompts with less than 13 tokens." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param({"nun": 3}, r"raised TypeError.*unexpected keyword argument 'nun'", id="unknown argument"),
+        pytest.param({"num": 0}, r"has no rows", id="no rows"),
+    ],
+)
+def test_a_function_that_makes_no_rows_is_named(plain_tokenizer, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_data(plain_tokenizer, DataSource("test_mixture.made_rows", arguments=arguments))
+
+
+def test_arguments_without_a_function_are_refused(train_file: str, plain_tokenizer):
+    with pytest.raises(ValueError, match="expected them for the dotted path of a function only"):
+        make_data(plain_tokenizer, DataSource(train_file, arguments={"num": 3}))
