@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny import tiny_spec
+
+from lightrl.algorithms import GRPO, PPO
+from lightrl.plan import plan_mermaid, plan_text, run
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_drawing_has_every_call_and_the_keys_between_them() -> None:
+    module = PPO(tiny_spec(), reward=len, kl_coef=0.1, reference=tiny_spec())
+    drawn = plan_mermaid(module.data_flow())
+    assert drawn.splitlines()[0] == "flowchart LR"
+    assert '  reference_logprobs["reference_logprobs<br/>reference on trainer"]' in drawn
+    assert '  generate -- "token_ids" --> values' in drawn
+    assert '  advantages -- "returns" --> critic_update' in drawn
+
+
+def test_the_text_says_roles_and_where_calls_run() -> None:
+    text = plan_text(module := PPO(tiny_spec(), reward=len, lr=0.5), module.data_flow())
+    assert "  critic         random qwen3: trained, lr 0.5, one number per position" in text
+    assert "  reward         reward processes" in text
+    assert "reference" not in text
+
+
+def test_settings_prune_the_graph() -> None:
+    plain = GRPO(tiny_spec(), reward=len)
+    assert [call.name for call in plain.data_flow().calls] == ["generate", "reward", "advantages", "policy_update"]
+    assert [call.name for call in plain.data_flow(from_file=True).calls] == ["advantages", "policy_update"]
+
+
+def test_the_command_prints_the_plan_of_an_example(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert run(["--config", "examples/ppo/sync.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("PPO: 6 calls per iteration")
+    assert "flowchart LR" in out
