@@ -1,0 +1,45 @@
+"""SFT, GRPO from its export, DPO, a reward model, distillation: each in a short form through the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightrl.cli import run
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QUIET = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.logger=false"]
+QUIET += ["--trainer.enable_progress_bar=false", "--trainer.limit_val_batches=1", "--data.num_validation=20"]
+
+
+@pytest.fixture(autouse=True)
+def _as_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning's, as the command sets it
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # so that what a test seeds is undone with it
+
+
+def fitted(name: str, folder: Path, *options: str) -> Path:
+    """Where the example's export is, if it makes one."""
+    where = folder / Path(name).stem
+    arguments = [*QUIET, "--data.batch_size=4", f"--trainer.default_root_dir={where}", *options]
+    assert run(["fit", "--config", str(EXAMPLES / name), *arguments]) == 0
+    return where / "export"
+
+
+def exported_to(folder: Path) -> str:
+    return f'--trainer.callbacks=[{{"class_path": "HuggingFaceExport", "init_args": {{"to": "{folder}"}}}}]'
+
+
+def test_each_stage_begins_with_the_export_of_the_one_before(tmp_path: Path) -> None:
+    sft = fitted("sft/sft.yaml", tmp_path, exported_to(tmp_path / "sft" / "export"))
+    grpo = fitted("sft/grpo.yaml", tmp_path, f"--model.policy={sft}", exported_to(tmp_path / "grpo" / "export"))
+    dpo = fitted("dpo/dpo.yaml", tmp_path, f"--model.policy={sft}", exported_to(tmp_path / "dpo" / "export"))
+    fitted("distillation/distillation.yaml", tmp_path, f"--model.teacher={grpo}")
+    assert all((folder / "model.safetensors").exists() for folder in (sft, grpo, dpo))
+
+
+def test_the_reward_model_example_trains(tmp_path: Path) -> None:
+    export = fitted("reward_model/reward_model.yaml", tmp_path, exported_to(tmp_path / "reward_model" / "export"))
+    assert "ForSequenceClassification" in (export / "config.json").read_text()

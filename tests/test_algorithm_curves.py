@@ -1,0 +1,46 @@
+"""The benchmark of learning curves, in its tiny form: it trains, goes on where it stopped, and draws."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+import lightrl
+from benchmarks import algorithms
+
+
+def test_every_algorithm_of_the_benchmark_can_be_made(tmp_path: Path) -> None:
+    from tiny import tiny_spec
+
+    for kind, settings in algorithms.ALGORITHMS.values():
+        assert getattr(lightrl, kind)(tiny_spec(), reward=len, **settings)
+
+
+def test_mean_and_spread_are_over_seeds() -> None:
+    rows = [
+        {"algorithm": name, "seed": str(seed), "iteration": "1", "reward": str(reward)}
+        for name, seed, reward in (("GRPO", 0, 0.2), ("GRPO", 1, 0.4), ("DAPO", 0, 0.9))
+    ]
+    assert algorithms.mean_and_spread(rows, "GRPO") == ([1], [pytest.approx(0.3)], [pytest.approx(0.02**0.5)])
+    assert algorithms.mean_and_spread(rows, "DAPO") == ([1], [0.9], [0.0])
+
+
+def test_the_benchmark_writes_curves_and_does_not_repeat_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(algorithms.__file__).parents[1])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    command = ["--quick", "--out", str(tmp_path), "--algorithms"]
+    algorithms.main([*command, "decoupled"])
+    assert '"measurement": "decoupled"' in capsys.readouterr().out
+    algorithms.main([*command, "decoupled"])
+    assert '"measurement"' not in capsys.readouterr().out
+    with (tmp_path / "curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["algorithm"], row["seed"], row["iteration"]) for row in rows] == [
+        ("decoupled", "0", "1"),
+        ("decoupled", "0", "2"),
+    ]
+    assert (tmp_path / "curves.png").stat().st_size > 5000
