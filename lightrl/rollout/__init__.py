@@ -1,31 +1,23 @@
 """Rollouts: prompts in, judged trajectories out, asynchronously. Knows no Lightning.
 
 Reading order:
-    engine.py        the protocol of what generates, and Completion
-    workflow.py      a prompt to a trajectory
-    multi_turn.py    a workflow of several turns with an environment
-      conversation.py  its tokens: what the policy wrote, and what the chat template puts between
-      environment.py   what answers the policy
+    engine.py, workflow.py  the protocol of what generates, and Completion; a prompt to a trajectory
+    multi_turn.py    a workflow of several turns: conversation.py its tokens, environment.py what answers the policy
       tools.py, deadline.py  an environment of functions that the policy calls; none can hang the others
     agent_workflow.py  a workflow that runs an agent, which talks to openai_endpoint.py as to OpenAI
       agent_session.py, chat_protocol.py  its requests as tokens; what may be asked and is answered
     buffer.py        what may start and what may be trained on: pure functions
-    prompt_cursor.py which prompt comes next; by a curriculum, which are passed over
-    group_filter.py, drop_tally.py  which judged groups are dropped and replaced; how many may be
+    prompt_cursor.py which prompt comes next; group_filter.py, drop_tally.py  which groups are replaced, and how many
     controller.py    keeps groups in flight and hands over batches; recorded.py hands over those of an earlier run
-      loop_thread.py   its event loop, and the ways across from the main thread
-      trajectory_task.py  playing and judging one trajectory
+      loop_thread.py, trajectory_task.py  its event loop; playing and judging one trajectory
     fake_engine.py   deterministic, slow or broken on request, for tests
-    local_engine.py  the engine of a laptop: in this process, on its own thread
-    running_batch.py   its slots: rows that decode together, join and leave
-    decoder.py, fast_decoder.py  what it decodes with: any Hugging Face model; Llama's shape, faster
-    sampler.py         logits to tokens and logprobs, one uniform number each
-    sglang_engine.py rollouts by SGLang servers
-      sglang_request.py  a completion as requests and answers
-      server_pool.py, sglang_client.py  which server is asked; what one is asked over HTTP
-      open_files.py    as many sockets as requests
+    local_engine.py  the engine of a laptop: running_batch.py its slots, sampler.py logits to tokens and logprobs
+      decoder.py, fast_decoder.py  what it decodes with: any Hugging Face model; Llama's shape, faster
+    sglang_engine.py rollouts by SGLang servers: sglang_request.py a completion as requests and answers
+      server_pool.py, sglang_client.py, sglang_sync.py  which one is asked; over HTTP; how weights are loaded
+      open_files.py, engine_memory.py  as many sockets as requests; memory of a colocated server
       sglang_server.py, sglang_command.py, server_watch.py, server_fleet.py  server processes, ended and restarted
-    fake_server.py   a process that speaks SGLang's interface and fails on request; fake_server_process.py starts it
+    fake_server.py   speaks SGLang's interface, fails on request; fake_server_process.py starts it
       fake_server_script.py, fake_server_model.py  what it answers: by rule, or with a LocalEngine
 
 May import: errors, trajectory, experience, functional, rewards, weights. To add an engine: fulfil RolloutEngine and run

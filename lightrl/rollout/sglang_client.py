@@ -42,7 +42,7 @@ class SGLangClient:
     Args:
         url: as in `http://127.0.0.1:30000`.
         token: the key that the server was started with; None where it has none.
-        request_timeout_s: of everything but `generate`; each method takes a longer one where it needs it.
+        request_timeout_s: of everything but `generate`; a method's own `timeout_s` of 0 means this one.
         generate_timeout_s: of one `generate`, from the call to the last token.
         connect_timeout_s: until a connection stands; a server that is stopped or gone does not take one.
         num_retries: how often a question that may be asked twice is asked again.
@@ -57,7 +57,7 @@ class SGLangClient:
         token: str | None = None,
         request_timeout_s: float = 60.0,
         generate_timeout_s: float = 3600.0,
-        connect_timeout_s: float = 10.0,
+        connect_timeout_s: float = 60.0,
         num_retries: int = 3,
         backoff_s: float = 0.2,
         max_connections: int = 4096,
@@ -89,7 +89,7 @@ class SGLangClient:
         body: dict[str, Any],
         *,
         num_retries: int | None = None,
-        timeout_s: float | None = None,
+        timeout_s: float | None = 0.0,
         read: Callable[[bytes], Any] = json.loads,
     ) -> Any:
         """The answer of `/generate`: a dict, or a list of them for a batch; or what `read` makes of its bytes.
@@ -122,7 +122,7 @@ class SGLangClient:
 
     # ------------------------------------------------------------------ who it is
 
-    async def model_info(self, *, timeout_s: float | None = None, num_retries: int | None = None) -> dict[str, Any]:
+    async def model_info(self, *, timeout_s: float | None = 0.0, num_retries: int | None = None) -> dict[str, Any]:
         """`model_path`, the live `weight_version` and more; also the cheapest sign of life."""
         return await self._call("GET", "/model_info", timeout_s=timeout_s, num_retries=num_retries)  # type: ignore[no-any-return]
 
@@ -130,7 +130,7 @@ class SGLangClient:
         """The arguments it was started with; its `weight_version` is that of the start."""
         return await self._call("GET", "/server_info")  # type: ignore[no-any-return]
 
-    async def is_ready(self, *, timeout_s: float | None = None) -> bool:
+    async def is_ready(self, *, timeout_s: float | None = 0.0) -> bool:
         """Whether it is up, healthy and not paused; False as well where nobody answers."""
         try:
             await self._call("GET", "/ready", timeout_s=timeout_s, num_retries=0, has_json=False)
@@ -144,11 +144,11 @@ class SGLangClient:
 
     # ------------------------------------------------------------------ pause and cache
 
-    async def pause(self, mode: PauseMode = "retract", *, timeout_s: float | None = None) -> None:
+    async def pause(self, mode: PauseMode = "retract", *, timeout_s: float | None = 0.0) -> None:
         """`retract`: running requests stop at a token and go on after `resume` with recomputed key-values."""
         await self._call("POST", "/pause_generation", {"mode": mode}, timeout_s=timeout_s, has_json=False)
 
-    async def resume(self, *, timeout_s: float | None = None) -> None:
+    async def resume(self, *, timeout_s: float | None = 0.0) -> None:
         """Generation goes on; no harm where it was not paused."""
         await self._call(
             "POST", "/continue_generation", {"torch_empty_cache": True}, timeout_s=timeout_s, has_json=False
@@ -184,7 +184,7 @@ class SGLangClient:
         *,
         weight_version: str | None = None,
         flush_cache: bool = True,
-        timeout_s: float | None = None,
+        timeout_s: float | None = 0.0,
         **fields: Any,
     ) -> dict[str, Any]:
         """Loads a safetensors folder that the server can read; where that fails it keeps its old weights."""
@@ -206,7 +206,7 @@ class SGLangClient:
         world_size: int,
         group_name: str,
         backend: str,
-        timeout_s: float | None = None,
+        timeout_s: float | None = 0.0,
     ) -> None:
         """Joins a process group with the trainer, which joins as rank 0 at the same time."""
         body = {
@@ -229,7 +229,7 @@ class SGLangClient:
         weight_version: str | None = None,
         flush_cache: bool = False,
         load_format: str | None = None,
-        timeout_s: float | None = None,
+        timeout_s: float | None = 0.0,
     ) -> dict[str, Any]:
         """Receives these tensors by broadcast from rank 0 of the group, in this order."""
         body = {
@@ -253,7 +253,7 @@ class SGLangClient:
         weight_version: str | None = None,
         flush_cache: bool = False,
         load_format: str | None = None,
-        timeout_s: float | None = None,
+        timeout_s: float | None = 0.0,
     ) -> dict[str, Any]:
         """Takes tensors from the body: one string per tp rank, in base64, as SGLang demands them pickled."""
         body = {
@@ -270,17 +270,17 @@ class SGLangClient:
             "/update_weight_version", {"new_version": weight_version, "abort_all_requests": False}, num_retries=None
         )
 
-    async def checksum(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+    async def checksum(self, *, timeout_s: float | None = 0.0) -> dict[str, Any]:
         """Checksums of the weights as it holds them: `per_engine_checksum`, and of each rank and parameter."""
         return await self._update("/weights_checker", {"action": "checksum"}, timeout_s=timeout_s, num_retries=None)
 
     # ------------------------------------------------------------------ memory
 
-    async def release_memory(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = None) -> None:
+    async def release_memory(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = 0.0) -> None:
         """Gives `kv_cache`, `weights` or `cuda_graph` memory back; the server has to be idle, or dies."""
         await self._memory("/release_memory_occupation", tags, timeout_s)
 
-    async def resume_memory(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = None) -> None:
+    async def resume_memory(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = 0.0) -> None:
         """Takes it again; a tag that was not released kills the server."""
         await self._memory("/resume_memory_occupation", tags, timeout_s)
 
@@ -303,7 +303,7 @@ class SGLangClient:
         await self._call("POST", path, body, timeout_s=timeout_s, num_retries=0)
 
     async def _update(
-        self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, num_retries: int | None = 0
+        self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = 0.0, num_retries: int | None = 0
     ) -> dict[str, Any]:
         answer = await self._call("POST", path, body, timeout_s=timeout_s, num_retries=num_retries)
         if not isinstance(answer, dict) or answer.get("success") is False:
@@ -320,7 +320,7 @@ class SGLangClient:
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: float | None = 0.0,
         num_retries: int | None = None,
         has_json: bool = True,
     ) -> Any:
@@ -363,6 +363,11 @@ class SGLangClient:
             async with self._session(kind).request(method, self.url + path, data=data, timeout=timeout) as response:
                 content = await response.read()
                 status = response.status
+        except aiohttp.ServerTimeoutError as error:  # of the connection; the whole question's is below
+            raise EngineUnreachable(
+                f"{self.url} took no connection for {name} within connect_timeout_s={self.connect_timeout_s:g}, "
+                f"expected one; {self.describe()}. Does it hang, or do too many connect at once?"
+            ) from error
         except asyncio.TimeoutError as error:
             raise EngineTimeout(
                 f"{self.url} did not answer {name} within {timeout_s:g} s, expected an answer by then; "
