@@ -165,18 +165,18 @@ class SGLangServer:
                 os.close(log_descriptor)
             self._started_at = time.monotonic()
 
-    def wait_ready(self, timeout_s: float | None = None) -> None:
+    def wait_ready(self, within_s: float | None = None) -> None:
         """Returns when the server answers that it is ready; it must have been started.
 
         Args:
-            timeout_s: seconds from now; `startup_timeout_s` from its start if None.
+            within_s: seconds from now; `startup_timeout_s` from its start if None.
 
         Raises:
             EngineError: if the process ended.
             EngineTimeout: if it is not ready in time. Both say the command and what the server printed last.
         """
         now = time.monotonic()
-        deadline = self._started_at + self.startup_timeout_s if timeout_s is None else now + timeout_s
+        deadline = self._started_at + self.startup_timeout_s if within_s is None else now + within_s
         while not self.is_ready():
             if not self.is_alive():
                 raise EngineError(
@@ -199,9 +199,9 @@ class SGLangServer:
         status = self._status_of("/ready")
         return status == 200 or (status == 404 and self._status_of("/model_info") == 200)  # before 0.5.20 or so
 
-    def answers(self, timeout_s: float = _PROBE_TIMEOUT_S) -> bool:
+    def answers(self, within_s: float = _PROBE_TIMEOUT_S) -> bool:
         """Whether its HTTP side is alive: paused, starting and refusing servers answer, hanging ones do not."""
-        return self._status_of("/model_info", timeout_s) is not None
+        return self._status_of("/model_info", within_s) is not None
 
     def exit_status(self) -> str:
         """How the process ended, in words."""
@@ -275,9 +275,9 @@ class SGLangServer:
             json.dump({"api-key": self.token, "admin-api-key": self.token}, file)  # JSON is YAML
         return Path(name)
 
-    def _status_of(self, route: str, timeout_s: float = _PROBE_TIMEOUT_S) -> int | None:
+    def _status_of(self, route: str, within_s: float = _PROBE_TIMEOUT_S) -> int | None:
         """HTTP status of a GET; None if there is no answer in time."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=within_s)
         try:
             connection.request("GET", route, headers={"Authorization": f"Bearer {self.token}"})
             return connection.getresponse().status

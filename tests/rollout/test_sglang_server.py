@@ -117,7 +117,7 @@ def test_a_hanging_server_is_ended_too(small_server):
     pid = ask(server)["pid"]
     os.kill(pid, signal.SIGSTOP)
     assert server.is_alive()
-    assert not server.answers(timeout_s=0.3)
+    assert not server.answers(within_s=0.3)
     server.stop(grace_s=0.3)
     assert is_gone(pid)
 
@@ -141,7 +141,7 @@ def test_a_server_that_is_not_ready_in_time_is_named(small_server):
     with pytest.raises(
         EngineTimeout, match=r"(?s)server 0 at http://127.0.0.1:\d+ was not ready.*startup_timeout_s.*listening"
     ):
-        server.wait_ready(timeout_s=1.0)
+        server.wait_ready(within_s=1.0)
     assert server.answers()
 
 
