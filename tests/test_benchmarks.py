@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from benchmarks import async_overlap, grpo_vs_trl, local_engine, orchestrator, packing
+from benchmarks import async_overlap, grpo_vs_trl, local_engine, orchestrator, packing, weight_sync
 from benchmarks.async_overlap import PlaybackEngine
 from benchmarks.lengths import ForcedLengths, equal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
@@ -144,3 +144,10 @@ def test_grpo_vs_trl_trains_as_many_tokens_on_both_sides(capsys):
 def test_grpo_vs_trl_says_how_to_install_trl():
     with pytest.raises(SystemExit, match="not installed"):
         grpo_vs_trl.main(["--quick"])
+
+
+def test_weight_sync_measures_every_transport(capfd):
+    weight_sync.main(["--quick"])
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    found = {line["measurement"] for line in lines if "measurement" in line}
+    assert found == {*weight_sync.TRANSPORTS, "plain_memory_copy", "plain_file_copy"}
