@@ -557,10 +557,7 @@ class SGLangEngine(RolloutEngine):
     def _checked(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         """The buckets; raises where they are not the parameters of the first load, or hold what is not finite."""
         shapes: dict[str, torch.Size] = {}
-        held: Bucket | None = None
         for bucket in buckets:
-            if held is not None:
-                yield held
             for name, tensor in bucket.tensors.items():
                 if name in shapes or (self._shapes is not None and self._shapes.get(name) != tensor.shape):
                     raise WeightSyncError(
@@ -570,12 +567,28 @@ class SGLangEngine(RolloutEngine):
                 if not torch.isfinite(tensor).all():
                     raise WeightSyncError(f"Parameter {name!r} has values that are not finite, expected finite ones.")
                 shapes[name] = tensor.shape
-            held = bucket
-        if self._shapes is not None and (missing := sorted(set(self._shapes) - set(shapes))):
-            raise WeightSyncError(f"Parameters {missing[:4]} are missing, expected all of the first load.")
-        if held is not None:  # the last one carries the version: it goes only when all was right
-            yield held
+            # The last one carries the version: it goes only when all was right.
+            if bucket.is_last and self._shapes is not None and (missing := sorted(set(self._shapes) - set(shapes))):
+                raise WeightSyncError(f"Parameters {missing[:4]} are missing, expected all of the first load.")
+            yield bucket
         self._shapes = shapes
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Logprobs at temperature 1 of each token given those before, 0 for the first; called from another thread.
+
+        Empty where the server gives none.
+        """
+        return self._call(self._score(token_ids), self.request_timeout_s * 2)
+
+    async def _score(self, token_ids: list[int]) -> list[float]:
+        urls = self.pool.urls("routable")
+        if not urls:
+            raise EngineError(f"No server is left to score with: {self.pool.describe()}.")
+        params = {"max_new_tokens": 0, "temperature": 1.0}
+        body = {"input_ids": token_ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        answer = await self.clients[urls[0]].generate(body, timeout_s=self.request_timeout_s)
+        found = answer["meta_info"].get("input_token_logprobs") or []
+        return [0.0, *(float(entry[0]) for entry in found[1:])] if len(found) == len(token_ids) else []
 
     def _make_transport(self, config: PretrainedConfig) -> WeightTransport:
         dtype = getattr(torch, self.weights_dtype) if self.weights_dtype is not None else None
