@@ -21,10 +21,12 @@ import asyncio
 import dataclasses
 import functools
 import json
+import os
 import secrets
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -267,6 +269,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     hard = raise_open_files()
     if options.serve:
+        threading.Thread(target=fake.end_with_parent, args=(os.getppid(),), daemon=True).start()
         asyncio.run(serve(float(options.serve[0]), int(options.serve[1])))
         return
     num_tokens, repeats, requests = (20, 1, 40) if options.quick else (1000, options.repeats, options.requests)

@@ -492,7 +492,8 @@ def _digest(sums: dict[str, str]) -> str:
     return hashlib.blake2b(json.dumps(sums, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _end_with_parent(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
+    """Ends this process when its parent does; runs in a thread."""
     while os.getppid() == parent:
         time.sleep(PARENT_WATCH_S)
     os._exit(0)
@@ -546,7 +547,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options, _ = make_parser().parse_known_args(argv)  # SGLang has 500 more
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     raise_open_files()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(options))
