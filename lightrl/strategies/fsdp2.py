@@ -10,6 +10,7 @@ every rank keeps its part.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import shutil
@@ -45,7 +46,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
-from lightrl.models import Backward, LossFunction, Outputs
+from lightrl.models import Backward, LossFunction, Outputs, ParallelModel
 from lightrl.strategies.empty_model import empty_models, fill_model, spec_of
 from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors
 from lightrl.strategies.shared_prefix import SharedPrompt
@@ -146,6 +147,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self.precision_plugin.precision == "bf16-mixed":
             self.precision_plugin = ShardedMixedPrecision()
         super().setup_environment()
+        _destroy_groups_at_exit()
         assert self.cluster_environment is not None
         self._mesh = self._make_mesh()
         self.ranks = ProcessRanks(
@@ -191,7 +193,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         settings: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": self._mixed_precision(),
-            "offload_policy": CPUOffloadPolicy() if self.offload_to_cpu else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
         }
         for layer in decoder_layers(model):
             trains = any(parameter.requires_grad for parameter in layer.parameters())
@@ -204,8 +206,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         fully_shard(model, reshard_after_forward=False, **settings)
         spec = spec_of(model)
         if spec is not None:
-            home = torch.device("cpu") if self.offload_to_cpu else self.root_device
+            home = torch.device("cpu") if self._offloads else self.root_device
             fill_model(model, spec, home, is_main=self.ranks.is_main)
+
+    @property
+    def _offloads(self) -> bool:
+        return self.offload_to_cpu and self.root_device.type != "cpu"
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
         if self.precision_plugin.precision == "bf16-mixed":
@@ -213,7 +219,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return MixedPrecisionPolicy()
 
     def model_to_device(self) -> None:
-        if not self.offload_to_cpu:
+        if not self._offloads:
             super().model_to_device()
             return
         assert self.lightning_module is not None
@@ -223,7 +229,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def parallel_model(
         self, model: PreTrainedModel, settings: LogprobSettings, *, value_head: torch.nn.Linear | None = None
-    ) -> FSDP2Model:
+    ) -> ParallelModel:
         """The ParallelModel of a model that `setup` has sharded."""
         return FSDP2Model(
             model,
@@ -321,10 +327,10 @@ class FSDP2Model(SingleModel):
             register_fsdp_forward_method(self._root, "run_inside")
         with torch.no_grad():
             self._root.run_inside(functools.partial(super().__init__, model, settings, value_head=value_head))
+            device_type = self._root.run_inside(lambda: model.device.type)  # where it computes, not where shards wait
         self._root.reshard()
         self.can_share_prefixes = False  # the number of its calls depends on the rows
-        device = torch.device("cuda") if torch.cuda.is_available() and model.device.type != "cpu" else model.device
-        self.form = "packed" if self.can_pack and device.type != "cpu" else "rectangles"
+        self.form = "packed" if self.can_pack and device_type != "cpu" else "rectangles"
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
@@ -404,6 +410,17 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
             "Use such a model with FSDP2Strategy."
         )
     return layers
+
+
+@functools.cache
+def _destroy_groups_at_exit() -> None:
+    """Groups live as long as the process, for several fits; left alone, gloo's threads abort it at its end."""
+
+    def destroy() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    atexit.register(destroy)
 
 
 def _run_inside(model: torch.nn.Module, function: Callable[..., Any], *args: Any) -> Any:

@@ -1,0 +1,161 @@
+"""What test_several_ranks.py runs, in one process and in two: short runs whose numbers it compares, and runs that fail.
+
+In two processes it is started once, Lightning starts the second process from the same command.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
+from torch import Tensor
+
+from lightrl import Experience, FSDP2Strategy, LocalEngine, ModelSpec
+
+# Name → settings of the module, and of FSDP2Strategy.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "microbatches and minibatches": ({"num_minibatches": 2, "microbatch_tokens": 20}, {}),
+    "activation checkpointing, a reduce for each microbatch": (
+        {"microbatch_tokens": 20},
+        {"activation_checkpointing": True, "reduce_every_microbatch": True},
+    ),
+    "two replicas, parameters kept, a reference policy": (
+        {"microbatch_tokens": 20, "loss_reduction": "sequence", "kl_coef": 0.1, "reference": POLICY},
+        {"num_replicas": 2, "reshard_after_forward": False},
+    ),
+    "batch statistics": ({"num_minibatches": 2, "update_epochs": 2, "is_batch_wide": True}, {}),
+    "a checkpoint read tensor by tensor": ({"is_from_folder": True}, {}),
+}
+
+
+class Recorded(TinyGRPO):
+    """Keeps the metrics of each update; `is_batch_wide` compares with the whole iteration instead of the group."""
+
+    def __init__(self, is_batch_wide: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.is_batch_wide = is_batch_wide
+        self.updates: list[dict[str, float]] = []
+
+    def advantages(self, experience: Experience) -> Any:
+        if not self.is_batch_wide:
+            return super().advantages(experience)
+        return (experience.rewards - experience.rewards.mean()) / (experience.rewards.std() + 1e-4)
+
+    def on_minibatch_end(self, metrics: dict[str, float], index: int, total: int) -> None:
+        self.updates.append(dict(metrics))
+
+
+def save_model(folder: Path) -> None:
+    """A checkpoint with a head of its own, whose weights no seed gives."""
+    config = {**CONFIG, "tie_word_embeddings": False}
+    model = ModelSpec(config=config, tokenizer="tiny_run.tokenizer", seed=11).load_model()
+    model.save_pretrained(folder / "model")
+
+
+def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
+    """Trains the case; gives what is compared."""
+    settings, strategy = CASES[name]
+    settings = dict(settings)
+    if settings.pop("is_from_folder", False):
+        settings["policy"] = ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer")
+    module = Recorded(**settings)
+    engine = LocalEngine()
+    spread = {"devices": devices, "strategy": FSDP2Strategy(**strategy)} if devices > 1 else {}
+    trainer = make_trainer(folder, engine=engine, gradient_clip_val=0.5, **spread)
+    synced: dict[str, Tensor] = {}
+    module.on_weights_synced = lambda version: synced.update(engine_weights(engine))  # type: ignore[attr-defined]
+    trainer.fit(module, datamodule=Digits())
+    return {
+        "updates": module.updates,
+        "weights": whole_weights(module),
+        "engine": synced,
+        "token_ids": [experience.token_ids for experience in module.experiences],
+        "behavior_logprobs": [experience.behavior_logprobs for experience in module.experiences],
+        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+    }
+
+
+def engine_weights(engine: LocalEngine) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in engine.read_weights().items()} if engine.weight_version >= 0 else {}
+
+
+def whole_weights(module: TinyGRPO) -> dict[str, Tensor]:
+    found = module.policy.named_parameters()
+    return {key: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach() for key, value in found}
+
+
+def resume(folder: Path) -> dict[str, Any]:
+    """Trains four iterations, and again the last two from the checkpoint between."""
+
+    def run(ckpt_path: Path | None) -> tuple[TinyGRPO, Any]:
+        module = TinyGRPO(num_minibatches=2)
+        checkpoints = ModelCheckpoint(folder / "resume", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+        validation = {"val_check_interval": 2, "limit_val_batches": 1.0, "check_val_every_n_epoch": None}
+        spread = {"devices": 2, "strategy": "FSDP2Strategy"}
+        kwargs = {"callbacks": [checkpoints], "enable_checkpointing": True, "max_steps": 4, **validation, **spread}
+        trainer = make_trainer(folder, **kwargs)
+        trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
+        return module, trainer
+
+    whole, _ = run(None)
+    resumed, trainer = run(folder / "resume" / "step=2.ckpt")
+    return {
+        "whole": whole_weights(whole),
+        "resumed": whole_weights(resumed),
+        "trained": (whole.trained, resumed.trained),
+        "val/reward": float(trainer.callback_metrics["val/reward"]),
+        "files": sorted(path.name for path in (folder / "resume").iterdir()),
+    }
+
+
+class Failing(TinyGRPO):
+    """In its second iteration one rank does what `how` says."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        super().__init__(num_minibatches=2)
+        self.rank, self.how = rank, how
+
+    def on_minibatch_start(self, minibatch: Experience, index: int, total: int) -> None:
+        if self.trainer.global_step != 1 or index != 0 or self.trainer.global_rank != self.rank:
+            return
+        if self.how == "raise":
+            raise ValueError("raised on purpose")
+        if self.how == "hang":
+            time.sleep(600)
+        if self.how == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def reward(self, trajectory: Any) -> Any:
+        if self.how == "judge" and self.trainer.global_step == 1:
+            raise ValueError("judged on purpose")
+        return super().reward(trajectory)
+
+
+def fail(folder: Path, rank: int, how: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    checkpoint = ModelCheckpoint(folder / how, save_on_exception=True, every_n_train_steps=100)
+    strategy = FSDP2Strategy(hang_timeout_s=5 if how == "hang" else 600)
+    trainer = make_trainer(folder, devices=2, strategy=strategy, callbacks=[checkpoint], enable_checkpointing=True)
+    trainer.fit(Failing(rank, how), datamodule=Digits())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[2])
+    if sys.argv[1] == "fail":
+        fail(folder, int(sys.argv[3]), sys.argv[4])
+        return
+    found = {name: play(name, folder, devices=2) for name in CASES}
+    found["resume"] = resume(folder)
+    torch.save(found, folder / f"rank-{os.environ.get('LOCAL_RANK', '0')}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Two processes on gloo against one: the same trajectories, losses, gradient norms and weights; and how they end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from several_ranks_run import CASES, play, save_model
+from tiny_run import Digits, TinyGRPO, make_trainer
+
+from lightrl import FSDP2Strategy
+
+HERE = Path(__file__).parent
+TOLERANCE = 1e-5  # relative to the largest number; float32 sums in another order
+
+
+def start(folder: Path, *args: str, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
+    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        assert name not in os.environ
+    return subprocess.run(
+        [sys.executable, str(HERE / "several_ranks_run.py"), args[0], str(folder), *args[1:]],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found; they are started once for all tests."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    save_model(folder)
+    done = start(folder, "compare")
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+
+
+def assert_close(found: float, expected: float, scale: float) -> None:
+    assert abs(found - expected) <= TOLERANCE * max(abs(expected), scale)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_learn_what_one_process_learns(name: str, two_ranks: Any, tmp_path: Path) -> None:
+    save_model(tmp_path)
+    expected, found = play(name, tmp_path, devices=1), two_ranks[0][name]
+    for left, right in zip(found["token_ids"], expected["token_ids"], strict=True):
+        assert torch.equal(left, right)
+    for left, right in zip(found["behavior_logprobs"], expected["behavior_logprobs"], strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-4)
+    for update, reference in zip(found["updates"], expected["updates"], strict=True):
+        assert update.keys() == reference.keys()
+        for key, value in reference.items():
+            assert_close(update[key], value, scale=1.0)
+    for key, weight in expected["weights"].items():
+        difference = (found["weights"][key] - weight).abs().max()
+        assert difference <= TOLERANCE * weight.abs().max(), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_engine_of_rank_0_has_the_weights_of_the_trainer(name: str, two_ranks: Any) -> None:
+    found = two_ranks[0][name]
+    shared = found["engine"].keys() & found["weights"].keys()
+    assert len(shared) > 5
+    assert all(torch.equal(found["engine"][key], found["weights"][key]) for key in shared)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_reports_the_same_numbers(name: str, two_ranks: Any) -> None:
+    first, second = (ranks[name] for ranks in two_ranks)
+    assert first["updates"] == second["updates"]
+    local = {key for key in first["metrics"] if key.startswith("time/") or key.endswith("tokens_per_s")}
+    assert {key: first["metrics"][key] for key in first["metrics"].keys() - local} == {
+        key: second["metrics"][key] for key in second["metrics"].keys() - local
+    }
+    assert 1 <= first["metrics"]["update/token_imbalance"] < 2
+
+
+def test_a_resume_on_two_ranks_repeats_the_run_bit_for_bit(two_ranks: Any) -> None:
+    found = two_ranks[0]["resume"]
+    assert all(torch.equal(found["whole"][key], found["resumed"][key]) for key in found["whole"])
+    assert found["trained"][0][2:] == found["trained"][1]
+    assert 0 <= found["val/reward"] <= 1
+    assert {"step=2.ckpt", "step=4.ckpt"} <= set(found["files"])
+    assert not [name for name in found["files"] if name.endswith(".part")]
+
+
+def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path) -> None:
+    done = start(tmp_path, "fail", "1", "raise", timeout_s=120)
+    assert done.returncode != 0
+    assert "[rank 0, in 'update'] Rank 1 failed in 'update'" in done.stderr
+    assert 'raise ValueError("raised on purpose")' in done.stderr
+    assert not (tmp_path / "raise").exists()  # no checkpoint of half the ranks
+
+
+def test_a_rank_that_hangs_is_named_after_the_deadline(tmp_path: Path) -> None:
+    done = start(tmp_path, "fail", "1", "hang", timeout_s=150)
+    assert done.returncode != 0
+    assert "It waits for rank 1." in done.stderr
+    assert "time.sleep(600)" in done.stderr  # where it hangs
+
+
+def test_ctrl_c_ends_all_ranks_at_the_same_place_with_a_checkpoint(tmp_path: Path) -> None:
+    done = start(tmp_path, "fail", "0", "interrupt", timeout_s=120)
+    assert done.returncode == 1
+    assert [path.is_dir() for path in (tmp_path / "interrupt").iterdir()] == [True]
+    assert "Traceback" not in done.stderr
+
+
+def test_failures_of_rank_0s_rollouts_are_raised_on_all_ranks(tmp_path: Path) -> None:
+    done = start(tmp_path, "fail", "0", "judge", timeout_s=120)
+    assert done.returncode != 0
+    assert "judged on purpose" in done.stderr
+    assert "Rank 0 raised RolloutError" in done.stderr
+
+
+def test_replicas_that_do_not_divide_the_processes_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, devices=4, strategy=FSDP2Strategy(num_replicas=3))
+    with pytest.raises(ValueError, match=r"num_replicas=3 does not divide the 4 processes.*Set it to 2 or 4"):
+        trainer.fit(TinyGRPO(), datamodule=Digits())
+
+
+def test_ddp_is_refused_with_the_strategy_that_equals_it(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, devices=2, strategy="ddp")
+    with pytest.raises(ValueError, match=r"DDPStrategy cannot train.*FSDP2Strategy"):
+        trainer.fit(TinyGRPO(), datamodule=Digits())
