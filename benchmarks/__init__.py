@@ -11,6 +11,7 @@ Reading order:
     packing.py          forward and backward, without padding against padded, with the same gradients
     algorithms.py       learning curves of every algorithm on one task, over seeds, as CSV and PNG
     weight_sync.py      MiB/s of weights from trainers to a receiver, by transport
+    plan.py             what FSDP2 and 3D parallelism would cost, on paper, up to 1,024 GPUs
     async_overlap.py    iterations per second with max_staleness 0, 1, 2, 4 under a long tail of latencies
 
 May import: everything of lightrl, and the extra [bench]. To add one: a file named for what it measures, with

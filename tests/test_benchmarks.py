@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from benchmarks import async_overlap, grpo_vs_trl, local_engine, orchestrator, packing, weight_sync
+from benchmarks import async_overlap, grpo_vs_trl, local_engine, orchestrator, packing, plan, weight_sync
 from benchmarks.async_overlap import PlaybackEngine
 from benchmarks.lengths import ForcedLengths, equal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
@@ -151,3 +151,10 @@ def test_weight_sync_measures_every_transport(capfd):
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
     found = {line["measurement"] for line in lines if "measurement" in line}
     assert found == {*weight_sync.TRANSPORTS, "plain_memory_copy", "plain_file_copy"}
+
+
+def test_plan_prints_both_strategies_for_each_size(capsys):
+    plan.main(["--gpus", "64", "--model", "qwen3-0.6b"])
+    rows = [line for line in printed(capsys) if "strategy" in line]
+    assert [(row["gpus"], row["strategy"]) for row in rows] == [(8, "FSDP2"), (8, "3D"), (64, "FSDP2"), (64, "3D")]
+    assert all(row["fits"] for row in rows)

@@ -14,6 +14,7 @@ Reading order:
     pipeline.py       pipeline schedules on paper, and what runs them
     tensor_plans.py   the families, and how their layers are split
     tensor_parallel.py  parameters and logprobs split over the tp axis
+    costs.py          what FSDP2 and 3D cost, on paper
     empty_model.py    models without memory, filled tensor by tensor
 
 May import: errors, trajectory, experience, functional, weights, models; Lightning. To add one: subclass a Lightning

@@ -51,6 +51,7 @@ def run_world(cases: list[list[Any]]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [TWO, FOUR, EIGHT], ids=["two processes", "four processes", "eight processes"])
 def test_a_split_model_trains_as_in_one_process(cases: list[list[Any]]) -> None:
     found = run_world(cases)

@@ -1,0 +1,94 @@
+"""What FSDP2 and 3D parallelism would cost, on paper, up to so many GPUs: nothing is run.
+
+    python -m benchmarks.plan [--gpus 1024] [--model qwen3-32b | --config FOLDER] [--tokens 4194304]
+
+For each number of GPUs one line for FSDP2 and one for the fastest (pp, dp, tp) that fits the memory: memory of a rank,
+bytes it sends in an update, idle time of the pipeline, microbatches, seconds. The formulas and the constants are in
+lightrl/strategies/costs.py; with --mfu and the bandwidths put in what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import AutoConfig
+
+from benchmarks.report import Report
+from lightrl.strategies.costs import Cost, Machine, Work, best_3d_cost, fsdp2_cost, num_parameters
+
+# Sizes of published models, so that nothing is downloaded.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-32b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600,
+        "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+SIZES = (8, 64, 512, 1024)
+
+
+def row_of(cost: Cost, machine: Machine) -> dict[str, Any]:
+    gib = 2**30
+    return {
+        "gpus": cost.gpus,
+        "strategy": cost.strategy,
+        "pp_dp_tp": f"{cost.pp} {cost.dp} {cost.tp}",
+        "microbatches": cost.num_microbatches,
+        "memory_gib": round(cost.memory_bytes / gib, 1),
+        "state_gib": round(cost.state_bytes / gib, 2),
+        "gathered_gib": round(cost.gathered_bytes / gib, 2),
+        "activations_gib": round(cost.activation_bytes / gib, 2),
+        "fits": cost.memory_bytes <= machine.memory_bytes,
+        "sent_gib": round(cost.sent_bytes / gib, 1),
+        "bubble_fraction": round(cost.bubble_fraction, 3),
+        "compute_s": round(cost.compute_s, 3),
+        "step_s": round(cost.step_s, 3),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", type=int, default=1024, help="largest number of GPUs")
+    parser.add_argument("--model", choices=MODELS, default="qwen3-32b")
+    parser.add_argument("--config", help="folder with config.json, instead of --model")
+    parser.add_argument("--tokens", type=int, default=2**22, help="of one update, all ranks together")
+    parser.add_argument("--microbatch-tokens", type=int, default=16384)
+    parser.add_argument("--no-checkpointing", action="store_true")
+    parser.add_argument("--mfu", type=float, default=Machine().mfu)
+    parser.add_argument("--memory-gb", type=float, default=Machine().memory_bytes / 1e9)
+    parser.add_argument("--local-gb-per-s", type=float, default=Machine().local_bytes_per_s / 1e9)
+    parser.add_argument("--remote-gb-per-s", type=float, default=Machine().remote_bytes_per_s / 1e9)
+    given = parser.parse_args(arguments)
+    if given.config is not None:
+        config = AutoConfig.from_pretrained(given.config)
+    else:
+        values = dict(MODELS[given.model])
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+    machine = Machine(
+        mfu=given.mfu,
+        memory_bytes=given.memory_gb * 1e9,
+        local_bytes_per_s=given.local_gb_per_s * 1e9,
+        remote_bytes_per_s=given.remote_gb_per_s * 1e9,
+    )
+    work = Work(given.tokens, given.microbatch_tokens, not given.no_checkpointing)
+    report = Report("plan", model=given.config or given.model, parameters=num_parameters(config), tokens=given.tokens)
+    for gpus in sorted({*(size for size in SIZES if size < given.gpus), given.gpus}):
+        for cost in (fsdp2_cost(config, gpus, work, machine), best_3d_cost(config, gpus, work, machine)):
+            report.add("update", **row_of(cost, machine), peak_rss_mib=0)
+    report.finish([name for name in report.rows[0] if name not in ("measurement", "peak_rss_mib")])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""What a strategy costs, on paper: memory of a rank, bytes it sends, idle time and microbatches, from a model's config.
+
+Estimates to choose by, not promises. Bytes are those of one rank in one update; tokens are those of one update over
+all ranks. Parameters, gradients and Adam's two moments are float32, activations bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightrl.strategies.tensor_plans import check_sizes, layer_parameters, split_layers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_STATE_BYTES = 16  # parameter, gradient, two moments
+_WHOLE_BYTES = 8  # a parameter and its gradient while they are gathered
+_ACTIVATION_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Constants of the hardware; the defaults are an H100's data sheet and a usual network, none of them measured."""
+
+    memory_bytes: float = 80e9
+    flops: float = 989e12  # bfloat16, dense
+    mfu: float = 0.45  # reached by the compute alone
+    local_bytes_per_s: float = 400e9  # of one GPU, within a node
+    remote_bytes_per_s: float = 50e9  # of one GPU, between nodes
+    gpus_per_node: int = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one update does."""
+
+    tokens: int  # of all ranks
+    microbatch_tokens: int = 16384
+    checkpoint_activations: bool = True
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one strategy at one size."""
+
+    strategy: Literal["FSDP2", "3D"]
+    pp: int
+    dp: int
+    tp: int
+    num_microbatches: int  # of a dp rank
+    state_bytes: float  # parameters, gradients, moments
+    gathered_bytes: float  # parameters that are whole for a while, and their gradients
+    activation_bytes: float
+    sent_bytes: float
+    bubble_fraction: float
+    compute_s: float
+    communication_s: float  # that nothing hides
+    step_s: float
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.state_bytes + self.gathered_bytes + self.activation_bytes
+
+    @property
+    def gpus(self) -> int:
+        return self.pp * self.dp * self.tp
+
+
+def num_parameters(config: PretrainedConfig) -> int:
+    """Of a language model, norms and biases left out."""
+    ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    return int(ends + config.num_hidden_layers * layer_parameters(config))
+
+
+def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, *, checkpointed: bool) -> float:
+    """What `num_layers` layers keep of one microbatch for its backward, with an attention that keeps no scores."""
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = head_size * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    kept = 4 * config.hidden_size + heads + 4 * config.intermediate_size  # numbers per token and layer
+    if not checkpointed:
+        return float(_ACTIVATION_BYTES * tokens * num_layers * kept)
+    return float(_ACTIVATION_BYTES * tokens * (num_layers * config.hidden_size + kept))
+
+
+def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> Cost:
+    """FSDP2Strategy with its defaults: layers are gathered for each microbatch, forward and backward."""
+    total = num_parameters(config)
+    num = _num_microbatches(work, gpus)
+    ends = total - config.num_hidden_layers * layer_parameters(config)
+    others = (gpus - 1) / gpus
+    gathers = 2 * 2 * total * num * others  # bfloat16, two gathers of each microbatch
+    sent = gathers + 4 * total * others
+    communication = sent / _bandwidth(gpus, machine)
+    compute = _compute_s(config, gpus, work, machine)
+    tokens = min(work.microbatch_tokens, math.ceil(work.tokens / gpus))
+    return Cost(
+        strategy="FSDP2",
+        pp=1,
+        dp=gpus,
+        tp=1,
+        num_microbatches=num,
+        state_bytes=_STATE_BYTES * total / gpus,
+        gathered_bytes=2 * (2 * layer_parameters(config) + ends) + 4 * total * (num > 1),
+        activation_bytes=activation_bytes(
+            config, tokens, config.num_hidden_layers, checkpointed=work.checkpoint_activations
+        ),
+        sent_bytes=sent,
+        bubble_fraction=0.0,
+        compute_s=compute,
+        communication_s=max(0.0, communication - compute),
+        step_s=max(compute, communication),  # gathers hide behind the compute where there is enough of it
+    )
+
+
+def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: Work, machine: Machine) -> Cost:
+    """Parallel3DStrategy with 1F1B: parameters are gathered once per update, tp talks in every layer.
+
+    Raises:
+        ValueError: if the model cannot be split this way.
+    """
+    check_sizes(config, pp, tp, "1F1B", 1)
+    gpus = pp * dp * tp
+    num = _num_microbatches(work, dp)
+    tokens = min(work.microbatch_tokens, math.ceil(work.tokens / dp))
+    ends = config.vocab_size * config.hidden_size
+    layers = [len(part) for part in split_layers(config, pp)]
+    held = [count * layer_parameters(config) for count in layers]
+    held[0] += ends
+    held[-1] += ends if pp > 1 or not config.tie_word_embeddings else 0
+    largest = max(held) / tp
+    others = (dp - 1) / dp
+    sent_dp = 8 * largest * others
+    hidden = _ACTIVATION_BYTES * tokens * config.hidden_size
+    sent_tp = 8 * hidden * (tp - 1) / tp * max(layers) * num
+    sent_pp = 2 * hidden / tp * num if pp > 1 else 0.0
+    bubble = (pp - 1) / (num + pp - 1)
+    compute = _compute_s(config, gpus, work, machine)
+    communication = (
+        sent_tp / _bandwidth(tp, machine) + sent_pp / machine.remote_bytes_per_s + sent_dp / _bandwidth(gpus, machine)
+    )
+    return Cost(
+        strategy="3D",
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        num_microbatches=num,
+        state_bytes=_STATE_BYTES * largest / dp,
+        gathered_bytes=_WHOLE_BYTES * largest if dp > 1 else 0.0,
+        activation_bytes=min(pp, num)
+        * activation_bytes(config, tokens, max(layers), checkpointed=work.checkpoint_activations)
+        / tp,
+        sent_bytes=sent_dp + sent_tp + sent_pp,
+        bubble_fraction=bubble,
+        compute_s=compute,
+        communication_s=communication,
+        step_s=compute / (1 - bubble) + communication,
+    )
+
+
+def best_3d_cost(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> Cost:
+    """The fastest (pp, dp, tp) of so many GPUs that fits their memory; the smallest one where none fits."""
+    found = list(_all_3d_costs(config, gpus, work, machine))
+    fitting = [cost for cost in found if cost.memory_bytes <= machine.memory_bytes]
+    if fitting:
+        return min(fitting, key=lambda cost: cost.step_s)
+    return min(found, key=lambda cost: cost.memory_bytes)
+
+
+def _all_3d_costs(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> Iterator[Cost]:
+    for tp in (size for size in range(1, machine.gpus_per_node + 1) if gpus % size == 0):
+        for pp in (size for size in range(1, gpus // tp + 1) if (gpus // tp) % size == 0):
+            try:
+                yield parallel_3d_cost(config, pp, gpus // tp // pp, tp, work, machine)
+            except ValueError:  # the model's heads or layers do not allow it
+                continue
+
+
+def _num_microbatches(work: Work, dp: int) -> int:
+    return max(1, math.ceil(work.tokens / dp / work.microbatch_tokens))
+
+
+def _bandwidth(ranks: int, machine: Machine) -> float:
+    return machine.local_bytes_per_s if ranks <= machine.gpus_per_node else machine.remote_bytes_per_s
+
+
+def _compute_s(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> float:
+    """Of forward and backward, attention scores left out; a checkpointed layer's forward is done twice."""
+    per_token: Any = (8 if work.checkpoint_activations else 6) * num_parameters(config)
+    return float(per_token * work.tokens / (gpus * machine.flops * machine.mfu))
