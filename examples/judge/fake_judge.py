@@ -1,0 +1,20 @@
+"""A stand-in for a judge model: speaks chat completions and gives more points for more digits. For a dry run.
+
+python -m examples.judge.fake_judge 8123
+"""
+
+import sys
+
+from aiohttp import web
+
+
+async def answer(request: web.Request) -> web.Response:
+    said = (await request.json())["messages"][-1]["content"].rpartition("Answer:")[2]
+    score = min(10, sum(letter.isdigit() for letter in said))
+    return web.json_response({"choices": [{"message": {"content": f"Well.\nScore: {score}"}}]})
+
+
+if __name__ == "__main__":
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]))
