@@ -50,6 +50,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "REINFORCE++": ("ReinforcePlusPlus", {"group_size": 1}),
     "REINFORCE++ with baseline": ("ReinforcePlusPlus", {"advantage_mean": "group"}),
     "M2PO": ("M2PO", {}),
+    "PPO": ("PPO", {"group_size": 1}),
     "decoupled": ("GRPO", {"decoupled": True}),
     "TIS": ("GRPO", {"decoupled": True, "importance_cap": 2.0, "importance_mode": "clamp"}),
     "IcePop": ("GRPO", {"decoupled": True, "importance_floor": 0.5, "importance_cap": 5.0}),

@@ -15,7 +15,7 @@ def test_every_algorithm_of_the_benchmark_can_be_made(tmp_path: Path) -> None:
     from tiny import tiny_spec
 
     for kind, settings in algorithms.ALGORITHMS.values():
-        assert getattr(lightrl, kind)(tiny_spec(), reward=len, **settings)
+        assert getattr(lightrl, kind)(tiny_spec(), **{"reward": len, "group_size": 16, **settings})
 
 
 def test_mean_and_spread_are_over_seeds() -> None:
