@@ -49,6 +49,9 @@ class RLModule(L.LightningModule):
         reward: instead of the `reward` hook, a function or its dotted path, such as `my_project.rewards.exact`; a
             RewardPart, which is a path with arguments; or a list of them, whose weighted sum is the reward. Paths run
             in killable processes; a hook that uses `self` runs in a thread.
+        reward_model: a network that judges whole trajectories, such as a RewardModel's export, with the policy's
+            tokenizer; its number is added to the reward before advantages, and may be all of it.
+        reward_model_coef: what that number is multiplied by.
         workflow: makes the Workflow from the tokenizer; one completion for each prompt if None. In YAML a Workflow's
             class_path and init_args, less its tokenizer.
         group_size: G, trajectories of each prompt.
@@ -90,6 +93,8 @@ class RLModule(L.LightningModule):
         policy: str | ModelSpec,
         *,
         reward: str | RewardPart | list[RewardPart] | RewardFunction | None = None,
+        reward_model: str | ModelSpec | None = None,
+        reward_model_coef: float = 1.0,
         workflow: Callable[[PreTrainedTokenizerBase], Workflow] | None = None,
         group_size: int = 8,
         sampling: Sampling | None = None,
@@ -126,6 +131,8 @@ class RLModule(L.LightningModule):
             raise ValueError(
                 f"loss_reduction={loss_reduction!r}, expected token, sequence or fixed. Choose one of them."
             )
+        if reward is None and type(self).reward is RLModule.reward and reward_model is not None:
+            reward = _judged_later
         if reward is None and type(self).reward is RLModule.reward:
             raise TypeError(
                 f"{type(self).__name__} has no reward, expected one. Write `def reward(self, trajectory) -> float`, or "
@@ -138,6 +145,10 @@ class RLModule(L.LightningModule):
             )
         self.policy_spec = ModelSpec.of(policy)
         self.reward_source = reward
+        self.reward_model_spec = (
+            None if reward_model is None else dataclasses.replace(ModelSpec.of(reward_model), head="scalar")
+        )
+        self.reward_model_coef = reward_model_coef
         self.workflow = workflow
         self.group_size = group_size
         self.sampling = sampling or Sampling()
@@ -175,7 +186,8 @@ class RLModule(L.LightningModule):
 
     def models(self) -> dict[str, ModelSpec]:
         """The roles and where their models come from; each becomes the attribute `self.<role>`."""
-        return {"policy": self.policy_spec}
+        judge = {} if self.reward_model_spec is None else {"reward_model": self.reward_model_spec}
+        return {"policy": self.policy_spec, **judge}
 
     def configure_workflow(self) -> Workflow:
         """What maps a prompt to a trajectory: `workflow`, made with the policy's tokenizer."""
@@ -222,9 +234,12 @@ class RLModule(L.LightningModule):
 
         Add one of your own, such as a second judge, with `run=` a function; its output is `experience["key"]`.
         """
-        if not self.needs_proximal_logprobs or self.makes_one_update:
-            return []  # the proximal policy is the current one: the update phase fills it in for nothing
-        return [ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",))]
+        calls: list[ModelCall] = []
+        if self.reward_model_spec is not None:
+            calls.append(ModelCall("reward_model", "reward_model", "infer", ("token_ids",), ("reward_model_scores",)))
+        if self.needs_proximal_logprobs and not self.makes_one_update:  # else the update phase has it for nothing
+            calls.append(ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",)))
+        return calls
 
     def train_calls(self) -> list[ModelCall]:
         """The models that each minibatch updates, in order, all with one step of the optimizer."""
@@ -377,6 +392,11 @@ class RLModule(L.LightningModule):
                     f"Role {role!r} is trained and has offload=True, expected false: the update needs it. Set it for "
                     "roles that are not trained."
                 )
+            if role == "reward_model" and not any(bool(value.any()) for value in model.score.parameters()):
+                raise ValueError(
+                    f"reward_model={spec.path or spec.config!r} is a language model without a trained head, expected a "
+                    "reward model. Train one with RewardModel first, and give its export."
+                )
             setattr(self, role, model)
         self._check_vocabulary()
 
@@ -465,6 +485,11 @@ class RLModule(L.LightningModule):
             values[f"{stage}/pass_at_{self.validation_group_size}_fraction"] = solved
         for key, numbers in values.items():  # a batch weighs as much as it has of the number
             self.log(key, _mean(numbers), on_step=False, on_epoch=True, batch_size=len(numbers), sync_dist=True)
+
+
+def _judged_later(trajectory: Trajectory) -> float:
+    """The reward where the reward model's is all of it."""
+    return 0.0
 
 
 def _mean(values: list[float]) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightrl.dataflow import DataFlowGraph, ModelCall, run_calls
 from lightrl.experience import ROLLOUT_FIELDS, Experience
+from lightrl.functional import on_last_loss_token
 from lightrl.strategies import Ranks
 from lightrl.trajectory import Trajectory
 
@@ -57,6 +58,8 @@ def score(
             is_own = call.run is not None
             given = run(call, experience) if ranks.is_main or not is_own else {}
             experience = experience.with_tensors(ranks.broadcast_tensors(given) if is_own else given)
+    if "reward_model_scores" in experience.extras:
+        experience = _with_reward_model(module, experience)
     found = module.advantages(experience)
     tensors = found if isinstance(found, Mapping) else {"advantages": found}
     return experience.with_tensors({name: _per_token(name, value, experience) for name, value in tensors.items()})
@@ -125,6 +128,15 @@ def _infer(module: RLModule, call: ModelCall, experience: Experience, ranks: Ran
         return {key: at_end}
     values = torch.where(experience.loss_mask, result[:, :-1], 0.0)
     return {"values": values, "bootstrap_values": torch.where(experience.is_truncated, at_end, 0.0)}
+
+
+def _with_reward_model(module: RLModule, experience: Experience) -> Experience:
+    """The reward model's numbers added to the rewards."""
+    given = module.reward_model_coef * experience["reward_model_scores"]
+    changes = {"rewards": experience.rewards + given}
+    if experience.token_rewards is not None:
+        changes["token_rewards"] = experience.token_rewards + on_last_loss_token(given, experience.loss_mask)
+    return experience.with_tensors(changes)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from tiny import gradients, random_experience, tiny_model, tiny_spec
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from lightrl.algorithms import GRPO
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.loops.score import score
@@ -132,3 +133,20 @@ def test_values_bootstrap_truncated_ends_and_scores_read_all_ends(microbatch_tok
     torch.testing.assert_close(found["judge_scores"], ends, rtol=1e-4, atol=1e-4)
     expected = torch.where(experience.is_truncated, ends, 0.0)
     torch.testing.assert_close(found.bootstrap_values, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_reward_models_number_is_added_to_the_reward(tmp_path: Path) -> None:
+    critic_that_says_something().save_pretrained(tmp_path)
+    module = GRPO(tiny_spec(), reward_model=str(tmp_path), reward_model_coef=0.5, group_size=3)
+    module.configure_model()
+    module.parallel_models = {role: SingleModel(getattr(module, role), LogprobSettings()) for role in module.models()}
+    experience = random_experience(is_scored=False)
+    found = score(module, experience)
+    expected = experience.rewards + 0.5 * slow_values(module.reward_model, experience)[1]
+    torch.testing.assert_close(found.rewards, expected, rtol=1e-4, atol=1e-4)
+    assert module.trained_roles() == ["policy"]
+
+
+def test_a_language_model_is_no_reward_model() -> None:
+    with pytest.raises(ValueError, match="a language model without a trained head, expected a reward model"):
+        GRPO(tiny_spec(), reward_model=tiny_spec(seed=1), group_size=3).configure_model()
