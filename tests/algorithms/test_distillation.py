@@ -40,7 +40,7 @@ def test_on_policy_the_gradient_is_that_of_the_sampled_reverse_kl() -> None:
     logprobs, _ = slow_outputs(module.policy, experience, temperature=0.9)
     teacher = slow_outputs(module.teacher, experience, temperature=0.9)[0].detach()
     ((logprobs.detach() - teacher) * logprobs)[experience.loss_mask].mean().backward()
-    expected = gradients(module.policy)
+    expected = gradients(module)
     on_policy = replace(experience, behavior_logprobs=logprobs.detach(), teacher_logprobs=teacher)
     advantages = torch.where(experience.loss_mask, module.advantages(on_policy), 0.0)
     found, metrics = minibatch_gradient(module, replace(on_policy, advantages=advantages))

@@ -86,7 +86,7 @@ def test_gspo_clips_whole_trajectories() -> None:
         ratio = (logprobs[row, mask] - minibatch.behavior_logprobs[row, mask]).mean().exp()
         total = total - torch.minimum(ratio * advantages[row], ratio.clamp(0.9, 1.1) * advantages[row])
     (total / len(minibatch)).backward()
-    expected = gradients(module.policy)
+    expected = gradients(module)
     found, _ = minibatch_gradient(module, minibatch)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
@@ -97,7 +97,7 @@ def test_cispo_weighs_the_policy_gradient_by_the_clipped_ratio() -> None:
     logprobs, _ = slow_outputs(module.policy, minibatch, temperature=0.9)
     weights = (logprobs.detach() - minibatch.behavior_logprobs).exp().clamp(0.0, 1.5)
     (-(weights * minibatch.advantages * logprobs)[minibatch.loss_mask].mean()).backward()
-    expected = gradients(module.policy)
+    expected = gradients(module)
     found, _ = minibatch_gradient(module, minibatch)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
