@@ -196,8 +196,8 @@ def test_a_key_is_read_by_its_name_whether_field_or_extra() -> None:
     experience = with_extras()
     assert experience["advantages"] is experience.advantages
     assert experience["style_rewards"] is experience.extras["style_rewards"]
-    with pytest.raises(KeyError, match="Experience has no 'values'"):
-        experience["values"]
+    with pytest.raises(KeyError, match="Experience has no 'token_rewards'"):
+        experience["token_rewards"]
 
 
 def test_an_extra_may_neither_hide_a_field_nor_have_another_shape() -> None:

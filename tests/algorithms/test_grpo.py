@@ -31,7 +31,7 @@ def test_on_policy_the_gradient_is_advantage_times_the_gradient_of_the_logprob()
     logprobs, _ = slow_outputs(module.policy, minibatch, temperature=0.9)
     minibatch = replace(minibatch, behavior_logprobs=logprobs.detach())
     (-(minibatch.advantages * logprobs).sum() / minibatch.num_loss_tokens).backward()
-    expected = gradients(module.policy)
+    expected = gradients(module)
     found, _ = minibatch_gradient(module, minibatch)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
@@ -118,10 +118,10 @@ def test_the_entropy_bonus_lowers_the_loss_and_has_a_gradient() -> None:
     _, entropy = slow_outputs(module.policy, minibatch, temperature=0.9)
     mean = entropy[minibatch.loss_mask].mean()
     (-0.5 * mean).backward()
-    expected = gradients(module.policy)["lm_head.weight"]
+    expected = gradients(module)["policy.lm_head.weight"]
     assert float(make_loss(module, minibatch)) == pytest.approx(-0.5 * mean.item(), rel=1e-4)
     torch.testing.assert_close(
-        minibatch_gradient(module, minibatch)[0]["lm_head.weight"], expected, rtol=1e-3, atol=1e-6
+        minibatch_gradient(module, minibatch)[0]["policy.lm_head.weight"], expected, rtol=1e-3, atol=1e-6
     )
 
 
