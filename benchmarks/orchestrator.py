@@ -40,10 +40,10 @@ from transformers import Qwen3Config
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, SGLangEngine, SingleTurn
-from lightrl.rollout import fake_server as fake
-from lightrl.rollout.fake_server_process import FakeServerProcess
-from lightrl.rollout.fake_server_script import ScriptedModel
-from lightrl.rollout.open_files import raise_open_files
+from lightrl.rollout.sglang import fake_server as fake
+from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
+from lightrl.rollout.sglang.fake_server_script import ScriptedModel
+from lightrl.rollout.sglang.open_files import raise_open_files
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 

@@ -20,9 +20,9 @@ import yaml
 from lightrl.cli import reported
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
-from lightrl.rollout.server_fleet import ServerFleet
-from lightrl.rollout.sglang_command import devices_of_servers
-from lightrl.rollout.sglang_server import SGLangServer, free_port, write_model_folder
+from lightrl.rollout.sglang.command import devices_of_servers
+from lightrl.rollout.sglang.fleet import ServerFleet
+from lightrl.rollout.sglang.server import SGLangServer, free_port, write_model_folder
 
 log = logging.getLogger(__name__)
 

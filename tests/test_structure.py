@@ -146,7 +146,7 @@ def test_every_module_says_what_it_is_for():
 
 
 def test_rooms_describe_themselves_in_at_most_25_lines():
-    for init in PACKAGE.glob("*/__init__.py"):
+    for init in PACKAGE.glob("*/**/__init__.py"):
         text = ast.get_docstring(ast.parse(init.read_text())) or ""
         assert len(text.splitlines()) <= 25, init
         named = {file.name for file in init.parent.glob("*.py")} - {"__init__.py"}

@@ -13,12 +13,7 @@ Reading order:
     fake_engine.py   deterministic, slow or broken on request, for tests
     local_engine.py  the engine of a laptop: running_batch.py its slots, sampler.py logits to tokens and logprobs
       decoder.py, fast_decoder.py  what it decodes with: any Hugging Face model; Llama's shape, faster
-    sglang_engine.py rollouts by SGLang servers: sglang_request.py a completion as requests and answers
-      server_pool.py, sglang_client.py, sglang_sync.py  which one is asked; over HTTP; how weights are loaded
-      open_files.py, engine_memory.py  as many sockets as requests; memory of a colocated server
-      sglang_server.py, sglang_command.py, server_watch.py, server_fleet.py  server processes, ended and restarted
-    fake_server.py   speaks SGLang's interface, fails on request; fake_server_process.py starts it
-      fake_server_script.py, fake_server_model.py  what it answers: by rule, or with a LocalEngine
+    sglang/          the engine of a fleet: SGLang's servers over HTTP, and a fake one; a room of its own
 
 May import: errors, trajectory, experience, functional, rewards, weights. To add an engine: fulfil RolloutEngine and run
 tests/rollout/engine_contract.py on it.
@@ -33,13 +28,13 @@ if TYPE_CHECKING:
     from lightrl.rollout.engine import Completion, RolloutEngine
     from lightrl.rollout.environment import Environment, RetryWithFeedback
     from lightrl.rollout.fake_engine import FakeEngine
-    from lightrl.rollout.fake_server_process import FakeServerProcess
     from lightrl.rollout.group_filter import GroupFilter
     from lightrl.rollout.local_engine import LocalEngine
     from lightrl.rollout.multi_turn import MultiTurn
     from lightrl.rollout.prompt_cursor import Curriculum
     from lightrl.rollout.recorded import RecordedRollout
-    from lightrl.rollout.sglang_engine import SGLangEngine
+    from lightrl.rollout.sglang.engine import SGLangEngine
+    from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
     from lightrl.rollout.tools import ToolEnvironment
     from lightrl.rollout.workflow import SingleTurn, Workflow
 
@@ -50,7 +45,7 @@ _HOMES = {
     "Curriculum": "prompt_cursor",
     "Environment": "environment",
     "FakeEngine": "fake_engine",
-    "FakeServerProcess": "fake_server_process",
+    "FakeServerProcess": "sglang.fake_server_process",
     "GroupFilter": "group_filter",
     "LocalEngine": "local_engine",
     "MultiTurn": "multi_turn",
@@ -58,7 +53,7 @@ _HOMES = {
     "RetryWithFeedback": "environment",
     "RolloutController": "controller",
     "RolloutEngine": "engine",
-    "SGLangEngine": "sglang_engine",
+    "SGLangEngine": "sglang.engine",
     "SingleTurn": "workflow",
     "ToolEnvironment": "tools",
     "Workflow": "workflow",

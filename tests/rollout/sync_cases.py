@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.rollout import sglang_sync
-from lightrl.rollout.fake_server_process import FakeServerProcess
-from lightrl.rollout.sglang_client import SGLangClient
-from lightrl.rollout.sglang_sync import SyncReport, WeightTransport
+from lightrl.rollout.sglang.client import SGLangClient
+from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
+from lightrl.rollout.sglang.sync import SyncReport, WeightTransport, load_into_servers
 from lightrl.weights import Bucket, bucketed
 
 
@@ -49,7 +48,7 @@ def sync(
         ]
         buckets = None if named is None else fed(list(bucketed(named.items(), bucket_bytes)))
         try:
-            return await sglang_sync.load_into_servers(
+            return await load_into_servers(
                 clients, transport, buckets, weight_version=weight_version, **{"timeout_s": 20.0, **settings}
             )
         finally:

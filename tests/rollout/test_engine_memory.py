@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from lightrl.rollout.engine_memory import PARTS, EngineMemory
+from lightrl.rollout.sglang.memory import PARTS, EngineMemory
 
 
 class Server:

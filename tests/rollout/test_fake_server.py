@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
-from lightrl.rollout.fake_server import KINDS, Fault
-from lightrl.rollout.fake_server_process import FakeServerProcess
-from lightrl.rollout.sglang_client import ServerRefused, SGLangClient
+from lightrl.rollout.sglang.client import ServerRefused, SGLangClient
+from lightrl.rollout.sglang.fake_server import KINDS, Fault
+from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def body(rid: str = "r", prompt: tuple[int, ...] = (1, 2), **params: Any) -> dic
 
 
 def test_a_script_starts_without_torch() -> None:
-    code = "import sys, lightrl.rollout.fake_server; print('torch' in sys.modules)"
+    code = "import sys, lightrl.rollout.sglang.fake_server; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
@@ -172,7 +172,7 @@ def test_a_slow_server_answers_in_the_end(server: FakeServerProcess) -> None:
 
 def test_the_server_ends_with_its_parent() -> None:
     code = (
-        "from lightrl.rollout.fake_server_process import FakeServerProcess\n"
+        "from lightrl.rollout.sglang.fake_server_process import FakeServerProcess\n"
         "import time\nprint(FakeServerProcess().start().pid, flush=True)\ntime.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -13,8 +13,8 @@ from engine_contract import BUCKET_BYTES, CONTRACT, EngineCase, recomputed_logpr
 from real_sglang import tiny_config, tiny_models
 
 from lightrl.errors import EngineError
-from lightrl.rollout.sglang_client import SGLangClient
-from lightrl.rollout.sglang_engine import SGLangEngine
+from lightrl.rollout.sglang.client import SGLangClient
+from lightrl.rollout.sglang.engine import SGLangEngine
 from lightrl.trajectory import Sampling
 from lightrl.weights import bucketed
 from lightrl.weights.disk import WeightFolder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightrl.rollout.server_pool import MAX_SESSIONS, ServerPool
+from lightrl.rollout.sglang.pool import MAX_SESSIONS, ServerPool
 
 
 def pool_of(*urls: str, version: int = 0) -> ServerPool:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightrl.errors import EngineTimeout, EngineUnreachable
-from lightrl.rollout.fake_server_process import FakeServerProcess
-from lightrl.rollout.sglang_client import ServerRefused, SGLangClient
+from lightrl.rollout.sglang.client import ServerRefused, SGLangClient
+from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
 from lightrl.weights.broadcast import free_port
 
 

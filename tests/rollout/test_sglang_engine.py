@@ -13,8 +13,8 @@ from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from lightrl.errors import EngineError
-from lightrl.rollout.fake_server_process import FakeServerProcess
-from lightrl.rollout.sglang_engine import SGLangEngine, addresses_from_environment
+from lightrl.rollout.sglang.engine import SGLangEngine, addresses_from_environment
+from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
@@ -257,7 +257,7 @@ def test_a_server_that_comes_back_gets_the_weights_before_requests(scripted: Cal
 def test_servers_that_the_engine_starts_are_restarted_and_ended(tmp_path: Path) -> None:
     import sys
 
-    command = [sys.executable, "-m", "lightrl.rollout.fake_server", "--port", "{port}"]
+    command = [sys.executable, "-m", "lightrl.rollout.sglang.fake_server", "--port", "{port}"]
     engine = SGLangEngine(servers=2, command=command, probe_interval_s=0.2, hang_timeout_s=5)
     engine.start(Qwen3Config(vocab_size=1000))
     engine.load_weights(iter(WEIGHTS), weight_version=0)

@@ -20,8 +20,7 @@ import pytest
 from transformers import GPT2Config, Qwen3Config
 
 from lightrl.errors import EngineError, EngineTimeout
-from lightrl.rollout.server_fleet import RestartPolicy, ServerFleet
-from lightrl.rollout.sglang_command import (
+from lightrl.rollout.sglang.command import (
     SGLangPython,
     command_line,
     context_args,
@@ -29,7 +28,8 @@ from lightrl.rollout.sglang_command import (
     find_python,
     flags,
 )
-from lightrl.rollout.sglang_server import SGLangServer, free_port, write_model_folder
+from lightrl.rollout.sglang.fleet import RestartPolicy, ServerFleet
+from lightrl.rollout.sglang.server import SGLangServer, free_port, write_model_folder
 
 SMALL_SERVER = str(Path(__file__).with_name("small_server.py"))
 
@@ -157,7 +157,7 @@ def test_a_program_that_is_not_there_is_an_error_with_its_name(tmp_path):
 
 _TRAINER = """
 import os, signal, sys, time
-from lightrl.rollout.sglang_server import SGLangServer
+from lightrl.rollout.sglang.server import SGLangServer
 how, log = sys.argv[1:3]
 server = SGLangServer(".", command=sys.argv[3:], log_file=log, stop_timeout_s=1)
 server.start()

@@ -12,9 +12,9 @@ from tiny import tiny_model
 from transformers import Qwen3Config
 
 from lightrl.errors import WeightSyncError
-from lightrl.rollout.engine_memory import EngineMemory
-from lightrl.rollout.sglang_client import SGLangClient
-from lightrl.rollout.sglang_sync import (
+from lightrl.rollout.sglang.client import SGLangClient
+from lightrl.rollout.sglang.memory import EngineMemory
+from lightrl.rollout.sglang.sync import (
     BroadcastTransport,
     DiskTransport,
     SharedMemoryTransport,

@@ -1,6 +1,6 @@
 """How an SGLang server is called: which Python has SGLang, its arguments as flags, which devices each server gets.
 
-Pure but for looking whether a Python is there; sglang_server.py runs what this gives.
+Pure but for looking whether a Python is there; server.py runs what this gives.
 """
 
 from __future__ import annotations

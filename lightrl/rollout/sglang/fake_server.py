@@ -1,7 +1,7 @@
 """A small HTTP process that speaks SGLang's interface, for tests and for CI without a server; it fails on request.
 
-    python -m lightrl.rollout.fake_server --port 30000 --model-path FOLDER     a LocalEngine behind it
-    python -m lightrl.rollout.fake_server --port 30000 --delay-s 0.5           a script behind it, no torch
+    python -m lightrl.rollout.sglang.fake_server --port 30000 --model-path FOLDER     a LocalEngine behind it
+    python -m lightrl.rollout.sglang.fake_server --port 30000 --delay-s 0.5           a script behind it, no torch
 
 It takes SGLang's own arguments (those it has no use for are ignored) and ends when its parent does. What it does was
 measured on SGLang 0.5.23: pause modes, the lock between generations and weight updates, the bracket around an update,
@@ -33,8 +33,8 @@ from typing import Any
 
 from aiohttp import web
 
-from lightrl.rollout.fake_server_script import LoadRefused, Run, ScriptedModel, ServedModel
-from lightrl.rollout.open_files import raise_open_files
+from lightrl.rollout.sglang.fake_server_script import LoadRefused, Run, ScriptedModel, ServedModel
+from lightrl.rollout.sglang.open_files import raise_open_files
 
 KINDS = ("late", "slow", "drop", "error", "garbage", "hang", "die", "lose_update", "wrong_version")
 PARENT_WATCH_S = 0.2
@@ -370,7 +370,7 @@ class FakeServer:
 
     async def _from_tensor(self, body: dict[str, Any]) -> Any:
         self._check_bracket("tensor")
-        from lightrl.rollout.fake_server_model import unpacked
+        from lightrl.rollout.sglang.fake_server_model import unpacked
 
         tensors = await asyncio.to_thread(unpacked, body["serialized_named_tensors"][0], body.get("load_format"))
         return await self._load(
@@ -391,7 +391,7 @@ class FakeServer:
         if isinstance(self.model, ScriptedModel):
             raise _Refused("A fake server with a script takes no tensors, start it with --model-path.")
         if self._receiver is None:
-            from lightrl.rollout.fake_server_model import TensorReceiver
+            from lightrl.rollout.sglang.fake_server_model import TensorReceiver
 
             self._receiver = TensorReceiver()
         return self._receiver
@@ -500,7 +500,9 @@ def end_with_parent(parent: int) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lightrl.rollout.fake_server", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m lightrl.rollout.sglang.fake_server", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one; it is printed")
     parser.add_argument("--model-path", "--model", help="Hugging Face folder; without it a script answers")
@@ -531,7 +533,7 @@ async def serve(options: argparse.Namespace) -> None:
             version=options.weight_version,
         )
     else:
-        from lightrl.rollout.fake_server_model import EmbeddedModel
+        from lightrl.rollout.sglang.fake_server_model import EmbeddedModel
 
         model = EmbeddedModel(options.model_path, version=options.weight_version, piece_tokens=options.piece_tokens)
     arguments = {name: value for name, value in vars(options).items() if name != "fault"}

@@ -27,8 +27,8 @@ from typing import Protocol, TypeVar
 import torch
 
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, LightRLError, WeightSyncError
-from lightrl.rollout.engine_memory import EngineMemory
-from lightrl.rollout.sglang_client import ServerRefused, SGLangClient
+from lightrl.rollout.sglang.client import ServerRefused, SGLangClient
+from lightrl.rollout.sglang.memory import EngineMemory
 from lightrl.weights import BroadcastGroup, Bucket, HostCopy, ServerForm, SharedBucket, WeightFolder
 from lightrl.weights.broadcast import free_port
 from lightrl.weights.disk import is_whole

@@ -1,7 +1,7 @@
 """SGLangServer: one SGLang server as a child process of this one: started, waited for, watched, ended without orphans.
 
-`sglang_command.py` says how it is called, `server_watch.py` is the process in between that ends it whatever happens to
-this one, `server_fleet.py` keeps several of them going.
+`command.py` says how it is called, `watch.py` is the process in between that ends it whatever happens to
+this one, `fleet.py` keeps several of them going.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.errors import EngineError, EngineTimeout
-from lightrl.rollout import server_watch
-from lightrl.rollout.sglang_command import SGLangPython, command_line, context_args, find_python
+from lightrl.rollout.sglang import watch as server_watch
+from lightrl.rollout.sglang.command import SGLangPython, command_line, context_args, find_python
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

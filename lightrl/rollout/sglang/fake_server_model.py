@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl.errors import EngineError
-from lightrl.rollout.fake_server_script import LoadRefused, Run
 from lightrl.rollout.local_engine import LocalEngine
+from lightrl.rollout.sglang.fake_server_script import LoadRefused, Run
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 

@@ -28,11 +28,11 @@ import torch
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError
 from lightrl.rollout.engine import Completion, RolloutEngine
 from lightrl.rollout.loop_thread import LoopThread
-from lightrl.rollout.open_files import raise_open_files
-from lightrl.rollout.server_pool import ServerPool
-from lightrl.rollout.sglang_client import ServerRefused, SGLangClient
-from lightrl.rollout.sglang_request import CompletionDraft, MalformedAnswer, read_answer
-from lightrl.rollout.sglang_sync import (
+from lightrl.rollout.sglang.client import ServerRefused, SGLangClient
+from lightrl.rollout.sglang.open_files import raise_open_files
+from lightrl.rollout.sglang.pool import ServerPool
+from lightrl.rollout.sglang.request import CompletionDraft, MalformedAnswer, read_answer
+from lightrl.rollout.sglang.sync import (
     BroadcastTransport,
     DiskTransport,
     SharedMemoryTransport,
@@ -47,7 +47,7 @@ from lightrl.weights import Bucket, ServerForm, WeightFolder
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from lightrl.rollout.server_fleet import ServerFleet
+    from lightrl.rollout.sglang.fleet import ServerFleet
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -605,8 +605,8 @@ class SGLangEngine(RolloutEngine):
     # ------------------------------------------------------------------ servers
 
     def _start_servers(self, config: PretrainedConfig) -> list[str]:
-        from lightrl.rollout.server_fleet import ServerFleet
-        from lightrl.rollout.sglang_server import SGLangServer, write_model_folder
+        from lightrl.rollout.sglang.fleet import ServerFleet
+        from lightrl.rollout.sglang.server import SGLangServer, write_model_folder
 
         assert self.num_servers is not None
         assert self._scratch is not None

@@ -1,6 +1,6 @@
 """The process between a trainer and a server of its: it ends the server and all that the server started, come what may.
 
-Run as a script, standard library only: `python -I server_watch.py PARENT_PID GRACE_S REMOVE COMMAND...`
+Run as a script, standard library only: `python -I watch.py PARENT_PID GRACE_S REMOVE COMMAND...`
 
     trainer ══ pipe (stdin) ══► this process ──► server, in a session of its own ──► its workers
 

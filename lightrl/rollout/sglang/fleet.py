@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightrl.errors import EngineError, LightRLError
-from lightrl.rollout.sglang_server import SGLangServer
+from lightrl.rollout.sglang.server import SGLangServer
 
 log = logging.getLogger(__name__)
 

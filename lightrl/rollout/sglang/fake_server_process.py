@@ -20,7 +20,7 @@ class FakeServerProcess:
     Args:
         model_folder: Hugging Face folder of the model behind it; None has a script answer, without torch.
         start_timeout_s: until it listens.
-        arguments: further ones of `lightrl.rollout.fake_server`, by name: `api_key="k"`, `delay_s=0.5`,
+        arguments: further ones of `lightrl.rollout.sglang.fake_server`, by name: `api_key="k"`, `delay_s=0.5`,
             `fault=["drop:/generate:2"]`.
     """
 
@@ -48,7 +48,7 @@ class FakeServerProcess:
             EngineUnreachable: if it ends instead.
         """
         self.stop()
-        command = [sys.executable, "-m", "lightrl.rollout.fake_server", "--port", str(port)]
+        command = [sys.executable, "-m", "lightrl.rollout.sglang.fake_server", "--port", str(port)]
         if self.model_folder is not None:
             command += ["--model-path", str(self.model_folder)]
         for name, value in self.arguments.items():
@@ -72,7 +72,7 @@ class FakeServerProcess:
         return self
 
     def fault(self, kind: str, path: str = "/generate", *, count: int = 1, seconds: float = 0.0) -> None:
-        """From here on, `count` requests of this path suffer this; see `lightrl.rollout.fake_server`."""
+        """From here on, `count` requests of this path suffer this; see `lightrl.rollout.sglang.fake_server`."""
         self._ask("/fake/faults", {"kind": kind, "path": path, "count": count, "seconds": seconds})
 
     def stats(self) -> dict[str, Any]:
