@@ -166,7 +166,7 @@ class Parallel3DStrategy(FSDP2Strategy):
 
     def parallel_model(
         self, model: PreTrainedModel, settings: LogprobSettings, *, value_head: torch.nn.Linear | None = None
-    ) -> Parallel3DModel:  # type: ignore[override]
+    ) -> Parallel3DModel:
         """The ParallelModel of a model that `setup` has split."""
         assert value_head is None, "setup refuses it"
         return Parallel3DModel(self._splits[model], settings)

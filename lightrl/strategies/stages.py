@@ -318,7 +318,7 @@ def split_model(
                 setattr(model, name, None)
     spec = spec_of(model)
     if spec is None:
-        model.to(device=device)  # type: ignore[call-overload]
+        model.to(device=device)
     else:
         _load_held(model, spec, device, is_tied=is_tied)
 
