@@ -232,7 +232,7 @@ class Parallel3DModel:
         said: dict[int, Tensor] = {}
 
         def forward(stage: int, index: int, given: Tensor | None) -> Tensor:
-            output = self._run_stage(stage, given, feeds[index])
+            output = self._run_pipeline(stage, given, feeds[index])
             if self.split.stages[stage].is_last:
                 said[index] = output
             return output
@@ -254,7 +254,7 @@ class Parallel3DModel:
         said: dict[int, Tensor] = {}
 
         def run_forward(stage: int, index: int, given: Tensor | None) -> Tensor:
-            output = self._run_stage(stage, given, feeds[index])
+            output = self._run_pipeline(stage, given, feeds[index])
             if not self.split.stages[stage].is_last:
                 return output
             said[index] = output.detach()
@@ -285,7 +285,7 @@ class Parallel3DModel:
         size = self.split.mesh["tp"].size()
         return [Feed.of(part, self.settings, multiple=size, is_packed=self.is_packed) for part in microbatches]
 
-    def _run_stage(self, stage: int, given: Tensor | None, feed: Feed) -> Tensor:
+    def _run_pipeline(self, stage: int, given: Tensor | None, feed: Feed) -> Tensor:
         output: Tensor = self.split.stages[stage](given, feed, self.settings)
         return output
 
