@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,9 @@ COMMANDS = {
     "doctor": "look at a reward before a run, or again at what it failed on: doctor reward, doctor replay",
     "serve": "start SGLang servers in the foreground and print how a run uses them",
 }
+
+# The commands beside Lightning's: each is `run(args) -> exit code` of the module of its name.
+_OWN_MODULES = ("export", "plan", "doctor", "serve")
 
 _HELP = f"""\
 usage: lightrl <command> --config run.yaml [--setting value ...]
@@ -58,22 +62,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if first not in COMMANDS:
         sys.stderr.write(f"lightrl: {_not_a_command(first)}\n")
         return 2
-    if first == "export":
-        from lightrl.export import run as export
-
-        return export(args[1:])
-    if first == "plan":
-        from lightrl.plan import run as plan
-
-        return plan(args[1:])
-    if first == "doctor":
-        from lightrl.doctor import run as doctor
-
-        return doctor(args[1:])
-    if first == "serve":
-        from lightrl.serve import run as serve
-
-        return serve(args[1:])
+    if first in _OWN_MODULES:
+        code: int = importlib.import_module(f"lightrl.{first}").run(args[1:])
+        return code
     from lightrl.cli import run
 
     return run(args, COMMANDS)
