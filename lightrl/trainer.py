@@ -335,9 +335,15 @@ class Trainer(L.Trainer):
             self.engine = LocalEngine()
         self.engine.start(module.policy_config)
         self._engine_is_open = True
+        workflow = module.configure_workflow()
+        contexts = (
+            getattr(module.policy_config, "max_position_embeddings", None),
+            getattr(self.engine, "max_context", None),
+        )
+        workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
         return RolloutController(
             self.engine,
-            module.configure_workflow(),
+            workflow,
             self._judge,
             run_seed=self.run_seed,
             group_size=module.group_size,

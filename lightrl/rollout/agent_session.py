@@ -15,6 +15,7 @@ in the metric `dropped_branches`.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +46,7 @@ class AgentSession:
         prompt: the task that the agent was given; what it asks of it is its own affair.
         generate: awaits the policy.
         renderer: shared by all sessions; has a chat template.
-        max_tokens: of one branch, at most the model's context.
+        max_tokens: of one branch, at most the model's context; None for no bound.
         tool_parser: finds the calls in a completion, where a request has tools.
     """
 
@@ -55,12 +56,12 @@ class AgentSession:
         generate: Generate,
         renderer: TurnRenderer,
         *,
-        max_tokens: int = 4096,
+        max_tokens: int | None = None,
         tool_parser: ToolParser = parse_hermes,
     ) -> None:
         self.prompt = prompt
         self.renderer = renderer
-        self.max_tokens = max_tokens
+        self.max_tokens = sys.maxsize if max_tokens is None else max_tokens
         self.tool_parser = tool_parser
         self.is_out_of_room = False  # max_tokens left no room for a request
         # What makes this trajectory worthless whatever the agent does; set once.

@@ -48,8 +48,8 @@ class AgentWorkflow(Workflow):
             thread cannot be, and is left behind without a session.
         agent_timeout_s: deadline of one call of the function.
         max_agents: calls at the same time; further trajectories wait. Each takes two open files, and perhaps a thread.
-        max_tokens: of one conversation, at most the model's context; a request beyond it is refused
-            (`context_length_exceeded`), and the trajectory is truncated.
+        max_tokens: of one conversation; None is the model's context, and it is at most that. A request beyond it is
+            refused (`context_length_exceeded`), and the trajectory is truncated.
         truncated_reward: stands for what an agent returns that raises because of such a refusal.
         tool_parser: finds the calls in a completion; a function or its dotted path.
         chat_template: replaces the tokenizer's, as in the data module; a Jinja file or the template itself.
@@ -66,7 +66,7 @@ class AgentWorkflow(Workflow):
         *,
         agent_timeout_s: float = 600.0,
         max_agents: int = 64,
-        max_tokens: int = 4096,
+        max_tokens: int | None = None,
         truncated_reward: float = 0.0,
         tool_parser: str | ToolParser = parse_hermes,
         chat_template: str | None = None,
@@ -77,7 +77,7 @@ class AgentWorkflow(Workflow):
             )
         if max_agents < 1:
             raise ValueError(f"max_agents={max_agents}, expected at least 1. Raise it.")
-        if max_tokens < 2:
+        if max_tokens is not None and max_tokens < 2:
             raise ValueError(f"max_tokens={max_tokens}, expected at least 2, one for the prompt. Raise it.")
         self.agent = function_of(agent, "agent")
         self.agent_name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__qualname__)

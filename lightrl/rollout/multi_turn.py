@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class MultiTurn(Workflow):
         tokenizer: the policy's.
         environment: makes an environment for each trajectory: a class, or a function without arguments.
         max_turns: turns of the policy.
-        max_tokens: of the whole trajectory, at most the model's context.
+        max_tokens: of the whole trajectory; None is the model's context, and it is at most that.
         discount: a reward counts less by this factor for each turn before it.
         truncated_reward: the reward of a completion that was cut off, which the environment does not see.
         time_limit_s: of one trajectory; what is being written then is thrown away. Without a finished turn by then the
@@ -59,7 +60,7 @@ class MultiTurn(Workflow):
         environment: Callable[[], Environment],
         *,
         max_turns: int = 4,
-        max_tokens: int = 4096,
+        max_tokens: int | None = None,
         discount: float = 1.0,
         truncated_reward: float = 0.0,
         time_limit_s: float = 1800.0,
@@ -67,7 +68,7 @@ class MultiTurn(Workflow):
         chat_template: str | None = None,
     ) -> None:
         for name, value in (("max_turns", max_turns), ("max_tokens", max_tokens)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"{name}={value}, expected at least 1. Raise it.")
         if not 0 < discount <= 1:
             raise ValueError(f"discount={discount}, expected above 0 and at most 1. Use 1 for no discount.")
@@ -104,7 +105,8 @@ class MultiTurn(Workflow):
         conversation = Conversation(self.renderer, prompt, opening, self.tools)
         rewards: list[float] = []
         is_truncated = True  # unless the environment or max_turns ends it
-        while (room := self.max_tokens - len(conversation.token_ids)) > 0:
+        max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: the model states no context
+        while (room := max_tokens - len(conversation.token_ids)) > 0:
             completion = await _within(deadline, generate(list(conversation.token_ids), max_new_tokens=room))
             if completion is None or not completion.token_ids:
                 break
@@ -118,7 +120,7 @@ class MultiTurn(Workflow):
                 is_truncated = False
                 break
             observed = conversation.encode_observation(step.messages)
-            if len(conversation.token_ids) + len(observed.token_ids) >= self.max_tokens:
+            if len(conversation.token_ids) + len(observed.token_ids) >= max_tokens:
                 break
             conversation.add_observation(observed)
         if not rewards:

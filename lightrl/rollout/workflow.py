@@ -28,6 +28,23 @@ class Workflow(ABC):
     has no state of its own that two interactions share.
     """
 
+    # Most tokens of one interaction, prompt included, for workflows of several turns; None is the model's context.
+    max_tokens: int | None = None
+
+    def fit_context(self, context_tokens: int | None) -> None:
+        """Takes the model's context as `max_tokens` where that is None; called once, before the first interaction.
+
+        Raises:
+            ValueError: if `max_tokens` is more than the context.
+        """
+        if self.max_tokens is None:
+            self.max_tokens = context_tokens
+        elif context_tokens is not None and self.max_tokens > context_tokens:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} of {type(self).__name__} is more than the model's context of "
+                f"{context_tokens} tokens, expected at most that. Lower it, or leave it out."
+            )
+
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Plays one interaction.

@@ -250,6 +250,21 @@ def test_a_trajectory_never_has_more_than_max_tokens():
         assert len(trajectory.turns) == 1 + (room - 1) // (3 + len(ids(BETWEEN)))
 
 
+def test_without_max_tokens_a_trajectory_may_fill_the_context():
+    whole = workflow(AGAIN)
+    whole.fit_context(57)
+    assert whole.max_tokens == 57
+    given = workflow(AGAIN, max_tokens=57)
+    given.fit_context(57)
+    given.fit_context(None)
+    assert given.max_tokens == 57
+
+
+def test_more_than_the_context_is_refused():
+    with pytest.raises(ValueError, match=r"max_tokens=57 of MultiTurn is more than .* context of 56 tokens.*Lower"):
+        workflow(AGAIN, max_tokens=57).fit_context(56)
+
+
 def test_a_prompt_without_room_is_dropped():
     with pytest.raises(RolloutError, match="max_tokens=3"):
         played(workflow(DONE, max_tokens=3), writes([END]))

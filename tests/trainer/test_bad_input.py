@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lightrl import GRPO, Experience, ModelSpec, Outputs, RLCallback, Sampling, Trajectory
 from lightrl.errors import RolloutError, TrainingError
+from lightrl.rollout import Environment, MultiTurn
+from lightrl.rollout.environment import Step
 
 
 def test_a_missing_model_folder_is_named() -> None:
@@ -55,6 +57,17 @@ def test_a_prompt_longer_than_the_context_is_named(split: str, tmp_path: Path) -
 def test_a_completion_that_leaves_no_room_for_a_prompt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"max_new_tokens=32 leaves no room for a prompt in the context of 32.*Lower"):
         make_trainer(tmp_path).fit(TinyGRPO(sampling=Sampling(max_new_tokens=32)), datamodule=Digits())
+
+
+def test_turns_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
+    class Turns(Environment):
+        def step(self, completion: str) -> Step:
+            return None, 0.0, True
+
+    module = TinyGRPO(workflow=lambda tokenizer: MultiTurn(tokenizer, Turns, max_tokens=33))
+    with pytest.raises(ValueError, match=r"max_tokens=33 of MultiTurn is more than the model's context of 32 tokens"):
+        make_trainer(tmp_path).fit(module, datamodule=Digits())
+    assert not module.trained
 
 
 def test_a_group_of_one_has_no_statistics() -> None:
