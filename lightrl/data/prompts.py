@@ -68,7 +68,7 @@ class PromptDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        train: str | DataSource | list[DataSource] | None,
+        train: str | DataSource | list[DataSource] | None = None,
         validation: str | DataSource | list[DataSource] | None = None,
         test: str | DataSource | list[DataSource] | None = None,
         *,

@@ -54,7 +54,7 @@ class SFTDataModule(PromptDataModule):
 
     def __init__(
         self,
-        train: str | DataSource | list[DataSource] | None,
+        train: str | DataSource | list[DataSource] | None = None,
         validation: str | DataSource | list[DataSource] | None = None,
         test: str | DataSource | list[DataSource] | None = None,
         *,
