@@ -14,6 +14,13 @@ from lightrl.config_errors import UsageError
 from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.module import RLModule
 
+_HELP = """\
+usage: lightrl plan --config run.yaml [--setting value ...]
+
+Draws what an iteration computes from what: models, calls, keys and devices, as text and as a Mermaid drawing. Takes
+the settings of lightrl fit (lightrl fit --help), loads no weights and starts nothing.
+"""
+
 _WHERE = {"generate": "engine", "train": "trainer, updated"}
 
 
@@ -83,6 +90,9 @@ def where(call: ModelCall) -> str:
 
 def run(args: Sequence[str]) -> int:
     """The command, without its name; gives the exit code."""
+    if any(item in ("-h", "--help") for item in args):
+        sys.stdout.write(_HELP)
+        return 0
 
     def fulfil(callbacks: Sequence[Any]) -> int:
         PlanCLI(["fit", *args], callbacks=callbacks)
