@@ -13,7 +13,8 @@ from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from lightrl.errors import EngineError
-from lightrl.rollout.sglang.engine import SGLangEngine, addresses_from_environment
+from lightrl.rollout.sglang.addresses import addresses_from_environment
+from lightrl.rollout.sglang.engine import SGLangEngine
 from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
@@ -262,8 +263,8 @@ def test_servers_that_the_engine_starts_are_restarted_and_ended(tmp_path: Path) 
     engine.start(Qwen3Config(vocab_size=1000))
     engine.load_weights(iter(WEIGHTS), weight_version=0)
     first = set(engine.pool.urls("routable"))
-    assert engine._fleet is not None
-    fleet = engine._fleet
+    assert engine.fleet is not None
+    fleet = engine.fleet
     fleet.servers[0].stop(grace_s=0)
 
     async def until_back() -> None:

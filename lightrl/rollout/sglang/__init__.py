@@ -1,10 +1,12 @@
 """SGLang serves the rollouts: its client, its server processes, weights on their way there, and a server to test with.
 
 Reading order:
-    engine.py        SGLangEngine, the door: where servers are, when they are ready, what happens when one is lost
-      pool.py        which server a request goes to: decisions only
-      request.py     a completion as requests and answers, and what an interrupted one asks for next
+    engine.py        SGLangEngine, the door and its settings; addresses.py  servers that somebody else started
+      home_loop.py   the event loop that all of it runs on, and the ways there from other threads
+      members.py     the servers: who joins, is lost, comes back; pool.py  which one a request goes to
+      writer.py      completions, request by request, whatever fails; request.py  what to ask next, what an answer adds
       client.py      one server over HTTP, with retries and deadlines; open_files.py  as many sockets as requests
+      loading.py     weight versions, checked, to all servers or to one that is back
     sync.py          new weights into paused servers, verified; memory.py  what a colocated server has released
     server.py        one server process, started and ended: command.py  how it is called
       watch.py       the process in between that ends it whatever happens here

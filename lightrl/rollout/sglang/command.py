@@ -36,6 +36,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "mem_fraction_static": 0.1,
     "max_total_tokens": 16384,
+    "sleep_on_idle": True,  # else an idle server takes a core
     "enable_deterministic_inference": True,  # else SGLang ignores the seeds of requests; it costs nothing here
 }
 

@@ -46,11 +46,17 @@ class SyncReport:
     weight_version: int  # that was to be loaded
     versions: dict[str, int] = field(default_factory=dict)  # address → the version it serves now
     lost: dict[str, str] = field(default_factory=dict)  # address → what happened; paused or gone, not to be routed to
+    rolled_back: dict[str, str] = field(
+        default_factory=dict
+    )  # address → what happened before it had the old ones again
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # stage, pause, load, verify, resume
 
     def describe(self) -> str:
-        serve = [f"{url} serves version {version}" for url, version in self.versions.items()]
+        serve = [
+            f"{url} serves version {version}" + (f" again ({self.rolled_back[url]})" if url in self.rolled_back else "")
+            for url, version in self.versions.items()
+        ]
         return "; ".join([*serve, *(f"{url}: {what}" for url, what in self.lost.items())])
 
 
@@ -409,7 +415,7 @@ async def load_into_servers(
     fleet = Fleet(clients, timeout_s)
     report = report or SyncReport(weight_version)
     report.lost = fleet.lost
-    is_touched = False
+    is_touched = memory is not None and any(memory.released(client.url) for client in clients)  # weights are gone
     try:
         fleet.check_some_left()
         with _timed(report, "stage"):
@@ -442,7 +448,7 @@ async def load_into_servers(
             for url in await fleet.ask(lambda client: client.resume(timeout_s=timeout_s)):
                 report.versions[url] = previous_version
         else:
-            await _roll_back(fleet, clients, transport, report, previous_version, str(error))
+            await _roll_back(fleet, clients, transport, report, previous_version, str(error), memory)
         raise SyncFailed(
             f"Weight version {weight_version} reached no server: {error}. {report.describe()}. Expected at least one "
             "to take it. Look at the servers' logs; a run resumed from the last checkpoint loads its version again.",
@@ -665,6 +671,7 @@ async def _roll_back(
     report: SyncReport,
     previous_version: int | None,
     why: str,
+    memory: EngineMemory | None,
 ) -> None:
     """Servers that answer get the version before again and go on with it; the others are lost."""
     for client in list(failed.clients):
@@ -674,11 +681,15 @@ async def _roll_back(
     fleet = Fleet([client for client in clients if client.url not in failed.silent], failed.timeout_s)
     with contextlib.suppress(WeightSyncError):
         await fleet.ask(lambda client: client.pause("retract", timeout_s=fleet.timeout_s))
+        if memory is not None:
+            await memory.resume(fleet.clients, ["weights"], fleet.ask)
         await _load(fleet, transport, None, previous_version)
         await _verify(fleet, previous_version)
+        if memory is not None:
+            await memory.resume(fleet.clients, None, fleet.ask)
         for url in await fleet.ask(lambda client: client.resume(timeout_s=fleet.timeout_s)):
             report.versions[url] = previous_version
-            del report.lost[url]
+            report.rolled_back[url] = report.lost.pop(url)
 
 
 async def _acknowledge_empty(client: SGLangClient, weight_version: str) -> None:

@@ -1,0 +1,175 @@
+"""Members: the servers of an engine, each with its client: who joins, who is lost, who comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightrl.errors import EngineError, EngineUnreachable
+from lightrl.rollout.sglang.client import ServerRefused, SGLangClient
+from lightrl.rollout.sglang.home_loop import HomeLoop
+from lightrl.rollout.sglang.pool import ServerPool
+
+if TYPE_CHECKING:
+    from lightrl.rollout.sglang.fleet import ServerFleet
+
+log = logging.getLogger(__name__)
+
+MAX_REJOINS = 3  # of a server given by address, in a row
+_SERVER_ERROR = 500
+_SHORT_S = 5.0
+
+
+class Members:
+    """Keeps `pool` and `clients` as the servers are; both belong to the home loop.
+
+    Servers that were started here are watched by their `fleet`, which starts them again. Those given by address are
+    watched by a task each, which lets them in again when they come back.
+
+    Args:
+        home: the loop.
+        make_client: for an address.
+        give_weights: called in a thread with the address of a server that is back; admits it if it has the weights.
+        request_timeout_s: of a look at a server.
+        startup_timeout_s: until a server answers.
+        probe_interval_s: between two looks.
+        hang_timeout_s: a server that does not answer for so long is lost.
+    """
+
+    def __init__(
+        self,
+        home: HomeLoop,
+        make_client: Callable[[str], SGLangClient],
+        give_weights: Callable[[str], None],
+        *,
+        request_timeout_s: float = 60.0,
+        startup_timeout_s: float = 900.0,
+        probe_interval_s: float = 2.0,
+        hang_timeout_s: float = 30.0,
+    ) -> None:
+        self.pool = ServerPool()
+        self.clients: dict[str, SGLangClient] = {}
+        self.fleet: ServerFleet | None = None
+        self._home = home
+        self._make_client = make_client
+        self._give_weights = give_weights
+        self._look_timeout_s = min(hang_timeout_s, request_timeout_s)
+        self._request_timeout_s = request_timeout_s
+        self._startup_timeout_s = startup_timeout_s
+        self._probe_interval_s = probe_interval_s
+        self._hang_timeout_s = hang_timeout_s
+        self._rejoins: dict[str, int] = {}
+
+    # ------------------------------------------------------------------ on the loop
+
+    async def join(self, url: str) -> None:
+        """A server that is up, its weights not yet ours."""
+        old = self.clients.get(url)
+        if old is not None:
+            await old.close()
+        self.clients[url] = self._make_client(url)
+        self.pool.join(url)
+        if self.fleet is None:
+            self._home.spawn(self._watch(url))
+
+    async def forget(self, url: str) -> None:
+        """Its address is of no more use."""
+        self.pool.forget(url)
+        await self.clients.pop(url).close()
+
+    async def reach(self) -> None:
+        """Waits until every server answers, `startup_timeout_s` at most."""
+        await asyncio.gather(*(self._reach(client) for client in self.clients.values()))
+
+    def lose(self, url: str, reason: str) -> None:
+        """Its requests fail at once and go elsewhere."""
+        if self.pool.lose(url, reason, comes_back=self.fleet is not None):
+            log.warning("The server at %s is lost: %s", url, reason)
+            if self.fleet is not None:
+                self.fleet.report(url, reason)
+            self._home.spawn(self.clients[url].close())
+        self._home.wake()
+
+    async def look(self, url: str) -> None:
+        """A request to it failed: is it gone?"""
+        client = self.clients.get(url)
+        if client is None or self.pool.servers[url].state not in ("routable", "syncing"):
+            return
+        try:
+            await client.model_info(timeout_s=self._look_timeout_s, num_retries=1)
+        except EngineError as error:
+            if self.clients.get(url) is client:
+                self.lose(url, str(error))
+
+    async def disconnect(self) -> None:
+        """Ends the connections; they are made anew when they are needed, also on another loop."""
+        for client in self.clients.values():
+            await client.close()
+
+    def watch_all(self) -> None:
+        """There is a new loop: those who were given by address are watched there. From any thread."""
+        if self.fleet is None:
+            for url in self.clients:
+                self._home.soon(lambda url=url: self._home.spawn(self._watch(url)))  # type: ignore[misc]
+
+    async def _reach(self, client: SGLangClient) -> None:
+        deadline = time.monotonic() + self._startup_timeout_s
+        while True:
+            try:
+                await client.model_info(timeout_s=min(_SHORT_S, self._request_timeout_s), num_retries=0)
+                return
+            except ServerRefused as error:
+                if error.status < _SERVER_ERROR or time.monotonic() > deadline:
+                    raise
+            except EngineError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.2)
+
+    async def _watch(self, url: str) -> None:
+        """Looks at a server given by address now and then, also when it is lost: it may come back."""
+        client = self.clients[url]
+        answered_at = time.monotonic()
+        while self.clients.get(url) is client:
+            await asyncio.sleep(self._probe_interval_s)
+            state = self.pool.servers[url].state
+            try:
+                await client.model_info(timeout_s=self._look_timeout_s, num_retries=0)
+            except EngineError as error:
+                is_gone = isinstance(error, EngineUnreachable)
+                if state != "lost" and (is_gone or time.monotonic() - answered_at >= self._hang_timeout_s):
+                    self.lose(url, str(error))
+                continue
+            answered_at = time.monotonic()
+            if state == "routable":
+                self._rejoins.pop(url, None)
+            elif state == "lost" and self._rejoins.get(url, 0) < MAX_REJOINS and self.pool.urls("routable"):
+                self._rejoins[url] = self._rejoins.get(url, 0) + 1
+                self.pool.join(url)
+                try:
+                    await asyncio.to_thread(self._give_weights, url)
+                except EngineError as error:
+                    self.lose(url, str(error))
+
+    # ------------------------------------------------------------------ from the fleet's threads
+
+    def on_lost(self, url: str, reason: str) -> None:
+        self._home.soon(lambda: self.lose(url, reason))
+
+    def on_given_up(self, url: str, message: str) -> None:
+        def give_up() -> None:
+            self.pool.lose(url, message, comes_back=False)
+            self._home.wake()
+
+        self._home.soon(give_up)
+
+    def on_started(self, url: str) -> None:
+        """A server that was started again gets the weights, then requests."""
+        for old in self.pool.urls("restarting"):
+            if self.fleet is not None and old not in self.fleet.urls:
+                self._home.call(self.forget(old), self._request_timeout_s)
+        self._home.call(self.join(url), self._request_timeout_s)
+        self._give_weights(url)
