@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     )
     from lightrl.data import PreferenceDataModule, PromptDataModule, SFTDataModule, TrajectoryDataModule
     from lightrl.experience import Experience
+    from lightrl.lora import LoRA
     from lightrl.models import ModelSpec, Outputs
     from lightrl.module import RLModule
     from lightrl.rollout import (
@@ -113,6 +114,7 @@ _HOMES = {
     "PreferenceDataModule": "data",
     "TrajectoryDataModule": "data",
     "ModelSpec": "models",
+    "LoRA": "lora",
     "Outputs": "models",
     "Experience": "experience",
     "Prompt": "trajectory",
@@ -146,7 +148,7 @@ __all__ = [
     "__version__", "Trainer", "FSDP2Strategy", "Parallel3DStrategy", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline",
     "GSPO",
     "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "PPO", "Distillation", "SFT", "DPO", "IPO", "RewardModel",
-    "PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule", "ModelSpec", "Outputs",
+    "PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule", "ModelSpec", "LoRA", "Outputs",
     "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment",
     "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine",
     "FakeEngine", "SGLangEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",

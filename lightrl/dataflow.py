@@ -46,6 +46,7 @@ class ModelCall:
     run: Callable[..., Any] | None = field(default=None, compare=False)
     after: tuple[str, ...] = ()  # names of calls that must have ended, though no key says so
     timeout_s: float = 1800.0  # deadline of a call without a role
+    adapters_off: bool = False  # the role's model as it was before it got its LoRA adapters
 
 
 class DataFlowGraph:

@@ -21,14 +21,19 @@ log = logging.getLogger(__name__)
 _META_FILE = "meta.pt"  # what a sharded checkpoint holds beside its shards; Lightning's name
 
 
-def export_checkpoint(checkpoint: Path, to: Path, *, role: str = "policy", tokenizer: str | None = None) -> None:
+def export_checkpoint(
+    checkpoint: Path, to: Path, *, role: str = "policy", tokenizer: str | None = None, merged: bool = False
+) -> None:
     """Writes a role's model as a Hugging Face folder that `from_pretrained` loads bit-equal.
+
+    With LoRA it is a folder in peft's form, adapters only, or with `merged` the whole model.
 
     Args:
         checkpoint: a file, or the folder of a sharded one; the number of processes that saved it does not matter.
         to: the folder; an earlier export in it is replaced, anything else is refused.
         role: whose model.
         tokenizer: a hub name, a folder, or the dotted path of a function; what the checkpoint names if None.
+        merged: with LoRA, adapters merged into the model that they belong to, which is loaded for it.
 
     Raises:
         ValueError: if it is no checkpoint of lightrl's, has no such role, or `to` holds something else.
@@ -47,10 +52,10 @@ def export_checkpoint(checkpoint: Path, to: Path, *, role: str = "policy", token
             "--role."
         )
     description: ModelDescription = descriptions[role]
-    model = description.build(state(f"{role}."))
+    tensors = state(f"{role}.")
     source = tokenizer or description.tokenizer
     with replaced_folder(to) as folder:
-        model.save_pretrained(folder)
+        description.save(tensors, folder, merged=merged)
         if source is not None:
             ModelSpec(config={"model_type": "any"}, tokenizer=source).load_tokenizer().save_pretrained(folder)
     log.info("Exported the %s of %s to %s.", role, checkpoint, to)
@@ -117,11 +122,12 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("checkpoint", type=Path, help="a .ckpt file, or the folder of a sharded checkpoint")
     parser.add_argument("--to", type=Path, required=True, help="the folder; an earlier export in it is replaced")
     parser.add_argument("--role", default="policy", help="whose model: policy (default), critic, reward_model, ...")
+    parser.add_argument("--merged", action="store_true", help="of a LoRA run: the whole model, adapters merged into it")
     parser.add_argument("--tokenizer", help="a hub name or folder, instead of the one the checkpoint names")
 
     def export(callbacks: Sequence[Any]) -> int:
         given = parser.parse_args(list(args))
-        export_checkpoint(given.checkpoint, given.to, role=given.role, tokenizer=given.tokenizer)
+        export_checkpoint(given.checkpoint, given.to, role=given.role, tokenizer=given.tokenizer, merged=given.merged)
         return 0
 
     return reported(export)

@@ -9,7 +9,9 @@ Source: LoRA, https://arxiv.org/abs/2106.09685.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ADAPTER = "default"  # peft's name of the one adapter that there is
+_HEAD = "score"  # of critics and reward models: trained itself, without an adapter
+
+# Settings of peft's under which the weights change otherwise than by B A: setting → its value when it is off.
+_OFF: dict[str, Any] = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "modules_to_save": None,
+    "use_dora": False,
+}
 
 
 @dataclass(frozen=True)
@@ -51,12 +63,16 @@ class LoRA:
                 "path, or leave it out for fresh adapters."
             )
 
-    def add_to(self, model: PreTrainedModel) -> None:
-        """Freezes the model and adds the adapters, which are trained.
+    def add_to(self, model: PreTrainedModel, *, seed: int = 0) -> None:
+        """Freezes the model and adds the adapters, which are trained; of a critic or reward model its head too.
+
+        Args:
+            model: may have its parameters on the meta device; `adapter_reader` then gives those of the adapters.
+            seed: of fresh adapters, whose numbers follow from it and from their names.
 
         Raises:
             ImportError: if peft is not installed.
-            ValueError: if the model has no such layers.
+            ValueError: if the model has no such layers, or the adapters of the folder are more than B A.
         """
         try:
             from peft import LoraConfig
@@ -66,15 +82,57 @@ class LoRA:
             ) from error
         model.requires_grad_(False)
         if self.adapter is not None:
-            model.load_adapter(self.adapter, adapter_name=_ADAPTER)
+            config = LoraConfig.from_pretrained(self.adapter)
+            for name, value in _OFF.items():
+                if getattr(config, name, value) != value:
+                    raise ValueError(
+                        f"lora.adapter={self.adapter!r} has {name}={getattr(config, name)!r}, expected {value!r}: "
+                        "adapters A and B alone. Merge that adapter into its model, and start from the result."
+                    )
+            config.inference_mode = False
+            config.lora_dropout = 0.0
         else:
             targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
-            model.add_adapter(
-                LoraConfig(r=self.rank, lora_alpha=self.alpha, lora_dropout=0.0, target_modules=targets), _ADAPTER
+            config = LoraConfig(
+                r=self.rank,
+                lora_alpha=self.alpha,
+                lora_dropout=0.0,
+                target_modules=targets,
+                exclude_modules=[_HEAD] if hasattr(model, _HEAD) else None,
             )
+        model.add_adapter(config, _ADAPTER)
+        read = adapter_reader(self, seed)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(_is_adapter(name))
+            parameter.requires_grad_(is_adapter(name) or name.startswith(f"{_HEAD}."))
+            if is_adapter(name) and not parameter.is_meta:
+                with torch.no_grad():
+                    parameter.copy_(read(name, parameter.shape))
         model.eval()
+
+
+def adapter_reader(lora: LoRA, seed: int) -> Callable[[str, torch.Size], Tensor]:
+    """Gives the adapters' weights by name and shape, from `lora.adapter` or fresh: A as a linear layer's, B zero.
+
+    Fresh ones follow from seed and name, so that any process can make any of them.
+    """
+    if lora.adapter is None:
+        return lambda name, shape: _fresh(name, shape, seed)
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(lora.adapter) / "adapter_model.safetensors")
+    return lambda name, shape: tensors[_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".")]
+
+
+_PEFT_PREFIX = "base_model.model."  # before the names of the model's own parameters, in peft's files
+
+
+def _fresh(name: str, shape: torch.Size, seed: int) -> Tensor:
+    weight = torch.zeros(shape)
+    if ".lora_A." in name:
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        torch.nn.init.kaiming_uniform_(weight, a=5**0.5, generator=generator)
+    return weight
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
@@ -84,12 +142,16 @@ def has_adapters(model: torch.nn.Module) -> bool:
 @contextlib.contextmanager
 def adapters_off(model: torch.nn.Module) -> Iterator[None]:
     """Inside, the model computes what it did before it got adapters: the reference policy, at no cost of memory."""
-    peft_model: Any = model
-    peft_model.disable_adapters()
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    # peft's `enable_adapters(False)` also takes `requires_grad` away, which a sharded parameter's whole copy would
+    # remember.
+    for layer in layers:
+        layer._disable_adapters = True
     try:
         yield
     finally:
-        peft_model.enable_adapters()
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def merged_parameters(
@@ -110,7 +172,7 @@ def merged_parameters(
         return
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        if _is_adapter(name):
+        if is_adapter(name):
             continue
         if ".base_layer." not in name:
             yield name, whole(parameter)
@@ -125,5 +187,44 @@ def merged_parameters(
         yield f"{layer_name}.{rest}", weight
 
 
-def _is_adapter(name: str) -> bool:
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
+
+
+def base_name(name: str) -> str:
+    """The Hugging Face name of a parameter that is no adapter."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapter_config(model: torch.nn.Module, base: str | None) -> str:
+    """What `adapter_config.json` says, as JSON.
+
+    Args:
+        model: with adapters.
+        base: the model that they belong to, a folder or a hub name.
+    """
+    any_model: Any = model
+    values = any_model.peft_config[_ADAPTER].to_dict()
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
+    values.update(base_model_name_or_path=base, inference_mode=True, task_type="CAUSAL_LM")
+    return json.dumps(values, indent=2, sort_keys=True, default=str)
+
+
+def save_adapter(tensors: Mapping[str, Tensor], config: str, folder: Path) -> None:
+    """Writes a folder in peft's form.
+
+    Args:
+        tensors: of a model with adapters, by name; those of adapters are taken.
+        config: of `adapter_config`.
+        folder: exists.
+    """
+    from safetensors.torch import save_file
+
+    adapters = {
+        _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+        if is_adapter(name)
+    }
+    save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(config, encoding="utf-8")

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrl.models import ModelSpec
+from lightrl.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
+from lightrl.models import ModelSpec, scalar_head
 
 if TYPE_CHECKING:
     import torch
@@ -32,36 +34,63 @@ class ModelDescription:
     Example:
         ModelDescription("transformers.Qwen3ForCausalLM", config='{"model_type": "qwen3", ...}',
                          generation_config=None, tokenizer="Qwen/Qwen3-0.6B")
+
+    With LoRA the checkpoint holds adapters only, and this says what they belong to.
     """
 
     model_class: str  # dotted path
     config: str  # JSON
     generation_config: str | None  # JSON
     tokenizer: str | None  # as in ModelSpec; None: no tokenizer is known
+    adapter_config: str | None = None  # JSON, as in peft's folders; None: no adapters
+    base: str | None = None  # JSON, the ModelSpec of the model without adapters
 
     @classmethod
     def of(cls, model: PreTrainedModel, spec: ModelSpec) -> ModelDescription:
         """Of a role's model, whose weights may be sharded or on no device."""
         kind = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
         generation_config = getattr(model, "generation_config", None)
+        lora: dict[str, str] = {}
+        if spec.lora is not None:
+            values = {item.name: getattr(spec, item.name) for item in fields(spec)}
+            values.update(lora=None, seed=spec.random_seed)
+            lora = {"adapter_config": adapter_config(model, spec.path), "base": json.dumps(values)}
         return cls(
             model_class=f"{kind.__module__}.{kind.__name__}",
             config=model.config.to_json_string(use_diff=False),
             generation_config=None if generation_config is None else generation_config.to_json_string(use_diff=False),
             tokenizer=spec.tokenizer or spec.path,
+            **lora,
         )
 
-    def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-        """The model with these weights, which it takes over without a copy.
+    def save(self, tensors: Mapping[str, torch.Tensor], folder: Path, *, merged: bool = False) -> None:
+        """Writes the model to a folder: in Hugging Face's form, or with LoRA in peft's, adapters only.
 
         Args:
-            tensors: under the names of the model's `state_dict`.
+            tensors: what a checkpoint has of it: all weights, or with LoRA those that are trained.
+            folder: exists.
+            merged: with LoRA, the whole model with the adapters merged into its weights. A critic or a reward model is
+                always written so, for its head is trained too.
+        """
+        config = self.adapter_config
+        if config is not None and not merged and all(is_adapter(name) for name in tensors):
+            save_adapter(tensors, config, folder)
+        else:
+            self.build(tensors).save_pretrained(folder)
+
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+        """The model with these weights, which it takes over without a copy; adapters are merged into the base.
+
+        Args:
+            tensors: under the names of the model's `state_dict`; the second name of a shared weight may be missing.
 
         Raises:
             ValueError: if a weight is missing or has another name or shape.
         """
         import torch
 
+        if self.adapter_config is not None and any(is_adapter(name) for name in tensors):
+            tensors = self._merged(tensors)
         module, _, name = self.model_class.rpartition(".")
         model_class = getattr(importlib.import_module(module), name)
         with tempfile.TemporaryDirectory() as folder:
@@ -80,14 +109,34 @@ class ModelDescription:
         if generation_config is not None:
             model.generation_config = generation_config
         try:
-            model.load_state_dict(dict(tensors), strict=True, assign=True)
+            unexpected = model.load_state_dict(dict(tensors), strict=False, assign=True).unexpected_keys
+            problem = f"there is no {unexpected[0]!r} in it" if unexpected else ""
         except RuntimeError as error:
-            raise ValueError(
-                f"The weights do not fit {self.model_class}: {error}. Export with the transformers release that the "
-                "checkpoint was made with."
-            ) from error
+            problem = str(error)
         model.tie_weights()
+        missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        if missing and not problem:
+            problem = f"{missing[0]!r} is missing"
+        if problem:
+            raise ValueError(
+                f"The weights do not fit {self.model_class}: {problem}. Export with the transformers release that the "
+                "checkpoint was made with."
+            )
         return model
+
+    def _merged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The weights of the base, which comes from where it came from, with the adapters merged into it."""
+        assert self.adapter_config is not None
+        assert self.base is not None
+        model = ModelSpec(**json.loads(self.base)).load_model()
+        with tempfile.TemporaryDirectory() as folder:
+            save_adapter(tensors, self.adapter_config, Path(folder))
+            LoRA(adapter=folder).add_to(model)
+        head = scalar_head(model)
+        if head is not None:
+            own = {name.removeprefix("score."): tensor for name, tensor in tensors.items() if name.startswith("score.")}
+            head.load_state_dict(own)
+        return {name: tensor.detach() for name, tensor in merged_parameters(model)}
 
 
 def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:
@@ -137,7 +186,40 @@ def replaced_folder(to: Path) -> Iterator[Path]:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def describe(models: Mapping[str, tuple[PreTrainedModel, ModelSpec]]) -> dict[str, dict[str, str | None]]:
+Roles = Mapping[str, tuple["PreTrainedModel", ModelSpec]]  # a module's models and where they come from
+
+
+def keep_trained(checkpoint: dict[str, Any], roles: Roles, saved: Collection[str]) -> None:
+    """Takes out of a checkpoint what comes back from where it came from, and describes the models that stay in it.
+
+    Args:
+        checkpoint: with `state_dict`, whose names begin with those of the roles.
+        roles: all models of the module.
+        saved: the roles that travel with the checkpoint; of one with LoRA, what is trained.
+    """
+    state = checkpoint["state_dict"]
+    for role, (model, spec) in roles.items():
+        kept = {f"{role}.{name}" for name, value in model.named_parameters() if value.requires_grad}
+        for name in [name for name in state if name.startswith(f"{role}.")]:
+            if role not in saved or (spec.lora is not None and name not in kept):
+                del state[name]
+    checkpoint["models"] = describe({role: models for role, models in roles.items() if role in saved})
+
+
+def fill_in(checkpoint: dict[str, Any], roles: Roles, saved: Collection[str]) -> None:
+    """Gives a checkpoint, which is about to be loaded, what `keep_trained` took out of it: the models' present state.
+
+    One that the strategy has loaded by itself, tensor by tensor, is left as it is.
+    """
+    if "state_dict" not in checkpoint:
+        return
+    for role, (model, spec) in roles.items():
+        if role not in saved or spec.lora is not None:
+            for name, value in model.state_dict(prefix=f"{role}.").items():
+                checkpoint["state_dict"].setdefault(name, value)
+
+
+def describe(models: Roles) -> dict[str, dict[str, str | None]]:
     """What `checkpoint["models"]` holds: role → ModelDescription as plain data."""
     return {role: dict(vars(ModelDescription.of(model, spec))) for role, (model, spec) in models.items()}
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightrl.experience import Experience
+from lightrl.lora import LoRA
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class ModelSpec:
         frozen: this role is not trained, though the algorithm trains it by default.
         lr: learning rate of this role; None is the module's.
         offload: between uses the model waits in CPU memory; for roles that are not trained.
+        lora: train small adapters instead of the weights; needs `pip install lightrl[lora]`.
     """
 
     path: str | None = None
@@ -86,6 +88,7 @@ class ModelSpec:
     frozen: bool = False
     lr: float | None = None
     offload: bool = False
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -115,6 +118,11 @@ class ModelSpec:
         """A ModelSpec as it is; a string as a path."""
         return model if isinstance(model, ModelSpec) else cls(path=model)
 
+    @property
+    def random_seed(self) -> int:
+        """Of weights that no checkpoint gives: `seed`, or else that of `seed_everything`."""
+        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+
     def load_config(self) -> PretrainedConfig:
         from transformers import AutoConfig
 
@@ -132,6 +140,10 @@ class ModelSpec:
         make = _MAKE.get()
         if make is not None:
             return make(self)
+        if self.lora is not None:
+            model = replace(self, lora=None).load_model()
+            self.lora.add_to(model, seed=self.random_seed)
+            return model
         if self.head == "scalar":
             return self._load_scalar_model()
         from transformers import AutoModelForCausalLM
@@ -142,7 +154,7 @@ class ModelSpec:
             options["attn_implementation"] = self.attn_implementation
         if self.config is not None:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed)
+                torch.manual_seed(self.random_seed)
                 model = AutoModelForCausalLM.from_config(self.load_config(), dtype=dtype, **options)
         else:
             model = AutoModelForCausalLM.from_pretrained(

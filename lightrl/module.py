@@ -19,7 +19,7 @@ from torch import Tensor
 from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.experience import ROLLOUT_FIELDS, Experience, LossUnit
 from lightrl.functional import group_advantages
-from lightrl.model_folder import describe
+from lightrl.model_folder import fill_in, keep_trained
 from lightrl.models import ModelSpec, Outputs, ParallelModel
 from lightrl.rewards import RewardPart
 from lightrl.rollout.workflow import SingleTurn, Workflow
@@ -424,20 +424,14 @@ class RLModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Frozen roles come back from where they came from, so they do not travel with each checkpoint."""
-        frozen = tuple(f"{role}." for role in self.models() if role not in self.saved_roles())
-        state = checkpoint["state_dict"]
-        for name in [name for name in state if frozen and name.startswith(frozen)]:
-            del state[name]
-        checkpoint["models"] = describe({"policy": (self.policy, self.policy_spec)})
+        keep_trained(checkpoint, self._models_and_specs(), self.saved_roles())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.configure_model()  # `load_from_checkpoint` comes here before any trainer does
-        if "state_dict" not in checkpoint:
-            return  # the strategy has loaded it, tensor by tensor
-        for role in self.models():
-            if role not in self.saved_roles():
-                frozen = getattr(self, role).state_dict(prefix=f"{role}.")
-                checkpoint["state_dict"].update(frozen)
+        fill_in(checkpoint, self._models_and_specs(), self.saved_roles())
+
+    def _models_and_specs(self) -> dict[str, tuple[PreTrainedModel, ModelSpec]]:
+        return {role: (getattr(self, role), spec) for role, spec in self.models().items()}
 
     def stop_token_ids(self) -> dict[str, list[int]]:
         """Where each stop token comes from → ids: generation config, model config, tokenizer, turn end, user."""

@@ -186,7 +186,8 @@ def model_of(policy: Any) -> ModelSpec:
     """From a path, or from the mapping that a config has."""
     if not isinstance(policy, dict):
         return ModelSpec.of(policy)
-    return ModelSpec(**(policy.get("init_args", policy) if "class_path" in policy else policy))
+    values = policy.get("init_args", policy) if "class_path" in policy else policy
+    return ModelSpec(**{**values, "lora": None})  # a server gets whole weights, adapters merged
 
 
 def parse(args: Sequence[str]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from lightrl.callbacks import (
 )
 from lightrl.data import prompt_source
 from lightrl.loops import ResumeCheck, RolloutLoop, SharedRollout
+from lightrl.lora import LoRA
 from lightrl.models import ModelSpec
 from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, Judge, make_judge
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Plain data that hyper-parameters may hold: checkpoints are loaded with weights_only=True.
-torch.serialization.add_safe_globals([ModelSpec, Sampling])
+torch.serialization.add_safe_globals([LoRA, ModelSpec, Sampling])
 
 # Where the loop's groups come from: generated here, by rank 0 for all ranks, or by an earlier run.
 AnyRollout = RolloutController | SharedRollout | RecordedRollout

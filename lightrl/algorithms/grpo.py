@@ -49,7 +49,8 @@ class GRPO(RLModule):
         importance_level: `token`; `sequence` for the geometric mean over the trajectory, `product` for the product.
         kl_coef: weight of the KL divergence from the reference policy in the loss, per token.
         kl_estimator: k1, k2 or k3.
-        reference: the fixed policy of that KL; usually the checkpoint that training starts from.
+        reference: the fixed policy of that KL; usually the checkpoint that training starts from. None with LoRA: the
+            policy without its adapters, at no cost of memory.
         entropy_coef: weight of an entropy bonus.
         overlong_buffer_tokens: so many tokens before the length limit a penalty on the reward begins; 0 for none.
         overlong_penalty_factor: that penalty at the limit.
@@ -88,7 +89,7 @@ class GRPO(RLModule):
         super().__init__(policy, **kwargs)
         if kl_coef < 0:
             raise ValueError(f"kl_coef={kl_coef}, expected 0 (no KL term) or more. Raise it.")
-        if kl_coef > 0 and reference is None:
+        if kl_coef > 0 and reference is None and self.policy_spec.lora is None:
             raise ValueError(
                 f"kl_coef={kl_coef} needs a reference policy, expected reference=. Give the checkpoint that training "
                 "starts from, or set kl_coef to 0."
@@ -139,7 +140,17 @@ class GRPO(RLModule):
     def score_calls(self) -> list[ModelCall]:
         calls = super().score_calls()
         if self.kl_coef > 0:
-            calls.append(ModelCall("reference_logprobs", "reference", "infer", ("token_ids",), ("reference_logprobs",)))
+            role = "policy" if self.reference_spec is None else "reference"
+            calls.append(
+                ModelCall(
+                    "reference_logprobs",
+                    role,
+                    "infer",
+                    ("token_ids",),
+                    ("reference_logprobs",),
+                    adapters_off=role == "policy",
+                )
+            )
         return calls
 
     def shaped_rewards(self, experience: Experience) -> Tensor:

@@ -114,6 +114,11 @@ class PPO(GRPO):
                 "kl_target_nats and reference_decay belong to a KL term, expected kl_coef above 0 with them. Set "
                 "kl_coef and reference, or leave them out."
             )
+        if reference_decay is not None and self.reference_spec is None:
+            raise ValueError(
+                f"reference_decay={reference_decay} moves a reference policy, but that is the policy without its "
+                "adapters here, expected reference= a model of its own. Give the checkpoint that training starts from."
+            )
         if reference_decay is not None and not 0 <= reference_decay <= 1:
             raise ValueError(f"reference_decay={reference_decay}, expected 0 to 1. Mend it.")
         if stop_ratio is not None and stop_ratio <= 1:
@@ -150,12 +155,12 @@ class PPO(GRPO):
         super().configure_model()
         if self.shares_body and self.value_head is None:
             policy: Any = self.policy
-            head = policy.get_output_embeddings()
-            self.value_head = torch.nn.Linear(
-                head.weight.shape[1], 1, device=head.weight.device, dtype=head.weight.dtype
-            )
-            torch.nn.init.zeros_(self.value_head.weight)
-            torch.nn.init.zeros_(self.value_head.bias)
+            weight = policy.get_output_embeddings().weight
+            home = "cpu" if weight.is_meta else weight.device  # no checkpoint will bring its weights
+            self.value_head = torch.nn.Linear(weight.shape[1], 1, device=home, dtype=weight.dtype)
+            with torch.no_grad():
+                for parameter in self.value_head.parameters():
+                    parameter.zero_()
 
     def score_calls(self) -> list[ModelCall]:
         role = "policy" if self.shares_body else "critic"

@@ -1,22 +1,27 @@
 """What SFT, DPO and reward models share: a model trained on data that is there, by Lightning's own loop.
 
 A subclass says in `measure` what a batch is worth; checkpoints, logging and export are Lightning's and ours as usual.
+
+Under FSDP2Strategy all ranks draw the same batches and each measures its share of the rows. Losses and metrics are sums
+over the share, divided by the whole batch's number: the update is that of one process.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from lightrl.models import ModelSpec
-from lightrl.strategies import check_strategy
+from lightrl.model_folder import fill_in, keep_trained
+from lightrl.models import ModelSpec, ParallelModel
+from lightrl.strategies import LogprobSettings, Parallel3DStrategy, check_strategy, parallel_model, ranks_of, run_inside
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class SupervisedModule(L.LightningModule):
@@ -57,10 +62,15 @@ class SupervisedModule(L.LightningModule):
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
         self.lr_decay = lr_decay
+        self.parallel_models: dict[str, ParallelModel] = {}  # by role; what exports a model of several ranks asks for
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
-        """What is logged in validation, one number for each trajectory, pair or token; `loss` is what is minimized."""
+        """What is logged in validation, one number for each trajectory, pair or token; `loss` is what is minimized.
+
+        For several ranks the batch has `share(rank, size)`, a batch or None, and `num_measured`, how many numbers that
+        is. What reads parameters but by calling a model goes through `run_inside`.
+        """
         raise NotImplementedError(f"{type(self).__name__}.measure must be written.")
 
     @property
@@ -76,7 +86,27 @@ class SupervisedModule(L.LightningModule):
         return getattr(self.policy_spec.load_config(), "max_position_embeddings", None)
 
     def setup(self, stage: str) -> None:
-        check_strategy(self.trainer.strategy)
+        """
+        Raises:
+            ValueError: if the strategy cannot train this module.
+        """
+        strategy = self.trainer.strategy
+        check_strategy(strategy)
+        if isinstance(strategy, Parallel3DStrategy):
+            raise ValueError(
+                f"Parallel3DStrategy got a {type(self).__name__}, expected an RLModule, whose models it splits. Use "
+                "FSDP2Strategy."
+            )
+
+    def run_inside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, which gives tensors, where the trained model's parameters can be read."""
+        return run_inside(getattr(self, self.trained_role), function, *args)
+
+    def on_fit_start(self) -> None:
+        role = self.trained_role
+        if ranks_of(self.trainer.strategy).size > 1 and role not in self.parallel_models:
+            settings = LogprobSettings(entropy_needs_gradient=False)
+            self.parallel_models[role] = parallel_model(self.trainer.strategy, getattr(self, role), settings)
 
     def configure_optimizers(self) -> Any:
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -98,8 +128,19 @@ class SupervisedModule(L.LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._lr_factor(step, num_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def models_and_specs(self) -> dict[str, tuple[PreTrainedModel, ModelSpec]]:
+        """The models by role, and where they come from; those that are not `trained_role` come back from there."""
+        return {self.trained_role: (getattr(self, self.trained_role), self.policy_spec)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        keep_trained(checkpoint, self.models_and_specs(), [self.trained_role])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.configure_model()  # `load_from_checkpoint` comes here before any trainer does
+        fill_in(checkpoint, self.models_and_specs(), [self.trained_role])
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        means = {name: values.mean() for name, values in self.measure(batch).items()}
+        means, _ = self.means(self.measure, batch)
         loss = means["loss"]
         self._log_means(self.log_room, {name: value.detach() for name, value in means.items()}, on_step=True)
         return loss
@@ -111,9 +152,19 @@ class SupervisedModule(L.LightningModule):
         self._log_evaluation("test", batch)
 
     def _log_evaluation(self, stage: str, batch: Any) -> None:
-        measured = self.measure(batch)
-        means = {name: values.mean() for name, values in measured.items()}
-        self._log_means(stage, means, on_step=False, batch_size=len(next(iter(measured.values()))))
+        means, number = self.means(self.measure, batch)
+        self._log_means(stage, means, on_step=False, batch_size=number)
+
+    def means(self, measure: Callable[[Any], dict[str, Tensor]], batch: Any) -> tuple[dict[str, Tensor], int]:
+        """What to log and minimize, and over how many numbers: the mean over ranks of what each gets is the batch's."""
+        ranks = ranks_of(self.trainer.strategy)
+        if ranks.dp_size == 1:
+            measured = measure(batch)
+            return {name: values.mean() for name, values in measured.items()}, len(next(iter(measured.values())))
+        share, number = batch.share(ranks.dp_rank, ranks.dp_size), batch.num_measured
+        factor = 0.0 if share is None else ranks.dp_size / number  # FSDP averages gradients over ranks
+        measured = measure(batch.share(0, ranks.dp_size) if share is None else share)
+        return {name: values.sum() * factor for name, values in measured.items()}, number
 
     def _log_means(self, room: str, means: dict[str, Tensor], *, on_step: bool, batch_size: int = 1) -> None:
         # Lightning weighs each batch's mean by batch_size, so an epoch's mean is over trajectories or pairs.
@@ -123,7 +174,7 @@ class SupervisedModule(L.LightningModule):
             on_epoch=not on_step,
             prog_bar=True,
             batch_size=batch_size,
-            sync_dist=not on_step,
+            sync_dist=not on_step or ranks_of(self.trainer.strategy).dp_size > 1,
         )
 
     def _lr_factor(self, step: int, num_steps: float) -> float:

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.model_folder import check_model_folder, replaced_folder
+from lightrl.lora import has_adapters
+from lightrl.model_folder import ModelDescription, check_model_folder, replaced_folder
+from lightrl.models import ModelSpec, ParallelModel
+from lightrl.strategies import LogprobSettings, parallel_model, whole
 
 if TYPE_CHECKING:
     import lightning as L
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
@@ -22,6 +26,10 @@ class _Module(Protocol):
     """What is asked of the module beside the model: an RLModule and the supervised ones have it."""
 
     tokenizer: PreTrainedTokenizerBase | None
+    policy_spec: ModelSpec
+    parallel_models: dict[str, ParallelModel]
+
+    def models(self) -> dict[str, ModelSpec]: ...
 
 
 class HuggingFaceExport(RLCallback):
@@ -30,6 +38,8 @@ class HuggingFaceExport(RLCallback):
     `AutoModelForCausalLM.from_pretrained(to)` then gives the same tensors, bit for bit. A checkpoint is for going on
     with the run, an export for everything else: serving, evaluation, or the next stage (`ModelSpec(path=to)`).
 
+    With LoRA the folder has peft's form, adapters only (`PeftModel.from_pretrained`), or with `merged` the whole model.
+
     The folder is always whole: an export takes its place when it is complete (model_folder.py).
     Ctrl-C, an exception and `fast_dev_run` leave the earlier export as it is.
 
@@ -37,12 +47,15 @@ class HuggingFaceExport(RLCallback):
         to: the folder; its parents are made. An earlier export in it is replaced, anything else is refused.
         every_n_iterations: exports during the run as well, after every n-th iteration; None for the end only.
         role: whose model; None is the module's `trained_role`, which a RewardModel has, or else the policy.
+        merged: with LoRA, merge the adapters into the weights; always so for critics and reward models.
 
     Raises:
         ValueError: when `fit` starts, if `to` holds something that is no export, or the model that the run starts from.
     """
 
-    def __init__(self, to: str, every_n_iterations: int | None = None, role: str | None = None) -> None:
+    def __init__(
+        self, to: str, every_n_iterations: int | None = None, role: str | None = None, *, merged: bool = False
+    ) -> None:
         if every_n_iterations is not None and every_n_iterations < 1:
             raise ValueError(
                 f"every_n_iterations={every_n_iterations}, expected at least 1, or None for the end only. Raise it."
@@ -50,6 +63,7 @@ class HuggingFaceExport(RLCallback):
         self.to = Path(to)
         self.every_n_iterations = every_n_iterations
         self.role = role
+        self.merged = merged
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         model = getattr(pl_module, self._role_of(pl_module), None)
@@ -76,24 +90,46 @@ class HuggingFaceExport(RLCallback):
             return
         role = self._role_of(module)
         model: PreTrainedModel = getattr(module, role)
-        whole = None if trainer.world_size == 1 else _gathered(module, role, keeps=trainer.is_global_zero)
+        tensors = self._gathered(trainer, module, role)
         if not trainer.is_global_zero:
             return
         tokenizer = cast("_Module", module).tokenizer
         with replaced_folder(self.to) as folder:
-            model.save_pretrained(folder, state_dict=whole)
+            if tensors is None:
+                model.save_pretrained(folder)
+            else:
+                spec = _spec_of(cast("_Module", module), role)
+                ModelDescription.of(model, spec).save(tensors, folder, merged=self.merged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
         log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.to)
+
+    def _gathered(self, trainer: L.Trainer, module: Any, role: str) -> dict[str, Tensor] | None:
+        """What is to be written, whole, on the CPU: all parameters, or the trained ones of a model with adapters.
+
+        None if the model has it as it is. Collective over the ranks that a model is spread over; rank 0 keeps it.
+        """
+        model: PreTrainedModel = getattr(module, role)
+        keeps = trainer.is_global_zero
+        if has_adapters(model):
+            trained = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
+            gathered = ((name, whole(value)) for name, value in trained)
+            return {name: value.cpu() for name, value in gathered if keeps}
+        if not hasattr(trainer.strategy, "parallel_model"):
+            return None
+        parallel = module.parallel_models.get(role)
+        if parallel is None:
+            parallel = parallel_model(trainer.strategy, model, LogprobSettings())
+        found: dict[str, Tensor] = {}
+        for bucket in parallel.full_parameters(_BUCKET_BYTES):
+            if keeps:
+                found.update({name: tensor.cpu().clone() for name, tensor in bucket.tensors.items()})
+        return found
 
     def _role_of(self, module: L.LightningModule) -> str:
         return self.role or str(getattr(module, "trained_role", "policy"))
 
 
-def _gathered(module: Any, role: str, *, keeps: bool) -> dict[str, Any]:
-    """The whole parameters of a model that is spread over ranks, on the CPU; collective, and empty if not `keeps`."""
-    whole: dict[str, Any] = {}
-    for bucket in module.parallel_models[role].full_parameters(_BUCKET_BYTES):
-        if keeps:
-            whole.update({name: tensor.cpu().clone() for name, tensor in bucket.tensors.items()})
-    return whole
+def _spec_of(module: _Module, role: str) -> ModelSpec:
+    """Supervised modules have one."""
+    return module.models()[role] if hasattr(module, "models") else module.policy_spec

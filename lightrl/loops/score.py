@@ -13,6 +13,7 @@ from torch import Tensor
 from lightrl.dataflow import DataFlowGraph, ModelCall, run_calls
 from lightrl.experience import ROLLOUT_FIELDS, Experience
 from lightrl.functional import on_last_loss_token
+from lightrl.lora import adapters_off
 from lightrl.strategies import Ranks
 from lightrl.trajectory import Trajectory
 
@@ -108,7 +109,8 @@ def _infer(module: RLModule, call: ModelCall, experience: Experience, ranks: Ran
     elif "bootstrap_values" in call.outputs:
         seen = _with_an_end(experience, experience.is_truncated)
     rows, parts = ranks.microbatch_rows(seen, call.microbatch_tokens or module.microbatch_tokens)
-    with _on_device(module, role):
+    plain = adapters_off(getattr(module, role)) if call.adapters_off else contextlib.nullcontext()
+    with _on_device(module, role), plain:
         outputs = module.parallel_models[role].forward(parts)
     # The dtype is spelled out because half precision changes the default, and bfloat16 would round the logprobs.
     result = torch.zeros(seen.token_ids.shape, dtype=torch.float32, device=seen.token_ids.device)

@@ -9,6 +9,7 @@ Reading order:
     balance.py        trajectories shared out over ranks by their tokens
     rank_watch.py     a rank that fails ends all, one that hangs is named
     fsdp2.py          FSDP2Strategy: sharded models
+    inside.py         code that reads sharded parameters by itself
     parallel_3d.py    Parallel3DStrategy: pipeline x data x tensor parallelism
     stages.py         this rank's part of a model
     pipeline.py       pipeline schedules on paper, and what runs them
@@ -23,13 +24,15 @@ strategy and give it `parallel_model(model, settings)`; `parallel_model` below a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from lightrl.models import ParallelModel
 from lightrl.strategies.checkpoint import AtomicCheckpointIO
-from lightrl.strategies.fsdp2 import FSDP2Strategy
+from lightrl.strategies.fsdp2 import FSDP2Strategy, whole
+from lightrl.strategies.inside import run_inside
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.probes import head_is_plain
 from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
@@ -55,6 +58,8 @@ __all__ = [
     "named_strategy",
     "parallel_model",
     "ranks_of",
+    "whole",
+    "run_inside",
 ]
 
 
@@ -79,7 +84,8 @@ def check_strategy(strategy: Strategy) -> None:
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:
     """lightrl's strategy of this name, with its default settings; anything else is Lightning's to understand."""
-    return FSDP2Strategy() if strategy == "FSDP2Strategy" else strategy
+    ours: dict[str, Callable[[], Strategy]] = {kind.__name__: kind for kind in (FSDP2Strategy, Parallel3DStrategy)}
+    return ours[strategy]() if isinstance(strategy, str) and strategy in ours else strategy
 
 
 def parallel_model(

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightrl.lora import adapter_reader, base_name, is_adapter
 from lightrl.models import ModelSpec, models_made_by
 
 if TYPE_CHECKING:
@@ -51,6 +53,9 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
     if spec.path is not None:
         with contextlib.suppress(OSError):  # there need be none
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
+    if spec.lora is not None:
+        with _parameters_on_meta():
+            spec.lora.add_to(model)
     setattr(model, _SPEC, spec)
     return model.eval()
 
@@ -84,11 +89,18 @@ def fill_model(model: torch.nn.Module, spec: ModelSpec, device: torch.device, *,
     any_model: Any = model
     if hasattr(model, "tie_weights"):
         any_model.tie_weights()
-    names = [name for name, _ in model.named_parameters()]
-    read = parameter_reader(spec, names) if is_main else None
+    names = [base_name(name) for name, _ in model.named_parameters() if not is_adapter(name)]
+    read = parameter_reader(replace(spec, lora=None), names) if is_main else None
+    read_adapter = None if spec.lora is None else adapter_reader(spec.lora, spec.random_seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            _fill(parameter, None if read is None else read(name))
+            if read is None:
+                whole = None
+            elif read_adapter is not None and is_adapter(name):
+                whole = read_adapter(name, parameter.shape)
+            else:
+                whole = read(base_name(name))
+            _fill(parameter, whole)
     forget_spec(model)
 
 

@@ -46,6 +46,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
+from lightrl.lora import merged_parameters
 from lightrl.models import Backward, LossFunction, Outputs, ParallelModel
 from lightrl.strategies.empty_model import empty_models, fill_model, spec_of
 from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors
@@ -147,7 +148,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self.precision_plugin.precision == "bf16-mixed":
             self.precision_plugin = ShardedMixedPrecision()
         super().setup_environment()
-        _destroy_groups_at_exit()
+        destroy_groups_at_exit()
         assert self.cluster_environment is not None
         self._mesh = self._make_mesh()
         self.ranks = ProcessRanks(
@@ -339,7 +340,9 @@ class FSDP2Model(SingleModel):
             self._num_calls = calls
             found.append(self._outputs(microbatch))
             self.ranks.step()
-        self._root.reshard()  # after a forward alone the root stays gathered
+        for module in (self._root, self.value_head):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward alone the root stays gathered
         return found
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
@@ -363,8 +366,7 @@ class FSDP2Model(SingleModel):
 
     @torch.no_grad()
     def _full(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        yield from merged_parameters(self.model, whole)
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
         """How often the model is called for each microbatch: as often as the rank that needs most."""
@@ -396,6 +398,12 @@ class FSDP2Model(SingleModel):
             yield nothing, experience.token_ids[:1, :1]
 
 
+def whole(value: Tensor) -> Tensor:
+    """The whole tensor of a shard, which all ranks ask for at once; another tensor as it is. Without gradient."""
+    found: Tensor = value.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The repeated layers of a Hugging Face model: the modules whose classes it must not split; none of another kind.
 
@@ -413,7 +421,7 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 @functools.cache
-def _destroy_groups_at_exit() -> None:
+def destroy_groups_at_exit() -> None:
     """Groups live as long as the process, for several fits; left alone, gloo's threads abort it at its end."""
 
     def destroy() -> None:

@@ -25,6 +25,7 @@ from lightrl.functional import (
     rectangles,
     token_logprobs,
 )
+from lightrl.lora import merged_parameters
 from lightrl.models import Backward, LossFunction, Outputs, scalar_head
 from lightrl.strategies.probes import can_pack, can_share_prefixes, head_is_plain
 from lightrl.strategies.shared_prefix import SharedPrompt, find_shared_prompts, shared_prefix_hidden, sharing_costs
@@ -106,7 +107,7 @@ class SingleModel:
             backward(loss_fn(microbatch, self._outputs(microbatch)))
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
-        return bucketed(self.model.named_parameters(), bucket_bytes)
+        return bucketed(merged_parameters(self.model), bucket_bytes)
 
     def _outputs(self, experience: Experience) -> Outputs:
         shape = experience.token_ids.shape

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
-from lightrl import Experience, FSDP2Strategy, LocalEngine, ModelSpec
+from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec
+from lightrl.lora import merged_parameters
+from lightrl.strategies import whole
 
 # Name → settings of the module, and of FSDP2Strategy.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -32,6 +35,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "batch statistics": ({"num_minibatches": 2, "update_epochs": 2, "is_batch_wide": True}, {}),
     "a checkpoint read tensor by tensor": ({"is_from_folder": True}, {}),
+    "LoRA, with the model below the adapters as reference": (
+        {"policy": replace(POLICY, lora=LoRA(rank=2)), "num_minibatches": 2, "microbatch_tokens": 20, "kl_coef": 0.1},
+        {"activation_checkpointing": True},
+    ),
+    "LoRA on a checkpoint read tensor by tensor": ({"is_from_folder": True, "lora": LoRA(rank=2)}, {}),
 }
 
 
@@ -63,8 +71,9 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     """Trains the case; gives what is compared."""
     settings, strategy = CASES[name]
     settings = dict(settings)
+    lora = settings.pop("lora", None)
     if settings.pop("is_from_folder", False):
-        settings["policy"] = ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer")
+        settings["policy"] = ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer", lora=lora)
     module = Recorded(**settings)
     engine = LocalEngine()
     spread = {"devices": devices, "strategy": FSDP2Strategy(**strategy)} if devices > 1 else {}
@@ -87,8 +96,7 @@ def engine_weights(engine: LocalEngine) -> dict[str, Tensor]:
 
 
 def whole_weights(module: TinyGRPO) -> dict[str, Tensor]:
-    found = module.policy.named_parameters()
-    return {key: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach() for key, value in found}
+    return {name: value.detach().clone() for name, value in merged_parameters(module.policy, whole)}
 
 
 def resume(folder: Path) -> dict[str, Any]:
