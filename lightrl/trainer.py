@@ -417,7 +417,7 @@ class Trainer(L.Trainer):
     # ------------------------------------------------------------------ checks before anything starts
 
     def _check(self, module: RLModule) -> None:
-        check_strategy(self.strategy)
+        check_strategy(self.strategy, module)
         # Lightning would give each rank other prompts, shuffled: here all ranks count the same iterations.
         self._accelerator_connector.use_distributed_sampler = False
         if not module.automatic_optimization:

@@ -39,6 +39,7 @@ from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ran
 from lightrl.strategies.single import LogprobSettings, SingleModel
 
 if TYPE_CHECKING:
+    import lightning as L
     import torch
     from transformers import PreTrainedModel
 
@@ -63,8 +64,8 @@ __all__ = [
 ]
 
 
-def check_strategy(strategy: Strategy) -> None:
-    """Refuses strategies under which an RLModule would train wrongly.
+def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
+    """Refuses strategies under which an RLModule would train wrongly, and `module` if its models do not fit one.
 
     Raises:
         ValueError: for anything but a single device or a strategy with `parallel_model`, and for sizes that do not fit.
@@ -79,7 +80,7 @@ def check_strategy(strategy: Strategy) -> None:
         )
     check_sizes = getattr(strategy, "check_sizes", None)
     if check_sizes is not None:
-        check_sizes()
+        check_sizes(module)
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:

@@ -121,7 +121,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Ranks that the trajectories are shared out over; known before any process starts."""
         return self.num_processes * self.num_nodes
 
-    def check_sizes(self) -> None:
+    def check_sizes(self, module: L.LightningModule | None = None) -> None:
         """Refuses sizes that do not fit, before a device is touched.
 
         Raises:

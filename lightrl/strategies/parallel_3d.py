@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens
 from lightrl.models import Backward, LossFunction, Outputs
-from lightrl.strategies.fsdp2 import CONTROL_TIMEOUT, FSDP2Strategy
+from lightrl.strategies.fsdp2 import CONTROL_TIMEOUT, FSDP2Strategy, destroy_groups_at_exit
 from lightrl.strategies.ranks import ProcessRanks
 from lightrl.strategies.single import LogprobSettings
 from lightrl.strategies.stages import Feed, SplitModel, split_model, square_norm
@@ -87,8 +87,8 @@ class Parallel3DStrategy(FSDP2Strategy):
             return self.dp
         return max(1, self.num_processes * self.num_nodes // max(1, self.pp * self.tp))
 
-    def check_sizes(self) -> None:
-        """Refuses sizes that do not fit the world or a model, before a device is touched.
+    def check_sizes(self, module: L.LightningModule | None = None) -> None:
+        """Refuses sizes that do not fit the world or a model of the module, before a device is touched.
 
         Raises:
             ValueError: with the numbers and the nearest valid choice.
@@ -99,8 +99,13 @@ class Parallel3DStrategy(FSDP2Strategy):
                 "precision='16-mixed' scales losses, which a pipeline's stages do not see, expected 32, bf16-mixed or "
                 "bf16-true with Parallel3DStrategy. Set trainer.precision to bf16-mixed."
             )
-        module: Any = self._lightning_module
-        for spec in module.models().values() if hasattr(module, "models") else ():
+        given: Any = self._lightning_module if module is None else module
+        for role, spec in given.models().items() if hasattr(given, "models") else ():
+            if spec.lora is not None:
+                raise ValueError(
+                    f"The {role} has lora={spec.lora}, expected none with Parallel3DStrategy, whose plans split plain "
+                    "layers. Use FSDP2Strategy, which trains adapters, or leave lora out."
+                )
             check_sizes(spec.load_config(), self.pp, self.tp, self.schedule, self.stages_per_rank)
 
     def setup_environment(self) -> None:
@@ -114,6 +119,7 @@ class Parallel3DStrategy(FSDP2Strategy):
             self._process_group_backend = "cpu:gloo,cuda:nccl"
         self._data_parallel_size = self.num_processes * self.num_nodes
         ModelParallelStrategy.setup_environment(self)
+        destroy_groups_at_exit()
         sizes = (self.pp, self.dp_size, self.tp)
         mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
         self._device_mesh = mesh
