@@ -6,6 +6,7 @@ predict a completion's token, as an RLModule's logprobs are.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,15 +37,29 @@ class SFT(SupervisedModule):
         if hasattr(self, "policy"):
             return
         self.policy = self.policy_spec.load_model().train()
-        self._head_is_plain = head_is_plain(self.policy)
+
+    @functools.cached_property
+    def _head_is_plain(self) -> bool:
+        with torch.no_grad():
+            return bool(self.run_inside(head_is_plain, self.policy))
 
     def training_step(self, batch: ChatBatch, batch_idx: int) -> Tensor:
-        loss = -self._logprobs(*self._predictions(batch)).mean()
-        self.log("sft/loss_nats", loss, on_step=True, prog_bar=True, batch_size=len(batch.token_ids))
-        return loss
+        means, _ = self.means(self._losses, batch)
+        self._log_means("sft", means, on_step=True, batch_size=len(batch.token_ids))
+        return means["loss_nats"]
 
     def measure(self, batch: ChatBatch) -> dict[str, Tensor]:
         """The loss of each loss token, [N], and whether the likeliest token is the right one."""
+        assert self._head_is_plain is not None  # found before, since it is found by running the model
+        measured: dict[str, Tensor] = self.run_inside(self._measure, batch)
+        return measured
+
+    def _losses(self, batch: ChatBatch) -> dict[str, Tensor]:
+        assert self._head_is_plain is not None
+        losses: Tensor = self.run_inside(lambda: -self._logprobs(*self._predictions(batch)))
+        return {"loss_nats": losses}
+
+    def _measure(self, batch: ChatBatch) -> dict[str, Tensor]:
         predictions, token_ids = self._predictions(batch)
         return {
             "loss_nats": -self._logprobs(predictions, token_ids),

@@ -29,6 +29,20 @@ class PairBatch(NamedTuple):
     def num_pairs(self) -> int:
         return len(self.token_ids) // 2
 
+    @property
+    def num_measured(self) -> int:
+        """Pairs."""
+        return self.num_pairs
+
+    def share(self, rank: int, size: int) -> PairBatch | None:
+        """Every `size`-th pair, from `rank` on; None if there is none."""
+        if rank >= self.num_pairs:
+            return None
+        rows = torch.arange(len(self.token_ids), device=self.token_ids.device)
+        rows = rows[(rows // 2) % size == rank]
+        width = int(self.lengths[rows].max())
+        return PairBatch(self.token_ids[rows, :width], self.loss_mask[rows, :width], self.lengths[rows])
+
     def experience(self) -> Experience:
         """The rows as an Experience whose groups are the pairs; the chosen trajectory has reward 1, the other 0."""
         rows = torch.arange(len(self.token_ids), device=self.token_ids.device)

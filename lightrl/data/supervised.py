@@ -29,6 +29,19 @@ class ChatBatch(NamedTuple):
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True on the completion and its end token
 
+    @property
+    def num_measured(self) -> int:
+        """Loss tokens."""
+        return int(self.loss_mask.sum())
+
+    def share(self, rank: int, size: int) -> ChatBatch | None:
+        """Every `size`-th chat, from `rank` on, so that lengths are alike; None if there is none."""
+        if rank >= len(self.token_ids):
+            return None
+        mask = self.loss_mask[rank::size]
+        width = int(mask.any(0).nonzero().max()) + 1  # what follows the last completion predicts nothing
+        return ChatBatch(self.token_ids[rank::size, :width], mask[:, :width])
+
 
 class _Chat(NamedTuple):
     prompt_id: str

@@ -1,0 +1,91 @@
+"""SFT, DPO and a reward model on two processes: each measures its share, and the weights are those of one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from supervised_ranks_run import CASES, play
+from transformers import AutoModelForCausalLM
+
+from lightrl import Trainer
+from lightrl.data import ChatBatch, PairBatch
+from lightrl.strategies import Parallel3DStrategy
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder that two processes worked in, and what each of them found."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "supervised_ranks_run.py"), str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return folder, [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_learn_what_one_process_learns(name: str, two_ranks: Any, tmp_path: Path) -> None:
+    expected, found = play(name, tmp_path, devices=1), two_ranks[1][0][name]
+    assert found["steps"] == expected["steps"] >= 3
+    for key, weight in expected["weights"].items():
+        assert (found["weights"][key] - weight).abs().max() <= 1e-5 * weight.abs().max(), key
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_has_the_same_weights_and_metrics(name: str, two_ranks: Any) -> None:
+    first, second = (found[name] for found in two_ranks[1])
+    assert first["metrics"] == second["metrics"]
+    assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
+
+
+def test_the_export_of_two_ranks_is_the_trained_model(two_ranks: Any) -> None:
+    folder, (found, _) = two_ranks
+    exported = dict(AutoModelForCausalLM.from_pretrained(folder / "SFT" / "export").named_parameters())
+    assert all(torch.equal(exported[key], weight) for key, weight in found["SFT"]["weights"].items())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_shares_have_each_row_once(size: int) -> None:
+    lengths = torch.tensor([3, 5, 4, 2, 5])
+    columns = torch.arange(6)
+    token_ids = torch.arange(1, 6)[:, None] * (columns < lengths[:, None])
+    chats = ChatBatch(token_ids, (columns >= 1) & (columns < lengths[:, None]))
+    shares = [chats.share(rank, size) for rank in range(size)]
+    assert sorted(int(row[0]) for share in shares if share for row in share.token_ids) == [1, 2, 3, 4, 5]
+    assert sum(share.num_measured for share in shares if share) == chats.num_measured == 14
+
+
+def test_a_share_of_pairs_keeps_the_two_of_a_pair_together() -> None:
+    lengths = torch.tensor([2, 3, 4, 4, 3, 2])
+    token_ids = torch.arange(6)[:, None].expand(6, 4)
+    batch = PairBatch(token_ids, torch.arange(4) < lengths[:, None], lengths)
+    first, second = (batch.share(rank, 2) for rank in range(2))
+    assert first is not None
+    assert second is not None
+    assert (first.token_ids[:, 0].tolist(), first.token_ids.shape[1]) == ([0, 1, 4, 5], 3)
+    assert (second.token_ids[:, 0].tolist(), second.lengths.tolist()) == ([2, 3], [4, 4])
+    assert batch.share(3, 4) is None
+
+
+def test_a_strategy_that_splits_models_is_refused(tmp_path: Path) -> None:
+    module, _ = CASES["SFT"]()
+    strategy = Parallel3DStrategy(pp=1, dp=1, tp=1)
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, default_root_dir=tmp_path, logger=False)
+    module.trainer = trainer
+    with pytest.raises(ValueError, match=r"Parallel3DStrategy got a SFT, expected an RLModule.*FSDP2Strategy"):
+        module.setup("fit")
