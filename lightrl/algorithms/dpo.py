@@ -15,6 +15,7 @@ from lightrl.data.pairs import PairBatch
 from lightrl.experience import Experience
 from lightrl.functional import preference_loss, preference_margin
 from lightrl.functional.preference import PreferenceLoss
+from lightrl.lora import adapters_off
 from lightrl.models import ModelSpec, Outputs
 from lightrl.strategies import LogprobSettings, parallel_model
 
@@ -33,7 +34,8 @@ class DPO(SupervisedModule):
 
     Args:
         policy: the model to train, usually the export of an SFT.
-        reference: the fixed policy of the KL penalty; None is the policy as training starts.
+        reference: the fixed policy of the KL penalty; None is the policy as training starts, which with LoRA is the
+            same model without its adapters, at no cost of memory.
         kl_coef: β of the paper: the larger, the closer the policy stays to the reference.
         kwargs: those of SupervisedModule.
     """
@@ -56,6 +58,8 @@ class DPO(SupervisedModule):
         if kl_coef <= 0:
             raise ValueError(f"kl_coef={kl_coef}, expected more than 0 (0.1 is usual). Raise it.")
         self.reference_spec = self.policy_spec if reference is None else ModelSpec.of(reference)
+        lora = self.policy_spec.lora
+        self.has_own_reference = reference is not None or lora is None or lora.adapter is not None
         self.kl_coef = kl_coef
 
     def configure_model(self) -> None:
@@ -63,14 +67,23 @@ class DPO(SupervisedModule):
             return
         # Both in evaluation mode: dropout would make the margin of equal policies a random number.
         self.policy = self.policy_spec.load_model()
-        self.reference = self.reference_spec.load_model()
-        self.reference.requires_grad_(False)
+        if self.has_own_reference:
+            self.reference = self.reference_spec.load_model()
+            self.reference.requires_grad_(False)
+
+    def models_and_specs(self) -> dict[str, tuple[PreTrainedModel, ModelSpec]]:
+        reference = {"reference": (self.reference, self.reference_spec)} if self.has_own_reference else {}
+        return {**super().models_and_specs(), **reference}
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
         experience = batch.experience()
         logprobs = self._completion_logprobs("policy", experience)
         with torch.no_grad():
-            reference_logprobs = self._completion_logprobs("reference", experience)
+            if self.has_own_reference:
+                reference_logprobs = self._completion_logprobs("reference", experience)
+            else:
+                with adapters_off(self.policy):
+                    reference_logprobs = self._completion_logprobs("policy", experience)
         chosen, rejected = logprobs[0::2], logprobs[1::2]
         margin = preference_margin(chosen, rejected, reference_logprobs[0::2], reference_logprobs[1::2])
         return {
@@ -94,16 +107,6 @@ class DPO(SupervisedModule):
         # One microbatch, so the graph is there for Lightning, which runs the backward of what `training_step` returns.
         self.parallel_models[role].forward_backward([experience], sums, found.append)
         return found[0]
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The reference comes back from where it came from, so it does not travel with each checkpoint."""
-        state = checkpoint["state_dict"]
-        for name in [name for name in state if name.startswith("reference.")]:
-            del state[name]
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.configure_model()  # `load_from_checkpoint` comes here before any trainer does
-        checkpoint["state_dict"].update(self.reference.state_dict(prefix="reference."))
 
 
 class IPO(DPO):

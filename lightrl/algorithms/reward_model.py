@@ -5,7 +5,7 @@ Shapes: B pairs, T tokens. Rows 2i and 2i + 1 of a batch are pair i, the chosen 
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +24,8 @@ class RewardModel(SupervisedModule):
     """A causal language model whose head is one number, the reward, read at a trajectory's last token.
 
     The difference of two rewards is the log-odds that the first trajectory is preferred (Bradley and Terry). Trains on
-    the batches of PreferenceDataModule; loads from a language model (the head then starts at random) or from an earlier
-    reward model, and exports what `AutoModelForSequenceClassification` loads. Logs, as `reward_model/…` per step and
+    the batches of PreferenceDataModule; loads from a language model (the head then says 0) or from an earlier reward
+    model, and exports what `AutoModelForSequenceClassification` loads. Logs, as `reward_model/…` per step and
     `val/…` per validation: `loss`; `accuracy_fraction`, how often the chosen one gets more; `margin`, how much more.
 
     Source: https://arxiv.org/abs/2203.02155.
@@ -40,10 +40,14 @@ class RewardModel(SupervisedModule):
 
     reward_model: PreTrainedModel
 
+    def __init__(self, policy: str | ModelSpec, **kwargs: Any) -> None:
+        super().__init__(policy, **kwargs)
+        self.policy_spec = replace(self.policy_spec, head="scalar")
+
     def configure_model(self) -> None:
         if hasattr(self, "reward_model"):
             return
-        self.reward_model = load_reward_model(self.policy_spec).train()
+        self.reward_model = self.policy_spec.load_model().train()
         self.reward_model.config.pad_token_id = self.tokenizer.pad_token_id  # what reads the export in batches needs it
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
@@ -60,7 +64,7 @@ def trajectory_rewards(model: PreTrainedModel, token_ids: Tensor, lengths: Tenso
     """The reward of each trajectory, [B], read at its last token.
 
     Args:
-        model: of `load_reward_model`.
+        model: of a ModelSpec with `head: scalar`.
         token_ids: int64 [B, T], padded on the right, which a causal model needs no mask for.
         lengths: int64 [B], tokens of each trajectory.
     """
@@ -68,33 +72,3 @@ def trajectory_rewards(model: PreTrainedModel, token_ids: Tensor, lengths: Tenso
     last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
     rewards: Tensor = model.score(last).squeeze(-1)
     return rewards.float()
-
-
-def load_reward_model(spec: ModelSpec) -> PreTrainedModel:
-    """The model with a head of one number, on the CPU, in evaluation mode; a head that is new follows from the seed.
-
-    Raises:
-        ValueError: if the model's family has no such head.
-    """
-    from transformers import AutoModelForSequenceClassification
-
-    dtype = getattr(torch, spec.dtype or "float32")
-    options: dict[str, Any] = {"dtype": dtype, **spec.options}
-    if spec.attn_implementation is not None:
-        options["attn_implementation"] = spec.attn_implementation
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(os.environ.get("PL_GLOBAL_SEED", "0")) if spec.seed is None else spec.seed)
-        if spec.path is None:
-            config = spec.load_config()
-            config.num_labels = 1
-            model = AutoModelForSequenceClassification.from_config(config, **options)
-        else:
-            model = AutoModelForSequenceClassification.from_pretrained(
-                spec.path, num_labels=1, use_safetensors=True, trust_remote_code=spec.trust_remote_code, **options
-            )
-    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
-        raise ValueError(
-            f"{type(model).__name__} has no linear layer named score, expected one on a causal language model. Use a "
-            "decoder such as Qwen3 or Llama."
-        )
-    return model.eval()

@@ -16,11 +16,12 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightrl.model_folder import fill_in, keep_trained
 from lightrl.models import ModelSpec, ParallelModel
 from lightrl.strategies import LogprobSettings, Parallel3DStrategy, check_strategy, parallel_model, ranks_of, run_inside
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class SupervisedModule(L.LightningModule):
@@ -126,6 +127,17 @@ class SupervisedModule(L.LightningModule):
             )
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._lr_factor(step, num_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def models_and_specs(self) -> dict[str, tuple[PreTrainedModel, ModelSpec]]:
+        """The models by role, and where they come from; those that are not `trained_role` come back from there."""
+        return {self.trained_role: (getattr(self, self.trained_role), self.policy_spec)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        keep_trained(checkpoint, self.models_and_specs(), [self.trained_role])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.configure_model()  # `load_from_checkpoint` comes here before any trainer does
+        fill_in(checkpoint, self.models_and_specs(), [self.trained_role])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         means, _ = self.means(self.measure, batch)

@@ -24,13 +24,14 @@ strategy and give it `parallel_model(model, settings)`; `parallel_model` below a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from lightrl.models import ParallelModel
 from lightrl.strategies.checkpoint import AtomicCheckpointIO
-from lightrl.strategies.fsdp2 import FSDP2Strategy
+from lightrl.strategies.fsdp2 import FSDP2Strategy, whole
 from lightrl.strategies.inside import run_inside
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.probes import head_is_plain
@@ -38,6 +39,7 @@ from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ran
 from lightrl.strategies.single import LogprobSettings, SingleModel
 
 if TYPE_CHECKING:
+    import lightning as L
     import torch
     from transformers import PreTrainedModel
 
@@ -57,12 +59,13 @@ __all__ = [
     "named_strategy",
     "parallel_model",
     "ranks_of",
+    "whole",
     "run_inside",
 ]
 
 
-def check_strategy(strategy: Strategy) -> None:
-    """Refuses strategies under which an RLModule would train wrongly.
+def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
+    """Refuses strategies under which an RLModule would train wrongly, and `module` if its models do not fit one.
 
     Raises:
         ValueError: for anything but a single device or a strategy with `parallel_model`, and for sizes that do not fit.
@@ -77,12 +80,13 @@ def check_strategy(strategy: Strategy) -> None:
         )
     check_sizes = getattr(strategy, "check_sizes", None)
     if check_sizes is not None:
-        check_sizes()
+        check_sizes(module)
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:
     """lightrl's strategy of this name, with its default settings; anything else is Lightning's to understand."""
-    return FSDP2Strategy() if strategy == "FSDP2Strategy" else strategy
+    ours: dict[str, Callable[[], Strategy]] = {kind.__name__: kind for kind in (FSDP2Strategy, Parallel3DStrategy)}
+    return ours[strategy]() if isinstance(strategy, str) and strategy in ours else strategy
 
 
 def parallel_model(
