@@ -4,7 +4,7 @@ A decoder keeps the key-values of its rows. New rows come after the present ones
 `clear` forgets all of them (weights have changed). It owns its weights: `write` copies, nothing is aliased. It knows no
 threads, no sampling and no requests; the fast form for Llama-like families is in `fast_decoder.py`.
 
-Shapes: n rows, V tokens of the vocabulary.
+Shapes: n rows, T tokens of a sequence, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ class Decoder(Protocol):
         Returns:
             Logits after the last token of each sequence, [len(sequences), V] float32.
         """
+        ...
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Logits after each token of one sequence, [T, V] float32; rows and their key-values stay as they are."""
         ...
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
@@ -191,6 +195,11 @@ class HuggingFaceDecoder:
             layers.append((both[0], both[1]))
         self._cache = _cache_of(layers)
         return torch.stack([row for row in logits if row is not None])
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        outputs = self._model(input_ids=torch.tensor([[*token_ids]], device=self._device), use_cache=False)
+        logits: Tensor = outputs.logits[0].float()
+        return logits
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._is_token = torch.cat([self._is_token, torch.ones_like(token_ids)[:, None]], dim=1)

@@ -175,6 +175,11 @@ class LlamaDecoder:
             logits[torch.tensor(chunk, device=self._device)] = self._prefill(token_ids, lengths, rows, sources)
         return logits
 
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        nowhere = torch.empty(0, dtype=torch.int64, device=self._device)  # no row gets the key-values
+        self._reserve(self._num_rows, len(token_ids))
+        return self._logits(self._forward(torch.tensor([[*token_ids]], device=self._device), nowhere, nowhere)[0])
+
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         n, heads, kv_heads, size = len(token_ids), self._num_heads, self._num_kv_heads, self._head_size
         group = heads // kv_heads
@@ -228,6 +233,11 @@ class LlamaDecoder:
 
     def _prefill(self, token_ids: Tensor, lengths: Tensor, rows: Tensor, sources: Tensor) -> Tensor:
         """Key-values of the padded sequences into the rows; logits after each one's last token."""
+        hidden = self._forward(token_ids, rows, sources)
+        return self._logits(hidden[torch.arange(len(hidden), device=self._device), lengths - 1])
+
+    def _forward(self, token_ids: Tensor, rows: Tensor, sources: Tensor) -> Tensor:
+        """Key-values of the padded sequences into the rows; hidden states after each token, [b, T, hidden]."""
         b, num_times = token_ids.shape
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_size
         rotations = self._rotations[:num_times][None, :, None]
@@ -243,7 +253,7 @@ class LlamaDecoder:
             mixed = mixed.transpose(1, 2).reshape(b * num_times, heads * size)
             flat = _add_linear(hidden.view(b * num_times, -1), mixed, layer.output, layer.output_bias)
             hidden = self._mlp(flat, layer).view(b, num_times, -1)
-        return self._logits(hidden[torch.arange(b, device=self._device), lengths - 1])
+        return hidden
 
     def _rotate(self, qk: Tensor, norm: Tensor | None, rotations: Tensor) -> Tensor:
         """Queries and keys [..., H + K, D], normed where the family does so, then rotated."""

@@ -276,7 +276,7 @@ class LocalEngine(RolloutEngine):
             EngineError: if the engine fails or is closed.
         """
         with self._load_lock:
-            self._hold_for_load()
+            self._hold("load_weights")
             is_loaded = False
             try:
                 self._copy_in(buckets)
@@ -288,6 +288,24 @@ class LocalEngine(RolloutEngine):
                         self._is_stale = True
                     self._is_loading = False
                     self._condition.notify_all()
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Logprobs at temperature 1 of each token given those before, 0 for the first; called from another thread.
+
+        Waits for the token in progress, up to `boundary_timeout_s`.
+        """
+        with self._load_lock:
+            self._hold("score")
+            try:
+                assert self._decoder is not None
+                with torch.inference_mode():
+                    logprobs = torch.log_softmax(self._decoder.logits(token_ids[:-1]), -1)
+                    chosen = logprobs.gather(1, torch.tensor(token_ids[1:], device=self.device)[:, None])
+            finally:
+                with self._condition:
+                    self._is_loading = False
+                    self._condition.notify_all()
+        return [0.0, *chosen[:, 0].tolist()]
 
     def read_weights(self) -> dict[str, Tensor]:
         """A copy of every parameter under its Hugging Face name, to compare with the trainer's."""
@@ -367,7 +385,7 @@ class LocalEngine(RolloutEngine):
             f"{self.weight_version}. Raise boundary_timeout_s, or lower max_batch or prefill_tokens."
         )
 
-    def _hold_for_load(self) -> None:
+    def _hold(self, who: str) -> None:
         """Returns when the decode thread has stopped and will not start again while `_is_loading`."""
         deadline = time.monotonic() + self.boundary_timeout_s
         with self._condition:
@@ -378,7 +396,7 @@ class LocalEngine(RolloutEngine):
                 if not self._condition.wait(deadline - time.monotonic()):
                     self._is_loading = False
                     self._condition.notify_all()
-                    raise EngineTimeout(self._boundary_message("load_weights"))
+                    raise EngineTimeout(self._boundary_message(who))
             try:
                 self._check_alive()
             except EngineError:

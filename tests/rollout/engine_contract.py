@@ -166,6 +166,27 @@ def logprobs_are_those_of_a_plain_forward_after_temperature_before_truncation(ca
             assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+def scores_are_the_logprobs_of_a_plain_forward_under_the_present_weights(case: EngineCase) -> None:
+    score = getattr(case.engine, "score", None)
+    if not case.has_model or score is None:
+        return
+    case.load(0)
+    running = [Sampling(max_new_tokens=60, seed=seed) for seed in range(3)]
+
+    async def scenario() -> list[list[float]]:
+        tasks = [asyncio.create_task(case.generate([1, 2], sampling)) for sampling in running]
+        await asyncio.sleep(0.01)
+        found = [await asyncio.to_thread(score, prompt) for prompt in PROMPTS[1:3]]
+        await asyncio.to_thread(case.load, 1)
+        found.append(await asyncio.to_thread(score, PROMPTS[4]))
+        assert [len((await task)[0].token_ids) for task in tasks] == [60] * 3
+        return found
+
+    for model, prompt, found in zip((0, 0, 1), (*PROMPTS[1:3], PROMPTS[4]), run(scenario()), strict=True):
+        expected = recomputed_logprobs(case.models[model], prompt[:1], prompt[1:], Sampling())
+        assert found == pytest.approx([0.0, *expected.tolist()], abs=1e-5)
+
+
 def top_k_of_one_is_the_greedy_completion(case: EngineCase) -> None:
     if not case.has_model:
         return
@@ -375,6 +396,7 @@ CONTRACT = [
     temperature_zero_does_not_depend_on_the_seed,
     a_prompt_that_cannot_be_served_is_refused_at_once,
     logprobs_are_those_of_a_plain_forward_after_temperature_before_truncation,
+    scores_are_the_logprobs_of_a_plain_forward_under_the_present_weights,
     top_k_of_one_is_the_greedy_completion,
     short_completions_leave_before_a_long_one_and_free_their_slots,
     a_paused_engine_waits_and_any_number_of_pauses_ends_with_one_resume,

@@ -12,7 +12,7 @@ import torch
 from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version, run
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from lightrl.errors import EngineError
+from lightrl.errors import EngineError, WeightSyncError
 from lightrl.rollout.sglang.addresses import addresses_from_environment
 from lightrl.rollout.sglang.engine import SGLangEngine
 from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
@@ -201,6 +201,87 @@ def test_an_interrupted_request_keeps_its_tokens_its_limits_and_the_order_of_ver
     assert completion.weight_versions == sorted(completion.weight_versions)
     assert set(completion.weight_versions) == {0, 1}
     assert server.stats()["requests"]["/generate"] == (1 if interrupt == "retract" else 2)
+    engine.close()
+
+
+def test_a_paused_server_goes_on_though_its_request_has_ended_meanwhile(
+    scripted: Callable[..., FakeServerProcess],
+) -> None:
+    engine = engine_on([scripted(seconds_per_token=0.01)])
+
+    async def scenario() -> None:
+        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=5000), session="s"))
+        await asyncio.sleep(0.1)
+        await engine.pause()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.resume()
+        assert len((await engine.generate([1], Sampling(max_new_tokens=3), session="s"))[0].token_ids) == 3
+
+    run(scenario())
+    engine.close()
+
+
+def test_a_resume_amid_a_load_does_not_let_the_server_go_on(scripted: Callable[..., FakeServerProcess]) -> None:
+    server = scripted(seconds_per_token=0.01)
+    engine = engine_on([server])
+
+    async def scenario() -> Any:
+        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=40), session="s"))
+        await asyncio.sleep(0.1)
+        await engine.pause()
+        server.fault("slow", "/update_weights_from_disk", seconds=0.5)
+        loading = asyncio.create_task(asyncio.to_thread(engine.load_weights, iter(WEIGHTS), weight_version=1))
+        while not server.stats()["requests"].get("/update_weights_from_disk", 0) > 1:
+            await asyncio.sleep(0.01)
+        before = server.stats()["requests"]["/continue_generation"]
+        await engine.resume()
+        assert server.stats()["requests"]["/continue_generation"] == before
+        await loading
+        return (await task)[0]
+
+    assert set(run(scenario()).weight_versions) == {0, 1}
+    engine.close()
+
+
+def test_a_colocated_server_gives_its_memory_until_the_next_load(scripted: Callable[..., FakeServerProcess]) -> None:
+    """The fake dies, as SGLang does, at a release while it runs and at a resume of what it has not released."""
+    server = scripted(seconds_per_token=0.01)
+    engine = engine_on([server], placement="colocated")
+
+    async def scenario() -> Any:
+        running = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=40), session="s"))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(engine.make_room)
+        waiting = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="t"))
+        await asyncio.sleep(0.1)
+        assert not running.done()
+        assert not waiting.done()
+        await asyncio.to_thread(engine.load_weights, iter(WEIGHTS), weight_version=1)
+        return (await running)[0], (await waiting)[0]
+
+    interrupted, late = run(scenario())
+    assert set(interrupted.weight_versions) == {0, 1}
+    assert late.weight_versions == [1, 1, 1]
+    engine.make_room()
+    engine.close()  # a server that goes on without us gets its memory back
+    requests = server.stats()["requests"]
+    assert requests["/release_memory_occupation"] == 2
+    assert requests["/resume_memory_occupation"] == 6  # weights, graphs, cache; twice
+    assert requests["/continue_generation"] == 3
+
+
+def test_a_colocated_server_whose_load_fails_has_its_memory_and_old_weights_again(
+    scripted: Callable[..., FakeServerProcess],
+) -> None:
+    server = scripted()
+    engine = engine_on([server], placement="colocated")
+    engine.make_room()
+    server.fault("error", "/update_weights_from_disk", count=1)
+    with pytest.raises(WeightSyncError, match="500"):
+        engine.load_weights(iter(WEIGHTS), weight_version=1)
+    assert run(engine.generate([1], Sampling(max_new_tokens=3), session="s"))[0].weight_versions == [0, 0, 0]
+    assert server.stats()["requests"]["/resume_memory_occupation"] == 3
     engine.close()
 
 

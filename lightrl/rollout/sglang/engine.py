@@ -322,20 +322,11 @@ class SGLangEngine(RolloutEngine):
     def score(self, token_ids: list[int]) -> list[float]:
         """Logprobs at temperature 1 of each token given those before, 0 for the first; called from another thread.
 
-        Empty where the server gives none.
+        Empty where the server gives none. Waits for a server, as a request does.
         """
         self._check_open()
-        return self._home.call(self._score(token_ids), self.request_timeout_s * 2)
-
-    async def _score(self, token_ids: list[int]) -> list[float]:
-        urls = self.pool.urls("routable")
-        if not urls or self._members is None:
-            raise EngineError(f"No server is left to score with: {self.pool.describe()}.")
-        params = {"max_new_tokens": 0, "temperature": 1.0}
-        body = {"input_ids": token_ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-        answer = await self._members.clients[urls[0]].generate(body, timeout_s=self.request_timeout_s)
-        found = answer["meta_info"].get("input_token_logprobs") or []
-        return [0.0, *(float(entry[0]) for entry in found[1:])] if len(found) == len(token_ids) else []
+        assert self._writer is not None
+        return self._home.call(self._writer.score(token_ids), self.generate_timeout_s)
 
     # ------------------------------------------------------------------ what it is made of
 
@@ -422,6 +413,7 @@ class SGLangEngine(RolloutEngine):
             on_lost=members.on_lost,
             on_started=members.on_started,
             on_given_up=members.on_given_up,
+            silent_s=members.silent_s,
             hang_timeout_s=self.hang_timeout_s,
             probe_interval_s=self.probe_interval_s,
         )

@@ -200,6 +200,11 @@ class FakeServer:
         runs = [Run(name, prompts[index // num], params) for index, name in enumerate(rids)]
         answers = await asyncio.gather(*(self._one(run, bool(body.get("return_logprob"))) for run in runs))
         for run, answer in zip(runs, answers, strict=True):
+            if body.get("return_logprob") and body.get("logprob_start_len") == 0:
+                scores = await asyncio.to_thread(self.model.score, run.prompt)
+                answer["meta_info"]["input_token_logprobs"] = [
+                    [None if index == 0 else score, run.prompt[index], None] for index, score in enumerate(scores)
+                ]
             if body.get("return_sampling_mask"):
                 answer["meta_info"]["output_token_sampling_logprobs"] = run.logprobs
         return answers[0] if is_single else answers

@@ -67,6 +67,8 @@ class EmbeddedModel:
 
     async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
         params = run.params
+        if int(params["max_new_tokens"]) == 0:
+            return "length"
         stops = () if params["ignore_eos"] else tuple(sorted({*(params["stop_token_ids"] or ()), *self.eos_token_ids}))
         top_k = int(params["top_k"])
         seed = int(params["sampling_seed"] if params.get("sampling_seed") is not None else 42)
@@ -94,6 +96,9 @@ class EmbeddedModel:
             if completion.finish_reason == "stop":
                 return "stop"
         return "length"
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        return self._engine.score(token_ids)
 
     async def pause(self) -> None:
         await self._engine.pause()

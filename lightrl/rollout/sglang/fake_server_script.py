@@ -63,6 +63,10 @@ class ServedModel(Protocol):
         """Takes (name, tensor) pairs, maybe not all, or raises LoadRefused."""
         ...
 
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Logprobs of a prompt's tokens, 0 for the first; nothing where there are none."""
+        ...
+
     def checksums(self) -> dict[str, str]: ...
 
 
@@ -119,6 +123,9 @@ class ScriptedModel:
             if token in stops:
                 return "stop"
         return "length"
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        return []
 
     async def pause(self) -> None:
         self._running.clear()

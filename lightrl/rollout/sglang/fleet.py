@@ -64,6 +64,7 @@ class ServerFleet:
         on_given_up: (url, message) of a server that is not restarted any more.
         max_restarts: of one server in a row, before it is given up.
         restart_backoff_s: wait before the first restart; doubled each time.
+        silent_s: gives the seconds since the server at an address last answered somebody else than this class.
         hang_timeout_s: how long a server may not answer at all before it is killed and replaced.
         probe_interval_s: how often it is asked.
     """
@@ -75,6 +76,7 @@ class ServerFleet:
         on_lost: Callable[[str, str], None],
         on_started: Callable[[str], None],
         on_given_up: Callable[[str, str], None] | None = None,
+        silent_s: Callable[[str], float] | None = None,
         max_restarts: int = 3,
         restart_backoff_s: float = 1.0,
         hang_timeout_s: float = 60.0,
@@ -86,6 +88,7 @@ class ServerFleet:
         self._on_lost = on_lost
         self._on_started = on_started
         self._on_given_up = on_given_up or (lambda url, message: None)
+        self._silent_s = silent_s or (lambda url: float("inf"))
         self._policies = [RestartPolicy(max_restarts, restart_backoff_s) for _ in self.servers]
         self._hang_timeout_s = hang_timeout_s
         self._probe_interval_s = probe_interval_s
@@ -179,7 +182,7 @@ class ServerFleet:
             probed_at = now
             if server.answers(min(_PROBE_TIMEOUT_S, self._hang_timeout_s)):
                 answered_at = time.monotonic()
-            elif time.monotonic() - answered_at > self._hang_timeout_s:
+            elif min(time.monotonic() - answered_at, self._silent_s(server.url)) > self._hang_timeout_s:
                 return f"it has not answered for {time.monotonic() - answered_at:.0f} s"
         return None
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightrl.errors import EngineError, EngineUnreachable
+from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 from lightrl.rollout.sglang.client import ServerRefused, SGLangClient
 from lightrl.rollout.sglang.home_loop import HomeLoop
 from lightrl.rollout.sglang.pool import ServerPool
@@ -101,8 +101,15 @@ class Members:
         try:
             await client.model_info(timeout_s=self._look_timeout_s, num_retries=1)
         except EngineError as error:
-            if self.clients.get(url) is client:
+            is_busy = isinstance(error, EngineTimeout) and self.silent_s(url) < self._hang_timeout_s
+            if self.clients.get(url) is client and not is_busy:
                 self.lose(url, str(error))
+
+    def silent_s(self, url: str) -> float:
+        """Seconds since it last answered anything. A busy server keeps a question waiting and yet answers others."""
+        client = self.clients.get(url)
+        last = client.last_answer_at if client is not None else None
+        return float("inf") if last is None else time.monotonic() - last
 
     async def disconnect(self) -> None:
         """Ends the connections; they are made anew when they are needed, also on another loop."""
@@ -140,7 +147,8 @@ class Members:
                 await client.model_info(timeout_s=self._look_timeout_s, num_retries=0)
             except EngineError as error:
                 is_gone = isinstance(error, EngineUnreachable)
-                if state != "lost" and (is_gone or time.monotonic() - answered_at >= self._hang_timeout_s):
+                silent_s = min(time.monotonic() - answered_at, self.silent_s(url))
+                if state != "lost" and (is_gone or silent_s >= self._hang_timeout_s):
                     self.lose(url, str(error))
                 continue
             answered_at = time.monotonic()

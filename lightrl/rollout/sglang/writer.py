@@ -14,6 +14,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 from lightrl.rollout.engine import Completion
@@ -26,6 +27,14 @@ from lightrl.trajectory import Sampling
 ABORT_TIMEOUT_S = 5.0
 MAX_BACKOFF_S = 5.0
 _SERVER_ERROR = 500
+
+
+@dataclass
+class _Failures:
+    """Of one request, in a row, without a token in between."""
+
+    num: int = 0
+    urls: set[str] = field(default_factory=set)
 
 
 class Writer:
@@ -64,6 +73,22 @@ class Writer:
             finally:
                 for one in writing:
                     one.cancel()
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        """Logprobs at temperature 1 of the tokens of a prompt, 0 for the first; nothing where the server gives none."""
+        params = {"max_new_tokens": 0, "temperature": 1.0}
+        body = {"input_ids": token_ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        failures = _Failures()
+        with self._home.counted():
+            while True:
+                url = await self._find_server("probe", failures.urls)
+                try:
+                    answer = await self._members.clients[url].generate(body, num_retries=0)
+                except EngineError as error:
+                    await self._bear(url, error, failures)
+                    continue
+                found = answer["meta_info"].get("input_token_logprobs") or []
+                return [0.0, *(float(entry[0]) for entry in found[1:])] if len(found) == len(token_ids) else []
 
     # ------------------------------------------------------------------ the gate
 
@@ -127,37 +152,37 @@ class Writer:
 
     async def _write(self, draft: CompletionDraft, session: str) -> Completion:
         """Asks until the completion is finished: again after an abort, elsewhere after a loss."""
-        failures = 0
-        failed: set[str] = set()
+        failures = _Failures()
         while draft.finish_reason is None:
-            url = await self._find_server(draft, session, failed)
+            url = await self._find_server(session, failures.urls, min_version=draft.last_version)
             before = len(draft.token_ids)
             try:
                 await self._ask(url, draft)
-            except ServerRefused as error:
-                if error.status < _SERVER_ERROR:
-                    raise
-                problem: EngineError = error
-            except (EngineUnreachable, EngineTimeout, MalformedAnswer) as error:
-                problem = error
-                if isinstance(error, EngineTimeout):
-                    self._members.lose(url, str(error))
+            except EngineError as error:
+                await self._bear(url, error, failures)
             else:
                 if len(draft.token_ids) > before:
-                    failures = 0
-                    failed.clear()
-                continue
-            failures += 1
-            failed.add(url)
-            if failures > self._max_retries:
-                raise EngineError(
-                    f"A request failed {failures} times in a row, last with: {problem} Servers: "
-                    f"{self._members.pool.describe()}."
-                ) from problem
-            if isinstance(problem, EngineUnreachable):
-                self._home.spawn(self._members.look(url))
-            await asyncio.sleep(min(0.05 * 2**failures, MAX_BACKOFF_S))
+                    failures = _Failures()
         return draft.completion()
+
+    async def _bear(self, url: str, error: EngineError, failures: _Failures) -> None:
+        """Returns, after a while, if the request may be sent again; else raises."""
+        if isinstance(error, ServerRefused) and error.status < _SERVER_ERROR:
+            raise error
+        if not isinstance(error, (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer)):
+            raise error
+        failures.num += 1
+        failures.urls.add(url)
+        if isinstance(error, EngineTimeout):
+            self._members.lose(url, str(error))
+        elif isinstance(error, EngineUnreachable):
+            self._home.spawn(self._members.look(url))
+        if failures.num > self._max_retries:
+            raise EngineError(
+                f"A request failed {failures.num} times in a row, last with: {error} Servers: "
+                f"{self._members.pool.describe()}."
+            ) from error
+        await asyncio.sleep(min(0.05 * 2**failures.num, MAX_BACKOFF_S))
 
     async def _ask(self, url: str, draft: CompletionDraft) -> None:
         rid = secrets.token_hex(16)
@@ -174,11 +199,11 @@ class Writer:
             self._members.pool.end_request(server, draft.max_tokens)
         draft.add(answer, url)
 
-    async def _find_server(self, draft: CompletionDraft, session: str, failed: set[str]) -> str:
+    async def _find_server(self, session: str, failed: set[str], *, min_version: int = -1) -> str:
         """Waits for the gate and for a routable server; whoever changes either wakes it."""
         pool = self._members.pool
         if not (self.is_paused or self.is_held):
-            url = pool.choose(session, min_version=draft.last_version, excluded=failed)
+            url = pool.choose(session, min_version=min_version, excluded=failed)
             if url is not None:
                 return url
         self.num_waiting += 1
@@ -188,7 +213,7 @@ class Writer:
                 if self.is_paused or self.is_held:
                     since = time.monotonic()
                 else:
-                    url = pool.choose(session, min_version=draft.last_version, excluded=failed)
+                    url = pool.choose(session, min_version=min_version, excluded=failed)
                     if url is not None:
                         return url
                 if not pool.has_hope():
