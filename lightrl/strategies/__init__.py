@@ -24,13 +24,14 @@ strategy and give it `parallel_model(model, settings)`; `parallel_model` below a
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 
 from lightrl.models import ParallelModel
-from lightrl.strategies.checkpoint import AtomicCheckpointIO
+from lightrl.strategies.checkpoint import META_FILE, AtomicCheckpointIO, load_optimizers, read_tensors
 from lightrl.strategies.fsdp2 import FSDP2Strategy, whole
 from lightrl.strategies.inside import run_inside
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AtomicCheckpointIO",
     "FSDP2Strategy",
+    "META_FILE",
     "LogprobSettings",
     "Message",
     "Parallel3DStrategy",
@@ -56,9 +58,11 @@ __all__ = [
     "is_on_all_ranks",
     "mark_as_on_all_ranks",
     "head_is_plain",
+    "load_optimizers",
     "named_strategy",
     "parallel_model",
     "ranks_of",
+    "read_tensors",
     "whole",
     "run_inside",
 ]
@@ -84,9 +88,24 @@ def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) 
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:
-    """lightrl's strategy of this name, with its default settings; anything else is Lightning's to understand."""
+    """lightrl's strategy of this name, with its default settings; anything else is Lightning's to understand.
+
+    Raises:
+        ValueError: for a name that nobody has and that is much like one of ours.
+    """
+    if not isinstance(strategy, str):
+        return strategy
     ours: dict[str, Callable[[], Strategy]] = {kind.__name__: kind for kind in (FSDP2Strategy, Parallel3DStrategy)}
-    return ours[strategy]() if isinstance(strategy, str) and strategy in ours else strategy
+    if strategy in ours:
+        return ours[strategy]()
+    near = difflib.get_close_matches(strategy.lower(), [name.lower() for name in ours], n=1, cutoff=0.7)
+    if near and strategy.lower() not in StrategyRegistry.available_strategies():
+        (meant,) = (name for name in ours if name.lower() in near)
+        raise ValueError(
+            f"strategy={strategy!r} is the name of no strategy, expected one of {', '.join(ours)} or Lightning's. Did "
+            f"you mean {meant}?"
+        )
+    return strategy
 
 
 def parallel_model(

@@ -80,8 +80,8 @@ def check_world(pp: int, dp: int, tp: int, world_size: int) -> None:
     else:
         advice = f"Choose pp · tp among the divisors of {world_size}: {_listed(_divisors(world_size))}"
     raise ValueError(
-        f"pp · dp · tp = {pp} · {dp} · {tp} = {pp * dp * tp} but there are {world_size} processes, expected the same "
-        f"number. {advice}, or start {pp * dp * tp} processes (trainer.devices · trainer.num_nodes)."
+        f"pp · dp · tp = {pp} · {dp} · {tp} = {pp * dp * tp} does not make up the world, expected {world_size}, "
+        f"the number of processes. {advice}, or start {pp * dp * tp} processes (trainer.devices · trainer.num_nodes)."
     )
 
 

@@ -14,34 +14,35 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_spec
 
-from lightrl import Parallel3DStrategy
+from lightrl import FSDP2Strategy, LoRA, Parallel3DStrategy
+from lightrl.strategies import named_strategy
 
 FAMILIES = ["llama", "qwen2", "mistral with a window", "gemma", "gemma2 with capped logits", "gemma3 hybrid"]
 
-TWO = [
+CASES: list[list[Any]] = [
     *[[2, 1, 1, "Interleaved1F1B", family] for family in FAMILIES],
     *[[1, 1, 2, "1F1B", family] for family in [*FAMILIES, "qwen3"]],
     *[[2, 1, 1, "1F1B", family, "packed"] for family in ("qwen3", "gemma3 hybrid")],
     [2, 1, 1, "1F1B", "critic"],
     [1, 1, 2, "1F1B", "critic"],
     [2, 1, 1, "1F1B", "llama", "checkpointed"],
-]
-FOUR = [
     [2, 2, 1, "1F1B", "llama"],
     [1, 2, 2, "1F1B", "llama"],
     [2, 1, 2, "1F1B", "llama"],
     [2, 2, 1, "Interleaved1F1B", "qwen3"],
     [1, 2, 2, "1F1B", "qwen3", "checkpointed"],
-]
-EIGHT = [[2, 2, 2, "1F1B", "llama"], [2, 2, 2, "Interleaved1F1B", "qwen3"]]
+]  # (2, 2, 2) is in tests/trainer/world_3d_run.py
 
 
-def run_world(cases: list[list[Any]]) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """What world_3d.py found for each case; all processes are started at once."""
     script = Path(__file__).parent / "world_3d.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps(cases)],
+        [sys.executable, str(script), json.dumps(CASES)],
         capture_output=True,
         text=True,
         env=environment,
@@ -52,10 +53,8 @@ def run_world(cases: list[list[Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [TWO, FOUR, EIGHT], ids=["two processes", "four processes", "eight processes"])
-def test_a_split_model_trains_as_in_one_process(cases: list[list[Any]]) -> None:
-    found = run_world(cases)
-    assert len(found) == len(cases)
+def test_a_split_model_trains_as_in_one_process(found: list[dict[str, Any]]) -> None:
+    assert len(found) == len(CASES)
     for case in found:
         differences = {name: case[name] for name in ("outputs", "loss", "norm", "weights")}
         assert max(differences.values()) < 1e-5, case
@@ -78,10 +77,42 @@ def test_zero_bubble_schedules_are_refused(schedule: Any) -> None:
 
 
 def test_sizes_that_do_not_make_up_the_world_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"2 · 2 · 2 = 8 but there are 4 processes.*Set dp to 1"):
+    with pytest.raises(ValueError, match=r"2 · 2 · 2 = 8 does not make up the world, expected 4.*Set dp to 1"):
         strategy(4, pp=2, dp=2, tp=2).check_sizes()
 
 
 def test_pp_times_tp_that_does_not_divide_the_world_is_refused() -> None:
     with pytest.raises(ValueError, match=r"divisors of 8: 1, 2, 4, 8"):
         strategy(8, pp=3).check_sizes()
+
+
+def test_the_models_of_a_module_are_checked_before_any_process_starts() -> None:
+    class Module:
+        def models(self) -> dict[str, Any]:
+            return {"policy": tiny_spec("qwen3"), "reference": tiny_spec("gpt2")}
+
+    module: Any = Module()
+    with pytest.raises(ValueError, match=r"model_type='gpt2' has no plan.*expected one of llama, qwen2"):
+        strategy(2, pp=2).check_sizes(module)
+
+
+def test_lora_is_refused() -> None:
+    class Module:
+        def models(self) -> dict[str, Any]:
+            return {"policy": tiny_spec("qwen3", lora=LoRA())}
+
+    module: Any = Module()
+    with pytest.raises(ValueError, match=r"The policy has lora=LoRA.*Use FSDP2Strategy"):
+        strategy(2, pp=2).check_sizes(module)
+
+
+def test_strategies_are_known_by_name() -> None:
+    assert type(named_strategy("Parallel3DStrategy")) is Parallel3DStrategy
+    assert type(named_strategy("FSDP2Strategy")) is FSDP2Strategy
+    assert named_strategy("ddp") == "ddp"
+
+
+@pytest.mark.parametrize("name", ["Parallel3DStrategie", "fsdp2strategy", "Parallel3D"])
+def test_a_name_like_ours_is_refused_with_ours(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is the name of no strategy.*Did you mean (Parallel3D|FSDP2)Strategy"):
+        named_strategy(name)

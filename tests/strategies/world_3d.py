@@ -2,8 +2,8 @@
 
     python tests/strategies/world_3d.py '[[2, 1, 1, "1F1B", "qwen3"], …]'
 
-starts as many processes as (pp · dp · tp) says, forked from this one, which has imported everything once, and prints a
-JSON line for each case: the largest relative differences to one process.
+starts as many processes as (pp · dp · tp) says, a world for the cases of each size, all at once and forked from this one,
+which has imported everything once. It prints a JSON line for each case: the largest relative differences to one process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightrl.strategies.ranks import masked_row
 from lightrl.strategies.stages import split_model, square_norm
 from lightrl.strategies.tensor_parallel import local
 
-NUM_UPDATES = 3
+NUM_UPDATES = 2
 MAX_NORM = 0.5
 SETTINGS = LogprobSettings(temperature=0.8, min_new_tokens=1, stop_token_ids=(1, 5))
 
@@ -145,28 +145,29 @@ def work(rank: int, size: int, store: str, cases: list[list[Any]]) -> None:
     for case in cases:
         found = compare(*case)
         if rank == 0:
-            sys.stdout.write(json.dumps(found) + "\n")
-            sys.stdout.flush()
+            os.write(1, (json.dumps(found) + "\n").encode())  # a line at once: several worlds print
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main(cases: list[list[Any]]) -> int:
-    (size,) = {pp * dp * tp for pp, dp, tp, *_ in cases}
+    worlds: dict[int, list[list[Any]]] = {}
+    for case in cases:
+        worlds.setdefault(case[0] * case[1] * case[2], []).append(case)
     with tempfile.TemporaryDirectory() as folder:
         children = []
-        for rank in range(size):
+        for size, rank in [(world, rank) for world in worlds for rank in range(world)]:
             child = os.fork()
             if child == 0:
                 try:
-                    work(rank, size, f"{folder}/store", cases)
+                    work(rank, size, f"{folder}/store-{size}", worlds[size])
                 except BaseException:  # noqa: BLE001
                     traceback.print_exc()
                     os._exit(1)
                 os._exit(0)
             children.append(child)
         codes = []
-        while len(codes) < size:
+        while children:
             child, status = os.wait()
             codes.append(status)
             children.remove(child)

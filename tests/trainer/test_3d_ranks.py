@@ -1,0 +1,65 @@
+"""Runs on four and eight ranks in three directions against one process: the same trajectories, losses and weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_several_ranks import assert_close
+from world_3d_run import CASES
+
+HERE = Path(__file__).parent
+TOLERANCE = 1e-5  # relative to the largest number; float32 sums in another order
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Any]:
+    """What each process found, by number of ranks and rank; all are started once for all tests."""
+    folder = tmp_path_factory.mktemp("3d")
+    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "world_3d_run.py"), str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return {(size, rank): torch.load(folder / f"{size}-{rank}.pt") for size in (1, 4, 8) for rank in range(size)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_in_three_directions_learn_what_one_process_learns(name: str, runs: Any) -> None:
+    expected, found = runs[1, 0][name], runs[CASES[name][0], 0][name]
+    assert len(found["updates"]) == len(expected["updates"]) >= 2
+    for left, right in zip(found["token_ids"], expected["token_ids"], strict=True):
+        assert torch.equal(left, right)
+    for update, reference in zip(found["updates"], expected["updates"], strict=True):
+        assert update.keys() == reference.keys()
+        for key, value in reference.items():
+            assert_close(update[key], value, scale=1.0)
+    assert found["weights"].keys() == expected["weights"].keys()
+    for key, weight in expected["weights"].items():
+        assert (found["weights"][key] - weight).abs().max() <= TOLERANCE * weight.abs().max(), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_engine_has_the_weights_of_the_split_model(name: str, runs: Any) -> None:
+    found = runs[CASES[name][0], 0][name]
+    shared = found["engine"].keys() & found["weights"].keys()
+    assert len(shared) > 20
+    assert all(torch.equal(found["engine"][key], found["weights"][key]) for key in shared)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_of_a_split_model_reports_the_same_numbers(name: str, runs: Any) -> None:
+    size = CASES[name][0]
+    for rank in range(1, size):
+        assert runs[size, rank][name]["updates"] == runs[size, 0][name]["updates"]
