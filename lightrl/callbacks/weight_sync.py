@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from lightrl.callbacks import probe
+from lightrl.callbacks import colocation, probe
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.errors import EngineTimeout, WeightSyncError
 from lightrl.strategies import ranks_of
@@ -15,6 +15,8 @@ from lightrl.weights import HostCopy
 
 if TYPE_CHECKING:
     import lightning as L
+
+    from lightrl.trajectory import Group
 
 log = logging.getLogger(__name__)
 MISMATCH = {  # metrics of the first minibatch, on-policy: the same weights in trainer and engine
@@ -36,6 +38,9 @@ class WeightSync(RLCallback):
     difference, and beyond `max_probe_nats` the run stops. An engine without `score` is not probed, which is said once.
     On the trained tokens themselves `sync/mismatch_*` shows the difference to what the engine said when it sampled, of
     an iteration's first minibatch; with older tokens among them it holds the policy's change as well.
+
+    An engine with `placement: colocated` gives its memory back before each update, and the optimizer's state lies in
+    host memory while it generates; see colocation.py.
 
     Args:
         every_n_iterations: above 1 the engine lags behind on purpose; `StalenessControl.max_staleness` must be at least
@@ -84,6 +89,8 @@ class WeightSync(RLCallback):
         self._ensure(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if hasattr(getattr(trainer, "rollout", None), "engine"):
+            colocation.check(trainer)
         self._ensure(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -96,6 +103,7 @@ class WeightSync(RLCallback):
         self._ensure(trainer, pl_module)
 
     def on_policy_updated(self, trainer: L.Trainer, module: L.LightningModule, weight_version: int) -> None:
+        colocation.to_engine(trainer)
         if weight_version % self.every_n_iterations == 0:
             self._sync(trainer, module, weight_version)
             if self.last_probe_nats is not None:
@@ -107,6 +115,9 @@ class WeightSync(RLCallback):
             return
         if trainer.weight_version - self._acknowledged_version > trainer.rollout.max_staleness:
             self._finish(trainer, module)
+
+    def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
+        colocation.to_trainer(trainer)
 
     def on_rollout_progress(self, trainer: L.Trainer, module: L.LightningModule, done: int, total: int) -> None:
         if self._load is not None and self._load.has_failed:

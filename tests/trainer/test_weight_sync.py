@@ -4,11 +4,14 @@ import threading
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from tiny_run import POLICY, Digits, TinyGRPO, make_trainer
 
-from lightrl import FakeEngine, StalenessControl, WeightSync
+from lightrl import FakeEngine, SGLangEngine, StalenessControl, WeightSync
+from lightrl.callbacks.colocation import move_optimizer_state
 from lightrl.callbacks.probe import compare, probe_sequences
 from lightrl.errors import WeightSyncError
+from lightrl.rollout import FakeServerProcess
 
 
 class ScoringEngine(FakeEngine):
@@ -76,6 +79,34 @@ def test_a_load_in_the_background_ends_with_the_weights_of_a_blocking_one(tmp_pa
     assert all(torch.equal(engine.held[name], trained[name]) for name in trained)
 
 
+class LoadsAmidAnUpdate(ScoringEngine):
+    """Its load of version 1 ends only when the trainer is at work on the next version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_training_on = threading.Event()
+
+    def load_weights(self, buckets, *, weight_version):
+        assert weight_version != 1 or self.is_training_on.wait(30), "the trainer waits for the load"
+        super().load_weights(buckets, weight_version=weight_version)
+
+
+class SaysSo(Callback):
+    def on_minibatch_start(self, trainer, module, minibatch, index, total):
+        if trainer.weight_version == 1:
+            assert trainer.engine.weight_version == 0
+            trainer.engine.is_training_on.set()
+
+
+def test_at_staleness_1_the_trainer_goes_on_while_the_engine_loads(tmp_path):
+    engine = LoadsAmidAnUpdate()
+    module, _ = fit(tmp_path, engine, WeightSync(blocking=False), StalenessControl(1), SaysSo())
+    assert engine.loaded_versions == [0, 1, 2, 3]
+    versions = [experience.weight_versions[experience.loss_mask] for experience in module.experiences]
+    assert [int(found.max()) for found in versions[:2]] == [0, 0]
+    assert all(int(found.min()) >= number - 1 for number, found in enumerate(versions))
+
+
 def test_an_error_of_a_load_in_the_background_ends_the_run(tmp_path):
     with pytest.raises(WeightSyncError, match="fails the load of version 2"):
         fit(tmp_path, FakeEngine(fail_loads=[2]), WeightSync(blocking=False))
@@ -96,3 +127,42 @@ def test_the_first_token_has_no_logprob_to_compare():
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         WeightSync(**settings)
+
+
+@pytest.fixture
+def fake_server():
+    server = FakeServerProcess(vocab_size=8).start()
+    yield server
+    server.stop()
+
+
+def test_a_colocated_server_has_its_memory_while_it_generates_and_not_during_updates(tmp_path, fake_server):
+    """The fake dies at a release while it runs and at a resume of what it has not released."""
+
+    class Looks(Callback):
+        def on_minibatch_start(self, trainer, module, minibatch, index, total):
+            requests = fake_server.stats()["requests"]
+            seen.append([requests.get(f"/{what}_memory_occupation", 0) for what in ("release", "resume")])
+
+    seen: list[list[int]] = []
+    engine = SGLangEngine(urls=[fake_server.url], placement="colocated")
+    _, trainer = fit(tmp_path, engine, WeightSync(probe=0), Looks())
+    assert trainer.weight_version == 3
+    assert seen == [[1, 0], [2, 3], [3, 6]]  # weights, graphs and cache come back one by one
+    assert fake_server.stats()["requests"]["/resume_memory_occupation"] == 9
+
+
+def test_rollouts_during_the_updates_of_a_colocated_engine_are_refused(tmp_path, fake_server):
+    with pytest.raises(ValueError, match=r"max_staleness=1.*colocated"):
+        fit(tmp_path, SGLangEngine(urls=[fake_server.url], placement="colocated"), StalenessControl(1))
+
+
+def test_only_the_optimizers_moments_are_moved_and_keep_their_values():
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    before = [{name: value.clone() for name, value in state.items()} for state in optimizer.state.values()]
+    assert move_optimizer_state([optimizer], torch.device("cpu")) == 2 * 4 * (6 + 2)  # two of each parameter's size
+    for state, old in zip(optimizer.state.values(), before, strict=True):
+        assert all(torch.equal(state[name], old[name]) for name in old)
