@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         WeightSync,
     )
     from lightrl.data import PreferenceDataModule, PromptDataModule, SFTDataModule, TrajectoryDataModule
+    from lightrl.dataflow import ModelCall
     from lightrl.experience import Experience
     from lightrl.lora import LoRA
     from lightrl.models import ModelSpec, Outputs
@@ -116,6 +117,7 @@ _HOMES = {
     "ModelSpec": "models",
     "LoRA": "lora",
     "Outputs": "models",
+    "ModelCall": "dataflow",
     "Experience": "experience",
     "Prompt": "trajectory",
     "Sampling": "trajectory",
@@ -149,8 +151,8 @@ __all__ = [
     "GSPO",
     "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "PPO", "Distillation", "SFT", "DPO", "IPO", "RewardModel",
     "PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule", "ModelSpec", "LoRA", "Outputs",
-    "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment",
-    "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine",
+    "ModelCall", "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn",
+    "Environment", "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine",
     "FakeEngine", "SGLangEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
     "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "LearningCurve", "HuggingFaceExport",
 ]  # fmt: skip

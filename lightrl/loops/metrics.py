@@ -54,30 +54,35 @@ def joined(name: str, first: Tensor, second: Tensor) -> Tensor:
     return torch.minimum(first, second) if reduction == "min" else first + second
 
 
-def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The metrics of all ranks, the same on each; a name that only some ranks have counts as nothing on the others.
+def over_ranks(
+    parts: Mapping[str, Tensor], ranks: Ranks, weights: Mapping[str, int]
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The metrics of all ranks, and their weights; a name that only some ranks have counts as nothing on the others.
 
-    It needs no more than sums: each rank writes into its own column, and reads all of them.
+    Both are the same on each rank. It needs no more than sums: each rank writes into its own column, and reads all.
 
     Args:
         parts: this rank's.
         ranks: who has the other parts.
+        weights: of this rank's metrics, for IterationMetrics; every rank that has a metric has the same one.
     """
     if ranks.dp_size == 1:
-        return dict(parts)
+        return dict(parts), dict(weights)
     names = _all_names(sorted(parts), ranks)
     columns = torch.zeros(len(names), ranks.dp_size, 2, dtype=torch.float64)
     for row, name in enumerate(names):
         if name in parts:
-            columns[row, ranks.dp_rank, 0] = 1
+            columns[row, ranks.dp_rank, 0] = weights.get(name, 1)
             columns[row, ranks.dp_rank, 1] = parts[name].double()
     columns = ranks.sum_(columns)
     found: dict[str, Tensor] = {}
+    all_weights: dict[str, int] = {}
     for row, name in enumerate(names):
-        for is_there, part in columns[row].unbind():
-            if is_there:
+        for weight, part in columns[row].unbind():
+            if weight:
                 found[name] = joined(name, found[name], part) if name in found else part
-    return found
+                all_weights[name] = int(weight)
+    return found, all_weights
 
 
 class IterationMetrics:

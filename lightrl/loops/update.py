@@ -96,7 +96,7 @@ class MinibatchLoss:
 
     def reduce(self) -> None:
         """After the last microbatch: sums over all ranks, so that every rank reports the same numbers."""
-        self.sums = over_ranks(self.sums, self.ranks)
+        self.sums, self.weights = over_ranks(self.sums, self.ranks, self.weights)
 
     def metrics(self) -> dict[str, float]:
         """Of the whole minibatch: means over loss tokens (for [B, T]) or trajectories (for [B]); see metrics.py."""

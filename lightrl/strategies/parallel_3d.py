@@ -106,6 +106,11 @@ class Parallel3DStrategy(FSDP2Strategy):
                     f"The {role} has lora={spec.lora}, expected none with Parallel3DStrategy, whose plans split plain "
                     "layers. Use FSDP2Strategy, which trains adapters, or leave lora out."
                 )
+            if spec.offload:
+                raise ValueError(
+                    f"The {role} has offload=True, which Parallel3DStrategy cannot move once it is split, expected false. "
+                    "Leave it out, or use FSDP2Strategy."
+                )
             check_sizes(spec.load_config(), self.pp, self.tp, self.schedule, self.stages_per_rank)
 
     def setup_environment(self) -> None:

@@ -68,14 +68,6 @@ class Ranks:
         """The largest of all ranks' values, place by place; every rank gives as many."""
         return values
 
-    def sum_metrics(self, sums: dict[str, Tensor], weights: dict[str, int]) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Sums by name over dp ranks, which have the same names; and their weights, which are those of all ranks."""
-        if self.dp_size > 1 and sums:
-            names = sorted(sums)
-            total = self.sum_(torch.stack([sums[name].double() for name in names]))
-            sums = dict(zip(names, total.unbind(), strict=True))
-        return sums, weights
-
     def total_norm(self, gradients: Sequence[Tensor]) -> float:
         """The norm over all gradients, which may be sharded; the same on each rank."""
         if not gradients:

@@ -73,7 +73,8 @@ def on_ranks(*metrics: dict[str, float]) -> list[dict[str, float]]:
 
     def run(rank: int) -> None:
         own = {name: torch.tensor(value) for name, value in metrics[rank].items()}
-        result = over_ranks(own, ThreadRanks(rank, num, barrier, parts))
+        result, weights = over_ranks(own, ThreadRanks(rank, num, barrier, parts), dict.fromkeys(own, 30))
+        assert weights == dict.fromkeys(result, 30)
         found[rank] = {name: float(value) for name, value in result.items()}
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num)]
