@@ -35,9 +35,10 @@ class WeightSync(RLCallback):
 
     The engine checks names, shapes and values and keeps the old weights if something is wrong. After each sync a probe,
     a few fixed sequences of random tokens, is scored by trainer and engine: `sync/probe_abs_dlogp_nats`, their mean
-    difference, and beyond `max_probe_nats` the run stops. An engine without `score` is not probed, which is said once.
-    On the trained tokens themselves `sync/mismatch_*` shows the difference to what the engine said when it sampled, of
-    an iteration's first minibatch; with older tokens among them it holds the policy's change as well.
+    difference, and beyond `max_probe_nats` the run stops. LocalEngine, to which weights are copied in memory, is probed
+    after each tenth; an engine without `score` is not, which is said once. On the trained tokens themselves
+    `sync/mismatch_*` shows the difference to what the engine said when it sampled, of an iteration's first minibatch;
+    with older tokens among them it holds the policy's change as well.
 
     An engine with `placement: colocated` gives its memory back before each update, and the optimizer's state lies in
     host memory while it generates; see colocation.py.
@@ -108,6 +109,7 @@ class WeightSync(RLCallback):
             self._sync(trainer, module, weight_version)
             if self.last_probe_nats is not None:
                 module.log("sync/probe_abs_dlogp_nats", self.last_probe_nats)
+                self.last_probe_nats = None
 
     def on_rollout_start(self, trainer: Any, module: L.LightningModule) -> None:
         """Waits for a load in the background where the staleness bound wants it; the same on every rank."""
@@ -148,7 +150,7 @@ class WeightSync(RLCallback):
     def _sync(self, trainer: Any, module: Any, weight_version: int) -> None:
         self._finish(trainer, module)
         start = time.perf_counter()
-        scores = self._score(trainer, module)
+        scores = self._score(trainer, module, weight_version)
         buckets = module.parallel_models["policy"].full_parameters(self.bucket_bytes)
         if self.blocking:
             trainer.rollout.load_weights(buckets, weight_version=weight_version)
@@ -183,14 +185,18 @@ class WeightSync(RLCallback):
             self._probe(trainer, module, scores)
         trainer.call_rl_hook("on_weights_synced", weight_version)
 
-    def _score(self, trainer: Any, module: Any) -> list[list[float]] | None:
+    def _score(self, trainer: Any, module: Any, weight_version: int) -> list[list[float]] | None:
         """The trainer's side of the probe; None where the engine has no other side, the same on every rank."""
         if self.num_probes == 0:
             return None
         ranks = ranks_of(trainer.strategy)
-        can_score = ranks.broadcast_json(hasattr(trainer.rollout.engine, "score") if ranks.is_main else None)
-        if not can_score:
+        every = 0  # loads to a probe
+        if ranks.is_main and hasattr(trainer.rollout.engine, "score"):
+            every = getattr(trainer.rollout.engine, "probe_every_n_loads", 1)
+        every = ranks.broadcast_json(every)
+        if every == 0:
             self._say_unprobed(ranks.is_main, trainer)
+        if every == 0 or weight_version % every:
             return None
         return probe.trainer_scores(trainer, module, self._sequences(module))
 

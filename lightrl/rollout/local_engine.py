@@ -104,6 +104,8 @@ class LocalEngine(RolloutEngine):
         boundary_timeout_s: how long `pause`, `load_weights` and `close` wait for the token in progress.
     """
 
+    probe_every_n_loads = 10  # a probe of a model of 0.8 M parameters takes 9 ms: 3 % of the quickstart after each load
+
     def __init__(
         self,
         *,

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from tiny_run import POLICY, Digits, TinyGRPO, make_trainer
 
-from lightrl import FakeEngine, SGLangEngine, StalenessControl, WeightSync
+from lightrl import FakeEngine, LocalEngine, SGLangEngine, StalenessControl, WeightSync
 from lightrl.callbacks.colocation import move_optimizer_state
 from lightrl.callbacks.probe import compare, probe_sequences
 from lightrl.errors import WeightSyncError
@@ -52,6 +52,23 @@ def test_the_probe_is_logged_and_near_zero_after_each_sync(tmp_path):
     assert float(trainer.callback_metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
     assert engine.num_scored == 2 * 4  # versions 0 to 3
     assert float(trainer.callback_metrics["sync/mismatch_k3_nats"]) >= 0
+
+
+def test_the_engine_of_a_laptop_is_probed_after_each_tenth_load(tmp_path):
+    seen = []
+
+    class Probed(LocalEngine):
+        def score(self, token_ids):
+            seen.append(self.weight_version)
+            return super().score(token_ids)
+
+    fit(tmp_path, Probed())
+    assert seen == [0, 0]
+    engine = Probed()
+    engine.probe_every_n_loads = 1
+    _, trainer = fit(tmp_path, engine)
+    assert seen == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert float(trainer.callback_metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
 
 
 def test_an_engine_that_says_other_logprobs_ends_the_run_with_both_numbers(tmp_path):
