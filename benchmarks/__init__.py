@@ -11,6 +11,8 @@ Reading order:
     packing.py          forward and backward, without padding against padded, with the same gradients
     algorithms.py       learning curves of every algorithm on one task, over seeds, as CSV and PNG
     weight_sync.py      MiB/s of weights from trainers to a receiver, by transport
+    parallel.py         updates by topology on this machine: tokens/s, memory, bytes sent, idle time of the pipeline
+    gpu_update.py       MFU, tokens/s and memory of update and logprobs on one GPU, against a plain training loop
     plan.py             what FSDP2 and 3D parallelism would cost, on paper, up to 1,024 GPUs
     async_overlap.py    iterations per second with max_staleness 0, 1, 2, 4 under a long tail of latencies
 

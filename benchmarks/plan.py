@@ -3,8 +3,10 @@
     python -m benchmarks.plan [--gpus 1024] [--model qwen3-32b | --config FOLDER] [--tokens 4194304]
 
 For each number of GPUs one line for FSDP2 and one for the fastest (pp, dp, tp) that fits the memory: memory of a rank,
-bytes it sends in an update, idle time of the pipeline, microbatches, seconds. The formulas and the constants are in
-lightrl/strategies/costs.py; with --mfu and the bandwidths put in what was measured.
+bytes it sends in an update, idle time of the pipeline, microbatches, seconds. Where FSDP2's whole gradients do not fit,
+`reduces` is the number of microbatches: `reduce_every_microbatch` is set. The formulas are in
+lightrl/strategies/costs.py. Its constants are assumed, not measured, and printed as `assumed`; put measured ones in
+with --mfu, --memory-gb and the bandwidths.
 """
 
 from __future__ import annotations
@@ -16,12 +18,17 @@ from typing import Any
 from transformers import AutoConfig
 
 from benchmarks.report import Report
-from lightrl.strategies.costs import Cost, Machine, Work, best_3d_cost, fsdp2_cost, num_parameters
+from lightrl.strategies.costs import Cost, Machine, Work, best_3d_cost, best_fsdp2_cost, num_parameters
 
 # Sizes of published models, so that nothing is downloaded.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-1.7b": {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
         "tie_word_embeddings": True,
     },
@@ -46,6 +53,7 @@ def row_of(cost: Cost, machine: Machine) -> dict[str, Any]:
         "strategy": cost.strategy,
         "pp_dp_tp": f"{cost.pp} {cost.dp} {cost.tp}",
         "microbatches": cost.num_microbatches,
+        "reduces": cost.num_microbatches if cost.reduce_every_microbatch else 1,
         "memory_gib": round(cost.memory_bytes / gib, 1),
         "state_gib": round(cost.state_bytes / gib, 2),
         "gathered_gib": round(cost.gathered_bytes / gib, 2),
@@ -83,9 +91,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         remote_bytes_per_s=given.remote_gb_per_s * 1e9,
     )
     work = Work(given.tokens, given.microbatch_tokens, not given.no_checkpointing)
-    report = Report("plan", model=given.config or given.model, parameters=num_parameters(config), tokens=given.tokens)
+    report = Report(
+        "plan",
+        model=given.config or given.model,
+        parameters=num_parameters(config),
+        tokens=given.tokens,
+        assumed=vars(machine),
+    )
     for gpus in sorted({*(size for size in SIZES if size < given.gpus), given.gpus}):
-        for cost in (fsdp2_cost(config, gpus, work, machine), best_3d_cost(config, gpus, work, machine)):
+        for cost in (best_fsdp2_cost(config, gpus, work, machine), best_3d_cost(config, gpus, work, machine)):
             report.add("update", **row_of(cost, machine), peak_rss_mib=0)
     report.finish([name for name in report.rows[0] if name not in ("measurement", "peak_rss_mib")])
 

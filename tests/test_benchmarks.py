@@ -9,7 +9,17 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from benchmarks import async_overlap, grpo_vs_trl, local_engine, orchestrator, packing, plan, weight_sync
+from benchmarks import (
+    async_overlap,
+    gpu_update,
+    grpo_vs_trl,
+    local_engine,
+    orchestrator,
+    packing,
+    parallel,
+    plan,
+    weight_sync,
+)
 from benchmarks.async_overlap import PlaybackEngine
 from benchmarks.lengths import ForcedLengths, equal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
@@ -158,3 +168,66 @@ def test_plan_prints_both_strategies_for_each_size(capsys):
     rows = [line for line in printed(capsys) if "strategy" in line]
     assert [(row["gpus"], row["strategy"]) for row in rows] == [(8, "FSDP2"), (8, "3D"), (64, "FSDP2"), (64, "3D")]
     assert all(row["fits"] for row in rows)
+
+
+def test_plan_says_which_constants_are_assumed(capsys):
+    plan.main(["--gpus", "8", "--model", "qwen3-0.6b", "--mfu", "0.3"])
+    assumed = printed(capsys)[0]["assumed"]
+    assert assumed["mfu"] == 0.3
+    assert assumed["memory_bytes"] == 80e9
+
+
+def test_parallel_sends_little_more_than_it_must(capfd):
+    parallel.main(["--quick"])
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    (row,) = [line for line in lines if line.get("topology") == "2-1-1"]
+    assert row["formula"] == 0.2  # (2 - 1) / (4 + 2 - 1)
+    assert row["least_by_axis"] == {"dp": 0, "tp": 0, "pp": round(4 * 8 * 15 * 32 / 2**20, 3)}
+    assert 1 <= row["sent_over_least"] < 1.3
+
+
+@pytest.mark.parametrize(("ranks", "stages", "microbatches"), [(2, 1, 8), (4, 1, 4), (2, 2, 4)])
+def test_a_replayed_schedule_of_equal_stages_idles_as_the_formula_says(ranks, stages, microbatches):
+    costs = {
+        (is_backward, stage, microbatch): 2.0 if is_backward else 1.0
+        for is_backward in (False, True)
+        for stage in range(ranks * stages)
+        for microbatch in range(microbatches)
+    }
+    found = parallel.replayed_idle_fraction(costs, ranks, stages, microbatches)
+    assert found == pytest.approx((ranks - 1) / (stages * microbatches + ranks - 1))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_update_says_when_there_is_no_gpu():
+    with pytest.raises(SystemExit, match="sees no GPU, expected one: not run"):
+        gpu_update.main([])
+
+
+def test_gpu_update_has_the_same_gradients_on_both_sides(capsys):
+    config = gpu_update.make_config("tiny")
+    contest = gpu_update.Contest(config, gpu_update.make_parts(256, 32, config.vocab_size), "cpu", plain_tokens=128)
+    assert len(contest.plain) > 1
+    contest._step = lambda: None
+    gradients = []
+    for update in (contest.update_plain, contest.update_lightrl):
+        contest.model.zero_grad()
+        update()
+        gradients.append(torch.cat([value.grad.flatten() for value in contest.model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[0].norm()
+
+
+def test_gpu_update_prints_both_contenders(capsys):
+    gpu_update.main(["--quick"])
+    rows = [line for line in printed(capsys) if "contender" in line]
+    assert [(row["measurement"], row["contender"]) for row in rows] == [
+        ("update", "plain"), ("update", "lightrl"), ("logprobs", "plain"), ("logprobs", "lightrl"),
+    ]  # fmt: skip
+
+
+def test_flops_of_a_small_model():
+    # A layer: 2 · 32 · 8 · (4 + 2) + 3 · 32 · 64 = 9,216 weights; the head 64 · 32 at two tokens; 2 · 32 · (9 + 1) for
+    # the attention of a layer over sequences of 3 and 1.
+    forward = 2 * (2 * 9216 * 4 + 64 * 32 * 2) + 2 * 2 * 32 * 10
+    assert gpu_update.flops(gpu_update.make_config("tiny"), [3, 1], 2, has_backward=False) == forward
+    assert gpu_update.flops(gpu_update.make_config("tiny"), [3, 1], 2, has_backward=True) == 3 * forward

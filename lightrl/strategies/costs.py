@@ -59,6 +59,7 @@ class Cost:
     compute_s: float
     communication_s: float  # that nothing hides
     step_s: float
+    reduce_every_microbatch: bool = False  # FSDP2Strategy's setting
 
     @property
     def memory_bytes(self) -> float:
@@ -85,17 +86,23 @@ def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, *
     return float(_ACTIVATION_BYTES * tokens * (num_layers * config.hidden_size + kept))
 
 
-def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> Cost:
-    """FSDP2Strategy with its defaults: layers are gathered for each microbatch, forward and backward."""
+def fsdp2_cost(
+    config: PretrainedConfig, gpus: int, work: Work, machine: Machine, *, reduce_every_microbatch: bool = False
+) -> Cost:
+    """FSDP2Strategy: layers are gathered for each microbatch, forward and backward.
+
+    Whole gradients wait for the last microbatch, or are reduced after each with `reduce_every_microbatch`.
+    """
     total = num_parameters(config)
     num = _num_microbatches(work, gpus)
     ends = total - config.num_hidden_layers * layer_parameters(config)
     others = (gpus - 1) / gpus
     gathers = 2 * 2 * total * num * others  # bfloat16, two gathers of each microbatch
-    sent = gathers + 4 * total * others
+    sent = gathers + 4 * total * others * (num if reduce_every_microbatch else 1)
     communication = sent / _bandwidth(gpus, machine)
     compute = _compute_s(config, gpus, work, machine)
     tokens = min(work.microbatch_tokens, math.ceil(work.tokens / gpus))
+    waiting = 4 * total if num > 1 and not reduce_every_microbatch else 0  # whole gradients
     return Cost(
         strategy="FSDP2",
         pp=1,
@@ -103,7 +110,7 @@ def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, machine: Machine
         tp=1,
         num_microbatches=num,
         state_bytes=_STATE_BYTES * total / gpus,
-        gathered_bytes=2 * (2 * layer_parameters(config) + ends) + 4 * total * (num > 1),
+        gathered_bytes=2 * (2 * layer_parameters(config) + ends) + waiting,
         activation_bytes=activation_bytes(
             config, tokens, config.num_hidden_layers, checkpointed=work.checkpoint_activations
         ),
@@ -112,6 +119,7 @@ def fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, machine: Machine
         compute_s=compute,
         communication_s=max(0.0, communication - compute),
         step_s=max(compute, communication),  # gathers hide behind the compute where there is enough of it
+        reduce_every_microbatch=reduce_every_microbatch,
     )
 
 
@@ -158,6 +166,14 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
         communication_s=communication,
         step_s=compute / (1 - bubble) + communication,
     )
+
+
+def best_fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> Cost:
+    """With the default, one reduce for all microbatches, where that fits the memory; else with one for each."""
+    cost = fsdp2_cost(config, gpus, work, machine)
+    if cost.memory_bytes <= machine.memory_bytes or cost.num_microbatches == 1:
+        return cost
+    return fsdp2_cost(config, gpus, work, machine, reduce_every_microbatch=True)
 
 
 def best_3d_cost(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> Cost:

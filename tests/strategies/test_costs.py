@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from lightrl.strategies.costs import Machine, Work, best_3d_cost, fsdp2_cost, num_parameters, parallel_3d_cost
+from lightrl.strategies.costs import (
+    Machine,
+    Work,
+    best_3d_cost,
+    best_fsdp2_cost,
+    fsdp2_cost,
+    num_parameters,
+    parallel_3d_cost,
+)
 
 
 def config(**changes: Any) -> Any:
@@ -61,3 +69,12 @@ def test_the_best_split_fits_the_memory_where_one_does() -> None:
     tight = Machine(memory_bytes=3e6)
     assert parallel_3d_cost(config(), 1, 8, 1, WORK, tight).memory_bytes > tight.memory_bytes
     assert best_3d_cost(config(), 8, WORK, tight).memory_bytes <= tight.memory_bytes
+
+
+def test_fsdp2_reduces_every_microbatch_where_whole_gradients_do_not_fit() -> None:
+    default = fsdp2_cost(config(), 4, WORK, Machine())
+    tight = Machine(memory_bytes=default.memory_bytes - 1)
+    chosen = best_fsdp2_cost(config(), 4, WORK, tight)
+    assert best_fsdp2_cost(config(), 4, WORK, Machine()) == default
+    assert default.gathered_bytes - chosen.gathered_bytes == 4 * 393_216
+    assert chosen.sent_bytes - default.sent_bytes == 4 * 393_216 * 3 / 4  # two microbatches: one more reduce

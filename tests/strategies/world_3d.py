@@ -2,8 +2,9 @@
 
     python tests/strategies/world_3d.py '[[2, 1, 1, "1F1B", "qwen3"], …]'
 
-starts as many processes as (pp · dp · tp) says, a world for the cases of each size, all at once and forked from this one,
-which has imported everything once. It prints a JSON line for each case: the largest relative differences to one process.
+starts as many processes as (pp · dp · tp) says, a world for the cases of each size, all at once and forked from this
+one, which has imported everything once. It prints a JSON line for each case: the largest relative differences to one
+process.
 """
 
 from __future__ import annotations
