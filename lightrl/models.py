@@ -63,6 +63,8 @@ class ModelSpec:
     Args:
         path: a Hugging Face hub name or a local folder with weights.
         config: instead of `path`: the model's config, with `model_type`, for random weights.
+        url: instead of `path`: of an SGLang server that has the model, for a teacher or a reference policy, which must
+            have the policy's tokens. The server's token is that of LIGHTRL_SERVER_TOKEN.
         tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None.
         dtype: of the weights, for example `float32` or `bfloat16`; float32 if None, which mixed precision expects.
         attn_implementation: as in transformers; None is its default.
@@ -78,6 +80,7 @@ class ModelSpec:
 
     path: str | None = None
     config: dict[str, Any] | None = None
+    url: str | None = None
     tokenizer: str | None = None
     dtype: str | None = None
     attn_implementation: str | None = None
@@ -91,12 +94,18 @@ class ModelSpec:
     lora: LoRA | None = None
 
     def __post_init__(self) -> None:
-        if (self.path is None) == (self.config is None):
+        if (self.path is None) + (self.config is None) + (self.url is None) != 2:
             raise ValueError(
-                f"ModelSpec got path={self.path!r} and config={self.config!r}, expected exactly one of them. Give path "
-                "for a checkpoint, config for random weights."
+                f"ModelSpec got path={self.path!r}, config={self.config!r} and url={self.url!r}, expected exactly one "
+                "of them. Give path for a checkpoint, config for random weights, url for a server that has the model."
             )
-        if self.path is None and self.tokenizer is None:
+        if self.url is not None and self.head == "scalar":
+            raise ValueError(
+                f"url={self.url!r} stands for a critic or a reward model, expected a teacher or a reference policy: a "
+                "server is asked for logprobs only. Give the model's path, with offload=true if it is large, or ask "
+                "the server in a reward function."
+            )
+        if self.config is not None and self.tokenizer is None:
             raise ValueError("ModelSpec has a config but no tokenizer, expected both. Add tokenizer=.")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError(
@@ -126,6 +135,7 @@ class ModelSpec:
     def load_config(self) -> PretrainedConfig:
         from transformers import AutoConfig
 
+        self._check_is_here()
         if self.config is None:
             return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         # Random weights know no end token: a family's default id would stand for some other token of this tokenizer.
@@ -137,6 +147,7 @@ class ModelSpec:
 
         Inside `models_made_by` it is what that function makes, which may have no weights yet.
         """
+        self._check_is_here()
         make = _MAKE.get()
         if make is not None:
             return make(self)
@@ -161,6 +172,13 @@ class ModelSpec:
                 self.path, dtype=dtype, trust_remote_code=self.trust_remote_code, **options
             )
         return model.eval()
+
+    def _check_is_here(self) -> None:
+        if self.url is not None:
+            raise ValueError(
+                f"url={self.url!r} stands where a model is loaded, expected path or config: only a teacher or a "
+                "reference policy of an RLModule can be behind a server. Give its path."
+            )
 
     def _load_scalar_model(self) -> PreTrainedModel:
         """With a linear head `score` of one number; zeros, if the checkpoint has none."""

@@ -22,6 +22,7 @@ from lightrl.functional import group_advantages
 from lightrl.model_folder import fill_in, keep_trained
 from lightrl.models import ModelSpec, Outputs, ParallelModel
 from lightrl.rewards import RewardPart
+from lightrl.rollout.sglang.scoring import ServedScores
 from lightrl.rollout.workflow import SingleTurn, Workflow
 from lightrl.trajectory import Group, Sampling, Trajectory
 
@@ -144,6 +145,11 @@ class RLModule(L.LightningModule):
                 "Raise group_size, or override advantages and set compares_groups = False."
             )
         self.policy_spec = ModelSpec.of(policy)
+        if self.policy_spec.url is not None:
+            raise ValueError(
+                f"policy has url={self.policy_spec.url!r}, expected path or config: it is trained here. Give its path; "
+                "servers that write its rollouts are trainer.engine's."
+            )
         self.reward_source = reward
         self.reward_model_spec = (
             None if reward_model is None else dataclasses.replace(ModelSpec.of(reward_model), head="scalar")
@@ -241,6 +247,24 @@ class RLModule(L.LightningModule):
             calls.append(ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",)))
         return calls
 
+    def placed_calls(self) -> list[ModelCall]:
+        """`score_calls`; those of a role behind a server ask it, beside the models on the trainer's devices.
+
+        Raises:
+            ValueError: if the policy is drawn from otherwise than a server scores.
+        """
+        urls = {role: spec.url for role, spec in self.models().items()}
+        return [self._asked(call, url) if (url := urls.get(call.role or "")) else call for call in self.score_calls()]
+
+    def _asked(self, call: ModelCall, url: str) -> ModelCall:
+        if self.sampling.temperature != 1 or self.sampling.min_new_tokens:
+            raise ValueError(
+                f"The {call.role} is behind {url}, which scores tokens at temperature 1 with no token masked, but "
+                f"sampling has temperature={self.sampling.temperature:g} and min_new_tokens="
+                f"{self.sampling.min_new_tokens}, expected 1 and 0. Set them so, or give the model's path."
+            )
+        return dataclasses.replace(call, role=None, run=ServedScores(url, call.timeout_s))
+
     def train_calls(self) -> list[ModelCall]:
         """The models that each minibatch updates, in order, all with one step of the optimizer."""
         known = [key for call in self.score_calls() for key in call.outputs if not key.endswith("values")]
@@ -266,7 +290,7 @@ class RLModule(L.LightningModule):
         Raises:
             ValueError: if the calls make no graph; see DataFlowGraph.
         """
-        calls = self.score_calls()
+        calls = self.placed_calls()
         wrong = next((call for call in calls if call.kind != "infer"), None)
         if wrong is not None:
             raise ValueError(
@@ -382,7 +406,7 @@ class RLModule(L.LightningModule):
         if self._trainer is not None and not hasattr(self._trainer, "rollout_loop"):
             raise RuntimeError(NEEDS_OUR_TRAINER)
         for role, spec in self.models().items():
-            if hasattr(self, role):
+            if hasattr(self, role) or spec.url is not None:
                 continue
             model = spec.load_model()
             if role not in self.trained_roles():
@@ -431,7 +455,7 @@ class RLModule(L.LightningModule):
         fill_in(checkpoint, self._models_and_specs(), self.saved_roles())
 
     def _models_and_specs(self) -> dict[str, tuple[PreTrainedModel, ModelSpec]]:
-        return {role: (getattr(self, role), spec) for role, spec in self.models().items()}
+        return {role: (getattr(self, role), spec) for role, spec in self.models().items() if spec.url is None}
 
     def stop_token_ids(self) -> dict[str, list[int]]:
         """Where each stop token comes from → ids: generation config, model config, tokenizer, turn end, user."""

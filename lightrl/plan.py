@@ -13,6 +13,7 @@ from lightrl.cli import LightRLCLI, reported
 from lightrl.config_errors import UsageError
 from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.module import RLModule
+from lightrl.rollout.sglang.scoring import ServedScores
 
 _HELP = """\
 usage: lightrl plan --config run.yaml [--setting value ...]
@@ -50,7 +51,7 @@ def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
     trained = module.trained_roles()
     lines = [f"{type(module).__name__}: {len(graph.calls)} calls per iteration", "", "roles"]
     for role, spec in module.models().items():
-        source = spec.path or f"random {(spec.config or {}).get('model_type')}"
+        source = spec.path or spec.url or f"random {(spec.config or {}).get('model_type')}"
         state = f"trained, lr {spec.lr or getattr(module, 'lr', None):g}" if role in trained else "frozen"
         notes = [state, *(["one number per position"] if spec.head == "scalar" else [])]
         notes += ["waits in CPU memory between uses"] if spec.offload else []
@@ -84,7 +85,7 @@ def where(call: ModelCall) -> str:
     """Whose devices a call runs on."""
     own = {"reward": "reward processes", "advantages": "trainer, on the whole iteration"}
     if call.role is None:
-        return own.get(call.name, "its own thread")
+        return own.get(call.name, "server" if isinstance(call.run, ServedScores) else "its own thread")
     return _WHERE.get(call.kind, "trainer")
 
 

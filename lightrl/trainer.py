@@ -268,7 +268,8 @@ class Trainer(L.Trainer):
                 settings,
                 value_head=module.value_head if role == "policy" else None,
             )
-            for role in module.models()
+            for role, spec in module.models().items()
+            if spec.url is None
         }
         self._use_plain_no_grad()
         if self._logs_every_iteration:

@@ -15,7 +15,7 @@ CONFIG = FAMILIES["qwen3"]
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "path=None and config=None, expected exactly one"),
+        ({}, "path=None, config=None and url=None, expected exactly one"),
         ({"path": "a/b", "config": CONFIG}, "expected exactly one of them"),
         ({"config": CONFIG}, "a config but no tokenizer"),
         ({"config": {"hidden_size": 8}, "tokenizer": "x"}, r"keys \['hidden_size'\], expected model_type"),

@@ -114,10 +114,11 @@ class PPO(GRPO):
                 "kl_target_nats and reference_decay belong to a KL term, expected kl_coef above 0 with them. Set "
                 "kl_coef and reference, or leave them out."
             )
-        if reference_decay is not None and self.reference_spec is None:
+        if reference_decay is not None and (self.reference_spec is None or self.reference_spec.url is not None):
             raise ValueError(
                 f"reference_decay={reference_decay} moves a reference policy, but that is the policy without its "
-                "adapters here, expected reference= a model of its own. Give the checkpoint that training starts from."
+                "adapters here, or behind a server, expected reference= a model of its own. Give the checkpoint that "
+                "training starts from."
             )
         if reference_decay is not None and not 0 <= reference_decay <= 1:
             raise ValueError(f"reference_decay={reference_decay}, expected 0 to 1. Mend it.")

@@ -51,7 +51,7 @@ def score(
         with forward_context():
             return _infer(module, call, seen, ranks)
 
-    graph = DataFlowGraph(module.score_calls(), roles=module.models(), given=ROLLOUT_FIELDS)
+    graph = DataFlowGraph(module.placed_calls(), roles=module.models(), given=ROLLOUT_FIELDS)
     if ranks.size == 1:
         experience = run_calls(graph, experience, run, Experience.with_tensors)
     else:

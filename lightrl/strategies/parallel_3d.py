@@ -101,6 +101,8 @@ class Parallel3DStrategy(FSDP2Strategy):
             )
         given: Any = self._lightning_module if module is None else module
         for role, spec in given.models().items() if hasattr(given, "models") else ():
+            if spec.url is not None:
+                continue
             if spec.lora is not None:
                 raise ValueError(
                     f"The {role} has lora={spec.lora}, expected none with Parallel3DStrategy, whose plans split plain "
