@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 from lightrl.cli import reported
 from lightrl.model_folder import ModelDescription, check_model_folder, parse_descriptions, replaced_folder
 from lightrl.models import ModelSpec
+from lightrl.strategies import META_FILE, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger(__name__)
-
-_META_FILE = "meta.pt"  # what a sharded checkpoint holds beside its shards; Lightning's name
 
 
 def export_checkpoint(
@@ -67,10 +66,10 @@ def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
 
     if not checkpoint.exists():
         raise ValueError(f"Checkpoint {str(checkpoint)!r} does not exist, expected a file or a folder. Mend the path.")
-    file = checkpoint / _META_FILE if checkpoint.is_dir() else checkpoint
+    file = checkpoint / META_FILE if checkpoint.is_dir() else checkpoint
     if not file.is_file():
         raise ValueError(
-            f"Checkpoint {str(checkpoint)!r} has no {_META_FILE}, expected a whole one. It was not saved to its end: "
+            f"Checkpoint {str(checkpoint)!r} has no {META_FILE}, expected a whole one. It was not saved to its end: "
             "take an earlier one."
         )
     try:
@@ -80,29 +79,11 @@ def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
             f"{str(file)!r} is no checkpoint ({error}), expected one that lightrl saved. Take an earlier one."
         ) from error
     if checkpoint.is_dir():
-        return meta, lambda prefix: _sharded_tensors(checkpoint, f"state_dict.{prefix}")
+        return meta, lambda prefix: read_tensors(checkpoint, f"state_dict.{prefix}")
     state: dict[str, Tensor] = meta["state_dict"]
     return meta, lambda prefix: {
         name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
     }
-
-
-def _sharded_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """The whole tensors whose names begin with `prefix`, read from however many shards, in this one process."""
-    import torch
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = FileSystemReader(folder)
-    found = {
-        name: torch.empty(item.size, dtype=item.properties.dtype)
-        for name, item in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith(prefix) and isinstance(item, TensorStorageMetadata)
-    }
-    state: dict[str, Any] = dict(found)
-    load(state, storage_reader=reader, no_dist=True)
-    return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
 def run(args: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import warnings
@@ -37,7 +38,14 @@ from lightrl.models import ModelSpec
 from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, Judge, make_judge
 from lightrl.rollout import LocalEngine, RecordedRollout, RolloutController, RolloutEngine
-from lightrl.strategies import AtomicCheckpointIO, LogprobSettings, check_strategy, named_strategy, parallel_model
+from lightrl.strategies import (
+    AtomicCheckpointIO,
+    LogprobSettings,
+    check_strategy,
+    load_optimizers,
+    named_strategy,
+    parallel_model,
+)
 from lightrl.trajectory import Group, Sampling
 
 if TYPE_CHECKING:
@@ -112,6 +120,10 @@ class Trainer(L.Trainer):
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
+        if not hasattr(self.strategy, "parallel_model"):  # a checkpoint of several processes can be resumed in one
+            vars(self.strategy)["load_optimizer_state_dict"] = functools.partial(
+                load_optimizers, self.strategy, self.strategy.load_optimizer_state_dict
+            )
         self._add_default_callbacks(given)
 
     @property

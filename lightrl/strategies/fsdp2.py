@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import shutil
+import io
 from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -42,12 +43,22 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.lora import merged_parameters
 from lightrl.models import Backward, LossFunction, Outputs, ParallelModel
+from lightrl.strategies.checkpoint import (
+    FLAT,
+    META_FILE,
+    BackgroundWrites,
+    SafeLoadPlanner,
+    check_folder,
+    publish,
+    remove_checkpoint,
+)
 from lightrl.strategies.empty_model import empty_models, fill_model, spec_of
 from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors
 from lightrl.strategies.shared_prefix import SharedPrompt
@@ -86,6 +97,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             no rank keeps whole gradients, and more communication.
         compile_layers: `torch.compile` each decoder layer.
         hang_timeout_s: the run ends if a rank waits so long for another, which is named.
+        save_async: training goes on while a checkpoint is written, from a copy in CPU memory. An error is raised by the
+            next save or at the end of the run.
     """
 
     def __init__(
@@ -98,6 +111,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         reduce_every_microbatch: bool = False,
         compile_layers: bool = False,
         hang_timeout_s: float = 600.0,
+        save_async: bool = False,
     ) -> None:
         super().__init__(tensor_parallel_size=1)
         if num_replicas < 1:
@@ -111,6 +125,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.reduce_every_microbatch = reduce_every_microbatch
         self.compile_layers = compile_layers
         self.hang_timeout_s = hang_timeout_s
+        self.save_async = save_async
+        self._writes = BackgroundWrites()
+        self._save_group: Any = None  # of the thread that writes: the main one has its own collectives meanwhile
         self.ranks = Ranks()
         self._mesh: DeviceMesh | None = None
 
@@ -150,6 +167,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup_environment()
         destroy_groups_at_exit()
         assert self.cluster_environment is not None
+        self._save_group = dist.new_group(backend="gloo")
         self._mesh = self._make_mesh()
         self.ranks = ProcessRanks(
             dp_group=self.device_mesh["data_parallel"].get_group(),
@@ -163,8 +181,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.ranks.fail(exception)
 
     def teardown(self) -> None:
-        self.ranks.close()
-        super().teardown()
+        try:
+            self._writes.wait()
+        finally:
+            self.ranks.close()
+            super().teardown()
 
     def _make_mesh(self) -> DeviceMesh:
         """What models are sharded over: one axis, or (replicas, shards)."""
@@ -242,34 +263,62 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        assert self.model is not None
+        return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer), options=FLAT)
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """A folder, written beside its place and renamed when every rank has written its part."""
+        """A folder, written beside its place and renamed when every rank has written its part.
+
+        Raises:
+            OSError: if it cannot be written, or an earlier one could not in the background.
+        """
         place = Path(self.broadcast(str(filepath)))
         part = place.with_name(f"{place.name}.part")
+        state = {"state_dict": checkpoint.pop("state_dict")}
+        for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
+            state[f"optimizer_{index}"] = optimizer
+        rest = io.BytesIO()
+        torch.save(checkpoint, rest)
+
+        def write() -> None:
+            try:
+                if self.is_global_zero:
+                    remove_checkpoint(part)
+                    part.mkdir(parents=True)
+                    (part / META_FILE).write_bytes(rest.getbuffer())
+                dcp.state_dict_saver.save(state, checkpoint_id=part, process_group=self._save_group)
+                if self.is_global_zero:  # all have written: the last thing that a save does is a reduction
+                    publish(part, place)
+            except (OSError, RuntimeError, CheckpointException) as error:
+                raise OSError(
+                    f"Checkpoint {place} could not be written ({error}), expected a disk with room that all ranks "
+                    "share. Free some, or set another default_root_dir; one that was there before is still whole."
+                ) from error
+
+        if self.save_async:
+            if self.root_device.type == "cpu":  # elsewhere it is a copy already
+                state = tree_map_only(Tensor, torch.clone, state)
+            self._writes.add(write)
+            return
+        write()
+        self.barrier()
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            _remove(part)
-        self.barrier()
-        super().save_checkpoint(checkpoint, part, storage_options)
-        self.barrier()
-        if self.is_global_zero:
-            _remove(place)
-            part.replace(place)
-        self.barrier()
+            self._writes.remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Weights and optimizers into place, from however many ranks; gives the rest. Roles not saved stay as loaded.
 
         Raises:
-            ValueError: if the folder lacks a trained parameter.
+            ValueError: if the folder is not whole or lacks a trained parameter.
         """
+        self._writes.wait()
         path = Path(self.broadcast(str(checkpoint_path)))
-        if not (path / "meta.pt").is_file():
-            raise ValueError(
-                f"Checkpoint {path} is no folder with meta.pt, expected what FSDP2Strategy saved. Give such a folder, "
-                "or start from exported weights: model.policy=FOLDER."
-            )
+        check_folder(path)
         assert self.model is not None
         saved = FileSystemReader(str(path)).read_metadata().state_dict_metadata
         state = get_model_state_dict(self.model)
@@ -281,19 +330,17 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f"Checkpoint {path} has no {missing[0]!r} ({len(missing)} parameters are missing), expected all that "
                 "the module trains. Give the checkpoint of a run with the same model."
             )
-        dcp.state_dict_loader.load({"state_dict": present}, checkpoint_id=str(path))
+        self._read(path, {"state_dict": present})
         self.model.load_state_dict(present, strict=False)
         for index, optimizer in enumerate(self.optimizers):
-            self.load_optimizer(optimizer, f"optimizer_{index}", str(path))
-        rest: dict[str, Any] = torch.load(path / "meta.pt", weights_only=True)
+            states = {f"optimizer_{index}": get_optimizer_state_dict(self.model, optimizer, options=FLAT)}
+            self._read(path, states)
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=states[f"optimizer_{index}"], options=FLAT)
+        rest: dict[str, Any] = torch.load(path / META_FILE, weights_only=True)
         return rest
 
-    def load_optimizer(self, optimizer: Any, key: str, path: str) -> None:
-        """The state of an optimizer, which the checkpoint has under `key`, into place."""
-        assert self.model is not None
-        states = {key: get_optimizer_state_dict(self.model, optimizer)}
-        dcp.state_dict_loader.load(states, checkpoint_id=path)
-        set_optimizer_state_dict(self.model, optimizer, optim_state_dict=states[key])
+    def _read(self, path: Path, state: dict[str, Any]) -> None:
+        dcp.state_dict_loader.load(state, checkpoint_id=str(path), planner=SafeLoadPlanner())
 
 
 class FSDP2Model(SingleModel):
@@ -433,10 +480,3 @@ def destroy_groups_at_exit() -> None:
 
 def _run_inside(model: torch.nn.Module, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -16,14 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.experience import Experience
@@ -58,6 +52,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         stages_per_rank: of `Interleaved1F1B`; 2 there and 1 otherwise if None.
         activation_checkpointing: keep each layer's input only and compute the layer again in the backward.
         hang_timeout_s: the run ends if a rank waits so long for another, which is named.
+        save_async: as FSDP2Strategy's.
     """
 
     def __init__(
@@ -70,8 +65,11 @@ class Parallel3DStrategy(FSDP2Strategy):
         stages_per_rank: int | None = None,
         activation_checkpointing: bool = False,
         hang_timeout_s: float = 600.0,
+        save_async: bool = False,
     ) -> None:
-        super().__init__(activation_checkpointing=activation_checkpointing, hang_timeout_s=hang_timeout_s)
+        super().__init__(
+            activation_checkpointing=activation_checkpointing, hang_timeout_s=hang_timeout_s, save_async=save_async
+        )
         self.pp, self.dp, self.tp = pp, dp, tp
         self.schedule = schedule
         self.stages_per_rank = stages_per_rank or (1 if schedule == "1F1B" else 2)
@@ -128,6 +126,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         ModelParallelStrategy.setup_environment(self)
         destroy_groups_at_exit()
         sizes = (self.pp, self.dp_size, self.tp)
+        self._save_group = dist.new_group(backend="gloo")
         mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
         self._device_mesh = mesh
         assert self.lightning_module is not None
@@ -192,22 +191,6 @@ class Parallel3DStrategy(FSDP2Strategy):
         if scale < 1:
             for gradient in present:
                 local(gradient).mul_(scale)
-
-    # ------------------------------------------------------------------ checkpoints
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """By parameter name, flat: ranks hold different parameters, so lists of them would not fit together."""
-        assert self.model is not None
-        return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer), options=_FLAT)
-
-    def load_optimizer(self, optimizer: Any, key: str, path: str) -> None:
-        assert self.model is not None
-        states = {key: get_optimizer_state_dict(self.model, optimizer, options=_FLAT)}
-        dcp.state_dict_loader.load(states, checkpoint_id=path)
-        set_optimizer_state_dict(self.model, optimizer, optim_state_dict=states[key], options=_FLAT)
-
-
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Ranks3D(ProcessRanks):

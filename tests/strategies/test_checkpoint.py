@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from tiny import tiny_model
 
 from lightrl.strategies import AtomicCheckpointIO, LogprobSettings, SingleModel, check_strategy, parallel_model
+from lightrl.strategies.checkpoint import publish
 
 
 class DiesWhenWritten:
@@ -32,6 +33,58 @@ def test_folders_are_made_and_old_checkpoints_replaced(tmp_path: Path) -> None:
     for step in (1, 2):
         AtomicCheckpointIO().save_checkpoint({"step": step}, path)
     assert torch.load(path, weights_only=True) == {"step": 2}
+
+
+def test_a_save_in_the_background_holds_the_moment_it_was_asked_for(tmp_path: Path) -> None:
+    weights, writer = torch.ones(3), AtomicCheckpointIO(save_async=True)
+    for step in (1, 2, 3):
+        writer.save_checkpoint({"weights": weights}, tmp_path / f"{step}.ckpt")
+        weights += 1
+    writer.teardown()
+    found = [float(torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["weights"][0]) for step in (1, 2, 3)]
+    assert found == [1, 2, 3]
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_save_or_the_end(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    writer = AtomicCheckpointIO(save_async=True)
+    writer.save_checkpoint({}, tmp_path / "file" / "last.ckpt")
+    with pytest.raises(OSError, match="file"):
+        writer.teardown()
+
+
+def test_an_old_checkpoint_stays_until_the_new_one_is_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    writer = AtomicCheckpointIO(save_async=True)
+    writer.save_checkpoint({"step": 1}, tmp_path / "1.ckpt")
+    writer.save_checkpoint({"step": 2}, tmp_path / "file" / "2.ckpt")
+    writer.remove_checkpoint(tmp_path / "1.ckpt")
+    with pytest.raises(OSError, match="file"):
+        writer.teardown()
+    assert torch.load(tmp_path / "1.ckpt", weights_only=True) == {"step": 1}
+
+
+@pytest.mark.parametrize("can_swap", [True, False])
+@pytest.mark.parametrize("old", ["folder", "file", "link", "nothing"])
+def test_a_folder_takes_the_place_of_what_was_there(
+    old: str, can_swap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_swap:
+        monkeypatch.setattr("lightrl.strategies.checkpoint._swap", lambda left, right: False)
+    part, place = tmp_path / "last.ckpt.part", tmp_path / "last.ckpt"
+    (tmp_path / "elsewhere").mkdir()
+    part.mkdir()
+    (part / "new").touch()
+    if old == "folder":
+        place.mkdir()
+        (place / "old").touch()
+    elif old == "file":
+        place.touch()
+    elif old == "link":
+        place.symlink_to("elsewhere")
+    publish(part, place)
+    assert [path.name for path in place.iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "last.ckpt"]
 
 
 def test_a_single_device_gives_a_single_model() -> None:

@@ -1,0 +1,115 @@
+"""What test_resharded.py runs in two and in four processes: runs that save, and runs that go on from what others saved.
+
+Lightning starts the other processes from the same command.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny_run import CONFIG, Digits, make_trainer, token_reward
+from torch import Tensor
+
+from lightrl import PPO, FSDP2Strategy, HuggingFaceExport, LoRA, ModelSpec, Parallel3DStrategy, Sampling, Trajectory
+from lightrl.lora import merged_parameters
+from lightrl.strategies import AtomicCheckpointIO, whole
+
+# Two layers and two key-value heads, so that it can be split both ways.
+SPEC = ModelSpec(
+    config={**CONFIG, "num_hidden_layers": 2, "num_key_value_heads": 2}, tokenizer="tiny_run.tokenizer", seed=3
+)
+ADAPTED = replace(SPEC, lora=LoRA(rank=2))
+
+
+class TinyPPO(PPO):
+    """A policy and a critic of its own; keeps the metrics of each update."""
+
+    def __init__(self, policy: ModelSpec = SPEC) -> None:
+        super().__init__(policy, sampling=Sampling(max_new_tokens=6), lr=1e-2, group_size=4, num_minibatches=2)
+        self.updates: list[dict[str, float]] = []
+
+    def reward(self, trajectory: Trajectory) -> Any:
+        return token_reward(trajectory)
+
+    def on_minibatch_end(self, metrics: dict[str, float], index: int, total: int) -> None:
+        self.updates.append(dict(metrics))
+
+
+def play(
+    folder: Path, name: str, *, policy: ModelSpec = SPEC, ckpt_path: Path | None = None, **spread: Any
+) -> dict[str, Any]:
+    """Trains four iterations, saves after two of them and exports at the end; or goes on from `ckpt_path`."""
+    module = TinyPPO(policy)
+    callbacks: list[Any] = []
+    if ckpt_path is None:
+        callbacks += [ModelCheckpoint(folder / name, every_n_train_steps=2, save_top_k=-1, filename="{step}")]
+        callbacks += [HuggingFaceExport(str(folder / f"{name} {role}"), role=role) for role in ("policy", "critic")]
+    trainer = make_trainer(
+        folder,
+        max_steps=4,
+        callbacks=callbacks,
+        enable_checkpointing=ckpt_path is None,
+        gradient_clip_val=0.5,
+        **spread,
+    )
+    trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
+    return {"updates": module.updates, "weights": {} if "strategy" in spread else weights_of(module)}
+
+
+def weights_of(module: Any) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in merged_parameters(module.policy, whole)}
+
+
+class Killed(TinyPPO):
+    """From its second iteration on nothing gets to the disk, and in the third it is killed."""
+
+    def on_policy_updated(self, weight_version: int) -> None:
+        if weight_version == 2:
+            for writes in (self.trainer.strategy, self.trainer.strategy.checkpoint_io):
+                if hasattr(writes, "_writes"):
+                    writes._writes.wait()
+            os.fsync = lambda file: time.sleep(600)  # type: ignore[assignment]
+        if weight_version == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_killed(folder: Path, **spread: Any) -> None:
+    save = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=0, save_last=True)
+    make_trainer(folder, max_steps=4, callbacks=[save], enable_checkpointing=True, **spread).fit(Killed(), Digits())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, size = Path(sys.argv[1]), int(sys.argv[2])
+    found: dict[str, Any] = {}
+    if size == 1:
+        strategy = {"plugins": [AtomicCheckpointIO(save_async=True)]}
+        if sys.argv[3] == "folder":
+            strategy = {"strategy": FSDP2Strategy(save_async=True), "devices": 1}
+        be_killed(folder, **strategy)
+    if size == 2:
+        found["two ranks"] = play(folder, "two ranks", devices=2, strategy=FSDP2Strategy(save_async=True))
+        found["adapters"] = play(folder, "adapters", policy=ADAPTED, devices=2, strategy="FSDP2Strategy")
+    else:
+        split = Parallel3DStrategy(pp=2, dp=2, tp=1)
+        found["split"] = play(folder, "split", devices=4, strategy=split)
+        path = folder / "split" / "step=2.ckpt"
+        found["split otherwise"] = play(
+            folder, "a", ckpt_path=path, devices=4, strategy=Parallel3DStrategy(pp=1, dp=2, tp=2)
+        )
+        found["split, then sharded"] = play(folder, "b", ckpt_path=path, devices=4, strategy=FSDP2Strategy())
+        path = folder / "two ranks" / "step=2.ckpt"
+        found["two ranks, then four"] = play(folder, "c", ckpt_path=path, devices=4, strategy=FSDP2Strategy())
+    torch.save(found, folder / f"{size}-rank-{os.environ.get('LOCAL_RANK', '0')}.pt")
+
+
+if __name__ == "__main__":
+    main()

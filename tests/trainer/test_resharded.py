@@ -1,0 +1,130 @@
+"""A run saved by some processes goes on in any other number of them, optimizer included, and can be exported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from resharded_run import ADAPTED, TinyPPO, play
+from tiny_run import Digits, make_trainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lightrl.export import export_checkpoint
+
+HERE = Path(__file__).parent
+TOLERANCE = 1e-5  # float32 sums in another order
+# A run that goes on here saves nothing itself.
+pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+
+
+def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, str(HERE / "resharded_run.py"), str(folder), *args],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def start(folder: Path, size: int) -> dict[str, Any]:
+    done = run(folder, str(size))
+    assert done.returncode == 0, done.stderr[-5000:]
+    found: dict[str, Any] = torch.load(folder / f"{size}-rank-0.pt")
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resharded")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> dict[str, Any]:
+    return start(folder, 2)
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, two: dict[str, Any]) -> dict[str, Any]:
+    return start(folder, 4)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process, never interrupted."""
+    return play(tmp_path_factory.mktemp("alone"), "alone")
+
+
+def assert_same_updates(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected)
+    for update, reference in zip(found, expected, strict=True):
+        assert update == pytest.approx(reference, rel=TOLERANCE, abs=TOLERANCE)
+
+
+def same_tensors(left: Path, right: Path, kind: Any) -> bool:
+    first, second = (kind.from_pretrained(path).state_dict() for path in (left, right))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", ["split otherwise", "split, then sharded", "two ranks, then four"])
+def test_a_run_goes_on_in_another_topology(name: str, four: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert_same_updates(four[name]["updates"], alone["updates"][4:])
+
+
+@pytest.mark.parametrize("saved", ["two ranks", "split"])
+def test_a_run_of_several_processes_goes_on_in_one(
+    saved: str, four: dict[str, Any], alone: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    found = play(tmp_path, "one", ckpt_path=folder / saved / "step=2.ckpt")
+    assert_same_updates(found["updates"], alone["updates"][4:])
+    for name, weight in alone["weights"].items():
+        assert (found["weights"][name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
+
+
+def test_adapters_of_two_ranks_go_on_in_one_process(two: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    found = play(tmp_path, "one", policy=ADAPTED, ckpt_path=folder / "adapters" / "step=2.ckpt")
+    assert_same_updates(found["updates"], two["adapters"]["updates"][4:])
+
+
+@pytest.mark.parametrize("saved", ["two ranks", "split"])
+@pytest.mark.parametrize(
+    ("role", "kind"), [("policy", AutoModelForCausalLM), ("critic", AutoModelForSequenceClassification)]
+)
+def test_the_command_exports_what_the_run_did(
+    saved: str, role: str, kind: Any, four: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    export_checkpoint(folder / saved / "step=4.ckpt", tmp_path / "model", role=role)
+    assert same_tensors(tmp_path / "model", folder / f"{saved} {role}", kind)
+
+
+def test_a_half_written_folder_is_no_checkpoint(two: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    saved = folder / "two ranks" / "step=2.ckpt"
+    (tmp_path / "half.ckpt").mkdir()
+    (tmp_path / "half.ckpt" / "meta.pt").write_bytes((saved / "meta.pt").read_bytes())
+    with pytest.raises(ValueError, match=r"\.metadata, expected a whole one"):
+        play(tmp_path, "one", ckpt_path=tmp_path / "half.ckpt")
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(form: str, tmp_path: Path) -> None:
+    done = run(tmp_path, "1", form)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    assert len(list(tmp_path.glob("last.ckpt.*part"))) == 1
+    assert (tmp_path / "last.ckpt").is_dir() == (form == "folder")
+    module = TinyPPO()
+    save = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=100)
+    trainer = make_trainer(tmp_path, max_steps=2, callbacks=[save], enable_checkpointing=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the ModelCheckpoint has other settings
+        trainer.fit(module, datamodule=Digits(), ckpt_path="last")
+    assert len(module.updates) == 2  # of the second iteration, the first is in the checkpoint
