@@ -61,6 +61,9 @@ class MinibatchLoss:
             self._add("entropy_nats", outputs.entropy.detach(), mask)
             difference = kl(experience.behavior_logprobs, outputs.logprobs.detach(), estimator="k3")
             self._add("kl_behavior_nats", difference, mask)
+            mismatch = (outputs.logprobs.detach() - experience.behavior_logprobs).abs()
+            self._add("behavior_abs_dlogp_nats", mismatch, mask)
+            self._add("max_behavior_abs_dlogp_nats", mismatch, mask)
         if outputs.values is not None:
             share = share + self.module.value_coef * self._value_share(experience, outputs, "critic")
         return share * self.ranks.dp_size  # gradients are averaged over dp ranks, and shares are to be summed
