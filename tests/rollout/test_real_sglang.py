@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import psutil
@@ -11,7 +12,10 @@ import pytest
 import torch
 from engine_contract import BUCKET_BYTES, CONTRACT, EngineCase, recomputed_logprobs, run
 from real_sglang import tiny_config, tiny_models
+from torch.utils.data import DataLoader
 
+import lightrl
+from lightrl import GRPO, ModelSpec, Prompt, StalenessControl, Trajectory
 from lightrl.errors import EngineError
 from lightrl.rollout.sglang.client import SGLangClient
 from lightrl.rollout.sglang.engine import SGLangEngine
@@ -60,6 +64,50 @@ def load(server: dict[str, Any], folder: Path, version: int, model: torch.nn.Mod
 
 def body(token_ids: list[int], **sampling: Any) -> dict[str, Any]:
     return {"input_ids": token_ids, "sampling_params": {"max_new_tokens": 12, **sampling}}
+
+
+class LikesLowTokens(GRPO):
+    """Learns to write tokens below 20 of 61; judged in this process."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return sum(token < 20 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
+
+
+@pytest.mark.parametrize(
+    ("transport", "placement", "max_staleness"),
+    [("disk", "separate", 2), ("distributed", "separate", 2), ("disk", "colocated", 0)],
+    ids=["through disk", "through gloo", "colocated"],
+)
+def test_a_run_trains_against_it_and_every_sync_is_verified(
+    transport: str, placement: str, max_staleness: int, real_server: dict[str, Any], tmp_path: Path
+) -> None:
+    engine = SGLangEngine(
+        urls=[real_server["url"]], token=real_server["token"], transport=transport, placement=placement,
+        sync_timeout_s=60,
+    )  # fmt: skip
+    config = tiny_config().to_dict()
+    module = LikesLowTokens(
+        ModelSpec(config=config, tokenizer="tiny.char_tokenizer", seed=1), lr=2e-2, group_size=8,
+        sampling=Sampling(max_new_tokens=8),
+    )  # fmt: skip
+    prompts = [Prompt(f"p{number}", token_ids=[number + 3, 5, 8]) for number in range(8)]
+    trainer = lightrl.Trainer(
+        engine=engine, callbacks=[StalenessControl(max_staleness)], max_steps=6, accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    rewards: list[float] = []
+    module.on_rollout_end = lambda groups: rewards.append(  # type: ignore[method-assign]
+        mean(trajectory.reward for group in groups for trajectory in group.trajectories)
+    )
+    trainer.fit(module, DataLoader(prompts, batch_size=4, collate_fn=list))
+    metrics = trainer.callback_metrics
+    assert trainer.weight_version == engine.weight_version == 6
+    assert float(metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
+    assert float(metrics["staleness/max_versions"]) <= max_staleness
+    assert rewards[-1] > rewards[0]
+    assert sorted(engine.last_sync.versions.values()) == [6]  # type: ignore[union-attr]
+    if max_staleness == 0:
+        assert float(metrics["sync/mismatch_max_abs_dlogp_nats"]) < 1e-4
 
 
 def test_logprobs_are_those_of_the_weights_that_were_loaded(real_server, tmp_path):
