@@ -60,7 +60,9 @@ class RolloutMetrics(RLCallback):
 
     | name | meaning |
     |---|---|
-    | rollout/reward, rollout/reward_std | mean and standard deviation over the iteration's trajectories |
+    | rollout/reward, rollout/reward_std | mean and standard deviation over the iteration's trajectories, of what the
+      reward gave; a reward model's numbers come on top, in training |
+    | rollout/reward_model | mean of the reward model's numbers, before `reward_model_coef` |
     | rollout/accuracy_fraction | of the metric `accuracy`; where a reward gives none, reward ≥ 1 counts as correct |
     | rollout/<name> | mean of each further number that a reward or workflow left in `Trajectory.metrics` |
     | rollout/zero_variance_fraction | of groups |
@@ -199,6 +201,8 @@ def experience_metrics(experience: Experience, weight_version: int) -> dict[str,
         "rollout/truncated_fraction": float(experience.is_truncated.double().mean()),
         "rollout/mixed_version_fraction": float(is_mixed.double().mean()),
     }
+    if "reward_model_scores" in experience.extras:
+        values["rollout/reward_model"] = float(experience["reward_model_scores"].double().mean())
     if len(staleness):
         values["staleness/mean_versions"] = float(staleness.mean())
         values["staleness/max_versions"] = float(staleness.max())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
 
+from lightrl import ModelSpec
 from lightrl.cli import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -40,6 +42,19 @@ def test_each_stage_begins_with_the_export_of_the_one_before(tmp_path: Path) -> 
     assert all((folder / "model.safetensors").exists() for folder in (sft, grpo, dpo))
 
 
-def test_the_reward_model_example_trains(tmp_path: Path) -> None:
-    export = fitted("reward_model/reward_model.yaml", tmp_path, exported_to(tmp_path / "reward_model" / "export"))
-    assert "ForSequenceClassification" in (export / "config.json").read_text()
+def test_a_reward_models_export_is_a_reward_and_the_start_of_a_critic(tmp_path: Path) -> None:
+    judge = fitted("reward_model/reward_model.yaml", tmp_path, exported_to(tmp_path / "reward_model" / "export"))
+    assert "ForSequenceClassification" in (judge / "config.json").read_text()
+    sft = fitted("sft/sft.yaml", tmp_path, exported_to(tmp_path / "sft" / "export"))
+    critic = tmp_path / "critic"
+    options = [f"--model.policy={sft}", f"--model.reference={sft}", f"--model.critic={judge}"]
+    options += [f"--model.reward_model={judge}", "--model.reward=null", "--trainer.logger=CSVLogger"]
+    options += [f"--trainer.logger.save_dir={tmp_path}", "--trainer.log_every_n_steps=1"]
+    options += [exported_to(critic).replace('"to"', '"role": "critic", "to"')]
+    fitted("ppo/from_export.yaml", tmp_path, *options)
+    assert (critic / "model.safetensors").exists()
+    assert ModelSpec(path=str(critic), head="scalar").load_model().score.weight.any()
+    with next(tmp_path.glob("**/metrics.csv")).open() as file:
+        rows = [row for row in csv.DictReader(file) if row["rollout/reward_model"]]
+    assert len(rows) == 2
+    assert all(float(row["rollout/reward_model"]) != 0 and float(row["rollout/reward"]) == 0 for row in rows)
