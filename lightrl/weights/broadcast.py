@@ -55,6 +55,7 @@ class BroadcastGroup:
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True
             )
+            self._group: Any
             self._group, _ = c10d._new_process_group_helper(
                 world_size, rank, [], backend, c10d.PrefixStore(name, store), group_name=group_name, timeout=timeout
             )
@@ -68,14 +69,18 @@ class BroadcastGroup:
         """
         with self._translated("broke off"):
             works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
-            for work in works:
-                work.wait()
+            try:
+                while works:
+                    works.pop(0).wait()
+            finally:
+                works.clear()  # they hold the connections, and an exception holds this frame
 
     def close(self) -> None:
-        """Leaves the group. May be called twice."""
-        if self._group in c10d._world.pg_map:
+        """Leaves the group, which ends its connections. May be called twice."""
+        group, self._group = self._group, None  # what holds the group holds its connections
+        if group in c10d._world.pg_map:
             with contextlib.suppress(RuntimeError):  # members that are gone
-                dist.destroy_process_group(self._group)
+                dist.destroy_process_group(group)
 
     @contextlib.contextmanager
     def _translated(self, what: str) -> Iterator[None]:

@@ -78,6 +78,7 @@ class SGLangClient:
         self.last_answer_at: float | None = None  # seconds, monotonic
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._num_closes = 0
 
     def __repr__(self) -> str:
         return f"SGLangClient({self.url!r})"
@@ -286,6 +287,7 @@ class SGLangClient:
 
     async def close(self) -> None:
         """Ends the connections; has to run on the event loop of the calls before it."""
+        self._num_closes += 1  # what is under way fails, and is not asked again
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
             await session.close()
@@ -325,6 +327,7 @@ class SGLangClient:
         has_json: bool = True,
     ) -> Any:
         retries = self.num_retries if num_retries is None else num_retries
+        num_closes = self._num_closes
         for attempt in range(retries + 1):
             try:
                 return await self._ask(
@@ -336,7 +339,7 @@ class SGLangClient:
                     read=json.loads if has_json else None,
                 )
             except EngineError as error:
-                if attempt == retries or not _may_ask_again(error):
+                if attempt == retries or self._num_closes != num_closes or not _may_ask_again(error):
                     raise
             await self._back_off(attempt)
         raise AssertionError("unreachable")

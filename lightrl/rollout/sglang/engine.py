@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TRANSFER_TIMEOUT_S = 120.0  # of one bucket in a broadcast, where sync_timeout_s allows as much
 STOP_GRACE_S = 5.0  # for started servers at the end: they hold nothing that is worth more
 
 
@@ -373,7 +374,12 @@ class SGLangEngine(RolloutEngine):
         form = ServerForm.of(config, dtype)
         if self.transport == "distributed":
             is_cuda = torch.cuda.is_available()
-            return BroadcastTransport(form, backend="nccl" if is_cuda else "gloo", device="cuda" if is_cuda else "cpu")
+            return BroadcastTransport(
+                form,
+                backend="nccl" if is_cuda else "gloo",
+                device="cuda" if is_cuda else "cpu",
+                transfer_timeout_s=min(TRANSFER_TIMEOUT_S, self.sync_timeout_s),
+            )
         if self.transport == "tensor":
             return SharedMemoryTransport(form)
         assert self._scratch is not None

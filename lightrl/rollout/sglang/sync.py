@@ -46,9 +46,7 @@ class SyncReport:
     weight_version: int  # that was to be loaded
     versions: dict[str, int] = field(default_factory=dict)  # address → the version it serves now
     lost: dict[str, str] = field(default_factory=dict)  # address → what happened; paused or gone, not to be routed to
-    rolled_back: dict[str, str] = field(
-        default_factory=dict
-    )  # address → what happened before it had the old ones again
+    rolled_back: dict[str, str] = field(default_factory=dict)  # address → why it serves the version before again
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # stage, pause, load, verify, resume
 
@@ -205,7 +203,13 @@ class _Streaming(WeightTransport):
                 pass
             if not fleet.clients or not self.holds(weight_version):
                 raise
-        return await self.load_held(fleet, weight_version)  # the group broke: who is left gets the whole again
+        while True:  # the group broke: who is left gets the whole again
+            num_clients = len(fleet.clients)
+            try:
+                return await self.load_held(fleet, weight_version)
+            except WeightSyncError:
+                if not 0 < len(fleet.clients) < num_clients:
+                    raise
 
     async def load_held(self, fleet: Fleet, weight_version: int) -> int:
         assert self.copy is not None
@@ -245,7 +249,7 @@ class BroadcastTransport(_Streaming):
     """By broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
 
     The group is made at the first sync and again whenever the servers are others. A server that dies half-way breaks it
-    for all, after at most `transfer_timeout_s`; the others then get the whole again in a new group, from the copy.
+    for all, one that hangs after `transfer_timeout_s`; the others get the whole again in a new group, from the copy.
 
     Args:
         host: address of this process as the servers reach it.
@@ -332,29 +336,44 @@ class BroadcastTransport(_Streaming):
         group = self._group
         assert group is not None
         layout = self.form.layout(bucket)
-        num_clients = len(fleet.clients)
 
         def send() -> None:
-            group.broadcast(tensor.to(self.device) for _, tensor in self.form.tensors(bucket))
+            try:
+                group.broadcast(tensor.to(self.device) for _, tensor in self.form.tensors(bucket))
+            except WeightSyncError:
+                group.close()  # now: those who wait for one that is gone see it, else at their own deadline
+                raise
+
+        failed: list[str] = []  # addresses, the first to fail first
+
+        async def tell(client: SGLangClient) -> None:
+            try:
+                await client.update_weights_from_distributed(
+                    names=[name for name, _, _ in layout],
+                    dtypes=[str(dtype).removeprefix("torch.") for _, dtype, _ in layout],
+                    shapes=[list(shape) for _, _, shape in layout],
+                    group_name=group.name, weight_version=version, flush_cache=version is not None,
+                    timeout_s=self.transfer_timeout_s + 10,
+                )  # fmt: skip
+            except EngineError:
+                failed.append(client.url)
+                raise
 
         sending = asyncio.ensure_future(in_thread(send))
-        await fleet.ask(
-            lambda client: client.update_weights_from_distributed(
-                names=[name for name, _, _ in layout],
-                dtypes=[str(dtype).removeprefix("torch.") for _, dtype, _ in layout],
-                shapes=[list(shape) for _, _, shape in layout],
-                group_name=group.name, weight_version=version, flush_cache=version is not None,
-                timeout_s=self.transfer_timeout_s + 10,
-            )
-        )  # fmt: skip
-        try:
+        telling = Fleet(fleet.clients, fleet.timeout_s)
+        await telling.ask(tell)
+        with contextlib.suppress(WeightSyncError):
             await sending
-        except WeightSyncError:
-            await self._leave(fleet)
-            raise
-        if len(fleet.clients) < num_clients:
-            await self._leave(fleet)
-            raise WeightSyncError("a server left the group")
+        if not failed and sending.exception() is None:
+            return
+        # Whoever is silent has left, or the one that failed first; the others failed because of it.
+        for url in telling.silent or failed[:1]:
+            fleet.lose(url, telling.lost[url])
+        fleet.silent |= telling.silent
+        await self._leave(fleet)
+        raise WeightSyncError(
+            f"the group broke: {'; '.join(telling.lost.values()) or sending.exception()}"
+        ) from sending.exception()
 
 
 class SharedMemoryTransport(_Streaming):
