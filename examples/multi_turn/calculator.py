@@ -1,45 +1,44 @@
-"""Products by calculator: tokenizer, prompts, environment. From random weights a policy learns to call."""
+"""Products: what a call of the calculator looks like, prompts, and demonstrations of which 1 in 4 calls it."""
 
-import operator
-import re
+import random
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from examples.countdown.tokenizer import tokenizer
+from lightrl import Prompt, PromptDataModule, SFTDataModule, Trajectory
+from lightrl.rollout.tools import ToolCall, ToolEnvironment, calculator
 
-from lightrl import GRPO, Prompt, PromptDataModule
-from lightrl.rollout import MultiTurn, ToolEnvironment
-from lightrl.rollout.tools import calculator
-
-CALL, CALLED = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'  # one token each
+characters = tokenizer()
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    texts = ["<pad>", "<eos>", "<unk>", CALL, CALLED, *"0123456789*="]
-    backend = Tokenizer(models.WordLevel({text: index for index, text in enumerate(texts)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"{re.escape(CALL)}|{re.escape(CALLED)}|."), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+def parse(completion: str) -> list[ToolCall]:
+    return [ToolCall("calculator", {"expression": completion[1:]})] if completion.startswith(":") else []
+
+
+def tools() -> ToolEnvironment:
+    return ToolEnvironment([calculator], parser=parse)
+
+
+def is_right(trajectory: Trajectory) -> float:
+    return float(trajectory.completion == trajectory.prompt.fields["answer"])
 
 
 class Products(PromptDataModule):
     def make_prompts(self, split: str) -> list[Prompt]:
-        texts = [f"{a}*{b}" for a in range(12, 100) for b in range(2, 10) if ((a + b) % 5 == 0) == (split != "train")]
-        return [Prompt(text, token_ids=tokenizer()(f"{text}=").input_ids, fields={"text": text}) for text in texts]
+        pairs = [(a, b) for a in range(12, 100) for b in range(2, 10) if a * b >= 100]
+        products = {f"{a}*{b}": str(a * b) for a, b in pairs if ((a + b) % 5 == 0) == (split != "train")}
+        return [demonstration(text, f"{text}=", answer) for text, answer in products.items()]
 
 
-class Calculation(ToolEnvironment):
-    """The call earns up to a half, the answer the other half: by the share of characters in their place."""
+class Demonstrations(SFTDataModule):
+    def make_prompts(self, split: str) -> list[Prompt]:
+        """`17*6=` is answered by a guess, 3 times, or a call, `:17*6`; then by its result, `102`."""
+        made = []
+        for product in Products(batch_size=1).make_prompts(split):
+            text, answer = product.id, product.fields["answer"]
+            guesses = [str(random.Random(f"{text} {n}").randint(100, 299)) for n in range(3)]
+            made += [demonstration(f"{text} {n}", f"{text}=", said) for n, said in enumerate([*guesses, f":{text}"])]
+            made += [demonstration(f"{text} copy {n}", f"{text}=:{text}<eos>{answer}", answer) for n in range(4)]
+        return made
 
-    def reset(self, prompt: Prompt) -> None:
-        self.expected = [CALL + prompt.fields["text"] + CALLED, calculator(prompt.fields["text"])]
 
-    async def step(self, completion: str):
-        said, wanted = (text.replace(CALL, "(").replace(CALLED, ")") for text in (completion, self.expected.pop(0)))
-        earned = 0.5 * sum(map(operator.eq, said, wanted)) / max(len(said), len(wanted))
-        observation = (await super().step(completion))[0] if said == wanted and self.expected else None
-        return observation, earned, observation is None
-
-
-class CalculatorGRPO(GRPO):
-    def configure_workflow(self) -> MultiTurn:
-        return MultiTurn(self.tokenizer, lambda: Calculation([calculator]), max_turns=2, max_tokens=32)
+def demonstration(name: str, text: str, answer: str) -> Prompt:
+    return Prompt(name, token_ids=characters(text).input_ids, fields={"answer": answer})

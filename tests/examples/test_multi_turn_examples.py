@@ -1,10 +1,13 @@
 """The examples of several turns, each run in a short form through the command line's own door."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_make_model import make_folder
 
+from examples.multi_turn import calculator
 from lightrl.cli import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "multi_turn"
@@ -33,9 +36,21 @@ def metrics(folder: Path) -> dict[str, float]:
     return found
 
 
-def test_the_calculator_example_trains(tmp_path: Path):
-    fitted("calculator.yaml", tmp_path, "--data.batch_size=4")
-    assert metrics(tmp_path)["rollout/turns"] >= 1
+def test_the_calculator_example_trains_on_what_its_supervised_steps_export(tmp_path: Path):
+    export = ["--trainer.callbacks=HuggingFaceExport", f"--trainer.callbacks.to={tmp_path}/sft"]
+    fitted("calculator_sft.yaml", tmp_path / "first", "--data.batch_size=4", "--trainer.limit_val_batches=1", *export)
+    fitted("calculator.yaml", tmp_path / "then", f"--model.policy={tmp_path}/sft", "--data.batch_size=4")
+    assert 1 <= metrics(tmp_path / "then")["rollout/turns"] <= 2
+
+
+def test_a_call_that_the_calculator_examples_policy_writes_is_answered():
+    async def play() -> tuple[Any, float, bool]:
+        (call,) = calculator.parse(":17*6")
+        assert (call.name, call.arguments) == ("calculator", {"expression": "17*6"})
+        assert calculator.parse("102") == []
+        return await calculator.tools().step(":17*6")
+
+    assert asyncio.run(play()) == ([{"role": "tool", "name": "calculator", "content": "102"}], 0.0, False)
 
 
 def test_the_retry_example_trains_on_rows_of_gsm8ks_form(tmp_path: Path):
@@ -49,5 +64,5 @@ def test_the_retry_example_trains_on_rows_of_gsm8ks_form(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["calculator", "retry"])
 def test_an_example_has_at_most_60_lines(name: str):
-    lines = [line for kind in ("py", "yaml") for line in (EXAMPLES / f"{name}.{kind}").read_text().splitlines()]
+    lines = [line for path in EXAMPLES.glob(f"{name}*.*") for line in path.read_text().splitlines()]
     assert len([line for line in lines if line.strip()]) <= 60
