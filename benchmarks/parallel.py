@@ -51,6 +51,7 @@ from lightrl.strategies.parallel_3d import Parallel3DModel
 from lightrl.strategies.pipeline import Action, Pipeline, plan
 from lightrl.strategies.stages import SplitModel, split_model
 
+COLLECTIVES = ("gather", "reduce", "scatter", "broadcast", "send", "alltoall", "all_to_all")
 ALL = "fsdp2,1-2-1,1-1-2,2-1-1,2-1-1i,1-2-2,2-1-2,2-2-1,2-2-2"
 
 
@@ -127,12 +128,12 @@ class SentBytes(TorchDispatchMode):
             return NotImplemented  # DTensor turns into the collectives that are counted
         result = func(*args, **(kwargs or {}))
         namespace, name = str(func._overloadpacket).split(".")[:2]
-        if namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "barrier", "recv_"):
-            self._count(name, args, result)
+        if namespace in ("c10d", "_c10d_functional") and any(kind in name for kind in COLLECTIVES):
+            self._count(name, [*args, *(kwargs or {}).values()], result)
         return result
 
     def _count(self, name: str, args: Any, result: Any) -> None:
-        size = _group_size(args)
+        size = _group_size(name, args)
         given = sum(_num_bytes(value) for value in args[:1])
         if "reduce_scatter" in name:
             whole = _num_bytes(args[1]) if "_base_" in name or name.endswith("scatter_") else given
@@ -154,13 +155,18 @@ def _num_bytes(value: Any) -> int:
     return sum(_num_bytes(part) for part in value) if isinstance(value, list | tuple) else 0
 
 
-def _group_size(args: Any) -> int:
+def _group_size(name: str, args: Any) -> int:
     for value in reversed(args):
+        if isinstance(value, dist.ProcessGroup):
+            return int(value.size())
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return int(dist.ProcessGroup.unbox(value).size())
         if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
             return int(dist.distributed_c10d._resolve_process_group(value).size())
-    raise ValueError(f"A collective got {args!r}, expected a process group among them. Tell how this operator has it.")
+    raise ValueError(
+        f"{name} got {[type(value) for value in args]}, expected a process group among them. Teach _group_size "
+        "how this operator has it."
+    )
 
 
 @dataclass
@@ -394,7 +400,7 @@ def measure(report: Report, topology: Topology, alone: World, task: Task, repeat
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topologies", default=ALL, help="fsdp2 or pp-dp-tp, with an i for the interleaved schedule")
+    parser.add_argument("--topologies", help="fsdp2 or pp-dp-tp, with an i for the interleaved schedule")
     parser.add_argument("--cores", type=int, default=2, help="that the processes of a contender share")
     parser.add_argument("--microbatches", type=int, default=8, help="of all dp ranks together")
     parser.add_argument("--repeats", type=int, default=3)
@@ -402,7 +408,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     task = Task(cores=given.cores, microbatches=given.microbatches)
     if given.quick:
-        given.topologies, given.repeats = "2-1-1", 1
+        given.topologies, given.repeats = given.topologies or "2-1-1", 1
         task = Task(layers=2, hidden=32, vocab=32, rows=8, length=16, microbatches=4, cores=given.cores)
     os.environ["OMP_WAIT_POLICY"] = "passive"  # of the processes that start from here
     report = Report("parallel", dtype="float32", **vars(task))
@@ -417,7 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tokens_per_s=round(task.tokens / alone.update()[0]["seconds"]),
             peak_rss_mib=first["peak_rss_mib"],
         )
-        for name in given.topologies.split(","):
+        for name in (given.topologies or ALL).split(","):
             ratios[f"ratio_{name}"] = measure(report, Topology.named(name), alone, task, given.repeats, folder)
         alone.close()
     report.finish(

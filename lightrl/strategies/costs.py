@@ -124,7 +124,10 @@ def fsdp2_cost(
 
 
 def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: Work, machine: Machine) -> Cost:
-    """Parallel3DStrategy with 1F1B: parameters are gathered once per update, tp talks in every layer.
+    """Parallel3DStrategy with 1F1B: tp talks in every layer.
+
+    Over dp, a pipeline keeps its parameters whole within an update. Without one, layers are freed after each forward,
+    gathered again for the backward and kept for the next forward; what hides behind the compute is as in FSDP2.
 
     Raises:
         ValueError: if the model cannot be split this way.
@@ -140,15 +143,21 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
     held[-1] += ends if pp > 1 or not config.tie_word_embeddings else 0
     largest = max(held) / tp
     others = (dp - 1) / dp
-    sent_dp = 8 * largest * others
+    sent_dp = whole = _WHOLE_BYTES * largest
+    if pp == 1:
+        in_layers = layers[0] * layer_parameters(config) / tp
+        sent_dp += 4 * num * in_layers
+        waiting = 4 * largest if num > 1 else 0  # whole gradients
+        whole = waiting + _WHOLE_BYTES * (2 * in_layers / layers[0] + largest - in_layers)
+    sent_dp *= others
     hidden = _ACTIVATION_BYTES * tokens * config.hidden_size
     sent_tp = 8 * hidden * (tp - 1) / tp * max(layers) * num
     sent_pp = 2 * hidden / tp * num if pp > 1 else 0.0
     bubble = (pp - 1) / (num + pp - 1)
     compute = _compute_s(config, gpus, work, machine)
-    communication = (
-        sent_tp / _bandwidth(tp, machine) + sent_pp / machine.remote_bytes_per_s + sent_dp / _bandwidth(gpus, machine)
-    )
+    dp_s = sent_dp / _bandwidth(gpus, machine)
+    communication = sent_tp / _bandwidth(tp, machine) + sent_pp / machine.remote_bytes_per_s
+    communication += max(0.0, dp_s - compute) if pp == 1 else dp_s
     return Cost(
         strategy="3D",
         pp=pp,
@@ -156,7 +165,7 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
         tp=tp,
         num_microbatches=num,
         state_bytes=_STATE_BYTES * largest / dp,
-        gathered_bytes=_WHOLE_BYTES * largest if dp > 1 else 0.0,
+        gathered_bytes=whole if dp > 1 else 0.0,
         activation_bytes=min(pp, num)
         * activation_bytes(config, tokens, max(layers), checkpointed=work.checkpoint_activations)
         / tp,

@@ -59,6 +59,13 @@ def test_a_pipeline_divides_layers_and_is_idle_at_its_ends() -> None:
     assert cost.sent_bytes == pytest.approx(8 * 2 * 2 * 1000 * 64)  # each microbatch, forward and back, in bfloat16
 
 
+def test_without_a_pipeline_layers_are_gathered_again_for_each_microbatch() -> None:
+    cost = parallel_3d_cost(config(), 1, 2, 1, WORK, Machine())
+    assert cost.num_microbatches == 4
+    assert cost.sent_bytes == (8 * 393_216 + 4 * 4 * 8 * 40_960) / 2  # as benchmarks.parallel counts it
+    assert cost.gathered_bytes == 4 * 393_216 + 8 * (2 * 40_960 + 2 * 32_768)
+
+
 def test_tp_divides_state_and_activations() -> None:
     one, two = (parallel_3d_cost(config(), 1, 1, tp, WORK, Machine()) for tp in (1, 2))
     assert two.state_bytes == one.state_bytes / 2
