@@ -74,9 +74,11 @@ def measured(record_property: Callable[[str, object], None]) -> Callable[[str], 
     @contextlib.contextmanager
     def measure(name: str) -> Iterator[None]:
         since = time.monotonic()
-        yield
-        seconds = time.monotonic() - since
-        record_property(name, round(seconds, 2))
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - since
+            record_property(name, round(seconds, 2))
         assert seconds < LONGEST_S
 
     return measure
