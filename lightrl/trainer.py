@@ -206,7 +206,7 @@ class Trainer(L.Trainer):
             self._muted.pop().save_on_exception = True
         try:
             try:
-                is_dry_run = bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING and self.world_size == 1
+                is_dry_run = bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING
                 resume_check = ResumeCheck(self) if is_dry_run else None
                 self._open_rollout(module)
                 self.rollout_loop.ranks.begin()

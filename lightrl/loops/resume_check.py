@@ -6,12 +6,18 @@ import contextlib
 import copy
 import io
 import logging
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from lightrl.errors import LightRLError
+from lightrl.strategies import mark_as_on_all_ranks, ranks_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -34,10 +40,12 @@ class ResumeCheck:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._fresh_callbacks: dict[str, Callback] = {}  # by state key
+        # Lightning gives callbacks methods of the module, which they share instead of having a copy of its models.
+        shared = {id(item): item for item in (trainer, trainer.lightning_module)}
         for callback in trainer.callbacks:
-            # What cannot be copied, because of a lock or an open file, is left out.
-            with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
-                self._fresh_callbacks[callback.state_key] = copy.deepcopy(callback)
+            # What cannot be copied, because of a lock, an open file or a sharded model, is left out.
+            with contextlib.suppress(TypeError, NotImplementedError, AttributeError, AssertionError):
+                self._fresh_callbacks[callback.state_key] = copy.deepcopy(callback, dict(shared))
 
     def run(self) -> None:
         """Writes a checkpoint to memory, reads it as a resume would, and compares.
@@ -45,6 +53,9 @@ class ResumeCheck:
         Raises:
             LightRLError: if something of the state would not survive a resume.
         """
+        if ranks_of(self._trainer.strategy).size > 1:
+            self._run_on_all_ranks()
+            return
         before = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         loaded = _through_file(before)
         difference = _first_difference(before, loaded, "checkpoint")
@@ -53,12 +64,32 @@ class ResumeCheck:
             after = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             after["callbacks"] = self._reloaded_callbacks(loaded["callbacks"])
             difference = _first_difference(before, after, "checkpoint")
-        if difference is not None:
-            raise LightRLError(
-                f"{difference} differs after a resume, expected it equal. Give back in load_state_dict (or "
-                "on_load_checkpoint) what state_dict (or on_save_checkpoint) saved."
-            )
-        log.info("fast_dev_run: a resume from this state restores it exactly.")
+        _report(difference)
+
+    def _run_on_all_ranks(self) -> None:
+        """Through a folder, which is removed again: what is spread over ranks cannot travel in memory."""
+        trainer = self._trainer
+        ranks = ranks_of(trainer.strategy)
+        if trainer.num_nodes > 1:
+            log.info("fast_dev_run: on several nodes it is not checked whether a resume restores this state.")
+            return
+        state = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        before = tree_map_only(torch.Tensor, torch.clone, state)  # not the memory that is loaded into
+        folder = Path(ranks.broadcast_json(tempfile.mkdtemp() if ranks.is_main else None))
+        try:
+            trainer.strategy.save_checkpoint(state, folder / "check.ckpt")
+            loaded = trainer.strategy.load_checkpoint(folder / "check.ckpt")
+            ranks.broadcast_json(None)
+            self._load(loaded)
+        finally:
+            if ranks.is_main:
+                shutil.rmtree(folder, ignore_errors=True)
+        after = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        after["callbacks"] = self._reloaded_callbacks(loaded["callbacks"])
+        names = list(before) if ranks.is_main else ["state_dict", "optimizer_states"]  # the rest is rank 0's alone
+        found = (_first_difference(before[name], after[name], f"checkpoint[{name!r}]") for name in names)
+        difference = next((name for name in found if name), None)
+        _report(ranks.broadcast_json(difference) or difference)
 
     def _load(self, checkpoint: dict[str, Any]) -> None:
         """As a resume does, without Lightning's own counters."""
@@ -86,6 +117,16 @@ class ResumeCheck:
             fresh.load_state_dict(copy.deepcopy(state))
             reloaded[key] = fresh.state_dict()
         return reloaded
+
+
+def _report(difference: str | None) -> None:
+    if difference is not None:
+        error = LightRLError(
+            f"{difference} differs after a resume, expected it equal. Give back in load_state_dict (or "
+            "on_load_checkpoint) what state_dict (or on_save_checkpoint) saved."
+        )
+        raise mark_as_on_all_ranks(error)
+    log.info("fast_dev_run: a resume from this state restores it exactly.")
 
 
 def _through_file(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -131,6 +172,7 @@ def _survives(value: Any) -> bool:
 def _first_difference(left: Any, right: Any, name: str) -> str | None:
     """Where two nested states differ first; None if they are equal."""
     if isinstance(left, torch.Tensor):
+        left, right = (value.to_local() if isinstance(value, DTensor) else value for value in (left, right))
         equal = isinstance(right, torch.Tensor) and left.shape == right.shape and torch.equal(left.cpu(), right.cpu())
         return None if equal else name
     if isinstance(left, dict):

@@ -17,6 +17,7 @@ from lightrl.algorithms import DPO, IPO, RewardModel
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import HuggingFaceExport
 from lightrl.data import PairBatch, PreferenceDataModule
+from lightrl.lora import LoRA
 from lightrl.models import ModelSpec
 from lightrl.trajectory import Prompt
 
@@ -89,6 +90,19 @@ def test_a_policy_that_is_its_reference_has_margin_zero(tmp_path: Path, kind: ty
     measured = attached(kind(tiny_spec()), tmp_path).measure(make_batch())
     assert measured["margin_nats"].tolist() == pytest.approx([0.0, 0.0], abs=1e-5)
     assert measured["loss"].tolist() == pytest.approx([loss] * 2, rel=1e-4)
+
+
+def test_with_adapters_the_policy_without_them_is_the_reference(tmp_path: Path) -> None:
+    module = DPO(tiny_spec(lora=LoRA(rank=2)), lr=1e-2)
+    trainer = make_trainer(tmp_path, max_epochs=2)
+    trainer.fit(module, Digits(None, batch_size=5))
+    assert not hasattr(module, "reference")
+    plain = DPO(tiny_spec(lora=LoRA(rank=2)), reference=tiny_spec(), lr=1e-2)
+    other = make_trainer(tmp_path, max_epochs=2)
+    other.fit(plain, Digits(None, batch_size=5))
+    found, expected = (float(one.callback_metrics["dpo/margin_nats"]) for one in (trainer, other))
+    assert found != 0
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_reference_gets_no_gradient_and_is_in_no_checkpoint(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from tiny_run import CONFIG, Digits, make_trainer, token_reward
 from torch import Tensor
 
 from lightrl import PPO, FSDP2Strategy, HuggingFaceExport, LoRA, ModelSpec, Parallel3DStrategy, Sampling, Trajectory
+from lightrl.errors import LightRLError
 from lightrl.lora import merged_parameters
 from lightrl.strategies import AtomicCheckpointIO, whole
 
@@ -86,6 +87,26 @@ def be_killed(folder: Path, **spread: Any) -> None:
     make_trainer(folder, max_steps=4, callbacks=[save], enable_checkpointing=True, **spread).fit(Killed(), Digits())
 
 
+class Forgets(Callback):
+    """Saves what it does not load again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": getattr(self, "seen", 0)}
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen = 1
+
+
+def dry_run(folder: Path, *callbacks: Callback) -> str:
+    """What fast_dev_run finds wrong with a resume."""
+    trainer = make_trainer(folder, fast_dev_run=True, callbacks=list(callbacks), devices=2, strategy="FSDP2Strategy")
+    try:
+        trainer.fit(TinyPPO(), datamodule=Digits())
+    except LightRLError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     torch.set_num_threads(1)
     folder, size = Path(sys.argv[1]), int(sys.argv[2])
@@ -97,6 +118,7 @@ def main() -> None:
         be_killed(folder, **strategy)
     if size == 2:
         found["two ranks"] = play(folder, "two ranks", devices=2, strategy=FSDP2Strategy(save_async=True))
+        found["dry runs"] = [dry_run(folder), dry_run(folder, Forgets())]
         found["adapters"] = play(folder, "adapters", policy=ADAPTED, devices=2, strategy="FSDP2Strategy")
     else:
         split = Parallel3DStrategy(pp=2, dp=2, tp=1)

@@ -107,6 +107,12 @@ def test_the_command_exports_what_the_run_did(
     assert same_tensors(tmp_path / "model", folder / f"{saved} {role}", kind)
 
 
+def test_fast_dev_run_on_two_ranks_finds_what_a_resume_would_lose(two: dict[str, Any]) -> None:
+    whole, forgotten = two["dry runs"]
+    assert whole == ""
+    assert "'seen'] differs after a resume" in forgotten
+
+
 def test_a_half_written_folder_is_no_checkpoint(two: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     saved = folder / "two ranks" / "step=2.ckpt"
     (tmp_path / "half.ckpt").mkdir()
