@@ -177,6 +177,7 @@ def test_plan_says_which_constants_are_assumed(capsys):
     assert assumed["memory_bytes"] == 80e9
 
 
+@pytest.mark.slow
 def test_parallel_sends_little_more_than_it_must(capfd):
     parallel.main(["--quick"])
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]

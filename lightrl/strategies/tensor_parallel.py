@@ -89,10 +89,9 @@ def embed(embedding: nn.Embedding, token_ids: Tensor, mesh: DeviceMesh) -> Tenso
     first = mesh.get_local_rank() * weight.shape[0]
     is_here = (token_ids >= first) & (token_ids < first + weight.shape[0])
     padding = embedding.padding_idx  # its row gets no gradient, here as in one process
-    is_padding_here = padding is not None and first <= padding < first + weight.shape[0]
-    found = nn.functional.embedding(
-        torch.where(is_here, token_ids - first, 0), weight, padding - first if is_padding_here else None
-    )
+    if padding is not None:
+        padding = padding - first if first <= padding < first + weight.shape[0] else None
+    found = nn.functional.embedding(torch.where(is_here, token_ids - first, 0), weight, padding)
     found = torch.where(is_here[..., None], found, found.new_zeros(()))
     scale = getattr(embedding, "embed_scale", None)  # Gemma's
     if scale is not None:
