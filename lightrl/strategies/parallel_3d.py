@@ -108,8 +108,8 @@ class Parallel3DStrategy(FSDP2Strategy):
                 )
             if spec.offload:
                 raise ValueError(
-                    f"The {role} has offload=True, which Parallel3DStrategy cannot move once it is split, expected false. "
-                    "Leave it out, or use FSDP2Strategy."
+                    f"The {role} has offload=True, which Parallel3DStrategy cannot move once it is split, expected "
+                    "false. Leave it out, or use FSDP2Strategy."
                 )
             check_sizes(spec.load_config(), self.pp, self.tp, self.schedule, self.stages_per_rank)
 
