@@ -4,7 +4,8 @@
 
 The model is synthetic, bfloat16, each parameter cut over the two trainers as FSDP2 cuts it (a DTensor). Rank 0 gathers
 bucket by bucket, while the receiver, a process of its own, takes each bucket into its own parameters. A transfer ends
-when the receiver has the whole, and what it has is compared. Extra memory is rank 0's peak above its size before.
+when the receiver has the whole, and what it has is compared. Each transport has processes of its own, so that memory
+that one leaves behind does no other good. Extra memory is rank 0's peak above its size before, first transfer included.
 
     gather        no transport: what the others cannot beat
     in_process    copied into other tensors of rank 0
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import os
 import pickle
+import queue
 import shutil
 import statistics
 import tempfile
@@ -78,7 +81,9 @@ def gathered(shards: dict[str, Any], is_main: bool) -> Iterator[tuple[str, Tenso
         yield name, shard.full_tensor() if is_main else shard.full_tensor()[:0]
 
 
-def train(rank: int, ports: tuple[int, int], options: argparse.Namespace, questions: Any, answers: Any) -> None:
+def train(
+    rank: int, ports: tuple[int, int], way: str, options: argparse.Namespace, questions: Any, answers: Any, results: Any
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=2)
     from torch.distributed.device_mesh import init_device_mesh
@@ -97,7 +102,7 @@ def train(rank: int, ports: tuple[int, int], options: argparse.Namespace, questi
         return bucketed(gathered(shards, rank == 0), options.bucket_mib * MIB)
 
     if rank == 1:
-        for _ in range(len(options.transports) * options.repeats + 1):
+        for _ in range(options.repeats + 1):
             dist.barrier()
             for _ in buckets():
                 pass
@@ -105,12 +110,12 @@ def train(rank: int, ports: tuple[int, int], options: argparse.Namespace, questi
         dist.destroy_process_group()
         return
 
-    report = Report("weight_sync", mib=num_mib, bucket_mib=options.bucket_mib, trainers=2, receivers=1)
     group = BroadcastGroup("127.0.0.1", ports[1], rank=0, world_size=2, name="benchmark", timeout_s=120)
     expected = 0.0
     dist.barrier()
     for bucket in buckets():
         expected += sum(float(tensor.sum(dtype=torch.float64)) for tensor in bucket.tensors.values())
+    del bucket
     other = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes_of(options.mib).items()}
     scratch = Path(tempfile.mkdtemp(dir=options.folder))
     in_memory = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
@@ -127,22 +132,25 @@ def train(rank: int, ports: tuple[int, int], options: argparse.Namespace, questi
     def through_memory() -> None:
         for bucket in buckets():
             shared.fill(bucket)
+            del bucket  # else it lives on while the next is gathered
             tell("shared", shared.payload())
 
     def through_group() -> None:
         for bucket in buckets():
             questions.put(("broadcast", list(bucket.tensors)))
             group.broadcast(bucket.tensors.values())
+            del bucket
             answers.get(timeout=300)
 
     def gather_only() -> None:
-        for _ in buckets():
-            pass
+        for bucket in buckets():
+            del bucket
 
     def in_process() -> None:
         for bucket in buckets():
             for name, tensor in bucket.tensors.items():
                 other[name].copy_(tensor)
+            del bucket, tensor
 
     ways: dict[str, Callable[[], None]] = {
         "gather": gather_only,
@@ -153,25 +161,23 @@ def train(rank: int, ports: tuple[int, int], options: argparse.Namespace, questi
         "disk": lambda: through_folder(scratch, True),
     }
     try:
-        for name in options.transports:
-            seconds, extra = [], 0.0
-            for _ in range(options.repeats):
-                dist.barrier()
-                with PeakMemory() as memory:
-                    start = time.perf_counter()
-                    ways[name]()
-                    seconds.append(time.perf_counter() - start)
-                extra = max(extra, memory.peak_rss_mib - memory.start_rss_mib)
-            if name not in ("gather", "in_process"):
-                assert abs(tell("sum", None) - expected) < 1e-6 * max(1.0, abs(expected)), name
-            rate = num_mib / statistics.median(seconds)
-            report.add(
-                name, mib_per_s=round(rate, 1), extra_mib=round(extra, 1), buckets=round(extra / options.bucket_mib, 2)
+        seconds, extra = [], 0.0
+        for _ in range(options.repeats):
+            dist.barrier()
+            with PeakMemory() as memory:
+                start = time.perf_counter()
+                ways[way]()
+                seconds.append(time.perf_counter() - start)
+            extra = max(extra, memory.peak_rss_mib - memory.start_rss_mib)
+        if way not in ("gather", "in_process"):
+            assert abs(tell("sum", None) - expected) < 1e-6 * max(1.0, abs(expected)), way
+        row = {"mib_per_s": round(num_mib / statistics.median(seconds), 1), "extra_mib": round(extra, 1)}
+        results.put({way: row | {"buckets": round(extra / options.bucket_mib, 2)}})
+        if way == options.transports[-1]:
+            copies = plain_copies(other, scratch, options.repeats)
+            results.put(
+                {copy: {"mib_per_s": round(num_mib / statistics.median(took), 1)} for copy, took in copies.items()}
             )
-        copies = plain_copies(other, scratch, options.repeats)
-        for name, seconds in copies.items():
-            report.add(name, mib_per_s=round(num_mib / statistics.median(seconds), 1))
-        report.finish(["measurement", "mib_per_s", "extra_mib", "buckets"])
     finally:
         questions.put(None)
         shutil.rmtree(scratch, ignore_errors=True)
@@ -212,20 +218,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.transports = options.transports.split(",")
     if options.quick:
         options.mib, options.bucket_mib, options.repeats = 8, 4, 1
-    context = mp.get_context("spawn")
-    ports, questions, answers = (free_port(), free_port()), context.Queue(), context.Queue()
+    mib = 4 * len(shapes_of(options.mib))
+    report = Report("weight_sync", mib=mib, bucket_mib=options.bucket_mib, trainers=2, receivers=1)
+    for name in options.transports:
+        for row in transferred(name, options, num_rows=2 if name == options.transports[-1] else 1):
+            for measurement, values in row.items():
+                report.add(measurement, **values)
+    report.finish(["measurement", "mib_per_s", "extra_mib", "buckets"])
+
+
+def transferred(name: str, options: argparse.Namespace, num_rows: int) -> list[dict[str, Any]]:
+    """What rank 0 measured of one transport, in processes of its own."""
+    context = mp.get_context("forkserver")  # a spawned process imports for seconds
+    context.set_forkserver_preload(["lightrl.weights", "torch.distributed.tensor", "transformers"])
+    ports, questions, answers, rows = (free_port(), free_port()), context.Queue(), context.Queue(), context.Queue()
     workers = [context.Process(target=receive, args=(ports[1], options.mib, questions, answers), daemon=True)]
     workers += [
-        context.Process(target=train, args=(rank, ports, options, questions, answers), daemon=True) for rank in (0, 1)
+        context.Process(target=train, args=(rank, ports, name, options, questions, answers, rows), daemon=True)
+        for rank in (0, 1)
     ]
     for worker in workers:
         worker.start()
+    found: list[dict[str, Any]] = []
+    while len(found) < num_rows and not any(worker.exitcode for worker in workers):
+        with contextlib.suppress(queue.Empty):
+            found.append(rows.get(timeout=1))
     for worker in workers[::-1]:
-        worker.join(600)
-    for worker in workers:
+        if len(found) == num_rows:
+            worker.join(60)
         if worker.exitcode != 0:
             worker.kill()
             raise SystemExit(f"A process of the benchmark ended with {worker.exitcode}, expected 0.")
+    return found
 
 
 if __name__ == "__main__":

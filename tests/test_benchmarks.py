@@ -156,11 +156,11 @@ def test_grpo_vs_trl_says_how_to_install_trl():
         grpo_vs_trl.main(["--quick"])
 
 
-def test_weight_sync_measures_every_transport(capfd):
-    weight_sync.main(["--quick"])
+def test_weight_sync_measures_each_transport_in_processes_of_its_own(capfd):
+    weight_sync.main(["--quick", "--transports", "gloo,disk"])
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
     found = {line["measurement"] for line in lines if "measurement" in line}
-    assert found == {*weight_sync.TRANSPORTS, "plain_memory_copy", "plain_file_copy"}
+    assert found == {"gloo", "disk", "plain_memory_copy", "plain_file_copy"}
 
 
 def test_plan_prints_both_strategies_for_each_size(capsys):
