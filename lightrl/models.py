@@ -193,7 +193,6 @@ class ModelSpec:
             config.num_labels = 1
             with torch.random.fork_rng(devices=[]):
                 model = AutoModelForSequenceClassification.from_config(config, **options)
-            model.base_model.load_state_dict(body.base_model.state_dict())
             is_fresh = True
         else:
             with torch.random.fork_rng(devices=[]):
@@ -212,6 +211,8 @@ class ModelSpec:
                 f"{type(model).__name__} has no linear layer `score`, expected one for a critic or a reward model. Use "
                 "a decoder such as Qwen3 or Llama."
             )
+        if body is not None:
+            model.base_model.load_state_dict(body.base_model.state_dict())
         if is_fresh:
             with torch.no_grad():
                 for parameter in head.parameters():

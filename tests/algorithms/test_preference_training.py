@@ -195,7 +195,7 @@ def test_a_family_without_a_score_head_is_refused(tmp_path: Path) -> None:
         config={**config, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8},
         tokenizer="tiny.char_tokenizer",
     )
-    with pytest.raises(ValueError, match=r"BertForSequenceClassification has no linear layer named score"):
+    with pytest.raises(ValueError, match=r"BertForSequenceClassification has no linear layer `score`"):
         RewardModel(spec).configure_model()
 
 

@@ -58,3 +58,9 @@ def test_a_reward_models_export_is_a_reward_and_the_start_of_a_critic(tmp_path: 
         rows = [row for row in csv.DictReader(file) if row["rollout/reward_model"]]
     assert len(rows) == 2
     assert all(float(row["rollout/reward_model"]) != 0 and float(row["rollout/reward"]) == 0 for row in rows)
+
+
+def test_the_table_names_every_example() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    missing = [path.name for path in EXAMPLES.glob("*/*.yaml") if path.name not in table]
+    assert missing == []

@@ -1,4 +1,4 @@
-"""PPO on two processes against one: critics, references and advantages of the whole iteration; metrics of any layout."""
+"""PPO on two processes against one: critics, references, advantages of the whole iteration; metrics of any layout."""
 
 from __future__ import annotations
 
