@@ -17,9 +17,7 @@ class Demonstrations(SFTDataModule):
         kwargs: those of SFTDataModule.
     """
 
-    def __init__(
-        self, batch_size: int, hasty_fraction: float = 0.0, num_validation: int = 2000, **kwargs: Any
-    ) -> None:
+    def __init__(self, batch_size: int, hasty_fraction: float = 0.0, num_validation: int = 2000, **kwargs: Any) -> None:
         super().__init__(train=None, batch_size=batch_size, validation_batch_size=num_validation, **kwargs)
         self.hasty_fraction = hasty_fraction
         self.num_validation = num_validation

@@ -1,6 +1,5 @@
 """`lightrl export` makes of a checkpoint the folder that the run's own model would have made."""
 
-from pathlib import Path
 
 import pytest
 import torch
