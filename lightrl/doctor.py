@@ -187,7 +187,7 @@ def first_prompts(module: RLModule, datamodule: Any, num: int) -> list[Prompt]:
     if datamodule is None:
         raise UsageError("The config has no data, expected prompts to examine the reward on. Add a `data:` section.")
     if hasattr(datamodule, "attach"):
-        datamodule.attach(module.tokenizer, max_prompt_tokens=module.max_prompt_tokens)
+        datamodule.attach(module.tokenizer, max_prompt_tokens=module.max_prompt_tokens, pictures=module.pictures)
     datamodule.prepare_data()
     datamodule.setup("fit")
     stream: PromptStream | None = getattr(datamodule, "prompt_stream", None)

@@ -31,7 +31,7 @@ class Experience:
 
     What a user's own model calls give is kept under its key in `extras`, read as `experience["key"]`, and travels with
     the other fields. `split` then `concat` is the identity; rows keep the (prompt, sample) order in which they were
-    asked for.
+    asked for. Pictures are kept once, and rows say which they show: parts share them, and a row never loses its own.
     """
 
     token_ids: Tensor  # int64 [B, T], 0 on the padding
@@ -50,6 +50,8 @@ class Experience:
     bootstrap_values: Tensor | None = None  # float32 [B], of the critic, of the state after a truncated end; else 0
     returns: Tensor | None = None  # float32 [B, T]
     advantages: Tensor | None = None  # float32 [B, T]
+    pixel_values: Tensor | None = None  # float32 [M, 3, height, width], the pictures that any row shows
+    image_rows: Tensor | None = None  # int64 [B, I], the pictures of each row in order, as rows of those; -1 is none
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # [B], [B, T] or [B, T, ...], of the user's own calls
 
     def __post_init__(self) -> None:
@@ -57,9 +59,13 @@ class Experience:
         taken = sorted(set(self.extras) & FIELDS)
         if taken:
             raise ValueError(f"extras has the key {taken[0]!r}, which is a field of Experience. Choose another key.")
+        if (self.pixel_values is None) != (self.image_rows is None):
+            raise ValueError("Only one of pixel_values and image_rows is set, expected both or none of them.")
         for name, tensor in self.tensors().items():
-            expected = (num, width) if tensor.dim() >= 2 else (num,)
-            if tuple(tensor.shape[:2]) != expected:
+            if name == "pixel_values":
+                continue
+            expected = (num, width) if tensor.dim() >= 2 and name != "image_rows" else (num,)
+            if tuple(tensor.shape[: len(expected) if name == "image_rows" else 2]) != expected:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)}, expected {expected} like token_ids {(num, width)}. "
                     "Align it to the tokens it describes."
@@ -133,9 +139,12 @@ class Experience:
         """The trajectories at these rows, in this order, cut to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.token_ids.device)
         width = int(self.lengths[index].max()) if len(index) else 0
-        picked = {name: value[index] for name, value in self.tensors().items()}
+        picked = {name: value[index] for name, value in self.tensors().items() if name != "pixel_values"}
         return self.with_tensors(
-            {name: value[:, :width] if value.dim() >= 2 else value for name, value in picked.items()}
+            {
+                name: value[:, :width] if value.dim() >= 2 and name != "image_rows" else value
+                for name, value in picked.items()
+            }
         )
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
@@ -155,7 +164,7 @@ class Experience:
     def concat(cls, parts: Sequence[Experience]) -> Experience:
         """The trajectories of all parts, in order, padded to the longest."""
         width = max(part.token_ids.shape[1] for part in parts)
-        tensors = [part.tensors() for part in parts]
+        tensors = [part.tensors() for part in _with_common_pictures(parts)]
         names = {name for part in tensors for name in part}
         uneven = [name for name in sorted(names) if any(name not in part for part in tensors)]
         if uneven:
@@ -165,7 +174,10 @@ class Experience:
         joined: dict[str, Tensor] = {}
         for name in tensors[0]:
             values = [part[name] for part in tensors]
-            if values[0].dim() >= 2:
+            if name == "pixel_values":
+                joined[name] = values[0]
+                continue
+            if values[0].dim() >= 2 and name != "image_rows":
                 fill = -1 if name == "weight_versions" else 0
                 values = [_widened(value, width, fill) for value in values]
             joined[name] = torch.cat(values)
@@ -235,10 +247,14 @@ class Experience:
         return sorted(pairs)
 
     def to_tensordict(self) -> Any:
-        """A `tensordict.TensorDict` of the fields that are set, batch size [B]; needs the tensordict package."""
+        """A `tensordict.TensorDict` of the fields that are set, batch size [B]; needs the tensordict package.
+
+        Pictures are no field of it: they are not one for each row.
+        """
         from tensordict import TensorDict
 
-        return TensorDict(self.tensors(), batch_size=[len(self)])
+        tensors = {name: value for name, value in self.tensors().items() if name != "pixel_values"}
+        return TensorDict(tensors, batch_size=[len(self)])
 
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name != "extras")
@@ -250,6 +266,27 @@ ROLLOUT_FIELDS = frozenset(
         "lengths", "token_rewards",
     }
 )  # fmt: skip
+
+
+def _with_common_pictures(parts: Sequence[Experience]) -> list[Experience]:
+    """With the same pictures in all parts, and `image_rows` of one width that say which of them each row shows."""
+    shown = [part for part in parts if part.pixel_values is not None and part.image_rows is not None]
+    if not shown:
+        return list(parts)
+    tables: dict[int, Tensor] = {id(part.pixel_values): cast(Tensor, part.pixel_values) for part in shown}
+    firsts, num = {}, 0
+    for key, table in tables.items():
+        firsts[key], num = num, num + len(table)
+    pixel_values = next(iter(tables.values())) if len(tables) == 1 else torch.cat(list(tables.values()))
+    width = max(cast(Tensor, part.image_rows).shape[1] for part in shown)
+    found = []
+    for part in parts:
+        rows = torch.full((len(part), width), -1, dtype=torch.int64, device=part.token_ids.device)
+        if part.image_rows is not None:
+            first = firsts[id(part.pixel_values)]
+            rows[:, : part.image_rows.shape[1]] = torch.where(part.image_rows >= 0, part.image_rows + first, -1)
+        found.append(replace(part, pixel_values=pixel_values, image_rows=rows))
+    return found
 
 
 def _widened(value: Tensor, width: int, fill: int) -> Tensor:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
 from lightrl.models import ModelSpec, scalar_head
+from lightrl.pictures import save_processor
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +78,18 @@ class ModelDescription:
             save_adapter(tensors, config, folder)
         else:
             self.build(tensors).save_pretrained(folder)
+            self._save_processor(folder)
+
+    def _save_processor(self, folder: Path) -> None:
+        """The image processor of a model that sees pictures, from where the model came from."""
+        from transformers import AutoConfig
+
+        values = json.loads(self.config)
+        source = values.pop("_name_or_path", "")
+        if "vision_config" in values:
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+            config.name_or_path = source
+            save_processor(config, folder)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
         """The model with these weights, which it takes over without a copy; adapters are merged into the base.

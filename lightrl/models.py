@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightrl.experience import Experience
 from lightrl.lora import LoRA
+from lightrl.pictures import auto_model, sees_pictures
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
@@ -157,8 +158,6 @@ class ModelSpec:
             return model
         if self.head == "scalar":
             return self._load_scalar_model()
-        from transformers import AutoModelForCausalLM
-
         dtype = getattr(torch, self.dtype or "float32")
         options = {"use_safetensors": True, **self.options} if self.config is None else dict(self.options)
         if self.attn_implementation is not None:
@@ -166,9 +165,10 @@ class ModelSpec:
         if self.config is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.random_seed)
-                model = AutoModelForCausalLM.from_config(self.load_config(), dtype=dtype, **options)
+                config = self.load_config()
+                model = auto_model(config).from_config(config, dtype=dtype, **options)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = auto_model(self.load_config()).from_pretrained(
                 self.path, dtype=dtype, trust_remote_code=self.trust_remote_code, **options
             )
         return model.eval()
@@ -184,6 +184,11 @@ class ModelSpec:
         """With a linear head `score` of one number; zeros, if the checkpoint has none."""
         from transformers import AutoModelForSequenceClassification
 
+        if sees_pictures(self.load_config()):
+            raise ValueError(
+                "A model that sees pictures has no scalar head, expected a language model, or a critic on the policy's "
+                "own body. Use critic='shared', or another reward."
+            )
         body = replace(self, head="vocabulary").load_model() if self.config is not None else None
         options: dict[str, Any] = {"dtype": getattr(torch, self.dtype or "float32"), **self.options}
         if self.attn_implementation is not None:

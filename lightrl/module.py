@@ -21,6 +21,7 @@ from lightrl.experience import ROLLOUT_FIELDS, Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.model_folder import fill_in, keep_trained
 from lightrl.models import ModelSpec, Outputs, ParallelModel
+from lightrl.pictures import Pictures
 from lightrl.rewards import RewardPart
 from lightrl.rollout.sglang.scoring import ServedScores
 from lightrl.rollout.workflow import SingleTurn, Workflow
@@ -184,6 +185,7 @@ class RLModule(L.LightningModule):
         self.parallel_models: dict[str, ParallelModel] = {}  # by role; the trainer fills it in
         self.value_head: torch.nn.Linear | None = None  # a critic's, on the policy's body
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._pictures: tuple[Pictures | None] | None = None
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature=0 draws G equal completions, expected above 0. Use 1.0 to train.")
@@ -379,6 +381,13 @@ class RLModule(L.LightningModule):
         return self._tokenizer
 
     @property
+    def pictures(self) -> Pictures | None:
+        """How the policy reads pictures; None if it sees none. Made once."""
+        if self._pictures is None:
+            self._pictures = (Pictures.of(self.policy_spec.load_config()),)
+        return self._pictures[0]
+
+    @property
     def policy_config(self) -> PretrainedConfig:
         """Of the policy's model, once it is there."""
         policy: Any = self.policy
@@ -388,7 +397,7 @@ class RLModule(L.LightningModule):
     @property
     def max_prompt_tokens(self) -> int | None:
         """What the context leaves for a prompt; None if the model states no context length."""
-        context = getattr(self.policy_spec.load_config(), "max_position_embeddings", None)
+        context = getattr(self.policy_spec.load_config().get_text_config(), "max_position_embeddings", None)
         longest = max(self.sampling.max_new_tokens, self.validation_sampling.max_new_tokens)
         if context is not None and context <= longest:
             raise ValueError(

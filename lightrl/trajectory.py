@@ -23,19 +23,27 @@ class Prompt:
 
     Example:
         Prompt(id="train-17", token_ids=[3, 7, 1, 9, 10], fields={"answer": "9"})
+
+    Pictures stand in `images`, in the order of the messages' `{"type": "image"}` parts; each is as many image tokens of
+    `token_ids` as the policy makes of it.
     """
 
     id: str  # unique within the run; seeds and resume rely on it
     messages: list[dict[str, Any]] | None = None  # chat messages, `{"role": ..., "content": ...}`
     token_ids: list[int] | None = None
     fields: dict[str, Any] = field(default_factory=dict)  # the row's columns, JSON-able
+    images: tuple[str, ...] = ()  # paths or data: URLs
 
     def __post_init__(self) -> None:
         if self.messages is None and self.token_ids is None:
             raise ValueError(f"Prompt {self.id!r} has neither messages nor token_ids, expected one of them.")
+        object.__setattr__(self, "images", tuple(self.images))  # JSON gives lists
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        record = asdict(self)
+        if not self.images:
+            del record["images"]
+        return record
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Prompt:
@@ -121,7 +129,7 @@ class Trajectory:
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "prompt": self.prompt.to_json()}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Trajectory:
@@ -146,7 +154,11 @@ class Group:
         return min((version for version in versions if version >= 0), default=-1)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {
+            "id": self.id,
+            "prompt": self.prompt.to_json(),
+            "trajectories": [trajectory.to_json() for trajectory in self.trajectories],
+        }
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Group:

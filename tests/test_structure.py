@@ -15,6 +15,7 @@ FLOORS = [
     {"version", "errors"},
     {"trajectory"},
     {"experience", "functional"},
+    {"pictures"},
     {"rewards", "weights"},
     {"rollout"},
     {"lora"},

@@ -10,6 +10,7 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.lora import has_adapters
 from lightrl.model_folder import ModelDescription, check_model_folder, replaced_folder
 from lightrl.models import ModelSpec, ParallelModel
+from lightrl.pictures import save_processor
 from lightrl.strategies import LogprobSettings, parallel_model, whole
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class HuggingFaceExport(RLCallback):
                 ModelDescription.of(model, spec).save(tensors, folder, merged=self.merged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
+            save_processor(model.config, folder)
         log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.to)
 
     def _gathered(self, trainer: L.Trainer, module: Any, role: str) -> dict[str, Tensor] | None:

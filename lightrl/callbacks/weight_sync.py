@@ -201,7 +201,7 @@ class WeightSync(RLCallback):
         return probe.trainer_scores(trainer, module, self._sequences(module))
 
     def _sequences(self, module: Any) -> list[list[int]]:
-        config = module.policy_config
+        config = module.policy_config.get_text_config()
         longest = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
         return probe.probe_sequences(config.vocab_size, num=self.num_probes, num_tokens=min(self.probe_tokens, longest))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.data.rows import Row, require_column
+from lightrl.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -54,26 +55,111 @@ def row_messages(
     return messages
 
 
+def take_images(messages: Messages, images: Sequence[Any], *, folder: Path) -> tuple[Messages, tuple[str, ...]]:
+    """Messages whose image parts name no picture, and the pictures they named, as paths or data: URLs, in order.
+
+    Args:
+        messages: with image parts such as `{"type": "image", "image": "cats/3.png"}`; the part may also have `path` or
+            `url`, or nothing, for a picture of `images`.
+        images: pictures of the row; without image parts they come first in the last user's turn.
+        folder: where relative paths begin.
+    """
+    waiting = [_image_text(image, folder) for image in images]
+    found: list[str] = []
+    taken: Messages = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = []
+            for part in content:
+                if part.get("type") == "image":
+                    named = next((part[key] for key in ("image", "path", "url") if part.get(key)), None)
+                    if named is not None:
+                        found.append(_image_text(named, folder))
+                    elif waiting:
+                        found.append(waiting.pop(0))
+                    part = {"type": "image"}
+                parts.append(part)
+            message = {**message, "content": parts}
+        taken.append(message)
+    if waiting and found:
+        raise ValueError(
+            f"{len(found) + len(waiting)} pictures for {len(found)} image parts, expected a part for each picture, or "
+            "none at all. Mend the messages."
+        )
+    if waiting:
+        last = max(index for index, message in enumerate(taken) if message["role"] == "user")
+        content = taken[last]["content"]
+        text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        taken[last] = {**taken[last], "content": [*({"type": "image"} for _ in waiting), *text]}
+        found = waiting
+    return taken, tuple(found)
+
+
+def _image_text(image: Any, folder: Path) -> str:
+    """A path, a data: URL, bytes, Pillow's image or what datasets makes of one, as the text a Prompt holds."""
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path")
+    if not isinstance(image, str):
+        return data_url(image)
+    if image.startswith("data:") or Path(image).expanduser().is_absolute():
+        return image
+    if "://" in image:
+        raise ValueError(f"Picture {image[:80]!r} is a web address, expected a path or a data: URL. Download it first.")
+    return str(folder / image)
+
+
 class ChatRenderer:
     """Renders messages as token ids with a tokenizer's chat template, or as plain text if it has none.
 
     Args:
         tokenizer: the policy's.
         chat_template: replaces the tokenizer's; a Jinja file or the template itself.
+        pictures: how the policy reads pictures; None if it sees none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        pictures: Pictures | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.pictures = pictures
         self.chat_template = _read_template(chat_template) if chat_template else tokenizer.chat_template
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """The tokens after which the policy's turn begins."""
         if self.chat_template is not None:
             return self._encode(self._render(messages, add_generation_prompt=True))
-        token_ids = list(self.tokenizer(_plain_text(messages), verbose=False).input_ids)
+        token_ids = list(self.tokenizer(self._plain_text(messages), verbose=False).input_ids)
         if token_ids and token_ids[-1] == self.tokenizer.eos_token_id:  # some tokenizers end every text
             token_ids.pop()
         return token_ids
+
+    def with_pictures(self, prompt: Prompt, where: str) -> Prompt:
+        """The prompt, which has token ids, with as many image tokens as its pictures need.
+
+        Raises:
+            ValueError: if the policy sees no pictures, a file is not there, or another number of image tokens is.
+        """
+        if self.pictures is None:
+            raise ValueError(f"{where}: {refusal(len(prompt.images))}")
+        missing = next((i for i in prompt.images if not i.startswith("data:") and not Path(i).is_file()), None)
+        if missing is not None:
+            raise ValueError(f"{where} has the picture {missing!r}, expected the path of a file. Mend the path.")
+        assert prompt.token_ids is not None
+        return replace(prompt, token_ids=self.pictures.expanded(prompt.token_ids, len(prompt.images), where=where))
+
+    def _plain_text(self, messages: Messages) -> str:
+        return "\n\n".join(self._content_text(message["content"]) for message in messages)
+
+    def _content_text(self, content: Any) -> str:
+        if not isinstance(content, list):
+            return str(content)
+        token = "" if self.pictures is None else self.tokenizer.convert_ids_to_tokens(self.pictures.image_token_id)
+        return "".join(str(token) if part["type"] == "image" else str(part.get("text", "")) for part in content)
 
     def completion_ids(self, messages: Messages | None, completion: str) -> list[int]:
         """The tokens of the policy's turn, its end token included and nothing behind it.
@@ -137,6 +223,8 @@ def render_prompts(
         if prompt.token_ids is None:
             assert prompt.messages is not None
             prompt = replace(prompt, token_ids=renderer.prompt_ids(prompt.messages))
+        if prompt.images:
+            prompt = renderer.with_pictures(prompt, where(index))
         assert prompt.token_ids is not None
         num_tokens = len(prompt.token_ids)
         if num_tokens == 0:
@@ -161,10 +249,6 @@ def report_dropped(num_dropped: int, num_rows: int, max_tokens: int | None, what
     """Logs how many rows are left out because they are too long, if any are."""
     if num_dropped:
         logger.warning("Dropped %d of %d %s with more than %s tokens.", num_dropped, num_rows, what, max_tokens)
-
-
-def _plain_text(messages: Messages) -> str:
-    return "\n\n".join(str(message["content"]) for message in messages)
 
 
 def _read_template(template: str) -> str:

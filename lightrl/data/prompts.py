@@ -7,14 +7,16 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import lightning as L
 
-from lightrl.data.chat import ChatRenderer, render_prompts, row_messages
+from lightrl.data.chat import ChatRenderer, Messages, render_prompts, row_messages, take_images
 from lightrl.data.mixture import DataSource, MixtureOrder, label_of, sources_of
 from lightrl.data.rows import Row, read_rows, renamed, require_column
 from lightrl.data.stream import EpochLoader, PromptStream, iteration_clock, prompt_batches
+from lightrl.pictures import Pictures
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ class PromptDataModule(L.LightningDataModule):
         columns: new column names → the data's own, such as `{question: problem, answer: solution}`.
         row_filter: a function of a row, or its dotted path; rows for which it is false are left out, and counted.
         prompt_column: holds the prompt's text, or a list of chat messages.
+        image_column: holds a picture or a list of them: paths, from the data file's folder if relative, data: URLs, or
+            what `datasets` reads; for policies that see pictures. Chat messages may name them in image parts instead.
         answer_column: must be there in every row, for the reward; None asks for no such column.
         system_prompt: opens every chat.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by its name.
@@ -80,6 +84,7 @@ class PromptDataModule(L.LightningDataModule):
         columns: dict[str, str] | None = None,
         row_filter: str | Callable[[Row], bool] | None = None,
         prompt_column: str = "question",
+        image_column: str | None = None,
         answer_column: str | None = "answer",
         system_prompt: str | None = None,
         prompt_template: str = "{prompt}",
@@ -125,6 +130,7 @@ class PromptDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.validation_batch_size = validation_batch_size
         self.prompt_column = prompt_column
+        self.image_column = image_column
         self.answer_column = answer_column
         self.system_prompt = system_prompt
         self.prompt_template = prompt_template
@@ -137,15 +143,23 @@ class PromptDataModule(L.LightningDataModule):
         self.prompts: dict[Split, list[Prompt]] = {}  # of the splits that were set up
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._context_tokens: int | None = None
+        self._pictures: Pictures | None = None
         self._stream: PromptStream | None = None
         self._source_of: dict[str, int] = {}  # prompt id → which of several sources it comes from
         self._places: dict[Split, list[str]] = {}  # of each prompt of make_prompts, for messages
 
-    def attach(self, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None = None) -> None:
+    def attach(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int | None = None,
+        pictures: Pictures | None = None,
+    ) -> None:
         """Gives the tokenizer and the longest prompt that fits the context; otherwise both come from the trainer's
         module, from its `tokenizer` and `max_prompt_tokens`."""
         self._tokenizer = tokenizer
         self._context_tokens = max_prompt_tokens
+        self._pictures = pictures
 
     def make_prompts(self, split: Split) -> list[Prompt]:
         """The prompts of one split, in order, with messages or token ids; a subclass may make its own.
@@ -172,11 +186,30 @@ class PromptDataModule(L.LightningDataModule):
                 )
                 if self.answer_column is not None:
                     require_column(row, self.answer_column, where=where)
-                prompts.append(Prompt(id=f"{prefix}-{index}", messages=messages, fields=row))
+                images: tuple[str, ...] = ()
+                if self.image_column is not None or any(isinstance(m.get("content"), list) for m in messages):
+                    messages, images, row = self._with_images(messages, row, source, where)
+                prompts.append(Prompt(id=f"{prefix}-{index}", messages=messages, fields=row, images=images))
                 self._places[split].append(where)
                 if len(sources) > 1:
                     self._source_of[prompts[-1].id] = number
         return prompts
+
+    def _with_images(
+        self, messages: Messages, row: Row, source: DataSource, where: str
+    ) -> tuple[Messages, tuple[str, ...], Row]:
+        """Messages, the pictures, and the row without its pictures, which a reward gets as the prompt's `images`."""
+        given: Any = []
+        if self.image_column is not None:
+            given = require_column(row, self.image_column, where=where)
+            row = {key: value for key, value in row.items() if key != self.image_column}
+        file = Path(source.source).expanduser()
+        folder = file.parent if file.is_file() else Path()
+        try:
+            messages, images = take_images(messages, given if isinstance(given, list) else [given], folder=folder)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        return messages, images, row
 
     def _rows(self, source: DataSource, split: Split) -> tuple[list[Row], list[int]]:
         """The rows that are wanted, with their numbers from 0 in the source."""
@@ -212,7 +245,7 @@ class PromptDataModule(L.LightningDataModule):
                 prompts.
         """
         tokenizer, context_tokens = self._context()
-        renderer = ChatRenderer(tokenizer, chat_template=self.chat_template)
+        renderer = ChatRenderer(tokenizer, chat_template=self.chat_template, pictures=self._read_pictures())
         max_tokens = min((n for n in (self.max_prompt_tokens, context_tokens) if n is not None), default=None)
         for split in _SPLITS_OF_STAGE[stage]:
             self.prompts[split] = self._rendered(split, renderer, max_tokens)
@@ -278,6 +311,10 @@ class PromptDataModule(L.LightningDataModule):
         if self._tokenizer is not None:
             return tokenizer, self._context_tokens
         return tokenizer, getattr(module, "max_prompt_tokens", None)
+
+    def _read_pictures(self) -> Pictures | None:
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        return self._pictures if self._tokenizer is not None else getattr(module, "pictures", None)
 
     def _rendered(self, split: Split, renderer: ChatRenderer, max_tokens: int | None) -> list[Prompt]:
         prompts = self.make_prompts(split)

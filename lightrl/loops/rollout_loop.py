@@ -31,6 +31,7 @@ from lightrl.loops.metrics import IterationMetrics
 from lightrl.loops.score import accept_changes, score
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.module import RLModule
+from lightrl.pictures import with_pictures
 from lightrl.strategies import Ranks, is_on_all_ranks, ranks_of
 from lightrl.trajectory import Group, sampling_seed
 
@@ -111,7 +112,8 @@ class RolloutLoop(_AutomaticOptimization):
     def _learn(self, module: RLModule, groups: list[Group], batch_idx: int) -> None:
         trainer: Any = self.trainer
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        experience = Experience.from_trajectories(trajectories).to(module.device)
+        experience = with_pictures(Experience.from_trajectories(trajectories), trajectories, module.pictures)
+        experience = experience.to(module.device)
         with self._phase("score"), self.logging_allowed(module):
             context = trainer.precision_plugin.forward_context
             experience = score(module, experience, trajectories, forward_context=context, ranks=self.ranks)

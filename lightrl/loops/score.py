@@ -165,7 +165,8 @@ def _with_an_end(experience: Experience, has_end: Tensor) -> Experience:
     }
     at_end = torch.arange(width + 1, device=experience.token_ids.device) == experience.lengths[:, None]
     tensors["loss_mask"] = tensors["loss_mask"] | (at_end & has_end[:, None])
-    others = {name: getattr(experience, name) for name in ("rewards", "group_ids", "is_truncated")}
+    kept = ("rewards", "group_ids", "is_truncated", "pixel_values", "image_rows")
+    others = {name: getattr(experience, name) for name in kept}
     return Experience(**others, **tensors, lengths=experience.lengths + has_end)
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from lightrl.pictures import auto_model, input_embeddings
+
 if TYPE_CHECKING:
     from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
@@ -41,12 +43,19 @@ class Decoder(Protocol):
         """A copy of a parameter, in Hugging Face's layout."""
         ...
 
-    def append(self, sequences: Sequence[Sequence[int]], owners: Sequence[int]) -> Tensor:
+    def append(
+        self,
+        sequences: Sequence[Sequence[int]],
+        owners: Sequence[int],
+        pictures: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
         """New rows with the key-values of these tokens.
 
         Args:
             sequences: token ids, at least one each; each is computed once.
             owners: one entry per new row, the sequence that it starts from.
+            pictures: pixel values [m, 3, H, W] of each sequence, None for those that show none; None for none at all,
+                which is all that a model without pictures is given.
 
         Returns:
             Logits after the last token of each sequence, [len(sequences), V] float32.
@@ -123,10 +132,8 @@ class HuggingFaceDecoder:
     def __init__(
         self, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device, prefill_tokens: int = 8192
     ) -> None:
-        from transformers import AutoModelForCausalLM
-
         with torch.random.fork_rng(devices=[]):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = auto_model(config).from_config(config, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         self._device = device
         self._prefill_tokens = prefill_tokens
@@ -157,7 +164,12 @@ class HuggingFaceDecoder:
         copy: Tensor = self._targets[self._tied.get(name, name)].clone()
         return copy
 
-    def append(self, sequences: Sequence[Sequence[int]], owners: Sequence[int]) -> Tensor:
+    def append(
+        self,
+        sequences: Sequence[Sequence[int]],
+        owners: Sequence[int],
+        pictures: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
         longest = max(len(sequence) for sequence in sequences)
         logits: list[Tensor | None] = [None] * len(sequences)
         prefixes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sequences]
@@ -166,7 +178,8 @@ class HuggingFaceDecoder:
             columns = torch.arange(token_ids.shape[1], device=self._device)
             is_token = (columns < lengths[:, None]).to(torch.int64)
             last, kept = torch.unique(lengths - 1, return_inverse=True)
-            cache, outputs = self._forward(token_ids, is_token, columns.expand_as(token_ids), None, last)
+            seen = None if pictures is None else self._embedded(token_ids, [pictures[index] for index in chunk])
+            cache, outputs = self._forward(token_ids, is_token, columns.expand_as(token_ids), None, last, seen)
             if outputs.shape[1] == token_ids.shape[1]:
                 kept = lengths - 1
             for place, index in enumerate(chunk):
@@ -224,12 +237,34 @@ class HuggingFaceDecoder:
         self._cache = None
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
 
+    def _embedded(self, token_ids: Tensor, pictures: Sequence[Tensor | None]) -> Tensor | None:
+        """What the layers read where a sequence shows pictures, [b, T, H]; None where none does."""
+        counts = [0 if pixels is None else len(pixels) for pixels in pictures]
+        if not any(counts):
+            return None
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        rows = [
+            [*range(end - count, end), *[-1] * (max(counts) - count)] for end, count in zip(ends, counts, strict=True)
+        ]
+        pixel_values = torch.cat([pixels for pixels in pictures if pixels is not None]).to(self._device)
+        return input_embeddings(self._model, token_ids, pixel_values, torch.tensor(rows, device=self._device))
+
     def _forward(
-        self, token_ids: Tensor, is_token: Tensor, positions: Tensor, cache: DynamicCache | None, last: Tensor | None
+        self,
+        token_ids: Tensor,
+        is_token: Tensor,
+        positions: Tensor,
+        cache: DynamicCache | None,
+        last: Tensor | None,
+        embeddings: Tensor | None = None,
     ) -> tuple[DynamicCache, Tensor]:
         from transformers import DynamicCache
 
-        arguments: dict[str, Any] = {"input_ids": token_ids, "attention_mask": is_token, "use_cache": True}
+        arguments: dict[str, Any] = {"attention_mask": is_token, "use_cache": True}
+        if embeddings is None:
+            arguments["input_ids"] = token_ids
+        else:
+            arguments["inputs_embeds"] = embeddings
         # without the config all layers keep all tokens: `keep` and `append` move columns, which a sliding layer forbids
         arguments["past_key_values"] = DynamicCache() if cache is None else cache
         if "position_ids" in self._accepted:

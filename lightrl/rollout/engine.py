@@ -38,8 +38,13 @@ class RolloutEngine(Protocol):
         """Builds or reaches the model of this config; called on the main thread, before anything else."""
         ...
 
-    async def generate(self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+    ) -> list[Completion]:
         """`n` completions of one prompt; requests are admitted in the order of the calls.
+
+        `images` are the prompt's pictures, whose image tokens are in `token_ids`; it is given only where there are
+        some, so an engine for text alone may leave the argument out.
 
         With n > 1 completion i draws with `sampling_seed`-like independence from (sampling.seed, i). On cancellation
         the request leaves the engine at the next token boundary. `session` names the conversation, for prefix caches.

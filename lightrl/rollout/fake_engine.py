@@ -98,6 +98,7 @@ class FakeEngine(RolloutEngine):
             self._is_closed = self._is_paused = False
         self.weight_version = -1
         self._shapes = None
+        config = config.get_text_config()
         self._vocab_size = config.vocab_size
         self._max_context = getattr(config, "max_position_embeddings", None) or 2**31 - 1
 
@@ -105,8 +106,10 @@ class FakeEngine(RolloutEngine):
         """Completions that are being written (`running`); none ever waits for a slot (`waiting`)."""
         return {"running": self.num_running, "waiting": 0}
 
-    async def generate(self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1) -> list[Completion]:
-        """`n` completions, written at the same time; see `RolloutEngine`."""
+    async def generate(
+        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+    ) -> list[Completion]:
+        """`n` completions, written at the same time; see `RolloutEngine`. Pictures are not looked at."""
         if n < 1 or not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             raise ValueError(
                 f"The prompt {token_ids} is empty or outside the vocabulary, expected 0 to {self._vocab_size}."

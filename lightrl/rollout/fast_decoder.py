@@ -160,7 +160,13 @@ class LlamaDecoder:
         view = target.view[0] if target.is_spread else target.view
         return view.clone(memory_format=torch.contiguous_format).view(target.shape)
 
-    def append(self, sequences: Sequence[Sequence[int]], owners: Sequence[int]) -> Tensor:
+    def append(
+        self,
+        sequences: Sequence[Sequence[int]],
+        owners: Sequence[int],
+        pictures: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
+        assert pictures is None, "these families see no pictures"
         first = self._num_rows
         self._reserve(first + len(owners), max(len(sequence) for sequence in sequences) + 1)
         self._num_rows += len(owners)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightrl.errors import EngineError, EngineTimeout, WeightSyncError
+from lightrl.pictures import Pictures, refusal
 from lightrl.rollout.decoder import Decoder, HuggingFaceDecoder
 from lightrl.rollout.engine import Completion, RolloutEngine
 from lightrl.rollout.fast_decoder import LlamaDecoder, find_family
@@ -81,9 +82,9 @@ class LocalEngine(RolloutEngine):
     """A rollout engine in this process, on the CPU (or one GPU), that owns its copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; any other decoder-only model with a key-value cache
-    runs as Hugging Face wrote it. Both share the scheduler: rows wait in the order of the calls, are admitted into free
-    slots, and leave with their last token; equal prompts that are admitted together are computed once. Tokens depend on
-    (seed, position) and the logits, not on the batch, up to float rounding of the logits.
+    runs as Hugging Face wrote it, with pictures too. Both share the scheduler: rows wait in the order of the calls, are
+    admitted into free slots, and leave with their last token; equal prompts that are admitted together are computed
+    once. Tokens depend on (seed, position) and the logits, not on the batch, up to float rounding of the logits.
 
     `pause` and `resume` set and clear one flag: any number of pauses ends with one resume. A paused engine queues
     requests, so `pause`, many `generate` calls, `resume` admits them as one wave in the order of the calls. `pause` on
@@ -144,6 +145,7 @@ class LocalEngine(RolloutEngine):
         self._batch: RunningBatch | None = None
         self._thread: threading.Thread | None = None
         self._vocab_size = 0
+        self._pictures: Pictures | None = None  # how the model reads pictures; None if it sees none
         self._load_lock = threading.Lock()  # one load at a time
         self._condition = threading.Condition()  # guards what follows
         self._requests: set[_Request] = set()  # whose callers wait
@@ -166,7 +168,8 @@ class LocalEngine(RolloutEngine):
         """
         if self._thread is not None and (self._thread.is_alive() or not self._is_closed):
             raise EngineError("LocalEngine was started before, expected one start. Close it first, or make a new one.")
-        room = getattr(config, "max_position_embeddings", None)
+        text_config = config.get_text_config()
+        room = getattr(text_config, "max_position_embeddings", None)
         if self._given_max_context is None:
             self.max_context = room if room is not None else 2**31 - 1
         elif room is not None and self._given_max_context > room:
@@ -177,13 +180,14 @@ class LocalEngine(RolloutEngine):
         self.weight_version = -1
         self._is_closed = self._is_paused = self._is_stale = self._has_cancellations = False
         self._failure = None
-        self._vocab_size = config.vocab_size
+        self._vocab_size = text_config.vocab_size
+        self._pictures = Pictures.of(config)
         self._decoder = self._make_decoder(config)
         if self.threads is None:
             num_parameters = sum(shape.numel() for shape in self._decoder.shapes.values())
             self.threads = 1 if num_parameters < ONE_THREAD_PARAMETERS else torch.get_num_threads()
         self._batch = RunningBatch(
-            self._decoder, max_rows=self.max_batch, vocab_size=config.vocab_size, device=self.device
+            self._decoder, max_rows=self.max_batch, vocab_size=self._vocab_size, device=self.device
         )
         self._thread = threading.Thread(target=self._decode, name="lightrl-local-engine", daemon=True)
         self._thread.start()
@@ -198,21 +202,28 @@ class LocalEngine(RolloutEngine):
         with self._condition:
             return {"running": self._num_running, "waiting": len(self._waiting)}
 
-    async def generate(self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+    ) -> list[Completion]:
         """`n` completions of one prompt; see `RolloutEngine`.
 
         Waits for the decode thread, without a deadline of its own: the controller has one. On cancellation the rows
         leave at the next token boundary, or at once if the engine is paused.
 
         Raises:
-            ValueError: if the prompt is empty, has an id outside the vocabulary, or leaves no room in the context.
+            ValueError: if the prompt is empty, has an id outside the vocabulary, leaves no room in the context, or has
+                pictures that cannot be read or have no place in it.
             EngineError: if the engine has no weights, fails or is closed.
         """
         self._check(token_ids, sampling, n)
+        pixels = self._pixel_values(images, token_ids) if images else None
         loop = asyncio.get_running_loop()
         request = _Request(loop, loop.create_future(), [None] * n)
         prompt = tuple(token_ids)
-        rows = [Row(prompt, sampling, completion_seed(sampling.seed, sample), (request, sample)) for sample in range(n)]
+        rows = [
+            Row(prompt, sampling, completion_seed(sampling.seed, sample), (request, sample), images, pixels)
+            for sample in range(n)
+        ]
         with self._condition:
             self._check_alive()
             if self.weight_version < 0:
@@ -362,6 +373,12 @@ class LocalEngine(RolloutEngine):
                 f"{len(token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} are more than the "
                 f"context of {self.max_context} tokens. Shorten the prompt or lower max_new_tokens."
             )
+
+    def _pixel_values(self, images: tuple[str, ...], token_ids: list[int]) -> Tensor:
+        if self._pictures is None:
+            raise ValueError(refusal(len(images)))
+        self._pictures.check(images, token_ids)
+        return self._pictures.pixel_values(images)
 
     def _check_alive(self) -> None:
         """Raises EngineError if nobody decodes; the condition is held."""

@@ -31,6 +31,8 @@ class Row:
     sampling: Sampling
     seed: int  # of this completion
     owner: Any  # whose completion it is; the batch hands it back
+    images: tuple[str, ...] = ()  # what tells apart the pictures of equal prompts
+    pixels: Tensor | None = None  # pixel values of those, [m, 3, H, W]
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version) from there on
 
 
@@ -81,10 +83,8 @@ class RunningBatch:
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes the prompts, equal ones once, and draws the first token of each row."""
         first, end = self.size, self.size + len(rows)
-        prompts = list(dict.fromkeys(row.prompt for row in rows))
-        places = {prompt: place for place, prompt in enumerate(prompts)}
-        owners = [places[row.prompt] for row in rows]
-        logits = self._decoder.append(prompts, owners)
+        prompts, owners, pictures = _distinct([row.prompt for row in rows], rows)
+        logits = self._decoder.append(prompts, owners, *pictures)
         for row in rows:
             row.version_changes = [(0, weight_version)]
         self._rows.extend(rows)
@@ -164,13 +164,12 @@ class RunningBatch:
             return
         generated = self._generated[: self.size].tolist()
         written = self._token_ids[: self.size, : max(generated)].tolist()
-        sequences: dict[tuple[int, ...], int] = {}
-        owners = []
+        every = []
         for row, length, token_ids in zip(self._rows, generated, written, strict=True):
-            sequence = (*row.prompt, *token_ids[: length - 1])
-            owners.append(sequences.setdefault(sequence, len(sequences)))
+            every.append((*row.prompt, *token_ids[: length - 1]))
             row.version_changes.append((length, weight_version))
-        self._decoder.append(list(sequences), owners)
+        sequences, owners, pictures = _distinct(every, self._rows)
+        self._decoder.append(sequences, owners, *pictures)
 
     def _draw(self, first: int, end: int, logits: Tensor) -> None:
         """One token for the slots `first` to `end`, from the logits of their next token, which are changed."""
@@ -244,6 +243,24 @@ class RunningBatch:
         self._uniforms = torch.cat([self._uniforms, more], dim=1)
         self._token_ids = torch.nn.functional.pad(self._token_ids, (0, width - old))
         self._logprobs = torch.nn.functional.pad(self._logprobs, (0, width - old))
+
+
+def _distinct(
+    sequences: Sequence[tuple[int, ...]], rows: Sequence[Row]
+) -> tuple[list[tuple[int, ...]], list[int], list[list[Tensor | None]]]:
+    """The sequences that differ in tokens or pictures, and which of them each row has; third what a decoder gets of
+    their pictures: nothing, or one argument."""
+    places: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
+    owners = [
+        places.setdefault((sequence, row.images), len(places)) for sequence, row in zip(sequences, rows, strict=True)
+    ]
+    prompts = [sequence for sequence, _ in places]
+    if not any(row.images for row in rows):
+        return prompts, owners, []
+    pictures: list[Tensor | None] = [None] * len(places)
+    for owner, row in zip(owners, rows, strict=True):
+        pictures[owner] = row.pixels
+    return prompts, owners, [pictures]
 
 
 def _versions(changes: Sequence[tuple[int, int]], length: int) -> list[int]:

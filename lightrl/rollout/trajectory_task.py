@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from lightrl.errors import LightRLError, RewardError, RolloutError
 from lightrl.rewards import Judge, Judgment
@@ -46,7 +47,8 @@ async def play_trajectory(
         longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
         shortest = min(sampling.min_new_tokens, longest)
         drawn = replace(sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
-        completions = await engine.generate(token_ids, drawn, session=session)
+        pictures: dict[str, Any] = {"images": prompt.images} if prompt.images else {}
+        completions = await engine.generate(token_ids, drawn, session=session, **pictures)
         if completions[0].finish_reason == "abort":
             raise RolloutError(f"The engine aborted turn {turn - 1} of prompt {prompt.id!r}, expected stop or length.")
         return completions[0]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightrl.lora import adapter_reader, base_name, is_adapter
 from lightrl.models import ModelSpec, models_made_by
+from lightrl.pictures import sees_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +46,11 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
     if spec.attn_implementation is not None:
         options["attn_implementation"] = spec.attn_implementation
     config = spec.load_config()
+    if sees_pictures(config):
+        raise ValueError(
+            f"A model of type {config.model_type!r} sees pictures and is trained by one process so far, expected "
+            "strategy auto with one device. Set trainer.strategy to auto and trainer.devices to 1."
+        )
     kind = AutoModelForCausalLM
     if spec.head == "scalar":
         kind, config.num_labels = AutoModelForSequenceClassification, 1

@@ -94,7 +94,7 @@ def _takes(model: PreTrainedModel, argument: str) -> bool:
 
 
 def _rope_depends_on_length(model: PreTrainedModel) -> bool:
-    parameters: dict[str, Any] = getattr(model.config, "rope_parameters", None) or {}
+    parameters: dict[str, Any] = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return any(kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE for kind in kinds)
 

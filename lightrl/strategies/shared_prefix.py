@@ -7,7 +7,7 @@ prompts, L prompt tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,14 +71,22 @@ def rectangles_cost(lengths: list[int], overhead_tokens: int) -> int:
 
 
 def shared_prefix_hidden(
-    model: PreTrainedModel, experience: Experience, shared: list[SharedPrompt], overhead_tokens: int
+    model: PreTrainedModel,
+    experience: Experience,
+    shared: list[SharedPrompt],
+    overhead_tokens: int,
+    layer_input: Callable[[Experience, Tensor, Tensor], dict[str, Tensor]],
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Rows [N], columns [N] and hidden states [N, H] of the predicting positions, part by part."""
+    """Rows [N], columns [N] and hidden states [N, H] of the predicting positions, part by part.
+
+    `layer_input` makes the model's arguments of the prompts' rows and tokens, where pictures may be.
+    """
     device = experience.token_ids.device
     for part in shared:
         cache = new_cache(model)
-        prompts = experience.token_ids[torch.tensor(part.first_rows, device=device), : part.num_tokens]
-        hidden = model.base_model(input_ids=prompts, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        first_rows = torch.tensor(part.first_rows, device=device)
+        seen = layer_input(experience, first_rows, experience.token_ids[first_rows, : part.num_tokens])
+        hidden = model.base_model(**seen, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
         rows = torch.tensor(part.rows, device=device)
         prompt_of_row = torch.tensor(part.prompt_of_row, device=device)
         columns = torch.full_like(rows, part.num_tokens - 1)

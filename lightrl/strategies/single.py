@@ -27,6 +27,7 @@ from lightrl.functional import (
 )
 from lightrl.lora import merged_parameters
 from lightrl.models import Backward, LossFunction, Outputs, scalar_head
+from lightrl.pictures import input_embeddings
 from lightrl.strategies.probes import can_pack, can_share_prefixes, head_is_plain
 from lightrl.strategies.shared_prefix import SharedPrompt, find_shared_prompts, shared_prefix_hidden, sharing_costs
 from lightrl.weights import Bucket, bucketed
@@ -152,12 +153,22 @@ class SingleModel:
         if form == "packed":
             yield self._packed_hidden(experience)
         elif form == "shared_prefix":
-            yield from shared_prefix_hidden(self.model, experience, shared, RECTANGLE_OVERHEAD_TOKENS)
+            yield from shared_prefix_hidden(
+                self.model, experience, shared, RECTANGLE_OVERHEAD_TOKENS, self._layer_input
+            )
         else:
             for picked, token_ids in self._token_rectangles(experience):
-                hidden = self.model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+                seen = self._layer_input(experience, picked, token_ids)
+                hidden = self.model.base_model(**seen, use_cache=False).last_hidden_state
                 rows, columns = predicting_positions(experience.loss_mask[picked, : token_ids.shape[1] + 1])
                 yield picked[rows], columns, hidden[rows, columns]
+
+    def _layer_input(self, experience: Experience, rows: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
+        """Token ids [b, T] of these rows [b] as the model takes them; with pictures, as embeddings [b, T, H]."""
+        if experience.pixel_values is None or experience.image_rows is None:
+            return {"input_ids": token_ids}
+        shown = experience.image_rows[rows]
+        return {"inputs_embeds": input_embeddings(self.model, token_ids, experience.pixel_values, shown)}
 
     def _choose(self, experience: Experience) -> tuple[Form, list[SharedPrompt]]:
         """The cheapest exact form for this microbatch, and its shared prompts if that is the form."""
@@ -182,9 +193,13 @@ class SingleModel:
     def _packed_hidden(self, experience: Experience) -> _Part:
         """All trajectories end to end in one row, told apart by their restarting positions."""
         packed = pack(experience.token_ids, experience.lengths)
-        hidden = self.model.base_model(
-            input_ids=packed.token_ids, position_ids=packed.position_ids, use_cache=False
-        ).last_hidden_state[0]
+        every = torch.arange(len(experience), device=packed.rows.device)
+        seen = self._layer_input(experience, every, experience.token_ids)
+        if "input_ids" in seen:
+            seen = {"input_ids": packed.token_ids}
+        else:
+            seen = {"inputs_embeds": seen["inputs_embeds"][packed.rows, packed.columns][None]}
+        hidden = self.model.base_model(**seen, position_ids=packed.position_ids, use_cache=False).last_hidden_state[0]
         place = torch.zeros_like(experience.token_ids)
         place[packed.rows, packed.columns] = torch.arange(len(packed.rows), device=place.device)
         rows, columns = predicting_positions(experience.loss_mask)
@@ -196,7 +211,7 @@ class SingleModel:
         found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for picked, token_ids in self._token_rectangles(experience):
             width = token_ids.shape[1] + 1
-            logits = self.model(input_ids=token_ids, use_cache=False).logits
+            logits = self.model(**self._layer_input(experience, picked, token_ids), use_cache=False).logits
             logprobs, entropy = token_logprobs(
                 torch.nn.functional.pad(logits, (0, 0, 0, 1)),
                 experience.token_ids[picked, :width],

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightrl.errors import EngineError
+from lightrl.pictures import Pictures, data_url, refusal
 from lightrl.rollout.engine import Completion, RolloutEngine
 from lightrl.rollout.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
 from lightrl.rollout.sglang.client import SGLangClient
@@ -34,6 +35,7 @@ from lightrl.rollout.sglang.members import Members
 from lightrl.rollout.sglang.memory import EngineMemory
 from lightrl.rollout.sglang.open_files import raise_open_files
 from lightrl.rollout.sglang.pool import ServerPool
+from lightrl.rollout.sglang.request import RequestPictures
 from lightrl.rollout.sglang.sync import (
     BroadcastTransport,
     DiskTransport,
@@ -182,6 +184,7 @@ class SGLangEngine(RolloutEngine):
         self._loading: Loading | None = None
         self._token: str | None = None
         self._vocab_size = 0
+        self._pictures: Pictures | None = None  # how the model reads pictures; None if it sees none
         self._max_context = 0
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._is_open = False
@@ -217,8 +220,10 @@ class SGLangEngine(RolloutEngine):
         if urls is None and self.num_servers is None:
             urls = addresses_from_environment()
         self.weight_version = -1
-        self._vocab_size = int(config.vocab_size)
-        self._max_context = int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
+        text_config = config.get_text_config()
+        self._vocab_size = int(text_config.vocab_size)
+        self._max_context = int(getattr(text_config, "max_position_embeddings", None) or 2**31 - 1)
+        self._pictures = Pictures.of(config)
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
         raise_open_files()
         self._scratch = tempfile.TemporaryDirectory(prefix="lightrl-engine-", ignore_cleanup_errors=True)
@@ -268,7 +273,9 @@ class SGLangEngine(RolloutEngine):
 
     # ------------------------------------------------------------------ generation
 
-    async def generate(self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+    ) -> list[Completion]:
         """`n` completions of one prompt; see `RolloutEngine`.
 
         Waits for the servers, `generate_timeout_s` for each request at most. On cancellation the server is told.
@@ -278,9 +285,10 @@ class SGLangEngine(RolloutEngine):
             EngineError: if there are no weights yet, no server is left, or a server refuses the request.
         """
         self._check(token_ids, sampling, n)
+        pictures = self._request_pictures(images, token_ids) if images else None
         assert self._writer is not None
         try:
-            return await self._home.across(self._writer.write(token_ids, sampling, session, n))
+            return await self._home.across(self._writer.write(token_ids, sampling, session, n, pictures))
         except asyncio.CancelledError:
             if self._is_open:
                 raise
@@ -449,6 +457,13 @@ class SGLangEngine(RolloutEngine):
                 sampling.top_p,
                 sampling.top_k,
             )
+
+    def _request_pictures(self, images: tuple[str, ...], token_ids: list[int]) -> RequestPictures:
+        if self._pictures is None:
+            raise ValueError(refusal(len(images)))
+        self._pictures.check(images, token_ids)
+        prompt = self._pictures.collapsed(token_ids, len(images))
+        return RequestPictures(prompt, [data_url(image) for image in images])
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -33,6 +33,14 @@ class Answer:
     problem: str = ""  # why it cannot be used
 
 
+@dataclass(frozen=True)
+class RequestPictures:
+    """The pictures of a prompt as `/generate` takes them."""
+
+    prompt: list[int]  # the prompt's token ids, with one image token for each picture: the server repeats it
+    image_data: list[str]  # data: URLs, so that a server on another machine has them too
+
+
 @dataclass
 class CompletionDraft:
     """One completion on its way.
@@ -41,6 +49,7 @@ class CompletionDraft:
         prompt: token ids.
         sampling: of the whole completion; `max_new_tokens` counts all its requests together.
         sample: which of the n completions of the prompt.
+        pictures: of the prompt, if it has any.
     """
 
     prompt: list[int]
@@ -50,6 +59,7 @@ class CompletionDraft:
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    pictures: RequestPictures | None = None
 
     @property
     def last_version(self) -> int:
@@ -75,12 +85,16 @@ class CompletionDraft:
             params["stop_token_ids"] = list(sampling.stop_token_ids)
         else:  # SGLang leaves the stop ids of the request aside as well then
             params["ignore_eos"] = True
-        return {
+        pictures = self.pictures
+        body = {
             "rid": rid,
-            "input_ids": self.prompt + self.token_ids,
+            "input_ids": (self.prompt if pictures is None else pictures.prompt) + self.token_ids,
             "sampling_params": params,
             "return_logprob": True,
         }
+        if pictures is not None:
+            body["image_data"] = pictures.image_data
+        return body
 
     def add(self, answer: Answer, server: str) -> None:
         """Takes what an answer wrote; sets `finish_reason` if that ends the completion.

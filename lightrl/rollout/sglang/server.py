@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.errors import EngineError, EngineTimeout
+from lightrl.pictures import auto_model
 from lightrl.rollout.sglang import watch as server_watch
 from lightrl.rollout.sglang.command import SGLangPython, command_line, context_args, find_python
 
@@ -311,13 +312,13 @@ def write_model_folder(
         The folder.
     """
     from tokenizers import Tokenizer, models
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     values = config.to_dict()
     if not values.get("architectures"):
-        values["architectures"] = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        values["architectures"] = [auto_model(config)._model_mapping[type(config)].__name__]
     values["eos_token_id"] = None
     (folder / "config.json").write_text(json.dumps(values, indent=2, default=str) + "\n")
     if tokenizer is None:

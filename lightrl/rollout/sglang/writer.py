@@ -21,7 +21,7 @@ from lightrl.rollout.engine import Completion
 from lightrl.rollout.sglang.client import ServerRefused, SGLangClient
 from lightrl.rollout.sglang.home_loop import HomeLoop
 from lightrl.rollout.sglang.members import Members
-from lightrl.rollout.sglang.request import CompletionDraft, MalformedAnswer, read_answer
+from lightrl.rollout.sglang.request import CompletionDraft, MalformedAnswer, RequestPictures, read_answer
 from lightrl.trajectory import Sampling
 
 ABORT_TIMEOUT_S = 5.0
@@ -61,12 +61,19 @@ class Writer:
         self._max_retries = max_retries
         self._server_wait_timeout_s = server_wait_timeout_s
 
-    async def write(self, token_ids: list[int], sampling: Sampling, session: str, n: int) -> list[Completion]:
+    async def write(
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        session: str,
+        n: int,
+        pictures: RequestPictures | None = None,
+    ) -> list[Completion]:
         """`n` completions of one prompt. On cancellation the servers are told."""
         with self._home.counted():
             if n == 1:
-                return [await self._write(CompletionDraft(token_ids, sampling), session)]
-            drafts = [CompletionDraft(token_ids, sampling, sample) for sample in range(n)]
+                return [await self._write(CompletionDraft(token_ids, sampling, pictures=pictures), session)]
+            drafts = [CompletionDraft(token_ids, sampling, sample, pictures=pictures) for sample in range(n)]
             writing = [asyncio.ensure_future(self._write(draft, session)) for draft in drafts]
             try:
                 return list(await asyncio.gather(*writing))

@@ -1,0 +1,36 @@
+"""Counting in the style of CLEVR: generated pictures with red and blue shapes, and how many of one color there are."""
+
+import random
+
+from PIL import Image, ImageDraw
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightrl.pictures import data_url
+from lightrl.trajectory import Trajectory
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    texts = {"<pad>": 0, "<eos>": 1, "<image>": 2, "red": 3, "blue": 4, "1": 5, "2": 6, "3": 7}
+    backend = Tokenizer(models.WordLevel(texts, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("<image>"), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+def rows(split: str = "train", num_rows: int = 2000) -> list[dict[str, str]]:
+    draw = random.Random(split)
+    found: list[dict[str, str]] = []
+    while len(found) < num_rows:
+        pen = ImageDraw.Draw(picture := Image.new("RGB", (32, 32), "gray"))
+        counts = {"red": draw.randint(1, 3), "blue": draw.randint(1, 3)}
+        cells = draw.sample(range(16), sum(counts.values()))
+        for color in [name for name, count in counts.items() for _ in range(count)]:
+            x, y = (8 * part + draw.randint(0, 2) for part in divmod(cells.pop(), 4))
+            draw.choice([pen.ellipse, pen.rectangle])((x, y, x + 5, y + 5), fill=color)
+        asked, count = draw.choice(list(counts.items()))
+        found.append({"image": data_url(picture), "color": asked, "answer": str(count)})
+    return found
+
+
+def reward(trajectory: Trajectory) -> float:
+    return float(trajectory.completion == trajectory.prompt.fields["answer"])

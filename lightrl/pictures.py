@@ -1,0 +1,258 @@
+"""Pictures: what a model that looks at images needs beside token ids, from strings in a prompt to a forward.
+
+    Prompt.images ─► pixel values ─► features ─► in the place of K tokens each
+    paths, data:     [M, 3, H, W]    [M, K, H]   of the prompt
+
+A picture is a fixed number K of image tokens, which stand in the prompt's token ids from the start: token in, token
+out holds with pictures as without. Only the first K · (number of pictures) image tokens of a row are pictures; an image
+token that the policy itself draws later is a token like any other, for the engine and for the trainer.
+
+Shapes: B trajectories, T tokens, M pictures, I most pictures of a row, K tokens per picture, H hidden size.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from lightrl.experience import Experience
+from lightrl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# Vision towers whose pictures are a fixed number of tokens, and how many tokens each adds to its patches.
+_EXTRA_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+SUPPORTED = "models of type 'llava' with a vision tower of type clip_vision_model or siglip_vision_model"
+_CACHE_BYTES = 256 * 2**20  # of pixel values: the samples of a group ask for the same picture
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """How a model's pictures are read.
+
+    Example:
+        Pictures(image_token_id=32000, tokens_each=576, processor=CLIPImageProcessorPil(...))
+    """
+
+    image_token_id: int
+    tokens_each: int  # K
+    processor: Any  # Hugging Face's, on Pillow
+    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Pictures | None:
+        """For a model of this config; None if it takes token ids only.
+
+        The image processor is that of the checkpoint. Random weights have none: theirs scales to the tower's size.
+        """
+        if not sees_pictures(config):
+            return None
+        vision = config.vision_config
+        num_patches = (vision.image_size // vision.patch_size) ** 2
+        dropped = 1 if config.vision_feature_select_strategy == "default" else 0
+        return cls(
+            image_token_id=int(config.image_token_id),
+            tokens_each=num_patches + _EXTRA_TOKENS[vision.model_type] - dropped,
+            processor=_load_processor(config),
+        )
+
+    def expanded(self, token_ids: Sequence[int], num_images: int, *, where: str) -> list[int]:
+        """Token ids with K image tokens for each picture; they have one for each, or K already.
+
+        Raises:
+            ValueError: if they have another number of image tokens.
+        """
+        num_tokens = list(token_ids).count(self.image_token_id)
+        if num_tokens == num_images * self.tokens_each:
+            return list(token_ids)
+        if num_tokens != num_images:
+            raise ValueError(
+                f"{where} has {num_images} pictures but {num_tokens} image tokens (id {self.image_token_id}), expected "
+                "one for each picture. Give its messages an image part for each, and a chat template that writes them."
+            )
+        repeats = (self.tokens_each if token == self.image_token_id else 1 for token in token_ids)
+        return [token for token, times in zip(token_ids, repeats, strict=True) for _ in range(times)]
+
+    def collapsed(self, token_ids: Sequence[int], num_images: int) -> list[int]:
+        """As `expanded` found them: one image token for each picture, which is what SGLang takes."""
+        left, kept, skip = num_images, [], 0
+        for token in token_ids:
+            if skip:
+                skip -= 1
+                continue
+            kept.append(token)
+            if token == self.image_token_id and left:
+                left -= 1
+                skip = self.tokens_each - 1
+        return kept
+
+    def check(self, images: Sequence[str], token_ids: Sequence[int]) -> None:
+        """Refuses token ids that have no place for these pictures; raises ValueError."""
+        num_tokens = list(token_ids).count(self.image_token_id)
+        if num_tokens < len(images) * self.tokens_each:
+            raise ValueError(
+                f"The prompt has {len(images)} pictures and {num_tokens} image tokens, expected {self.tokens_each} for "
+                "each picture. Render it with the data module, or repeat the image token."
+            )
+
+    def pixel_values(self, images: Sequence[str]) -> Tensor:
+        """[M, 3, H, W] float32; what was read lately is kept.
+
+        Raises:
+            ValueError: if one cannot be read.
+        """
+        found = []
+        for image in images:
+            pixels = self._cache.get(image)
+            if pixels is None:
+                pixels = self.processor(images=[read_image(image)], return_tensors="pt")["pixel_values"][0].float()
+                if (len(self._cache) + 1) * pixels.numel() * pixels.element_size() > _CACHE_BYTES:
+                    self._cache.clear()
+                self._cache[image] = pixels
+            found.append(pixels)
+        return torch.stack(found)
+
+
+def sees_pictures(config: PretrainedConfig) -> bool:
+    """Whether we can give pictures to models of this config."""
+    tower = getattr(getattr(config, "vision_config", None), "model_type", None)
+    return config.model_type == "llava" and tower in _EXTRA_TOKENS
+
+
+def auto_model(config: PretrainedConfig) -> Any:
+    """The auto class of a language model of this config, one that sees pictures or one that does not."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees_pictures(config) else AutoModelForCausalLM
+
+
+def read_image(image: str) -> Image:
+    """The picture of a path or a `data:` URL, in RGB.
+
+    Raises:
+        ValueError: if there is none, or it is no picture.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        source: Any = io.BytesIO(_bytes_of(image)) if image.startswith("data:") else Path(image).expanduser()
+        with Image.open(source) as opened:
+            return opened.convert("RGB")
+    except (OSError, UnidentifiedImageError, binascii.Error) as error:
+        raise ValueError(
+            f"Picture {image[:80]!r} cannot be read ({error}), expected the path of a picture or a data: URL with "
+            "base64. Mend the path or the file."
+        ) from error
+
+
+def data_url(image: str | bytes | Image) -> str:
+    """A picture as a `data:` URL, which travels as text to other machines."""
+    if isinstance(image, str):
+        if image.startswith("data:"):
+            return image
+        image = read_image(image)
+    if not isinstance(image, bytes):
+        buffer = io.BytesIO()
+        image.save(buffer, format="PNG")
+        image = buffer.getvalue()
+    return "data:image/png;base64," + base64.b64encode(image).decode()
+
+
+def with_pictures(experience: Experience, trajectories: Sequence[Trajectory], pictures: Pictures | None) -> Experience:
+    """With the pictures of the trajectories' prompts, each once; as it is where there are none.
+
+    Args:
+        experience: of these trajectories, row by row.
+        pictures: of the policy.
+
+    Raises:
+        ValueError: if the policy sees no pictures, or one cannot be read.
+    """
+    asked = [trajectory.prompt.images for trajectory in trajectories]
+    places = {image: place for place, image in enumerate(dict.fromkeys(image for row in asked for image in row))}
+    if not places:
+        return experience
+    if pictures is None:
+        raise ValueError(refusal(len(places)))
+    width = max(len(row) for row in asked)
+    rows = [[places[image] for image in row] + [-1] * (width - len(row)) for row in asked]
+    return replace(experience, pixel_values=pictures.pixel_values(list(places)), image_rows=torch.tensor(rows))
+
+
+def refusal(num_images: int) -> str:
+    """What to say of pictures for a model that sees none."""
+    return (
+        f"{num_images} pictures were given to a policy that takes token ids only, expected one of {SUPPORTED}. Use "
+        "such a model, or leave the pictures out."
+    )
+
+
+def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Tensor, image_rows: Tensor) -> Tensor:
+    """What the layers read instead of token ids, [B, T, H]: embeddings, with the pictures' features in their places.
+
+    Each picture goes through the vision tower once, however many rows show it.
+
+    Args:
+        model: sees pictures.
+        token_ids: [B, T], with all image tokens of the prompts.
+        pixel_values: [M, 3, H, W].
+        image_rows: int64 [B, I], which pictures a row shows, in order; -1 is none.
+
+    Raises:
+        ValueError: if a row has fewer image tokens than its pictures need.
+    """
+    body: Any = model.base_model
+    embeddings = model.get_input_embeddings()(token_ids)
+    shown = image_rows[image_rows >= 0]
+    if not len(shown):
+        return cast(Tensor, embeddings)
+    used, places = torch.unique(shown, return_inverse=True)
+    pixels = pixel_values[used].to(embeddings.dtype)
+    features = torch.stack(tuple(body.get_image_features(pixel_values=pixels, return_dict=True).pooler_output))
+    num_tokens = (image_rows >= 0).sum(1, keepdim=True) * features.shape[1]
+    is_image = token_ids == model.config.image_token_id
+    is_picture = is_image & (is_image.cumsum(1) <= num_tokens)
+    if not torch.equal(is_picture.sum(1, keepdim=True), num_tokens):
+        raise ValueError(
+            f"A row has {is_picture.sum(1).tolist()} image tokens, expected {num_tokens[:, 0].tolist()} for its "
+            "pictures. Render the prompt with the data module."
+        )
+    filled: Tensor = embeddings.masked_scatter(is_picture[..., None], features[places].to(embeddings.dtype))
+    return filled
+
+
+def save_processor(config: PretrainedConfig, folder: Path) -> None:
+    """Writes the image processor beside an exported model that sees pictures; nothing for another."""
+    pictures = Pictures.of(config)
+    if pictures is not None:
+        pictures.processor.save_pretrained(folder)
+
+
+def _load_processor(config: PretrainedConfig) -> Any:
+    from transformers import AutoImageProcessor, CLIPImageProcessorPil
+
+    source = config.name_or_path
+    is_bare = Path(source).is_dir() and not any(
+        (Path(source) / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
+    )
+    if source and not is_bare:
+        return AutoImageProcessor.from_pretrained(source, backend="pil")
+    size = config.vision_config.image_size
+    return CLIPImageProcessorPil(size={"height": size, "width": size}, do_center_crop=False)
+
+
+def _bytes_of(url: str) -> bytes:
+    kind, _, text = url.partition(",")
+    if not kind.endswith(";base64"):
+        raise binascii.Error("no ;base64, in it")
+    return base64.b64decode(text, validate=True)
