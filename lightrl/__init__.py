@@ -148,12 +148,13 @@ _HOMES = {
 
 __all__ = [
     "__version__", "Trainer", "FSDP2Strategy", "Parallel3DStrategy", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO",
-    "ReinforceBaseline", "GSPO", "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "PPO", "Distillation", "SFT",
-    "DPO", "IPO", "RewardModel", "PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule", "ModelSpec",
-    "LoRA", "Outputs", "ModelCall", "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn",
-    "Environment", "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine",
-    "FakeEngine", "SGLangEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
-    "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "LearningCurve", "HuggingFaceExport",
+    "ReinforceBaseline", "GSPO", "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "PPO", "Distillation",
+    "SFT", "DPO", "IPO", "RewardModel", "PromptDataModule", "SFTDataModule", "PreferenceDataModule",
+    "TrajectoryDataModule", "ModelSpec", "LoRA", "Outputs", "ModelCall", "Experience", "Prompt", "Sampling",
+    "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment", "RetryWithFeedback",
+    "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine", "RLCallback",
+    "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum", "RolloutMetrics", "RolloutProgressBar",
+    "TrajectoryLog", "LearningCurve", "HuggingFaceExport",
 ]  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """`lightrl export` makes of a checkpoint the folder that the run's own model would have made."""
 
-
 import pytest
 import torch
 from tiny_run import Digits, TinyGRPO, make_trainer
