@@ -1,6 +1,7 @@
 """Iterations per second with max_staleness η = 0, 1, 2, 4, and how long the trainer waits for rollouts.
 
     python -m benchmarks.async_overlap [--quick] [--rollout-to-update 0.9,2] [--threads 2]
+    python -m benchmarks.async_overlap --engine sglang --threads 1        also η = 8
 
 The engine plays recorded lengths back as a remote server would: a long tail, one pace for all tokens, as many requests
 at once as come, no work for this computer. A weight sync interrupts it for real: what runs stops between two tokens and
@@ -12,8 +13,13 @@ Where that is at most 1, the update can hide the rollout: iterations then take a
 trainer idles (phase `rollout`, over the whole) for at most the 5 % that are the goal. Where it is 2, η = 1 cannot hide
 it all.
 
+With `--engine sglang` the same playback stands behind the fake server, in a process of its own: SGLangEngine asks it
+over HTTP, and every sync is a real one (pause, a folder in shared memory that the server reads and hashes, checksums,
+resume). Lengths are then lognormal: 95th percentile 3.7 times the median, the longest of 128 6 times the mean. The
+distribution is made up, not recorded from a server on GPUs; and the server's pace does not depend on its load.
+
 Columns: iterations/s and their ratio to η = 0 round by round; `idle_fraction`; staleness reached, in versions; the
-fraction of trajectories written by two or more weight versions.
+fraction of trajectories written by two or more weight versions; the time of a sync; how busy the server process was.
 """
 
 from __future__ import annotations
@@ -22,11 +28,16 @@ import argparse
 import asyncio
 import bisect
 import contextlib
+import dataclasses
 import functools
+import json
 import logging
 import math
+import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -34,17 +45,22 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from aiohttp import web
+from transformers import Qwen3Config
 
 import lightrl
 from benchmarks.grpo_vs_trl import odd_fraction, save_model
-from benchmarks.lengths import session_length, skewed_lengths
+from benchmarks.lengths import lognormal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
-from examples.quickstart.task import LargestDigit
+from examples.quickstart.task import LargestDigit, tokenizer
 from lightrl.errors import EngineError
-from lightrl.rollout import Completion, RolloutEngine
+from lightrl.rollout import Completion, RolloutEngine, SGLangEngine
+from lightrl.rollout.sglang import fake_server as fake
+from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
+from lightrl.rollout.sglang.fake_server_script import Run, ScriptedModel
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
@@ -180,6 +196,77 @@ class PlaybackEngine(RolloutEngine):
         return [loads[bisect.bisect_right(loads, (clock_s, math.inf)) - 1][1] for clock_s in written_s]
 
 
+class PlayedModel(ScriptedModel):
+    """The playback behind the fake server: as many tokens as a request asks for, at its pace, each with its version."""
+
+    def __init__(self, vocab_size: int, seconds_per_token: float) -> None:
+        super().__init__(vocab_size=vocab_size)
+        # The request says how long its completion is, and loading takes the time that it takes.
+        self._playback = PlaybackEngine([sys.maxsize], group_size=1, seconds_per_token=seconds_per_token, load_s=0.0)
+        self._playback.start(Qwen3Config(vocab_size=vocab_size))
+
+    async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
+        if run.params["max_new_tokens"] == 0:  # the probe of a sync asks for its prompt's logprobs
+            return "length"
+        sampling = Sampling(max_new_tokens=run.params["max_new_tokens"], seed=run.params["sampling_seed"])
+        (completion,) = await self._playback.generate(run.prompt, sampling, session="0:/0")
+        run.token_ids += completion.token_ids
+        run.logprobs += completion.logprobs
+        run.versions += [str(version) for version in completion.weight_versions]
+        return "length"
+
+    async def pause(self) -> None:
+        await self._playback.pause()
+
+    async def resume(self) -> None:
+        await self._playback.resume()
+
+    async def load_folder(self, folder: str, version: str | None) -> None:
+        await super().load_folder(folder, version)
+        await asyncio.to_thread(self._playback.load_weights, [], weight_version=int(self.version))
+
+
+class PlayedServer(FakeServerProcess):
+    """A fake server with the playback behind it, in a process of its own."""
+
+    def __init__(self, seconds_per_token: float) -> None:
+        super().__init__()
+        self.seconds_per_token = seconds_per_token
+
+    def start(self, port: int = 0) -> PlayedServer:
+        command = [sys.executable, "-m", "benchmarks.async_overlap", "--serve", str(self.seconds_per_token)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.port = int(json.loads(self._process.stdout.readline())["port"])
+        return self
+
+
+async def serve(seconds_per_token: float) -> None:
+    """Runs until the process ends; prints `{"port": ...}` when it listens."""
+    server = fake.FakeServer(PlayedModel(len(tokenizer()), seconds_per_token), arguments={})
+    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=8192).start()
+    print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
+    await asyncio.Event().wait()
+
+
+class PlayedSGLangEngine(SGLangEngine):
+    """Asks for completions of recorded lengths, by position of the prompt and number of the sample, over and over."""
+
+    def __init__(self, lengths: Sequence[int], *, group_size: int, url: str) -> None:
+        super().__init__(urls=[url])
+        self.lengths = lengths
+        self.group_size = group_size
+
+    async def generate(
+        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+    ) -> list[Completion]:
+        length = min(session_length(session, self.lengths, self.group_size), sampling.max_new_tokens)
+        sampling = dataclasses.replace(sampling, max_new_tokens=length)
+        return await super().generate(token_ids, sampling, session=session, n=n, images=images)
+
+
 @dataclass
 class Timeline(lightrl.RLCallback):
     """What a run's iterations took, and what they were trained on."""
@@ -187,6 +274,7 @@ class Timeline(lightrl.RLCallback):
     seconds: list[float] = field(default_factory=list)
     rollout_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
+    sync_s: list[float] = field(default_factory=list)
     staleness: list[float] = field(default_factory=list)
     mixed_fraction: list[float] = field(default_factory=list)
     trained_tokens: list[int] = field(default_factory=list)
@@ -204,18 +292,24 @@ class Timeline(lightrl.RLCallback):
         self.started = now
         self.rollout_s.append(trainer.rollout_loop.phase_seconds["rollout"])
         self.update_s.append(trainer.rollout_loop.phase_seconds["update"])
+        self.sync_s.append(trainer.rollout_loop.phase_seconds["sync"])
         self.staleness.append(float(trainer.callback_metrics["staleness/max_versions"]))
         self.mixed_fraction.append(float(trainer.callback_metrics["rollout/mixed_version_fraction"]))
 
 
-def train(max_staleness: int, seconds_per_token: float, num_iterations: int, arguments: argparse.Namespace) -> Timeline:
-    """One run of the usual Trainer with the playback engine."""
+def make_engine(seconds_per_token: float, arguments: argparse.Namespace, url: str | None) -> RolloutEngine:
+    """The playback in this process, or the server's at `url`."""
+    count = arguments.prompts * arguments.group_size
+    make_lengths = lognormal_lengths if arguments.engine == "sglang" else skewed_lengths
+    lengths = make_lengths(count, arguments.cap)
+    if url is not None:
+        return PlayedSGLangEngine(lengths, group_size=arguments.group_size, url=url)
+    return PlaybackEngine(lengths, group_size=arguments.group_size, seconds_per_token=seconds_per_token)
+
+
+def train(max_staleness: int, engine: RolloutEngine, num_iterations: int, arguments: argparse.Namespace) -> Timeline:
+    """One run of the usual Trainer with this engine."""
     timeline = Timeline()
-    engine = PlaybackEngine(
-        skewed_lengths(arguments.prompts * arguments.group_size, arguments.cap),
-        group_size=arguments.group_size,
-        seconds_per_token=seconds_per_token,
-    )
     with tempfile.TemporaryDirectory(prefix="async_overlap_") as folder:
         save_model(Path(folder) / "model")
         trainer = lightrl.Trainer(
@@ -241,16 +335,28 @@ def train(max_staleness: int, seconds_per_token: float, num_iterations: int, arg
     return timeline
 
 
-def measure(report: Report, rollout_to_update: float, update_s: float, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    report: Report,
+    rollout_to_update: float,
+    update_s: float,
+    arguments: argparse.Namespace,
+    server: PlayedServer | None = None,
+) -> dict[str, Any]:
     """All rows of one pace; gives the ratios to η = 0 and the idle fractions."""
     seconds_per_token = rollout_to_update * update_s / arguments.cap
     etas = [int(eta) for eta in arguments.max_staleness.split(",")]
     timelines: dict[str, list[Timeline]] = {str(eta): [] for eta in etas}
     memory: dict[str, dict[str, float]] = {}
+    server_busy: dict[str, float] = {}
+    url = server.url if server is not None else None
 
     def run(eta: int) -> float:
+        engine = make_engine(seconds_per_token, arguments, url)
+        busy_s, started = server.stats()["processor_s"] if server is not None else 0.0, time.perf_counter()
         with PeakMemory() as peak:
-            timeline = train(eta, seconds_per_token, arguments.iterations, arguments)
+            timeline = train(eta, engine, arguments.iterations, arguments)
+        if server is not None:
+            server_busy[str(eta)] = (server.stats()["processor_s"] - busy_s) / (time.perf_counter() - started)
         memory[str(eta)] = peak.values()
         timelines[str(eta)].append(timeline)
         return statistics.mean(timeline.seconds[WARM_UP:])
@@ -269,6 +375,7 @@ def measure(report: Report, rollout_to_update: float, update_s: float, arguments
             iterations_per_s=round(1 / statistics.median(seconds[eta]), 3),
             seconds=round(statistics.median(seconds[eta]), 4),
             update_s=round(statistics.median(value for item in rounds for value in item.update_s[WARM_UP:]), 4),
+            sync_s=round(statistics.median(value for item in rounds for value in item.sync_s[WARM_UP:]), 4),
             longest_rollout_s=round(seconds_per_token * arguments.cap, 4),
             **against,
             idle_fraction=round(waited / total, 4),
@@ -278,6 +385,7 @@ def measure(report: Report, rollout_to_update: float, update_s: float, arguments
                 statistics.mean(value for item in rounds for value in item.mixed_fraction[WARM_UP:]), 3
             ),
             trained_tokens=round(statistics.mean(count for item in rounds for count in item.trained_tokens[WARM_UP:])),
+            server_busy_fraction=round(server_busy[eta], 3) if eta in server_busy else None,
             **memory[eta],
         )
         summary[f"idle_fraction_{rollout_to_update:g}_eta_{eta}"] = row["idle_fraction"]
@@ -288,7 +396,8 @@ def measure(report: Report, rollout_to_update: float, update_s: float, arguments
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--max-staleness", default="0,1,2,4")
+    parser.add_argument("--engine", choices=["playback", "sglang"], default="playback")
+    parser.add_argument("--max-staleness", help="0,1,2,4 and, with sglang, 8 if not given")
     parser.add_argument("--rollout-to-update", default="0.9,2", help="longest completion, in updates")
     parser.add_argument("--prompts", type=int, default=16, help="P")
     parser.add_argument("--group-size", type=int, default=8, help="G")
@@ -297,7 +406,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="rounds over all settings")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="4 prompts × 2, cap 8, η = 0 and 1, 3 iterations")
+    parser.add_argument("--serve", type=float, metavar="SECONDS_PER_TOKEN", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if arguments.serve is not None:
+        threading.Thread(target=fake.end_with_parent, args=(os.getppid(),), daemon=True).start()
+        asyncio.run(serve(arguments.serve))
+        return
+    if arguments.max_staleness is None:
+        arguments.max_staleness = "0,1,2,4,8" if arguments.engine == "sglang" else "0,1,2,4"
     if arguments.quick:
         arguments.prompts, arguments.group_size, arguments.cap = 4, 2, 8
         arguments.max_staleness, arguments.rollout_to_update = "0,1", "0.9"
@@ -307,20 +423,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore", module="lightning")
     report = Report(
         "async_overlap",
+        engine=arguments.engine,
         threads=arguments.threads,
         prompts=arguments.prompts,
         group_size=arguments.group_size,
         cap_tokens=arguments.cap,
     )
     # The fastest, so that a busy moment does not make the pace slower than the updates that are measured later.
-    update_s = min(train(0, 1e-5, 8, arguments).update_s[WARM_UP:])
+    update_s = min(train(0, make_engine(1e-5, arguments, None), 8, arguments).update_s[WARM_UP:])
     summary: dict[str, Any] = {}
     for ratio in arguments.rollout_to_update.split(","):
-        summary |= measure(report, float(ratio), update_s, arguments)
+        if arguments.engine == "playback":
+            summary |= measure(report, float(ratio), update_s, arguments)
+            continue
+        with PlayedServer(float(ratio) * update_s / arguments.cap) as server:
+            summary |= measure(report, float(ratio), update_s, arguments, server)
     report.finish(
         [
             "rollout_to_update", "max_staleness", "iterations_per_s", "ratio", "idle_fraction", "goal", "update_s",
-            "longest_rollout_s", "staleness_reached_versions", "mixed_version_fraction", "peak_rss_mib",
+            "sync_s", "longest_rollout_s", "staleness_reached_versions", "mixed_version_fraction",
+            "server_busy_fraction", "peak_rss_mib",
         ],
         **summary,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,19 @@ def skewed_lengths(count: int, cap: int, seed: int = 0) -> list[int]:
         middle = (low + high) / 2
         low, high = (middle, high) if sum(others(middle)) < wanted * num_others else (low, middle)
     lengths = others(high) + [cap] * num_capped
+    random.Random(seed).shuffle(lengths)
+    return lengths
+
+
+def lognormal_lengths(count: int, cap: int, sigma: float = 0.8, seed: int = 0) -> list[int]:
+    """The quantiles of a lognormal distribution, the longest of them the cap.
+
+    With the default sigma, whatever the cap: 95th percentile over median 3.7, mean over median 1.4; of 128, the longest
+    is 6 times the mean.
+    """
+    normal = statistics.NormalDist(sigma=sigma)
+    logs = [normal.inv_cdf((place + 0.5) / count) for place in range(count)]
+    lengths = [max(1, round(cap * math.exp(value - logs[-1]))) for value in logs]
     random.Random(seed).shuffle(lengths)
     return lengths
 

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import math
 import statistics
 
 import pytest
@@ -21,7 +22,7 @@ from benchmarks import (
     weight_sync,
 )
 from benchmarks.async_overlap import PlaybackEngine
-from benchmarks.lengths import ForcedLengths, equal_lengths, session_length, skewed_lengths
+from benchmarks.lengths import ForcedLengths, equal_lengths, lognormal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from lightrl.trajectory import Sampling
 
@@ -47,6 +48,14 @@ def test_skewed_lengths_have_5_percent_at_the_cap_and_a_mean_of_a_quarter_of_it(
     assert lengths.count(cap) / count == pytest.approx(0.05, abs=0.01)
     assert statistics.mean(lengths) == pytest.approx(cap / 4, rel=0.03)
     assert statistics.median(lengths) < 0.75 * statistics.mean(lengths)  # ln 2 of the mean if it is geometric
+
+
+@pytest.mark.parametrize("cap", [256, 4096])
+def test_lognormal_lengths_have_their_tail_whatever_the_cap(cap):
+    lengths = sorted(lognormal_lengths(128, cap))
+    assert lengths[-1] == cap
+    assert lengths[121] / statistics.median(lengths) == pytest.approx(math.exp(0.8 * 1.645), rel=0.05)
+    assert cap / statistics.mean(lengths) == pytest.approx(6, rel=0.1)
 
 
 def test_equal_lengths_are_half_the_cap():
@@ -133,6 +142,14 @@ def test_async_overlap_keeps_its_staleness_bound(capsys):
     rows = [line for line in printed(capsys) if "max_staleness" in line]
     assert [row["max_staleness"] for row in rows] == [0, 1]
     assert all(row["staleness_reached_versions"] <= row["max_staleness"] for row in rows)
+
+
+def test_async_overlap_asks_a_server_process_and_syncs_it(capsys):
+    async_overlap.main(["--quick", "--engine", "sglang"])
+    rows = [line for line in printed(capsys) if "max_staleness" in line]
+    assert [row["max_staleness"] for row in rows] == [0, 1]
+    assert all(row["staleness_reached_versions"] <= row["max_staleness"] for row in rows)
+    assert all(row["trained_tokens"] == sum(lognormal_lengths(8, 8)) and row["sync_s"] > 0 for row in rows)
 
 
 def test_grpo_vs_trl_runs_lightrl_by_turns(capsys):
