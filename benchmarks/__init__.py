@@ -14,7 +14,7 @@ Reading order:
     parallel.py         updates by topology on this machine: tokens/s, memory, bytes sent, idle time of the pipeline
     gpu_update.py       MFU, tokens/s and memory of update and logprobs on one GPU, against a plain training loop
     plan.py             what FSDP2 and 3D parallelism would cost, on paper, up to 1,024 GPUs
-    async_overlap.py    iterations per second with max_staleness 0, 1, 2, 4 under a long tail of latencies
+    async_overlap.py    iterations per second with max_staleness 0, 1, 2, 4, 8 under a long tail of latencies
 
 May import: everything of lightrl, and the extra [bench]. To add one: a file named for what it measures, with
 `if __name__ == "__main__"`, that interleaves its contenders (`report.interleaved`) and names units in its keys.
