@@ -64,8 +64,8 @@ class ModelSpec:
     Args:
         path: a Hugging Face hub name or a local folder with weights.
         config: instead of `path`: the model's config, with `model_type`, for random weights.
-        url: instead of `path`: of an SGLang server that has the model, for a teacher or a reference policy, which must
-            have the policy's tokens. The server's token is that of LIGHTRL_SERVER_TOKEN.
+        url: instead of `path`: of an SGLang server that has the model, for a teacher, a reference policy or a reward
+            model, which must have the policy's tokens. The server's token is that of LIGHTRL_SERVER_TOKEN.
         tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None.
         dtype: of the weights, for example `float32` or `bfloat16`; float32 if None, which mixed precision expects.
         attn_implementation: as in transformers; None is its default.
@@ -99,12 +99,6 @@ class ModelSpec:
             raise ValueError(
                 f"ModelSpec got path={self.path!r}, config={self.config!r} and url={self.url!r}, expected exactly one "
                 "of them. Give path for a checkpoint, config for random weights, url for a server that has the model."
-            )
-        if self.url is not None and self.head == "scalar":
-            raise ValueError(
-                f"url={self.url!r} stands for a critic or a reward model, expected a teacher or a reference policy: a "
-                "server is asked for logprobs only. Give the model's path, with offload=true if it is large, or ask "
-                "the server in a reward function."
             )
         if self.config is not None and self.tokenizer is None:
             raise ValueError("ModelSpec has a config but no tokenizer, expected both. Add tokenizer=.")
@@ -176,8 +170,8 @@ class ModelSpec:
     def _check_is_here(self) -> None:
         if self.url is not None:
             raise ValueError(
-                f"url={self.url!r} stands where a model is loaded, expected path or config: only a teacher or a "
-                "reference policy of an RLModule can be behind a server. Give its path."
+                f"url={self.url!r} stands where a model is loaded, expected path or config: only a teacher, a "
+                "reference policy or a reward model of an RLModule can be behind a server. Give its path."
             )
 
     def _load_scalar_model(self) -> PreTrainedModel:

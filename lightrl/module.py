@@ -23,7 +23,7 @@ from lightrl.model_folder import fill_in, keep_trained
 from lightrl.models import ModelSpec, Outputs, ParallelModel
 from lightrl.pictures import Pictures
 from lightrl.rewards import RewardPart
-from lightrl.rollout.sglang.scoring import ServedScores
+from lightrl.rollout.sglang.scoring import ServedRewards, ServedScores
 from lightrl.rollout.workflow import SingleTurn, Workflow
 from lightrl.trajectory import Group, Sampling, Trajectory
 
@@ -52,7 +52,8 @@ class RLModule(L.LightningModule):
             RewardPart, which is a path with arguments; or a list of them, whose weighted sum is the reward. Paths run
             in killable processes; a hook that uses `self` runs in a thread.
         reward_model: a network that judges whole trajectories, such as a RewardModel's export, with the policy's
-            tokenizer; its number is added to the reward before advantages, and may be all of it.
+            tokenizer; its number is added to the reward before advantages, and may be all of it. It may be behind an
+            SGLang server: `{url: ...}`.
         reward_model_coef: what that number is multiplied by.
         workflow: makes the Workflow from the tokenizer; one completion for each prompt if None. In YAML a Workflow's
             class_path and init_args, less its tokenizer.
@@ -253,12 +254,23 @@ class RLModule(L.LightningModule):
         """`score_calls`; those of a role behind a server ask it, beside the models on the trainer's devices.
 
         Raises:
-            ValueError: if the policy is drawn from otherwise than a server scores.
+            ValueError: if the policy is drawn from otherwise than a server scores, or a critic is behind one.
         """
-        urls = {role: spec.url for role, spec in self.models().items()}
-        return [self._asked(call, url) if (url := urls.get(call.role or "")) else call for call in self.score_calls()]
+        specs = {role: spec for role, spec in self.models().items() if spec.url is not None}
+        return [
+            self._asked(call, specs[call.role]) if call.role is not None and call.role in specs else call
+            for call in self.score_calls()
+        ]
 
-    def _asked(self, call: ModelCall, url: str) -> ModelCall:
+    def _asked(self, call: ModelCall, spec: ModelSpec) -> ModelCall:
+        url = str(spec.url)
+        if spec.head == "scalar":
+            if "values" in call.outputs:
+                raise ValueError(
+                    f"The {call.role} has url={url!r}, expected path or config: a server gives one number after a "
+                    "trajectory, not one before each token. Give its path."
+                )
+            return dataclasses.replace(call, role=None, run=ServedRewards(url, call.timeout_s))
         if self.sampling.temperature != 1 or self.sampling.min_new_tokens:
             raise ValueError(
                 f"The {call.role} is behind {url}, which scores tokens at temperature 1 with no token masked, but "

@@ -13,7 +13,7 @@ from lightrl.cli import LightRLCLI, reported
 from lightrl.config_errors import UsageError
 from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.module import RLModule
-from lightrl.rollout.sglang.scoring import ServedScores
+from lightrl.rollout.sglang.scoring import ServedRewards, ServedScores
 
 _HELP = """\
 usage: lightrl plan --config run.yaml [--setting value ...]
@@ -85,7 +85,7 @@ def where(call: ModelCall) -> str:
     """Whose devices a call runs on."""
     own = {"reward": "reward processes", "advantages": "trainer, on the whole iteration"}
     if call.role is None:
-        return own.get(call.name, "server" if isinstance(call.run, ServedScores) else "its own thread")
+        return own.get(call.name, "server" if isinstance(call.run, ServedRewards | ServedScores) else "its own thread")
     return _WHERE.get(call.kind, "trainer")
 
 

@@ -1,7 +1,8 @@
-"""A teacher behind a server: the fake one over a real model gives what the trainer's own forward gives."""
+"""A teacher or a reward model behind a server: the fake one over a real model gives what a forward here gives."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from real_sglang import sglang_python
+from safetensors.torch import load_file, save_file
 from tiny import random_experience, tiny_spec
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
-from lightrl import GRPO, Distillation, ModelSpec, Sampling
+from lightrl import GRPO, PPO, Distillation, ModelSpec, Sampling
 from lightrl.errors import EngineError
 from lightrl.experience import Experience
 from lightrl.loops.score import score
 from lightrl.plan import plan_text
 from lightrl.rollout import FakeServerProcess
-from lightrl.rollout.sglang.scoring import ServedScores
+from lightrl.rollout.sglang.scoring import ServedRewards, ServedScores
+from lightrl.rollout.sglang.server import SGLangServer
 from lightrl.strategies import LogprobSettings, SingleModel
 
 
@@ -48,6 +53,92 @@ def test_a_teacher_behind_a_server_says_what_it_says_here(server: FakeServerProc
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("reward")
+    model = tiny_spec(seed=1, head="scalar").load_model()
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def judge(reward_folder: str) -> Iterator[FakeServerProcess]:
+    with FakeServerProcess(reward_folder, is_embedding=True) as started:
+        yield started
+
+
+def rewards(reward_model: str | ModelSpec, experience: Experience) -> Tensor:
+    module = GRPO(tiny_spec(), reward_model=reward_model, group_size=3, sampling=Sampling(temperature=0.7))
+    module.configure_model()
+    module.parallel_models = {
+        role: SingleModel(getattr(module, role), LogprobSettings())
+        for role, spec in module.models().items()
+        if spec.url is None
+    }
+    return score(module, experience).rewards
+
+
+def test_a_reward_model_behind_a_server_says_what_it_says_here(judge: FakeServerProcess, reward_folder: str) -> None:
+    experience = random_experience(is_scored=False, num_groups=7)  # 21 trajectories are more than one request has
+    found = rewards(ModelSpec(url=judge.url), experience)
+    torch.testing.assert_close(found, rewards(reward_folder, experience), rtol=0, atol=1e-5)
+    assert float((found - experience.rewards).std()) > 0.1
+    assert judge.stats()["requests"]["/classify"] == 2
+
+
+def test_a_reward_model_is_asked_again_where_the_connection_is_lost(judge: FakeServerProcess) -> None:
+    experience = random_experience()
+    expected = ServedRewards(judge.url)(experience, [])
+    judge.fault("drop", "/classify")
+    assert torch.equal(ServedRewards(judge.url)(experience, []), expected)
+
+
+def test_a_language_model_is_refused_as_a_reward_model_with_the_mend(server: FakeServerProcess) -> None:
+    with pytest.raises(EngineError, match="add `--is-embedding`"):
+        ServedRewards(server.url)(random_experience(), [])
+
+
+def test_a_head_of_several_numbers_is_no_reward_model(tmp_path: Path) -> None:
+    config = tiny_spec().load_config()
+    config.num_labels = 3
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with (
+        FakeServerProcess(str(tmp_path), is_embedding=True) as server,
+        pytest.raises(EngineError, match="3 numbers each, expected 1"),
+    ):
+        ServedRewards(server.url)(random_experience(), [])
+
+
+def test_a_served_reward_model_runs_beside_the_trainers_calls() -> None:
+    module = GRPO(tiny_spec(), reward_model=ModelSpec(url="http://judge:30000"), num_minibatches=2)
+    module.configure_model()
+    text = plan_text(module, module.data_flow())
+    assert "http://judge:30000: frozen, one number per position" in text
+    assert next(line for line in text.splitlines() if line.startswith("  reward_model  ") and "server" in line)
+    assert not hasattr(module, "reward_model")
+
+
+@pytest.mark.real_sglang
+def test_a_real_server_says_what_a_reward_model_says_here(
+    reward_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(reward_folder, tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"  # its head has a bias; this is how docs/model-calls.md mends it
+    save_file({**load_file(file), "score.bias": torch.zeros(1)}, file, metadata={"format": "pt"})
+    args = {"is_embedding": True, "skip_tokenizer_init": True, "max_total_tokens": 2048}
+    server = SGLangServer(tmp_path / "model", python=sglang_python(), args=args, startup_timeout_s=170)
+    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server.token)
+    server.start()
+    try:
+        server.wait_ready()
+        experience = random_experience(is_scored=False, num_groups=7)
+        found = rewards(ModelSpec(url=server.url), experience)
+    finally:
+        server.stop(grace_s=0)
+    torch.testing.assert_close(found, rewards(reward_folder, experience), rtol=0, atol=1e-4)
+
+
 def test_the_token_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tiny_spec(seed=1).load_model().save_pretrained(tmp_path)
     with FakeServerProcess(str(tmp_path), api_key="open sesame") as server:
@@ -72,8 +163,7 @@ def test_the_plan_names_the_server_and_a_checkpoint_leaves_its_model_out() -> No
     ("make", "match"),
     [
         (lambda spec: replace(spec, path="here"), "expected exactly one of them"),
-        (lambda spec: replace(spec, head="scalar"), "a server is asked for logprobs only"),
-        (lambda spec: GRPO(tiny_spec(), reward=len, reward_model=spec), "a server is asked for logprobs only"),
+        (lambda spec: PPO(tiny_spec(), reward=len, critic=spec).data_flow(), "The critic has url=.*Give its path"),
         (lambda spec: GRPO(spec, reward=len), "policy has url"),
         (lambda spec: spec.load_model(), "Give its path"),
         (
@@ -81,7 +171,7 @@ def test_the_plan_names_the_server_and_a_checkpoint_leaves_its_model_out() -> No
             "scores tokens at temperature 1",
         ),
     ],
-    ids=["two sources", "a scalar head", "a reward model", "the policy", "loading", "another temperature"],
+    ids=["two sources", "a critic", "the policy", "loading", "another temperature"],
 )
 def test_what_a_server_cannot_be_is_refused(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):

@@ -11,7 +11,7 @@ Reading order:
     server.py        one server process, started and ended: command.py  how it is called
       watch.py       the process in between that ends it whatever happens here
       fleet.py       several of them, restarted when they die
-    scoring.py       logprobs of trajectories under a teacher that a server has
+    scoring.py       a teacher's logprobs or a reward model's numbers, from a server that has it
     fake_server.py   speaks SGLang's interface, fails on request; fake_server_process.py  starts it
       fake_server_script.py, fake_server_model.py  what it answers: by rule, or with a LocalEngine
 

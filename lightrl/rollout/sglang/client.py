@@ -117,6 +117,15 @@ class SGLangClient:
                 body["rid"] = secrets.token_hex(16)
         raise AssertionError("unreachable")
 
+    async def classify(self, rows: Sequence[Sequence[int]], *, timeout_s: float | None = 0.0) -> list[list[float]]:
+        """What a reward model says at the last token of each row of token ids: its head's numbers, usually one.
+
+        The server needs `--is-embedding` and a `…ForSequenceClassification` model.
+        """
+        body = {"input_ids": [list(row) for row in rows]}
+        answer = await self._call("POST", "/classify", body, timeout_s=timeout_s)
+        return [entry["embedding"] for entry in answer]
+
     async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
         """The request ends at the next token; its own `generate` gets what was written. Every rid that begins so."""
         await self._call("POST", "/abort_request", {"rid": rid, "abort_all": abort_all}, has_json=False)

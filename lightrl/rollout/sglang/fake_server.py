@@ -2,6 +2,7 @@
 
     python -m lightrl.rollout.sglang.fake_server --port 30000 --model-path FOLDER     a LocalEngine behind it
     python -m lightrl.rollout.sglang.fake_server --port 30000 --delay-s 0.5           a script behind it, no torch
+    … --model-path FOLDER --is-embedding                                              a reward model, for /classify
 
 It takes SGLang's own arguments (those it has no use for are ignored) and ends when its parent does. What it does was
 measured on SGLang 0.5.23: pause modes, the lock between generations and weight updates, the bracket around an update,
@@ -102,6 +103,7 @@ class FakeServer:
         app = web.Application(middlewares=[self._around], client_max_size=2**32)
         routes: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
             "/generate": self._generate,
+            "/classify": self._classify,
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
@@ -207,6 +209,24 @@ class FakeServer:
                 ]
             if body.get("return_sampling_mask"):
                 answer["meta_info"]["output_token_sampling_logprobs"] = run.logprobs
+        return answers[0] if is_single else answers
+
+    async def _classify(self, body: dict[str, Any]) -> Any:
+        prompt = body.get("input_ids")
+        if not self.arguments.get("is_embedding"):
+            raise _Refused(
+                "This model does not appear to be an embedding model by default. Please add `--is-embedding` when "
+                "launching the server or try another model."
+            )
+        self._check(prompt, {"max_new_tokens": 0, "temperature": 1.0}, body)
+        assert isinstance(prompt, list)
+        is_single = not isinstance(prompt[0], list)
+        rows: list[list[int]] = [prompt] if is_single else prompt
+        found = await asyncio.to_thread(self.model.classify, rows)
+        answers = [
+            {"embedding": numbers, "meta_info": {"prompt_tokens": len(row), "weight_version": self._version()}}
+            for row, numbers in zip(rows, found, strict=True)
+        ]
         return answers[0] if is_single else answers
 
     def _check(self, prompt: Any, params: dict[str, Any], body: dict[str, Any]) -> None:
@@ -511,6 +531,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one; it is printed")
     parser.add_argument("--model-path", "--model", help="Hugging Face folder; without it a script answers")
+    parser.add_argument("--is-embedding", action="store_true", help="the model is a reward model")
     parser.add_argument("--api-key", default=os.environ.get("LIGHTRL_SERVER_TOKEN"))
     parser.add_argument("--admin-api-key")
     parser.add_argument("--weight-version", default="default")
@@ -538,9 +559,13 @@ async def serve(options: argparse.Namespace) -> None:
             version=options.weight_version,
         )
     else:
-        from lightrl.rollout.sglang.fake_server_model import EmbeddedModel
+        from lightrl.rollout.sglang.fake_server_model import EmbeddedModel, JudgingModel
 
-        model = EmbeddedModel(options.model_path, version=options.weight_version, piece_tokens=options.piece_tokens)
+        model = (
+            JudgingModel(options.model_path, version=options.weight_version)
+            if options.is_embedding
+            else EmbeddedModel(options.model_path, version=options.weight_version, piece_tokens=options.piece_tokens)
+        )
     arguments = {name: value for name, value in vars(options).items() if name != "fault"}
     server = FakeServer(model, arguments=arguments, faults=options.fault)
     runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)

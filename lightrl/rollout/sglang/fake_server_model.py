@@ -8,7 +8,7 @@ import hashlib
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +17,11 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightrl.errors import EngineError
 from lightrl.rollout.local_engine import LocalEngine
-from lightrl.rollout.sglang.fake_server_script import LoadRefused, Run
+from lightrl.rollout.sglang.fake_server_script import LoadRefused, Run, ScriptedModel
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
@@ -100,6 +100,9 @@ class EmbeddedModel:
     def score(self, token_ids: list[int]) -> list[float]:
         return self._engine.score(token_ids)
 
+    def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        raise LoadRefused("It is a language model, expected a reward model.")
+
     async def pause(self) -> None:
         await self._engine.pause()
 
@@ -140,6 +143,24 @@ class EmbeddedModel:
             except Exception as error:  # safetensors has no exception of its own that is public
                 raise LoadRefused(f"{file} cannot be read: {error}") from error
         return tensors
+
+
+class JudgingModel(ScriptedModel):
+    """A tiny reward model of a Hugging Face folder, one row after the other; what it is asked to write is by rule."""
+
+    def __init__(self, folder: str, *, version: str = "default") -> None:
+        self._model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        config = self._model.config
+        super().__init__(
+            vocab_size=int(config.vocab_size),
+            max_context=int(getattr(config, "max_position_embeddings", None) or 2**20),
+            version=version,
+        )
+
+    def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        with torch.inference_mode():
+            hidden = [self._model.base_model(input_ids=torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
+            return [self._model.score(state).tolist() for state in hidden]
 
 
 class TensorReceiver:

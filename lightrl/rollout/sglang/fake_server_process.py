@@ -21,7 +21,7 @@ class FakeServerProcess:
         model_folder: Hugging Face folder of the model behind it; None has a script answer, without torch.
         start_timeout_s: until it listens.
         arguments: further ones of `lightrl.rollout.sglang.fake_server`, by name: `api_key="k"`, `delay_s=0.5`,
-            `fault=["drop:/generate:2"]`.
+            `is_embedding=True`, `fault=["drop:/generate:2"]`.
     """
 
     def __init__(self, model_folder: str | None = None, *, start_timeout_s: float = 60.0, **arguments: Any) -> None:
@@ -53,7 +53,7 @@ class FakeServerProcess:
             command += ["--model-path", str(self.model_folder)]
         for name, value in self.arguments.items():
             for one in value if isinstance(value, list) else [value]:
-                command += ["--" + name.replace("_", "-"), str(one)]
+                command += ["--" + name.replace("_", "-"), *([] if one is True else [str(one)])]
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )

@@ -67,6 +67,10 @@ class ServedModel(Protocol):
         """Logprobs of a prompt's tokens, 0 for the first; nothing where there are none."""
         ...
 
+    def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """The numbers of a reward model's head at the last token of each row; only asked of one."""
+        ...
+
     def checksums(self) -> dict[str, str]: ...
 
 
@@ -139,6 +143,9 @@ class ScriptedModel:
 
     async def load_tensors(self, tensors: Any, version: str | None) -> None:
         raise LoadRefused("A fake server with a script takes no tensors, start it with --model-path.")
+
+    def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        return [[0.0] for _ in rows]
 
     def checksums(self) -> dict[str, str]:
         return self._sums

@@ -1,4 +1,4 @@
-"""ServedScores: logprobs of whole trajectories from a model behind an SGLang server, such as a teacher's.
+"""What models behind an SGLang server say of whole trajectories: ServedScores logprobs, ServedRewards one number each.
 
 Shapes: B trajectories, T tokens.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightrl.errors import EngineError
 from lightrl.rollout.sglang.addresses import TOKEN_VARIABLE
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from lightrl.experience import Experience
 
 MAX_CONCURRENT = 64  # trajectories that the server has at a time
+BATCH = 16  # of them in a request for rewards
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -41,27 +45,21 @@ class ServedScores:
         """
         import torch
 
-        lengths = experience.lengths.tolist()
-        rows = [ids[:length] for ids, length in zip(experience.token_ids.tolist(), lengths, strict=True)]
         found = torch.zeros(experience.token_ids.shape)
-        for index, scores in enumerate(asyncio.run(self._score(rows))):
+        for index, scores in enumerate(asyncio.run(self._score(_rows(experience)))):
             found[index, : len(scores)] = torch.tensor(scores)
         return torch.where(experience.loss_mask, found.to(experience.token_ids.device), 0.0)
 
     async def _score(self, rows: list[list[int]]) -> list[list[float]]:
-        client = SGLangClient(self.url, token=os.environ.get(TOKEN_VARIABLE), generate_timeout_s=self.timeout_s)
-        places = asyncio.Semaphore(MAX_CONCURRENT)
-
-        async def one(token_ids: list[int]) -> list[float]:
-            async with places:
-                answer = await client.generate(
-                    {
-                        "input_ids": token_ids,
-                        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-                        "return_logprob": True,
-                        "logprob_start_len": 0,
-                    }
-                )
+        async def one(client: SGLangClient, token_ids: list[int]) -> list[float]:
+            answer = await client.generate(
+                {
+                    "input_ids": token_ids,
+                    "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                    "return_logprob": True,
+                    "logprob_start_len": 0,
+                }
+            )
             found = answer["meta_info"].get("input_token_logprobs") or []
             if [entry[1] for entry in found] != token_ids:
                 raise EngineError(
@@ -70,11 +68,74 @@ class ServedScores:
                 )
             return [0.0, *(float(entry[0]) for entry in found[1:])]
 
-        tasks = [asyncio.ensure_future(one(row)) for row in rows]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await client.close()
+        return await _all_asked(self.url, self.timeout_s, one, rows, MAX_CONCURRENT)
+
+
+@dataclass(frozen=True)
+class ServedRewards:
+    """As ServedScores, of a server with a reward model, started with `--is-embedding`.
+
+    SGLang's Qwen2 and Qwen3 heads have a bias; of a checkpoint without one, which is what transformers writes, it is a
+    random number, by which all rewards of this server are off. docs/model-calls.md says how to give it a 0.
+    """
+
+    url: str
+    timeout_s: float = 1800.0  # deadline of one request of BATCH trajectories
+
+    def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor:
+        """The reward model's number after each trajectory's last token, [B].
+
+        Raises:
+            EngineError: if the server does not answer, or its model gives something else than one number.
+        """
+        import torch
+
+        rows = _rows(experience)
+        batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
+        found = [reward for batch in asyncio.run(self._reward(batches)) for reward in batch]
+        return torch.tensor(found, dtype=torch.float32, device=experience.token_ids.device)
+
+    async def _reward(self, batches: list[list[list[int]]]) -> list[list[float]]:
+        async def one(client: SGLangClient, batch: list[list[int]]) -> list[float]:
+            answer = await client.classify(batch, timeout_s=self.timeout_s)
+            sizes = [len(numbers) for numbers in answer]
+            if sizes != [1] * len(batch):
+                raise EngineError(
+                    f"The server at {self.url} gave {len(sizes)} trajectories {max(sizes, default=0)} numbers each, "
+                    f"expected 1 for each of {len(batch)}. Start it with the export of a RewardModel, whose config "
+                    "has one label."
+                )
+            return [float(numbers[0]) for numbers in answer]
+
+        return await _all_asked(self.url, self.timeout_s, one, batches, MAX_CONCURRENT // BATCH)
+
+
+def _rows(experience: Experience) -> list[list[int]]:
+    """The token ids of each trajectory without padding."""
+    lengths = experience.lengths.tolist()
+    return [ids[:length] for ids, length in zip(experience.token_ids.tolist(), lengths, strict=True)]
+
+
+async def _all_asked(
+    url: str,
+    timeout_s: float,
+    ask: Callable[[SGLangClient, Asked], Awaitable[Answer]],
+    items: Sequence[Asked],
+    max_concurrent: int,
+) -> list[Answer]:
+    """The answers in the order of `items`; the first that fails, or a cancellation, cancels the others."""
+    client = SGLangClient(url, token=os.environ.get(TOKEN_VARIABLE), generate_timeout_s=timeout_s)
+    places = asyncio.Semaphore(max_concurrent)
+
+    async def one(item: Asked) -> Answer:
+        async with places:
+            return await ask(client, item)
+
+    tasks = [asyncio.ensure_future(one(item)) for item in items]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await client.close()
