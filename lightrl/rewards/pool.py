@@ -23,7 +23,7 @@ from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome
 from lightrl.rewards.parts import Reward, parts_of
 from lightrl.rewards.supervisor import Supervisor, WorkerDied
-from lightrl.trajectory import Trajectory
+from lightrl.trajectory import Prompt, Trajectory
 
 _READ_BYTES = 1 << 16
 _STACK_WAIT_S = 0.5
@@ -129,6 +129,8 @@ def encoded(trajectory: Trajectory) -> bytes:
 
 
 def _plain(value: object) -> Any:
+    if isinstance(value, Prompt):
+        return value.to_json()
     if is_dataclass(value) and not isinstance(value, type):
         return vars(value)
     if hasattr(value, "tolist"):  # a number or array of numpy or torch

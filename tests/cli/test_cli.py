@@ -192,7 +192,7 @@ def test_lightrl_debug_shows_the_exception_itself(settings, config, monkeypatch)
     ("args", "message"),
     [
         (["fti"], "Did you mean lightrl fit?"),
-        (["serve"], "expected one of fit, validate, test, predict"),
+        (["launch"], "expected one of fit, validate, test, predict"),
         (["--config", "run.yaml", "fit"], "expected the command first"),
     ],
 )

@@ -70,7 +70,10 @@ def wait_until(is_true: Callable[[], object], timeout_s: float = 30.0) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 # ---------------------------------------------------------------------- one server
@@ -186,6 +189,7 @@ def test_no_process_of_a_server_outlives_its_trainer(how, tmp_path):
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
     )
     assert trainer.stdout is not None
     url, token, watch = trainer.stdout.readline().split()
