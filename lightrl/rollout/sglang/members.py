@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 MAX_REJOINS = 3  # of a server given by address, in a row
 _SERVER_ERROR = 500
 _SHORT_S = 5.0
+_SAY_AFTER_S = 3.0  # an address that is wrong looks like a server that starts
 
 
 class Members:
@@ -123,17 +124,23 @@ class Members:
                 self._home.soon(lambda url=url: self._home.spawn(self._watch(url)))  # type: ignore[misc]
 
     async def _reach(self, client: SGLangClient) -> None:
-        deadline = time.monotonic() + self._startup_timeout_s
+        start = time.monotonic()
+        deadline = start + self._startup_timeout_s
+        has_said = False
         while True:
             try:
                 await client.model_info(timeout_s=min(_SHORT_S, self._request_timeout_s), num_retries=0)
                 return
-            except ServerRefused as error:
-                if error.status < _SERVER_ERROR or time.monotonic() > deadline:
+            except EngineError as error:
+                if isinstance(error, ServerRefused) and error.status < _SERVER_ERROR:
                     raise
-            except EngineError:
                 if time.monotonic() > deadline:
                     raise
+                if self.fleet is None and not has_said and time.monotonic() - start > _SAY_AFTER_S:
+                    has_said = True
+                    log.warning(
+                        "No answer yet, waiting startup_timeout_s=%g s at most: %s", self._startup_timeout_s, error
+                    )
             await asyncio.sleep(0.2)
 
     async def _watch(self, url: str) -> None:
