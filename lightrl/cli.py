@@ -33,11 +33,13 @@ from lightning.pytorch.cli import (
     instantiate_class,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 import lightrl
 from lightrl.config_errors import UsageError, explain, nearest_files
 from lightrl.errors import LightRLError
 from lightrl.module import RLModule
+from lightrl.strategies import is_on_all_ranks
 from lightrl.trainer import Trainer
 from lightrl.trajectory import Group
 
@@ -326,6 +328,8 @@ def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
         cause = _unwrapped(error)
         if debug or (watch.has_begun and not isinstance(error, LightRLError) and not _raised_in(cause, lightrl)):
             raise
+        if is_on_all_ranks(error) and getattr(rank_zero_only, "rank", 0):
+            return 1  # rank 0 says it
         if watch.has_begun or isinstance(error, LightRLError):
             return _say(f"{_chain(cause)}\n{_keep_traceback(watch.folder)}", code=1)
         return _say(f"{_chain(cause)}\nNothing was trained. LIGHTRL_DEBUG=1 shows the traceback.", code=2)

@@ -77,6 +77,7 @@ class WeightFolder:
         try:
             for bucket in buckets:
                 writer.add(bucket)
+                del bucket  # else it lives on while the next is gathered
             return writer.finish()
         except BaseException:
             writer.discard()

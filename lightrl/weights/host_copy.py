@@ -51,6 +51,7 @@ class HostCopy:
         self.begin(weight_version)
         for bucket in buckets:
             self.add(bucket)
+            del bucket  # else it lives on while the next is gathered
         return list(self.buckets())
 
     def buckets(self) -> Iterator[Bucket]:

@@ -141,14 +141,18 @@ def test_ctrl_c_and_sigterm_end_the_servers(fake_python, tiny_folder, number):
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
     )
-    lines = []
-    while not lines or "Ctrl-C" not in lines[-1]:
-        lines.append(process.stdout.readline())
-        assert lines[-1], "it ended"
-    family = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, number)
-    assert process.wait(60) == 0
-    process.stdout.close()
+    try:
+        lines = []
+        while not lines or "Ctrl-C" not in lines[-1]:
+            lines.append(process.stdout.readline())
+            assert lines[-1], "it ended"
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.kill(process.pid, number)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
     deadline = time.monotonic() + 30
     while not all(is_gone(child) for child in family):
         assert time.monotonic() < deadline

@@ -103,6 +103,9 @@ class HomeLoop:
             raise EngineTimeout(
                 f"The event loop did not answer SGLangEngine within {timeout_s:g} s. {self._describe()}."
             ) from error
+        except BaseException:  # Ctrl-C while this thread waits
+            future.cancel()
+            raise
 
     async def across(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """From any loop: the coroutine's result."""

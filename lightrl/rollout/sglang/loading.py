@@ -137,20 +137,25 @@ class Loading:
         """The buckets; raises where they are not the parameters of the first load, or hold what is not finite."""
         shapes: dict[str, torch.Size] = {}
         for bucket in buckets:
-            for name, tensor in bucket.tensors.items():
-                if name in shapes or (self._shapes is not None and self._shapes.get(name) != tensor.shape):
-                    raise WeightSyncError(
-                        f"Parameter {name!r} of shape {list(tensor.shape)} was given twice, is unknown or has another "
-                        "shape than in the first load, expected the same parameters in each."
-                    )
-                if not torch.isfinite(tensor).all():
-                    raise WeightSyncError(f"Parameter {name!r} has values that are not finite, expected finite ones.")
-                shapes[name] = tensor.shape
+            self._check_tensors(bucket, shapes)
             # The last one carries the version: it goes only when all was right.
             if bucket.is_last and self._shapes is not None and (missing := sorted(set(self._shapes) - set(shapes))):
                 raise WeightSyncError(f"Parameters {missing[:4]} are missing, expected all of the first load.")
             yield bucket
+            del bucket  # else it lives on while the next is gathered
         self._shapes = shapes
+
+    def _check_tensors(self, bucket: Bucket, shapes: dict[str, torch.Size]) -> None:
+        """Refuses what the first load did not have, and adds the shapes to those of this load."""
+        for name, tensor in bucket.tensors.items():
+            if name in shapes or (self._shapes is not None and self._shapes.get(name) != tensor.shape):
+                raise WeightSyncError(
+                    f"Parameter {name!r} of shape {list(tensor.shape)} was given twice, is unknown or has another "
+                    "shape than in the first load, expected the same parameters in each."
+                )
+            if not torch.isfinite(tensor).all():
+                raise WeightSyncError(f"Parameter {name!r} has values that are not finite, expected finite ones.")
+            shapes[name] = tensor.shape
 
     # ------------------------------------------------------------------ on the loop
 

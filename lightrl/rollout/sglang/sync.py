@@ -147,6 +147,7 @@ class DiskTransport(WeightTransport):
         try:
             async for bucket in buckets:
                 await in_thread(writer.add, bucket)
+                del bucket  # else it lives on while the next is gathered
             await in_thread(writer.finish)
         except BaseException:
             writer.discard()
@@ -241,6 +242,7 @@ class _Streaming(WeightTransport):
             elif version is not None:  # nothing but a tied head was in it
                 await fleet.ask(lambda client: _acknowledge_empty(client, str(weight_version)))
             num_bytes += sum(shape.numel() * dtype.itemsize for _, dtype, shape in layout)
+            del bucket  # else it lives on while the next is gathered
         fleet.check_some_left()
         return num_bytes
 
@@ -510,7 +512,9 @@ def load_from_thread(
         future.add_done_callback(lambda done: feed.stop())
         try:
             for bucket in buckets:
-                if not feed.put(bucket):
+                goes_on = feed.put(bucket)
+                del bucket  # else it lives on while the next is gathered
+                if not goes_on:
                     break  # the sync is over, with an error
             feed.end()
         except BaseException as error:
@@ -729,11 +733,13 @@ async def _copied(copy: HostCopy, buckets: AsyncIterator[Bucket]) -> AsyncIterat
     async for bucket in buckets:
         await in_thread(copy.add, bucket)
         yield bucket
+        del bucket
 
 
 async def _each(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:
     for bucket in buckets:
         yield bucket
+        del bucket
 
 
 def _folder_bytes(place: Path) -> int:
