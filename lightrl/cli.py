@@ -328,7 +328,7 @@ def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
         cause = _unwrapped(error)
         if debug or (watch.has_begun and not isinstance(error, LightRLError) and not _raised_in(cause, lightrl)):
             raise
-        if is_on_all_ranks(error) and getattr(rank_zero_only, "rank", 0):
+        if is_on_all_ranks(error) and vars(rank_zero_only).get("rank"):
             return 1  # rank 0 says it
         if watch.has_begun or isinstance(error, LightRLError):
             return _say(f"{_chain(cause)}\n{_keep_traceback(watch.folder)}", code=1)
