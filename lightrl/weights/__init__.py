@@ -12,7 +12,7 @@ Reading order:
 In process a bucket needs no carrier. What is said to servers around a transfer is rollout/sglang/sync.py.
 
 May import: errors, trajectory, experience, functional. To add a transport: its sender here, buckets one by one, at most
-one more bucket of memory; its requests as a transport in rollout/sglang/sync.py.
+one more bucket of memory; its requests in rollout/sglang/transports.py.
 """
 
 from lightrl.weights.broadcast import BroadcastGroup

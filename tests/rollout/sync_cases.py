@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lightrl.rollout.sglang.client import SGLangClient
 from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
-from lightrl.rollout.sglang.sync import SyncReport, WeightTransport, load_into_servers
+from lightrl.rollout.sglang.sync import load_into_servers
+from lightrl.rollout.sglang.sync_report import SyncReport
+from lightrl.rollout.sglang.transports import WeightTransport
 from lightrl.weights import Bucket, bucketed
 
 

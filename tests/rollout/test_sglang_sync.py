@@ -14,14 +14,9 @@ from transformers import Qwen3Config
 from lightrl.errors import WeightSyncError
 from lightrl.rollout.sglang.client import SGLangClient
 from lightrl.rollout.sglang.memory import EngineMemory
-from lightrl.rollout.sglang.sync import (
-    BroadcastTransport,
-    DiskTransport,
-    SharedMemoryTransport,
-    SyncFailed,
-    SyncReport,
-    load_from_thread,
-)
+from lightrl.rollout.sglang.sync import load_from_thread
+from lightrl.rollout.sglang.sync_report import SyncFailed, SyncReport
+from lightrl.rollout.sglang.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
 from lightrl.weights import ServerForm, WeightFolder, bucketed
 from lightrl.weights import disk as disk_module
 

@@ -7,7 +7,9 @@ Reading order:
       writer.py      completions, request by request, whatever fails; request.py  what to ask next, what an answer adds
       client.py      one server over HTTP, with retries and deadlines; open_files.py  as many sockets as requests
       loading.py     weight versions, checked, to all servers or to one that is back
-    sync.py          new weights into paused servers, verified; memory.py  what a colocated server has released
+    sync.py          new weights into paused servers, verified; sync_report.py  who is left, and what became of each
+      transports.py  how the bytes get there: disk, broadcast, shared memory; bucket_feed.py  from thread to loop
+      memory.py      what a colocated server has released
     server.py        one server process, started and ended: command.py  how it is called
       watch.py       the process in between that ends it whatever happens here
       fleet.py       several of them, restarted when they die

@@ -36,11 +36,11 @@ from lightrl.rollout.sglang.memory import EngineMemory
 from lightrl.rollout.sglang.open_files import raise_open_files
 from lightrl.rollout.sglang.pool import ServerPool
 from lightrl.rollout.sglang.request import RequestPictures
-from lightrl.rollout.sglang.sync import (
+from lightrl.rollout.sglang.sync_report import SyncReport
+from lightrl.rollout.sglang.transports import (
     BroadcastTransport,
     DiskTransport,
     SharedMemoryTransport,
-    SyncReport,
     WeightTransport,
 )
 from lightrl.rollout.sglang.writer import Writer

@@ -16,7 +16,9 @@ from lightrl.errors import EngineError, WeightSyncError
 from lightrl.rollout.sglang.home_loop import HomeLoop
 from lightrl.rollout.sglang.members import Members
 from lightrl.rollout.sglang.memory import EngineMemory
-from lightrl.rollout.sglang.sync import Fleet, SyncFailed, SyncReport, WeightTransport, load_from_thread
+from lightrl.rollout.sglang.sync import load_from_thread
+from lightrl.rollout.sglang.sync_report import Fleet, SyncFailed, SyncReport
+from lightrl.rollout.sglang.transports import WeightTransport
 from lightrl.rollout.sglang.writer import Writer
 from lightrl.weights import Bucket
 

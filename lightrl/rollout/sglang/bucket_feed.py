@@ -1,0 +1,106 @@
+"""Between the thread that makes buckets and the event loop that sends them: hand a bucket over, run what blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from lightrl.errors import WeightSyncError
+from lightrl.weights import Bucket
+
+_T = TypeVar("_T")
+
+
+class BucketFeed:
+    """Buckets from the thread that makes them to a coroutine: `put` returns when the coroutine has taken it.
+
+    Args:
+        loop: of the coroutine.
+        timeout_s: the coroutine waits for so long for the next bucket.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float = 600.0) -> None:
+        self.timeout_s = timeout_s
+        self._loop = loop
+        self._changed = asyncio.Event()
+        self._taken = threading.Event()
+        self._next: Bucket | None = None  # offered, not yet taken
+        self._is_over = False  # no bucket comes any more
+        self._is_stopped = False  # none is wanted any more
+        self._error: BaseException | None = None
+
+    def put(self, bucket: Bucket) -> bool:
+        """Hands a bucket over; False if none is wanted any more."""
+        self._taken.clear()
+        if self._is_stopped:
+            return False
+        self._next = bucket
+        self._loop.call_soon_threadsafe(self._changed.set)
+        self._taken.wait()  # `stop` ends it when the coroutine is over, which has deadlines of its own
+        return not self._is_stopped
+
+    def end(self) -> None:
+        self._is_over = True
+        self._loop.call_soon_threadsafe(self._changed.set)
+
+    def fail(self, error: BaseException) -> None:
+        """No further bucket comes, because of `error`."""
+        self._error = error
+        self.end()
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self._taken.set()
+
+    def __aiter__(self) -> BucketFeed:
+        return self
+
+    async def __anext__(self) -> Bucket:
+        """Waits for the next `put`, `end` or `fail`, at most `timeout_s`."""
+        while self._next is None:
+            if self._error is not None:
+                raise WeightSyncError(f"the export of weights failed: {self._error!r}") from self._error
+            if self._is_over:
+                raise StopAsyncIteration
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), self.timeout_s)
+            except asyncio.TimeoutError as error:
+                raise WeightSyncError(
+                    f"the trainer made no bucket for timeout_s={self.timeout_s:g}, expected one; a rank may hang"
+                ) from error
+        bucket, self._next = self._next, None
+        self._taken.set()
+        return bucket
+
+
+async def in_thread(function: Callable[..., _T], *args: object) -> _T:
+    """What `function` gives, from a daemon thread: one that hangs keeps neither the loop nor the process.
+
+    Waits for the thread, which has its own deadlines. On cancellation the thread is left to end by itself.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[_T] = loop.create_future()
+
+    def deliver(value: _T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(value)  # type: ignore[arg-type]
+
+    def work() -> None:
+        outcome: tuple[_T | None, BaseException | None]
+        try:
+            outcome = (function(*args), None)
+        except BaseException as error:  # noqa: BLE001  # nobody is above it in this thread; it is raised where it is awaited
+            outcome = (None, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, *outcome)
+
+    threading.Thread(target=work, name="lightrl-weights", daemon=True).start()
+    return await done
