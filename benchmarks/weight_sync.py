@@ -40,6 +40,7 @@ from torch import Tensor
 from benchmarks.report import PeakMemory, Report
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm, SharedBucket, WeightFolder, bucketed
 from lightrl.weights.broadcast import free_port
+from lightrl.weights.shared_memory import PART_BYTES
 
 MIB = 2**20
 TRANSPORTS = ("gather", "in_process", "shared_memory", "gloo", "shm_folder", "disk")
@@ -131,9 +132,10 @@ def train(
 
     def through_memory() -> None:
         for bucket in buckets():
-            shared.fill(bucket)
-            del bucket  # else it lives on while the next is gathered
-            tell("shared", shared.payload())
+            for part in bucketed(bucket.tensors.items(), PART_BYTES):  # as SharedMemoryTransport sends it
+                shared.fill(part)
+                tell("shared", shared.payload())
+            del bucket, part  # else they live on while the next is gathered
 
     def through_group() -> None:
         for bucket in buckets():

@@ -21,13 +21,14 @@ from lightrl.weights.bucket import Bucket
 from lightrl.weights.server_form import ServerForm
 
 ALIGNMENT_BYTES = 16  # of each tensor's start: the receiver views the bytes in the tensor's own dtype
+PART_BYTES = 32 * 2**20  # of a block, where nothing else is said
 LOAD_FORMAT = "flattened_bucket"  # SGLang's name of what `fill` gives
 
 
 class SharedBucket:
-    """One block of shared memory, used for every bucket in turn: the extra memory is one bucket.
+    """One block of shared memory, used for every bucket in turn, or for every part of one: it is as large as these.
 
-    A bucket may be filled in again when all servers have answered to the one before.
+    It may be filled in again when all servers have answered to what was in it before.
 
     Args:
         form: dtype and names that the servers want.

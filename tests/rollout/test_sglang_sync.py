@@ -329,6 +329,20 @@ def test_a_last_bucket_of_nothing_but_a_tied_head_still_brings_the_version(model
     assert set(report.versions.values()) == {9}
 
 
+def test_a_bucket_goes_through_shared_memory_in_parts_and_only_the_last_brings_the_version(model_servers, tmp_path):
+    sync(model_servers, DiskTransport(WeightFolder(tmp_path, tiny_model("qwen3").config)), parameters(1), 1)
+    expected = asked(model_servers[0], "checksum")["per_engine_checksum"]
+    sync(model_servers, SharedMemoryTransport(), parameters(2), 2)
+    before = model_servers[0].stats()["requests"]["/update_weights_from_tensor"]
+    transport = SharedMemoryTransport(part_bytes=5000)
+    report = sync(model_servers, transport, parameters(1), 3, bucket_bytes=2**30)
+    num_parts = len(list(bucketed(parameters(1).items(), 5000)))
+    assert num_parts > 3
+    assert model_servers[0].stats()["requests"]["/update_weights_from_tensor"] == before + num_parts
+    assert set(report.versions.values()) == {3}
+    assert asked(model_servers[0], "checksum")["per_engine_checksum"] == expected
+
+
 @pytest.mark.parametrize("kind", ["die", "error"])
 def test_when_a_server_fails_during_a_broadcast_the_others_get_the_whole_again(model_folder, model_servers, kind):
     with running(1, model_folder) as doomed:

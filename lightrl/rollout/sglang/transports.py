@@ -21,10 +21,10 @@ from lightrl.errors import EngineError, WeightSyncError
 from lightrl.rollout.sglang.bucket_feed import in_thread
 from lightrl.rollout.sglang.client import SGLangClient
 from lightrl.rollout.sglang.sync_report import Fleet
-from lightrl.weights import BroadcastGroup, Bucket, HostCopy, ServerForm, SharedBucket, WeightFolder
+from lightrl.weights import BroadcastGroup, Bucket, HostCopy, ServerForm, SharedBucket, WeightFolder, bucketed
 from lightrl.weights.broadcast import free_port
 from lightrl.weights.disk import is_whole
-from lightrl.weights.shared_memory import LOAD_FORMAT
+from lightrl.weights.shared_memory import LOAD_FORMAT, PART_BYTES
 
 _GROUP_NUMBERS = itertools.count()
 
@@ -305,12 +305,18 @@ class BroadcastTransport(_Streaming):
 class SharedMemoryTransport(_Streaming):
     """Through shared memory to servers of the same host. **SGLang wants a pickle**, see weights/shared_memory.py.
 
+    A bucket goes in parts of `part_bytes`, so that the shared block is small beside the bucket that is gathered.
+
     Args:
         form, keeps_copy: see `_Streaming`.
+        part_bytes: upper bound of the block, or one tensor where it is larger.
     """
 
-    def __init__(self, form: ServerForm | None = None, *, keeps_copy: bool = True) -> None:
+    def __init__(
+        self, form: ServerForm | None = None, *, keeps_copy: bool = True, part_bytes: int = PART_BYTES
+    ) -> None:
         super().__init__(form, keeps_copy=keeps_copy)
+        self.part_bytes = part_bytes
         self._shared = SharedBucket(self.form)
         self._sizes: dict[str, int] = {}
 
@@ -318,7 +324,11 @@ class SharedMemoryTransport(_Streaming):
         self._sizes = await fleet.ask(_num_ranks)
 
     async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
-        await in_thread(self._shared.fill, bucket)
+        for part in bucketed(bucket.tensors.items(), self.part_bytes):
+            await in_thread(self._shared.fill, part)
+            await self._send_part(fleet, version if part.is_last else None)
+
+    async def _send_part(self, fleet: Fleet, version: str | None) -> None:
         await fleet.ask(
             lambda client: client.update_weights_from_tensor(
                 [self._shared.payload() for _ in range(self._sizes[client.url])],  # one for each rank
