@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from rank_scripts import leave
 from test_preference_training import Digits
 from test_sft import CONFIG, SCALED_HEAD, Sums, make_module
 from tiny import tiny_spec
@@ -69,8 +69,7 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    found = {name: play(name, folder, devices=2) for name in CASES}
-    torch.save(found, folder / f"rank-{os.environ.get('LOCAL_RANK', '0')}.pt")
+    leave({name: play(name, folder, devices=2) for name in CASES}, folder)
 
 
 if __name__ == "__main__":

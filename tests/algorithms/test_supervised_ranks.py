@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_scripts import left_by, run
 from supervised_ranks_run import CASES, play
 from transformers import AutoModelForCausalLM
 
@@ -17,24 +15,13 @@ from lightrl import Trainer
 from lightrl.data import ChatBatch, PairBatch
 from lightrl.strategies import Parallel3DStrategy
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The folder that two processes worked in, and what each of them found."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "supervised_ranks_run.py"), str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return folder, [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+    run(Path(__file__).with_name("supervised_ranks_run.py"), folder)
+    return folder, left_by(2, folder)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,7 +5,6 @@ In two processes it is started once, Lightning starts the second process from th
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from digit_reward import token_reward
+from rank_scripts import leave
 from tiny_run import POLICY, Digits, make_trainer
 from torch import Tensor
 
@@ -127,8 +127,7 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    found = {name: play(name, folder, devices=2) for name in CASES}
-    torch.save(found, folder / f"rank-{os.environ.get('LOCAL_RANK', '0')}.pt")
+    leave({name: play(name, folder, devices=2) for name in CASES}, folder)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from rank_scripts import leave
 from tiny_run import CONFIG, Digits, make_trainer, token_reward
 from torch import Tensor
 
@@ -130,7 +131,7 @@ def main() -> None:
         found["split, then sharded"] = play(folder, "b", ckpt_path=path, devices=4, strategy=FSDP2Strategy())
         path = folder / "two ranks" / "step=2.ckpt"
         found["two ranks, then four"] = play(folder, "c", ckpt_path=path, devices=4, strategy=FSDP2Strategy())
-    torch.save(found, folder / f"{size}-rank-{os.environ.get('LOCAL_RANK', '0')}.pt")
+    leave(found, folder)
 
 
 if __name__ == "__main__":

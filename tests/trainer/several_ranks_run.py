@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from rank_scripts import leave
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
@@ -156,13 +157,13 @@ def fail(folder: Path, rank: int, how: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder = Path(sys.argv[2])
-    if sys.argv[1] == "fail":
+    folder = Path(sys.argv[1])
+    if sys.argv[2] == "fail":
         fail(folder, int(sys.argv[3]), sys.argv[4])
         return
     found = {name: play(name, folder, devices=2) for name in CASES}
     found["resume"] = resume(folder)
-    torch.save(found, folder / f"rank-{os.environ.get('LOCAL_RANK', '0')}.pt")
+    leave(found, folder)
 
 
 if __name__ == "__main__":

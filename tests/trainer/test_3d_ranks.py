@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_scripts import left_by, run
 from test_several_ranks import assert_close
 from world_3d_run import CASES
 
-HERE = Path(__file__).parent
 TOLERANCE = 1e-5  # relative to the largest number; float32 sums in another order
 
 
@@ -21,17 +18,9 @@ TOLERANCE = 1e-5  # relative to the largest number; float32 sums in another orde
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Any]:
     """What each process found, by number of ranks and rank; all are started once for all tests."""
     folder = tmp_path_factory.mktemp("3d")
-    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "world_3d_run.py"), str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return {(size, rank): torch.load(folder / f"{size}-{rank}.pt") for size in (1, 4, 8) for rank in range(size)}
+    run(Path(__file__).with_name("world_3d_run.py"), folder)
+    found = {size: left_by(size, folder / str(size)) for size in (1, 4, 8)}
+    return {(size, rank): found[size][rank] for size in found for rank in range(size)}
 
 
 @pytest.mark.slow

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ppo_ranks_run import CASES, play
+from rank_scripts import left_by, run
 
-HERE = Path(__file__).parent
 TOLERANCE = 1e-6  # relative to a tensor's largest number; float32 sums in another order
 LATER = 1e-5  # after several updates
 every_case = pytest.mark.parametrize("name", CASES)
@@ -22,17 +19,8 @@ every_case = pytest.mark.parametrize("name", CASES)
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found; they are started once for all tests."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "ppo_ranks_run.py"), str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+    run(Path(__file__).with_name("ppo_ranks_run.py"), folder)
+    return left_by(2, folder)
 
 
 @pytest.fixture(scope="module")

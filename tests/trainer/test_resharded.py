@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,35 +10,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from rank_scripts import finished, left_by, run
 from resharded_run import ADAPTED, TinyPPO, play
 from tiny_run import Digits, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightrl.export import export_checkpoint
 
-HERE = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("resharded_run.py")
 TOLERANCE = 1e-5  # float32 sums in another order
 # A run that goes on here saves nothing itself.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-
-
-def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, str(HERE / "resharded_run.py"), str(folder), *args],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-
-
-def start(folder: Path, size: int) -> dict[str, Any]:
-    done = run(folder, str(size))
-    assert done.returncode == 0, done.stderr[-5000:]
-    found: dict[str, Any] = torch.load(folder / f"{size}-rank-0.pt")
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +30,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, Any]:
-    return start(folder, 2)
+    run(SCRIPT, folder, "2")
+    found: dict[str, Any] = left_by(1, folder)[0]
+    return found
 
 
 @pytest.fixture(scope="module")
 def four(folder: Path, two: dict[str, Any]) -> dict[str, Any]:
-    return start(folder, 4)
+    run(SCRIPT, folder, "4")
+    found: dict[str, Any] = left_by(1, folder)[0]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +106,7 @@ def test_a_half_written_folder_is_no_checkpoint(two: dict[str, Any], folder: Pat
 
 @pytest.mark.parametrize("form", ["file", "folder"])
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(form: str, tmp_path: Path) -> None:
-    done = run(tmp_path, "1", form)
+    done = finished(SCRIPT, tmp_path, "1", form)
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     assert len(list(tmp_path.glob("last.ckpt.*part"))) == 1
     assert (tmp_path / "last.ckpt").is_dir() == (form == "folder")

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_scripts import finished, left_by, run
 from several_ranks_run import CASES, play, save_model
 from tiny_run import Digits, TinyGRPO, make_trainer
 
 from lightrl import FSDP2Strategy
 
-HERE = Path(__file__).parent
+SCRIPT = Path(__file__).with_name("several_ranks_run.py")
 TOLERANCE = 1e-5  # relative to the largest number; float32 sums in another order
-
-
-def start(folder: Path, *args: str, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
-    paths = [str(HERE), str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        assert name not in os.environ
-    return subprocess.run(
-        [sys.executable, str(HERE / "several_ranks_run.py"), args[0], str(folder), *args[1:]],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +22,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found; they are started once for all tests."""
     folder = tmp_path_factory.mktemp("two_ranks")
     save_model(folder)
-    done = start(folder, "compare")
-    assert done.returncode == 0, done.stderr[-5000:]
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+    run(SCRIPT, folder, "compare")
+    return left_by(2, folder)
 
 
 def assert_close(found: float, expected: float, scale: float) -> None:
@@ -93,7 +76,7 @@ def test_a_resume_on_two_ranks_repeats_the_run_bit_for_bit(two_ranks: Any) -> No
 
 
 def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path) -> None:
-    done = start(tmp_path, "fail", "1", "raise", timeout_s=120)
+    done = finished(SCRIPT, tmp_path, "fail", "1", "raise", timeout_s=120)
     assert done.returncode != 0
     assert "[rank 0, in 'update'] Rank 1 failed in 'update'" in done.stderr
     assert 'raise ValueError("raised on purpose")' in done.stderr
@@ -101,21 +84,21 @@ def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path)
 
 
 def test_a_rank_that_hangs_is_named_after_the_deadline(tmp_path: Path) -> None:
-    done = start(tmp_path, "fail", "1", "hang", timeout_s=150)
+    done = finished(SCRIPT, tmp_path, "fail", "1", "hang", timeout_s=150)
     assert done.returncode != 0
     assert "It waits for rank 1." in done.stderr
     assert "time.sleep(600)" in done.stderr  # where it hangs
 
 
 def test_ctrl_c_ends_all_ranks_at_the_same_place_with_a_checkpoint(tmp_path: Path) -> None:
-    done = start(tmp_path, "fail", "0", "interrupt", timeout_s=120)
+    done = finished(SCRIPT, tmp_path, "fail", "0", "interrupt", timeout_s=120)
     assert done.returncode == 1
     assert [path.is_dir() for path in (tmp_path / "interrupt").iterdir()] == [True]
     assert "Traceback" not in done.stderr
 
 
 def test_failures_of_rank_0s_rollouts_are_raised_on_all_ranks(tmp_path: Path) -> None:
-    done = start(tmp_path, "fail", "0", "judge", timeout_s=120)
+    done = finished(SCRIPT, tmp_path, "fail", "0", "judge", timeout_s=120)
     assert done.returncode != 0
     assert "judged on purpose" in done.stderr
     assert "Rank 0 raised RolloutError" in done.stderr

@@ -4,7 +4,7 @@
 
 All processes are forked from this one, which has imported everything once, and find each other by torchrun's variables:
 four ranks, which do some cases one after the other, eight ranks, which do the rest, and one that does all cases alone.
-Each leaves `FOLDER/<number of ranks>-<rank>.pt`: a dict of what `play` gives, by case.
+Each leaves `FOLDER/<number of ranks>/rank-<rank>.pt`: a dict of what `play` gives, by case.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_scripts import leave
 from several_ranks_run import Recorded, engine_weights
 from tiny_run import CONFIG, POLICY, Digits, make_trainer
 
@@ -85,7 +86,7 @@ def play_all(folder: Path, *, devices: int, rank: int, port: int = 0) -> None:
         os.environ.update({name: str(value) for name, value in sizes.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
     names = [name for name, (size, *_) in CASES.items() if devices in (1, size)]
-    torch.save({name: play(name, folder, devices=devices) for name in names}, folder / f"{devices}-{rank}.pt")
+    leave({name: play(name, folder, devices=devices) for name in names}, folder / str(devices))
 
 
 def free_port() -> int:
