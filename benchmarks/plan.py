@@ -20,29 +20,30 @@ from transformers import AutoConfig
 from benchmarks.report import Report
 from lightrl.strategies.costs import Cost, Machine, Work, best_3d_cost, best_fsdp2_cost, num_parameters
 
+
+def qwen3(
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, *, is_tied: bool
+) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": is_tied,
+    }
+
+
 # Sizes of published models, so that nothing is downloaded.
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-1.7b": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-32b": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600,
-        "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-}  # fmt: skip
+    "qwen3-0.6b": qwen3(1024, 3072, 28, 16, is_tied=True),
+    "qwen3-1.7b": qwen3(2048, 6144, 28, 16, is_tied=True),
+    "qwen3-8b": qwen3(4096, 12288, 36, 32, is_tied=False),
+    "qwen3-32b": qwen3(5120, 25600, 64, 64, is_tied=False),
+}
 SIZES = (8, 64, 512, 1024)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.data.rows import Row, require_column
 from lightrl.pictures import Pictures, data_url, refusal
+from lightrl.rollout.conversation import read_template
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class ChatRenderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.pictures = pictures
-        self.chat_template = _read_template(chat_template) if chat_template else tokenizer.chat_template
+        self.chat_template = read_template(chat_template) if chat_template else tokenizer.chat_template
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """The tokens after which the policy's turn begins."""
@@ -249,15 +250,3 @@ def report_dropped(num_dropped: int, num_rows: int, max_tokens: int | None, what
     """Logs how many rows are left out because they are too long, if any are."""
     if num_dropped:
         logger.warning("Dropped %d of %d %s with more than %s tokens.", num_dropped, num_rows, what, max_tokens)
-
-
-def _read_template(template: str) -> str:
-    """The template's text; only a name without Jinja's braces can be a file."""
-    if "{" in template:
-        return template
-    path = Path(template).expanduser()
-    if not path.is_file():
-        raise ValueError(
-            f"chat_template={template!r} is neither a file nor a Jinja template, expected one of them. Mend the path."
-        )
-    return path.read_text(encoding="utf-8")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 
@@ -16,6 +15,7 @@ from lightrl.data.chat import ChatRenderer, Messages, render_prompts, row_messag
 from lightrl.data.mixture import DataSource, MixtureOrder, label_of, sources_of
 from lightrl.data.rows import Row, read_rows, renamed, require_column
 from lightrl.data.stream import EpochLoader, PromptStream, iteration_clock, prompt_batches
+from lightrl.dotted_path import function_of
 from lightrl.pictures import Pictures
 from lightrl.trajectory import Prompt
 
@@ -226,7 +226,7 @@ class PromptDataModule(L.LightningDataModule):
             rows = [renamed(row, columns, where=where) for row, where in zip(rows, wheres, strict=True)]
         if self.row_filter is None:
             return rows, list(range(len(rows)))
-        keep = _row_filter(self.row_filter)
+        keep = function_of(self.row_filter, "row_filter")
         places = [index for index, row in enumerate(rows) if keep(row)]
         if len(places) < len(rows):
             logger.warning(
@@ -339,20 +339,6 @@ class PromptDataModule(L.LightningDataModule):
     def _named(self, split: Split) -> str | list[str] | None:
         names = [source.source for source in self.sources[split]]
         return names if len(names) > 1 else names[0] if names else None
-
-
-def _row_filter(source: str | Callable[[Row], bool]) -> Callable[[Row], bool]:
-    if not isinstance(source, str):
-        return source
-    module, _, name = source.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"row_filter={source!r} cannot be imported ({error}), expected the dotted path of a function of a row. "
-            "Mend the path, or run where it can be imported."
-        ) from error
-    return cast("Callable[[Row], bool]", found)
 
 
 def _check_at_least_one(**settings: int | None) -> None:

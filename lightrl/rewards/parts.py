@@ -10,10 +10,11 @@ Each part is logged by its name, unweighted; what it names itself comes as `<nam
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,21 +132,21 @@ def _check_arguments(part: RewardPart, signature: inspect.Signature) -> None:
 
 
 def _judged(part: RewardPart, trajectory: Trajectory, function: Callable[[Trajectory], Any]) -> Judgment:
-    try:
+    with _named_errors(part, trajectory):
         return Judgment.of(function(trajectory), trajectory)
-    except MemoryError:
-        raise
-    except RewardError as error:
-        raise _named(part, error) from error
-    except (Exception, SystemExit) as error:  # the border of user code
-        raise _named(part, raised_error(part.path, error, trajectory)) from error
 
 
 async def _judged_async(part: RewardPart, trajectory: Trajectory, function: Callable[[Trajectory], Any]) -> Judgment:
-    if not is_async(function):
-        return _judged(part, trajectory, function)
+    with _named_errors(part, trajectory):
+        given = function(trajectory)
+        return Judgment.of(await given if is_async(function) else given, trajectory)
+
+
+@contextlib.contextmanager
+def _named_errors(part: RewardPart, trajectory: Trajectory) -> Iterator[None]:
+    """What is raised inside is a RewardError that names the part; running out of memory is the worker's affair."""
     try:
-        return Judgment.of(await function(trajectory), trajectory)
+        yield
     except MemoryError:
         raise
     except RewardError as error:

@@ -15,11 +15,11 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightrl.dotted_path import function_of
 from lightrl.errors import RolloutError
 from lightrl.rollout.agent_session import AgentSession
 from lightrl.rollout.conversation import TurnRenderer, read_template
 from lightrl.rollout.deadline import CallTimeout, call_within
-from lightrl.rollout.environment import function_of
 from lightrl.rollout.openai_endpoint import OpenAIEndpoint
 from lightrl.rollout.tools import ToolParser, parse_hermes
 from lightrl.rollout.workflow import Generate, Workflow

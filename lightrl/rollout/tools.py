@@ -29,10 +29,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightrl.dotted_path import function_of
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.rewards.sandbox import Limits, LocalSandbox
 from lightrl.rollout.deadline import CallTimeout, call_within
-from lightrl.rollout.environment import CheckedStep, Environment, Observation, Step, function_of
+from lightrl.rollout.environment import CheckedStep, Environment, Observation, Step
 from lightrl.trajectory import Prompt
 
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
