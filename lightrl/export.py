@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.cli import reported
-from lightrl.model_folder import ModelDescription, check_model_folder, parse_descriptions, replaced_folder
+from lightrl.model_folder import (
+    HEAD_STAYS_BEHIND,
+    ModelDescription,
+    check_model_folder,
+    parse_descriptions,
+    replaced_folder,
+)
 from lightrl.models import ModelSpec
 from lightrl.strategies import META_FILE, read_tensors
 
@@ -25,7 +31,8 @@ def export_checkpoint(
 ) -> None:
     """Writes a role's model as a Hugging Face folder that `from_pretrained` loads bit-equal.
 
-    With LoRA it is a folder in peft's form, adapters only, or with `merged` the whole model.
+    With LoRA it is a folder in peft's form, adapters only, or with `merged` the whole model. A critic that is a head on
+    the policy's body is written with the body, as a model of its own.
 
     Args:
         checkpoint: a file, or the folder of a sharded one; the number of processes that saved it does not matter.
@@ -51,13 +58,17 @@ def export_checkpoint(
             "--role."
         )
     description: ModelDescription = descriptions[role]
-    tensors = state(f"{role}.")
+    tensors = state(f"{description.body or role}.")
+    if description.body is not None:
+        tensors = description.with_head(tensors, state("value_head.")["weight"])
     source = tokenizer or description.tokenizer
     with replaced_folder(to) as folder:
         description.save(tensors, folder, merged=merged)
         if source is not None:
             ModelSpec(config={"model_type": "any"}, tokenizer=source).load_tokenizer().save_pretrained(folder)
     log.info("Exported the %s of %s to %s.", role, checkpoint, to)
+    if any(other.body == role for other in descriptions.values()):
+        log.info(HEAD_STAYS_BEHIND)
 
 
 def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:

@@ -6,19 +6,20 @@ A folder is always whole: it is written beside its place, under a hidden name, a
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrl.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
 from lightrl.models import ModelSpec, scalar_head
-from lightrl.pictures import save_processor
+from lightrl.pictures import save_processor, sees_pictures
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 
 # What `save_pretrained` of models and tokenizers writes. A folder with anything else in it is no export to replace.
 _SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".txt", ".model", ".bin", ".py"})
+
+# Families whose scalar head has a bias in SGLang and none in transformers.
+_BIASED_IN_SGLANG = frozenset({"qwen2", "qwen3"})
+
+HEAD_STAYS_BEHIND = (
+    "The critic's head on the policy's body is not part of it: a run that starts there begins with a new head. A "
+    "resume from the checkpoint keeps it, and role critic exports body and head as a model of its own."
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,8 @@ class ModelDescription:
         ModelDescription("transformers.Qwen3ForCausalLM", config='{"model_type": "qwen3", ...}',
                          generation_config=None, tokenizer="Qwen/Qwen3-0.6B")
 
-    With LoRA the checkpoint holds adapters only, and this says what they belong to.
+    With LoRA the checkpoint holds adapters only, and this says what they belong to. A critic that is a head on another
+    role's body is described as the model of its own that `with_head` makes of the two.
     """
 
     model_class: str  # dotted path
@@ -45,6 +55,7 @@ class ModelDescription:
     tokenizer: str | None  # as in ModelSpec; None: no tokenizer is known
     adapter_config: str | None = None  # JSON, as in peft's folders; None: no adapters
     base: str | None = None  # JSON, the ModelSpec of the model without adapters
+    body: str | None = None  # the role whose weights this one has, below its own head; None: they are its own
 
     @classmethod
     def of(cls, model: PreTrainedModel, spec: ModelSpec) -> ModelDescription:
@@ -64,6 +75,34 @@ class ModelDescription:
             **lora,
         )
 
+    @classmethod
+    def of_critic(cls, policy: PreTrainedModel, spec: ModelSpec) -> ModelDescription | None:
+        """Of a critic that is a head on this policy's body; None if its family has no model with a scalar head."""
+        from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KINDS
+
+        if sees_pictures(policy.config) or type(policy.config) not in KINDS:
+            return None
+        kind = KINDS[type(policy.config)]
+        config = copy.deepcopy(policy.config)
+        config.num_labels = 1
+        return replace(
+            cls.of(policy, replace(spec, head="scalar")),
+            model_class=f"{kind.__module__}.{kind.__name__}",
+            config=config.to_json_string(use_diff=False),
+            generation_config=None,
+            body="policy",
+        )
+
+    def with_head(self, body: Mapping[str, torch.Tensor], weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What `save` takes for a critic on another role's body.
+
+        Args:
+            body: that role's weights; its own head is left out.
+            weight: of the critic's head, [1, hidden size].
+        """
+        prefix = f"{self._model_class().base_model_prefix}."
+        return {**{name: value for name, value in body.items() if name.startswith(prefix)}, "score.weight": weight}
+
     def save(self, tensors: Mapping[str, torch.Tensor], folder: Path, *, merged: bool = False) -> None:
         """Writes the model to a folder: in Hugging Face's form, or with LoRA in peft's, adapters only.
 
@@ -77,7 +116,7 @@ class ModelDescription:
         if config is not None and not merged and all(is_adapter(name) for name in tensors):
             save_adapter(tensors, config, folder)
         else:
-            self.build(tensors).save_pretrained(folder)
+            save_model(self.build(tensors), folder)
             self._save_processor(folder)
 
     def _save_processor(self, folder: Path) -> None:
@@ -104,8 +143,7 @@ class ModelDescription:
 
         if self.adapter_config is not None and any(is_adapter(name) for name in tensors):
             tensors = self._merged(tensors)
-        module, _, name = self.model_class.rpartition(".")
-        model_class = getattr(importlib.import_module(module), name)
+        model_class = self._model_class()
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(self.config, encoding="utf-8")
             config = model_class.config_class.from_pretrained(folder)
@@ -137,6 +175,10 @@ class ModelDescription:
             )
         return model
 
+    def _model_class(self) -> Any:
+        module, _, name = self.model_class.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
     def _merged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The weights of the base, which comes from where it came from, with the adapters merged into it."""
         assert self.adapter_config is not None
@@ -150,6 +192,22 @@ class ModelDescription:
             own = {name.removeprefix("score."): tensor for name, tensor in tensors.items() if name.startswith("score.")}
             head.load_state_dict(own)
         return {name: tensor.detach() for name, tensor in merged_parameters(model)}
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """`save_pretrained`; beside a scalar head that SGLang gives a bias, a bias of 0 in a file of its own.
+
+    transformers' Qwen2 and Qwen3 heads have none and would report one in the model's file; SGLang reads all files of a
+    folder without an index, and fills a bias that it does not find with a random number.
+    """
+    from safetensors.torch import save_file
+
+    model.save_pretrained(folder)
+    head = scalar_head(model)
+    if head is None or "bias" in head.state_dict() or model.config.model_type not in _BIASED_IN_SGLANG:
+        return
+    bias = head.weight.new_zeros(1, device="cpu")
+    save_file({"score.bias": bias}, folder / "score_bias.safetensors", metadata={"format": "pt"})
 
 
 def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:

@@ -23,6 +23,7 @@ from lightrl.functional import (
     on_loss_tokens,
     value_loss,
 )
+from lightrl.model_folder import ModelDescription
 from lightrl.models import ModelSpec, Outputs
 
 
@@ -38,7 +39,7 @@ class PPO(GRPO):
         policy: the model to train.
         critic: the checkpoint that the critic starts from, of a language model or a reward model, or a ModelSpec, which
             can have an `lr` of its own; the policy's if None. `shared` is a head on the policy's body instead: one
-            backward, no second model.
+            backward, no second model. It begins as one that says 0, and goes on only from a checkpoint.
         gamma: discount of one loss token.
         lam: 0 trusts the critic for all that comes later, 1 the rewards.
         bootstrap_truncated: after a truncated end the critic's value stands for what would have come. False where the
@@ -158,10 +159,9 @@ class PPO(GRPO):
             policy: Any = self.policy
             weight = policy.get_output_embeddings().weight
             home = "cpu" if weight.is_meta else weight.device  # no checkpoint will bring its weights
-            self.value_head = torch.nn.Linear(weight.shape[1], 1, device=home, dtype=weight.dtype)
-            with torch.no_grad():
-                for parameter in self.value_head.parameters():
-                    parameter.zero_()
+            # No bias, as in Hugging Face's scalar heads: with its body it is such a model, and can be exported.
+            self.value_head = torch.nn.Linear(weight.shape[1], 1, bias=False, device=home, dtype=weight.dtype)
+            torch.nn.init.zeros_(self.value_head.weight)
 
     def score_calls(self) -> list[ModelCall]:
         role = "policy" if self.shares_body else "critic"
@@ -264,10 +264,21 @@ class PPO(GRPO):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
+        if self.shares_body:
+            models: Any = self
+            critic = ModelDescription.of_critic(models.policy, self.policy_spec)
+            checkpoint["models"].update({} if critic is None else {"critic": dict(vars(critic))})
         normalizer = None if self.normalizer is None else self.normalizer.state_dict()
         checkpoint["ppo"] = {"kl_coef": self.kl_coef, "value_normalizer": normalizer}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        had = checkpoint.get("models", {}).get("critic")
+        if had is not None and (had.get("body") is not None) != self.shares_body:
+            raise ValueError(
+                f"The checkpoint's critic is {'a model of its own' if self.shares_body else 'a head on the policy'}, "
+                f"and this PPO's is not, expected the same. Set critic as that run had it, or start a new run from "
+                "exports of the checkpoint's policy and critic."
+            )
         super().on_load_checkpoint(checkpoint)
         state = checkpoint.get("ppo")
         if state is None:  # of another algorithm, whose policy is gone on with

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.lora import has_adapters
-from lightrl.model_folder import ModelDescription, check_model_folder, replaced_folder
+from lightrl.model_folder import HEAD_STAYS_BEHIND, ModelDescription, check_model_folder, replaced_folder, save_model
 from lightrl.models import ModelSpec, ParallelModel
 from lightrl.pictures import save_processor
 from lightrl.strategies import LogprobSettings, parallel_model, whole
@@ -41,6 +41,9 @@ class HuggingFaceExport(RLCallback):
 
     With LoRA the folder has peft's form, adapters only (`PeftModel.from_pretrained`), or with `merged` the whole model.
 
+    A critic that is a head on the policy's body is left out of the policy's folder; with `role="critic"` body and head
+    are written as a model of its own, for a later run's `critic` or `reward_model`.
+
     The folder is always whole: an export takes its place when it is complete (model_folder.py).
     Ctrl-C, an exception and `fast_dev_run` leave the earlier export as it is.
 
@@ -66,8 +69,13 @@ class HuggingFaceExport(RLCallback):
         self.role = role
         self.merged = merged
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        model = getattr(pl_module, self._role_of(pl_module), None)
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        model = getattr(pl_module, self._body_of(pl_module), None)
+        if self._is_head(pl_module) and ModelDescription.of_critic(model, pl_module.policy_spec) is None:
+            raise TypeError(
+                f"HuggingFaceExport found a critic's head on a {type(model).__name__}, expected a family with a model "
+                "for sequence classification. Leave the callback out: the head travels with the run's checkpoints."
+            )
         if not hasattr(model, "save_pretrained"):
             raise TypeError(
                 f"HuggingFaceExport found {type(model).__name__} at {type(pl_module).__name__}."
@@ -85,19 +93,26 @@ class HuggingFaceExport(RLCallback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.interrupted:
             self._export(trainer, pl_module)
+            if self._role_of(pl_module) == "policy" and getattr(pl_module, "value_head", None) is not None:
+                log.info(HEAD_STAYS_BEHIND)
 
-    def _export(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _export(self, trainer: L.Trainer, module: Any) -> None:
         if getattr(trainer, "fast_dev_run", False):
             return
-        role = self._role_of(module)
-        model: PreTrainedModel = getattr(module, role)
-        tensors = self._gathered(trainer, module, role)
+        role, body = self._role_of(module), self._body_of(module)
+        model: PreTrainedModel = getattr(module, body)
+        tensors = self._gathered(trainer, module, body)
+        head = whole(module.value_head.weight).detach().cpu() if self._is_head(module) else None
         if not trainer.is_global_zero:
             return
         tokenizer = cast("_Module", module).tokenizer
         with replaced_folder(self.to) as folder:
-            if tensors is None:
-                model.save_pretrained(folder)
+            if head is not None:
+                description = ModelDescription.of_critic(model, module.policy_spec)
+                assert description is not None, "on_fit_start refuses it"
+                description.save(description.with_head(tensors or model.state_dict(), head), folder)
+            elif tensors is None:
+                save_model(model, folder)
             else:
                 spec = _spec_of(cast("_Module", module), role)
                 ModelDescription.of(model, spec).save(tensors, folder, merged=self.merged)
@@ -130,6 +145,15 @@ class HuggingFaceExport(RLCallback):
 
     def _role_of(self, module: L.LightningModule) -> str:
         return self.role or str(getattr(module, "trained_role", "policy"))
+
+    def _is_head(self, module: Any) -> bool:
+        """Whether it is a critic that is a head on the policy's body."""
+        is_own = hasattr(module, "critic")
+        return self.role == "critic" and not is_own and getattr(module, "value_head", None) is not None
+
+    def _body_of(self, module: Any) -> str:
+        """The role whose model holds the weights."""
+        return "policy" if self._is_head(module) else self._role_of(module)
 
 
 def _spec_of(module: _Module, role: str) -> ModelSpec:

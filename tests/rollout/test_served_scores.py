@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from real_sglang import sglang_python
-from safetensors.torch import load_file, save_file
 from tiny import random_experience, tiny_spec
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
@@ -20,6 +18,7 @@ from lightrl import GRPO, PPO, Distillation, ModelSpec, Sampling
 from lightrl.errors import EngineError
 from lightrl.experience import Experience
 from lightrl.loops.score import score
+from lightrl.model_folder import save_model
 from lightrl.plan import plan_text
 from lightrl.rollout import FakeServerProcess
 from lightrl.rollout.sglang.scoring import ServedRewards, ServedScores
@@ -58,7 +57,7 @@ def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("reward")
     model = tiny_spec(seed=1, head="scalar").load_model()
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
-    model.save_pretrained(folder)
+    save_model(model, folder)
     return str(folder)
 
 
@@ -120,14 +119,9 @@ def test_a_served_reward_model_runs_beside_the_trainers_calls() -> None:
 
 
 @pytest.mark.real_sglang
-def test_a_real_server_says_what_a_reward_model_says_here(
-    reward_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(reward_folder, tmp_path / "model")
-    file = tmp_path / "model/model.safetensors"  # its head has a bias; this is how docs/model-calls.md mends it
-    save_file({**load_file(file), "score.bias": torch.zeros(1)}, file, metadata={"format": "pt"})
+def test_a_real_server_says_what_a_reward_model_says_here(reward_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = {"is_embedding": True, "skip_tokenizer_init": True, "max_total_tokens": 2048}
-    server = SGLangServer(tmp_path / "model", python=sglang_python(), args=args, startup_timeout_s=170)
+    server = SGLangServer(Path(reward_folder), python=sglang_python(), args=args, startup_timeout_s=170)
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server.token)
     server.start()
     try:

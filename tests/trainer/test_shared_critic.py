@@ -1,0 +1,143 @@
+"""What becomes of a critic that is a head on the policy's body: in checkpoints, in exports, in the next run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from digit_reward import token_reward
+from pictures_cases import picture_spec
+from tiny_run import CONFIG, POLICY, Digits, make_trainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lightrl import PPO, HuggingFaceExport, LoRA, ModelSpec, Sampling, Trajectory
+from lightrl.__main__ import main
+from lightrl.export import export_checkpoint
+from lightrl.lora import merged_parameters
+from lightrl.strategies import LogprobSettings, SingleModel
+
+
+class TinyPPO(PPO):
+    """Judged in this process."""
+
+    def __init__(self, policy: str | ModelSpec = POLICY, critic: Any = "shared", **kwargs: Any) -> None:
+        settings = {"sampling": Sampling(max_new_tokens=6), "lr": 1e-2, "value_normalization": "running"} | kwargs
+        super().__init__(policy, critic=critic, group_size=4, **settings)
+        self.first: Any = None
+
+    def reward(self, trajectory: Trajectory) -> Any:
+        return token_reward(trajectory)
+
+    def on_experience_ready(self, experience: Any) -> None:
+        self.first = self.first or experience
+
+
+@dataclass
+class Finished:
+    module: TinyPPO
+    spec: ModelSpec
+    checkpoint: Path
+    exported: Path  # the critic, by the callback
+
+
+@pytest.fixture(scope="module", params=["whole", "lora"])
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run of three iterations, after which head and body are no longer what they were."""
+    folder = tmp_path_factory.mktemp(request.param)
+    spec = ModelSpec(
+        config=CONFIG, tokenizer="tiny_run.tokenizer", seed=3, lora=LoRA() if request.param == "lora" else None
+    )
+    module = TinyPPO(spec)
+    trainer = make_trainer(folder, callbacks=[HuggingFaceExport(str(folder / "critic"), role="critic")])
+    trainer.fit(module, datamodule=Digits())
+    trainer.save_checkpoint(folder / "run.ckpt")
+    assert module.value_head is not None
+    assert module.value_head.weight.abs().max() > 1e-3
+    return Finished(module, spec, folder / "run.ckpt", folder / "critic")
+
+
+def values(model: Any, experience: Any, head: Any = None) -> torch.Tensor:
+    (outputs,) = SingleModel(model, LogprobSettings(), value_head=head).forward([experience])
+    assert outputs.values is not None
+    return outputs.values
+
+
+def test_loading_a_checkpoint_brings_the_head_and_the_normalizer(finished: Finished) -> None:
+    loaded = TinyPPO.load_from_checkpoint(finished.checkpoint, policy=finished.spec, weights_only=True)
+    assert loaded.value_head is not None
+    assert finished.module.value_head is not None
+    assert torch.equal(loaded.value_head.weight, finished.module.value_head.weight)
+    assert loaded.normalizer == finished.module.normalizer != TinyPPO(finished.spec).normalizer
+
+
+def test_the_policys_export_is_a_plain_language_model_and_says_where_the_head_is(
+    finished: Finished, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "lightrl"):
+        export_checkpoint(finished.checkpoint, tmp_path / "policy", merged=True)
+    assert "role critic exports body and head" in caplog.text
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
+    assert not info["unexpected_keys"]
+    expected = dict(merged_parameters(finished.module.policy))
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.named_parameters())
+
+
+def test_the_critics_export_says_what_head_and_body_said(finished: Finished, tmp_path: Path) -> None:
+    assert main(["export", str(finished.checkpoint), "--to", str(tmp_path / "critic"), "--role", "critic"]) == 0
+    module, experience = finished.module, finished.module.first
+    expected = values(module.policy, experience, module.value_head)
+    assert expected.abs().max() > 1e-3
+    for folder in (tmp_path / "critic", finished.exported):
+        model, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        torch.testing.assert_close(values(model.eval(), experience), expected, rtol=0, atol=1e-6)
+
+
+def test_the_critics_export_is_the_start_of_a_critic_and_a_reward_model(finished: Finished, tmp_path: Path) -> None:
+    folder = str(finished.exported)
+    module = TinyPPO(POLICY, critic=folder, reward_model=folder, value_normalization=None)
+    module.configure_model()
+    assert torch.equal(module.critic.score.weight, finished.module.value_head.weight)  # type: ignore[union-attr]
+    make_trainer(tmp_path, max_steps=1).fit(module, datamodule=Digits())
+    assert module.first.values[module.first.loss_mask].abs().max() > 1e-3
+
+
+def test_a_run_from_the_policys_export_begins_with_a_head_that_says_0(finished: Finished, tmp_path: Path) -> None:
+    export_checkpoint(finished.checkpoint, tmp_path / "policy", merged=True)
+    module = TinyPPO(str(tmp_path / "policy"))
+    module.configure_model()
+    assert module.value_head is not None
+    assert not module.value_head.weight.any()
+
+
+@pytest.mark.parametrize(("critic", "match"), [(None, "a head on the policy"), ("shared", "a model of its own")])
+def test_a_critic_of_the_other_form_does_not_resume(
+    critic: str | None, match: str, finished: Finished, tmp_path: Path
+) -> None:
+    checkpoint = finished.checkpoint
+    if critic == "shared":
+        trainer = make_trainer(tmp_path, max_steps=1)
+        trainer.fit(TinyPPO(critic=None), datamodule=Digits())
+        checkpoint = tmp_path / "own.ckpt"
+        trainer.save_checkpoint(checkpoint)
+    with pytest.raises(ValueError, match=f"critic is {match}"):
+        make_trainer(tmp_path, max_steps=9).fit(
+            TinyPPO(finished.spec, critic=critic), Digits(), ckpt_path=checkpoint, weights_only=True
+        )
+
+
+def test_a_family_without_a_scalar_head_saves_the_critic_and_exports_the_policy_alone(tmp_path: Path) -> None:
+    module = TinyPPO(picture_spec())
+    module.configure_model()
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    assert "value_head.weight" in checkpoint["state_dict"]
+    assert list(checkpoint["models"]) == ["policy"]
+    export = HuggingFaceExport(str(tmp_path / "critic"), role="critic")
+    with pytest.raises(TypeError, match="a family with a model for sequence classification"):
+        export.on_fit_start(make_trainer(tmp_path), module)
