@@ -21,6 +21,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import (
@@ -208,7 +209,10 @@ class Trainer(L.Trainer):
             try:
                 is_dry_run = bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING
                 resume_check = ResumeCheck(self) if is_dry_run else None
-                self._open_rollout(module)
+                with self.rollout_loop.interrupts_of_the_start():
+                    if self.received_sigterm:  # while models were loaded
+                        raise SIGTERMException
+                    self._open_rollout(module)
                 self.rollout_loop.ranks.begin()
                 with self.rollout_loop.interrupts():
                     results = super()._run_stage()
@@ -303,22 +307,21 @@ class Trainer(L.Trainer):
                 total_groups = int(num_iterations) * groups_per_iteration
             self._check_sizes(module, groups_per_iteration)
         folder = Path(self.log_dir or self.default_root_dir)  # on all ranks: it is a collective
-        controller: RolloutController | None = None
-        if self.is_global_zero:
-            controller = self._start_rollout(
-                module,
-                None if self.fast_dev_run else folder / "failed_rewards.jsonl",
-                sampling=sampling,
-                groups_per_iteration=groups_per_iteration,
-                prompts=prompts,
-                total_groups=total_groups,
-            )
+        start = functools.partial(
+            self._start_rollout,
+            module,
+            None if self.fast_dev_run else folder / "failed_rewards.jsonl",
+            sampling=sampling,
+            groups_per_iteration=groups_per_iteration,
+            prompts=prompts,
+            total_groups=total_groups,
+        )
         ranks = self.rollout_loop.ranks
         if ranks.size == 1:
-            self.rollout = controller
+            self.rollout = start()
         else:
             bound = staleness.max_staleness
-            self.rollout = SharedRollout(controller, ranks, run_seed=self.run_seed, max_staleness=bound)
+            self.rollout = SharedRollout(start, ranks, run_seed=self.run_seed, max_staleness=bound)
         if is_fit:
             self.rollout_loop.restore_rollout()
         self._say_what_runs(module, staleness.max_staleness, groups_per_iteration if is_fit else None)

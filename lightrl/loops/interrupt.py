@@ -1,4 +1,4 @@
-"""Ctrl-C during an update waits for its end: a checkpoint then holds whole iterations only."""
+"""What Ctrl-C and SIGTERM do: at the start they end it at once; in an update they wait, for whole iterations only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
 class InterruptGate:
@@ -42,6 +44,35 @@ class InterruptGate:
             signal.signal(signal.SIGINT, previous)
 
     @contextlib.contextmanager
+    def raised_at_once(self, *, is_main: bool, is_alone: bool) -> Iterator[None]:
+        """Inside, SIGTERM ends what runs, as Ctrl-C does; Lightning only notes it, for the end of a batch.
+
+        Of several ranks only rank 0 is ended: the others wait for it, which tells them. A second SIGTERM is not raised.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        on_interrupt, on_terminate = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        has_come = False
+
+        def terminate(number: int, frame: FrameType | None) -> None:
+            nonlocal has_come
+            is_first, has_come = not has_come, True
+            if is_alone and callable(on_terminate):
+                on_terminate(number, frame)  # Lightning's says that it came; of several ranks it waits for the others
+            if is_first:
+                raise SIGTERMException
+
+        signal.signal(signal.SIGTERM, terminate if is_main else _ignore)
+        if not is_main:
+            signal.signal(signal.SIGINT, _ignore)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, on_interrupt)
+            signal.signal(signal.SIGTERM, on_terminate)
+
+    @contextlib.contextmanager
     def held_back_on_all_ranks(self, *, is_main: bool) -> Iterator[None]:
         """Inside, Ctrl-C and SIGTERM are what rank 0 makes of them where all ranks stop at the same place.
 
@@ -55,18 +86,19 @@ class InterruptGate:
         def terminate(number: int, frame: FrameType | None) -> None:
             self.is_terminated = True
 
-        def ignore(number: int, frame: FrameType | None) -> None:
-            pass
-
         on_interrupt = signal.getsignal(signal.SIGINT)
-        on_terminate = signal.signal(signal.SIGTERM, terminate if is_main else ignore)
+        on_terminate = signal.signal(signal.SIGTERM, terminate if is_main else _ignore)
         try:
             if is_main:
                 with self.held_back():
                     yield
             else:
-                signal.signal(signal.SIGINT, ignore)
+                signal.signal(signal.SIGINT, _ignore)
                 yield
         finally:
             signal.signal(signal.SIGINT, on_interrupt)
             signal.signal(signal.SIGTERM, on_terminate)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass

@@ -248,6 +248,10 @@ class RolloutLoop(_AutomaticOptimization):
         self.why_no_checkpoint = None
         self._is_restored = False
 
+    def interrupts_of_the_start(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, where rank 0 may wait for servers, Ctrl-C and SIGTERM end the start at once."""
+        return self.gate.raised_at_once(is_main=self.ranks.is_main, is_alone=self.ranks.size == 1)
+
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
         """Inside, Ctrl-C and SIGTERM end all ranks at the same place."""

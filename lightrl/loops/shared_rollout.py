@@ -40,15 +40,15 @@ class SharedRollout:
     """The controller's methods, called by all ranks together unless they say that they are local.
 
     Args:
-        controller: on rank 0; None on the others.
+        start: makes the controller, on rank 0 alone; the others wait for it here, and have its errors.
         ranks: who else there is.
         run_seed, max_staleness: the controller's.
     """
 
     def __init__(
-        self, controller: RolloutController | None, ranks: Ranks, *, run_seed: int, max_staleness: int
+        self, start: Callable[[], RolloutController], ranks: Ranks, *, run_seed: int, max_staleness: int
     ) -> None:
-        self.controller = controller
+        self.controller: RolloutController | None = None
         self.ranks = ranks
         self.run_seed = run_seed
         self.max_staleness = max_staleness
@@ -56,8 +56,14 @@ class SharedRollout:
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()
         self._progress: dict[str, int] = collections.defaultdict(int)
-        version = ranks.broadcast_json(None if controller is None else controller.engine.weight_version)
-        self._seen_engine.weight_version = version
+        if ranks.is_main:
+            with self._telling():
+                self.controller = start()
+            ranks.send(Message("data", done=self.controller.engine.weight_version))
+        else:
+            message = ranks.receive()
+            self._raise_if_error(message)
+            self._seen_engine.weight_version = message.done
 
     @property
     def engine(self) -> Any:

@@ -16,14 +16,18 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import Digits, TinyGRPO, make_trainer, our_threads
 
-from lightrl import LocalEngine, RLCallback, Sampling
+from lightrl import LocalEngine, RLCallback, Sampling, SGLangEngine
 
 ITERATION = 2  # so many are done when the run stops
 STOP_S = 120.0
 
 
-def main(folder: Path, place: str) -> None:
-    """Trains up to the place, with all output in a file; `threads left` are printed as the last line."""
+def main(folder: Path, place: str, url: str | None = None) -> None:
+    """Trains up to the place, with all output in a file; `threads left` are printed as the last line.
+
+    Args:
+        url: of a server that is asked, in the place of an engine in this process.
+    """
     torch.set_num_threads(1)
     # A shell without job control starts what runs in its background with SIGINT ignored; the tests may run like that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,7 +47,7 @@ def main(folder: Path, place: str) -> None:
     flags: dict[str, Any] = {"limit_val_batches": 1.0, "val_check_interval": 2} if place == "validation" else {}
     trainer = make_trainer(
         folder,
-        engine=StoppingEngine(folder, place),
+        engine=StoppingEngine(folder, place) if url is None else SGLangEngine(urls=[url], startup_timeout_s=STOP_S),
         callbacks=[checkpoint, Stop(folder, place)],
         max_steps=4,
         enable_checkpointing=True,

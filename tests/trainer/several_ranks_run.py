@@ -147,11 +147,22 @@ class Failing(TinyGRPO):
         return super().reward(trajectory)
 
 
+class TerminatedAtStart(LocalEngine):
+    """Gets SIGTERM while it waits, as for a server."""
+
+    def start(self, config: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+
+
 def fail(folder: Path, rank: int, how: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     checkpoint = ModelCheckpoint(folder / how, save_on_exception=True, every_n_train_steps=100)
     strategy = FSDP2Strategy(hang_timeout_s=5 if how == "hang" else 600)
-    trainer = make_trainer(folder, devices=2, strategy=strategy, callbacks=[checkpoint], enable_checkpointing=True)
+    engine = TerminatedAtStart() if how == "terminate" else LocalEngine()
+    trainer = make_trainer(
+        folder, engine=engine, devices=2, strategy=strategy, callbacks=[checkpoint], enable_checkpointing=True
+    )
     trainer.fit(Failing(rank, how), datamodule=Digits())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -29,10 +30,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_p
 class Run:
     """A run in a process of its own that stops at a place; then it gets a signal there."""
 
-    def __init__(self, folder: Path, place: str) -> None:
+    def __init__(self, folder: Path, place: str, url: str | None) -> None:
         self.folder = folder
         folder.mkdir()
-        self.process = FORKS.Process(target=interrupted_run.main, args=(folder, place))
+        self.process = FORKS.Process(target=interrupted_run.main, args=(folder, place, url))
         self.process.start()
         self.children: list[psutil.Process] = []
 
@@ -71,8 +72,8 @@ def _forks() -> None:
 def start(tmp_path: Path) -> Iterator[Any]:
     started: list[Run] = []
 
-    def make(place: str) -> Run:
-        started.append(Run(tmp_path / place, place))
+    def make(place: str, url: str | None = None) -> Run:
+        started.append(Run(tmp_path / place, place, url))
         return started[-1]
 
     yield make
@@ -127,6 +128,26 @@ def test_sigterm_takes_lightnings_path_and_leaves_a_checkpoint(start: Any, whole
     assert "Received SIGTERM" in run.text()
     assert "threads left: []" in run.text()
     assert_goes_on_from(run.folder, whole, 2)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "text"),
+    [
+        pytest.param(signal.SIGTERM, 0, "Received SIGTERM", id="SIGTERM"),
+        pytest.param(signal.SIGINT, 1, "Detected KeyboardInterrupt", id="Ctrl-C"),
+    ],
+)
+def test_a_start_that_waits_for_a_server_ends_at_once(number: int, code: int, text: str, start: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(DEADLINE_S)
+        run = start("start", f"http://127.0.0.1:{server.getsockname()[1]}")
+        connection, _ = server.accept()  # the trainer asks, and gets no answer
+        with connection:
+            run.send(number)
+            assert run.exit_code() == code, run.text()
+    assert text in run.text()
+    assert "Error" not in run.text()  # the deadline of the server's start did not come
+    assert "threads left: []" in run.text()
 
 
 def test_a_second_ctrl_c_ends_an_update_at_once_without_a_checkpoint_of_it(

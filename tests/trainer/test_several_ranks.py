@@ -97,6 +97,13 @@ def test_ctrl_c_ends_all_ranks_at_the_same_place_with_a_checkpoint(tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
+def test_sigterm_while_rank_0_waits_for_an_engine_ends_all_ranks_in_order(tmp_path: Path) -> None:
+    done = finished(SCRIPT, tmp_path, "fail", "0", "terminate", timeout_s=120)
+    assert done.returncode == 0, done.stderr  # SIGTERMException is a SystemExit without a code
+    assert "Rank 0 failed" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_failures_of_rank_0s_rollouts_are_raised_on_all_ranks(tmp_path: Path) -> None:
     done = finished(SCRIPT, tmp_path, "fail", "0", "judge", timeout_s=120)
     assert done.returncode != 0
