@@ -49,7 +49,8 @@ from lightrl.strategies import FSDP2Strategy, LogprobSettings, ProcessRanks, Sin
 from lightrl.strategies.fsdp2 import FSDP2Model
 from lightrl.strategies.parallel_3d import Parallel3DModel
 from lightrl.strategies.pipeline import Action, Pipeline, plan
-from lightrl.strategies.stages import SplitModel, split_model
+from lightrl.strategies.ranks import watch_all
+from lightrl.strategies.stages import SplitModel, ends_group, split_model
 
 COLLECTIVES = ("gather", "reduce", "scatter", "broadcast", "send", "alltoall", "all_to_all")
 ALL = "fsdp2,1-2-1,1-1-2,2-1-1,2-1-1i,1-2-2,2-1-2,2-2-1,2-2-2"
@@ -254,8 +255,10 @@ class Contender:
             strategy = FSDP2Strategy()
             strategy._mesh = mesh
             strategy.shard(model)
+            control_group = dist.new_group(backend="gloo")
+            watch = watch_all(control_group, main_address="127.0.0.1", hang_timeout_s=600.0)
             ranks = ProcessRanks(
-                dp_group=mesh.get_group(), control_group=dist.new_group(backend="gloo"), device=torch.device("cpu")
+                dp_group=mesh.get_group(), control_group=control_group, device=torch.device("cpu"), watch=watch
             )
             self.model = FSDP2Model(model, settings, ranks=ranks)
             total = sum(4 * value.numel() for value in model.parameters())
@@ -264,7 +267,9 @@ class Contender:
             sizes = (topology.pp, topology.dp, topology.tp)
             mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
             schedule = "Interleaved1F1B" if topology.is_interleaved else "1F1B"
-            split = split_model(model, mesh, schedule=schedule, stages_per_rank=topology.stages_per_rank)
+            split = split_model(
+                model, mesh, ends=ends_group(mesh), schedule=schedule, stages_per_rank=topology.stages_per_rank
+            )
             self.model = Parallel3DModel(split, settings)
             self.timed = Timed(split.pipeline)
             self.least = least_bytes(split, topology, task)

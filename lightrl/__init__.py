@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from lightrl.dataflow import ModelCall
     from lightrl.experience import Experience
     from lightrl.lora import LoRA
-    from lightrl.models import ModelSpec, Outputs
+    from lightrl.models import ModelSpec, Outputs, RoleMesh
     from lightrl.module import RLModule
     from lightrl.rollout import (
         AgentWorkflow,
@@ -116,6 +116,7 @@ _HOMES = {
     "PreferenceDataModule": "data",
     "TrajectoryDataModule": "data",
     "ModelSpec": "models",
+    "RoleMesh": "models",
     "LoRA": "lora",
     "Outputs": "models",
     "ModelCall": "dataflow",
@@ -151,7 +152,7 @@ __all__ = [
     "__version__", "Trainer", "FSDP2Strategy", "Parallel3DStrategy", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO",
     "ReinforceBaseline", "GSPO", "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "PPO", "Distillation",
     "SFT", "DPO", "IPO", "RewardModel", "PromptDataModule", "SFTDataModule", "PreferenceDataModule",
-    "TrajectoryDataModule", "ModelSpec", "LoRA", "Outputs", "ModelCall", "Experience", "Prompt", "Sampling",
+    "TrajectoryDataModule", "ModelSpec", "RoleMesh", "LoRA", "Outputs", "ModelCall", "Experience", "Prompt", "Sampling",
     "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment", "RetryWithFeedback",
     "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine", "RLCallback",
     "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum", "RolloutMetrics", "RolloutProgressBar",

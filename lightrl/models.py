@@ -58,6 +58,53 @@ class ParallelModel(Protocol):
 
 
 @dataclass(frozen=True)
+class RoleMesh:
+    """Some of the run's ranks for one role's model, and how it lies on them; what is left of pp and tp is dp.
+
+    Roles on ranks of their own work at the same time; one after another where they share a rank.
+
+    Args:
+        first_rank: the first of them, counted over the whole run.
+        num_ranks: how many, in a row; None for all that follow.
+        pp: pipeline stages, as of Parallel3DStrategy; 1 under FSDP2Strategy.
+        tp: tensor slices, likewise.
+
+    Example:
+        ModelSpec("my/reward", mesh=RoleMesh(first_rank=4, num_ranks=2, tp=2))
+    """
+
+    first_rank: int = 0
+    num_ranks: int | None = None
+    pp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("first_rank", 0), ("num_ranks", 1), ("pp", 1), ("tp", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"A role's mesh has {name}={value}, expected at least {least}. Raise it.")
+
+    def ranks(self, world_size: int) -> range:
+        """Of the run's ranks, those of this mesh.
+
+        Raises:
+            ValueError: if the run has too few, or pp · tp does not divide their number.
+        """
+        num = max(0, world_size - self.first_rank) if self.num_ranks is None else self.num_ranks
+        if num == 0 or self.first_rank + num > world_size:
+            raise ValueError(
+                f"A role's mesh has first_rank={self.first_rank} and num_ranks={self.num_ranks}, expected ranks 0 to "
+                f"{world_size - 1} of this run. Mend it, or raise trainer.devices or trainer.num_nodes."
+            )
+        if num % (self.pp * self.tp):
+            raise ValueError(
+                f"A role's mesh has {num} ranks for pp={self.pp} x tp={self.tp}, expected a multiple of "
+                f"{self.pp * self.tp}. Change num_ranks, pp or tp."
+            )
+        return range(self.first_rank, self.first_rank + num)
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """Where a role's model and tokenizer come from: a checkpoint, or a config for random weights.
 
@@ -76,6 +123,7 @@ class ModelSpec:
         frozen: this role is not trained, though the algorithm trains it by default.
         lr: learning rate of this role; None is the module's.
         offload: between uses the model waits in CPU memory; for roles that are not trained.
+        mesh: ranks of its own for this role's model; None for all, split as the strategy says.
         lora: train small adapters instead of the weights; needs `pip install lightrl[lora]`.
     """
 
@@ -92,6 +140,7 @@ class ModelSpec:
     frozen: bool = False
     lr: float | None = None
     offload: bool = False
+    mesh: RoleMesh | None = None
     lora: LoRA | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +148,11 @@ class ModelSpec:
             raise ValueError(
                 f"ModelSpec got path={self.path!r}, config={self.config!r} and url={self.url!r}, expected exactly one "
                 "of them. Give path for a checkpoint, config for random weights, url for a server that has the model."
+            )
+        if self.url is not None and self.mesh is not None:
+            raise ValueError(
+                f"ModelSpec got url={self.url!r} and a mesh, expected one of them: a server has its own devices. Leave "
+                "mesh out."
             )
         if self.config is not None and self.tokenizer is None:
             raise ValueError("ModelSpec has a config but no tokenizer, expected both. Add tokenizer=.")

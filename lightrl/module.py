@@ -443,7 +443,8 @@ class RLModule(L.LightningModule):
                     "reward model. Train one with RewardModel first, and give its export."
                 )
             setattr(self, role, model)
-        self._check_vocabulary()
+            if role == "policy":
+                self._check_vocabulary(model)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         raise RuntimeError(NEEDS_OUR_TRAINER)
@@ -493,8 +494,7 @@ class RLModule(L.LightningModule):
                 sources[name] = [int(item) for item in (value if isinstance(value, Sequence) else [value])]
         return {name: ids for name, ids in sources.items() if ids}
 
-    def _check_vocabulary(self) -> None:
-        policy: PreTrainedModel = self.policy
+    def _check_vocabulary(self, policy: PreTrainedModel) -> None:
         rows = policy.get_input_embeddings().weight.shape[0]
         if len(self.tokenizer) > rows:
             raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 from lightrl.cli import LightRLCLI, reported
 from lightrl.config_errors import UsageError
 from lightrl.dataflow import DataFlowGraph, ModelCall
+from lightrl.models import RoleMesh
 from lightrl.module import RLModule
 from lightrl.rollout.sglang.scoring import ServedRewards, ServedScores
 
@@ -55,6 +56,7 @@ def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
         state = f"trained, lr {spec.lr or getattr(module, 'lr', None):g}" if role in trained else "frozen"
         notes = [state, *(["one number per position"] if spec.head == "scalar" else [])]
         notes += ["waits in CPU memory between uses"] if spec.offload else []
+        notes += [_mesh_text(spec.mesh)] if spec.mesh is not None else []
         lines.append(f"  {role:<14} {source}: {', '.join(notes)}")
     rows = [("call", "on", "role", "needs", "gives")]
     rows += [
@@ -79,6 +81,12 @@ def plan_mermaid(graph: DataFlowGraph) -> str:
             keys = [key for key in call.inputs if graph.producers.get(key) == name]
             lines.append(f'  {name} -- "{", ".join(keys)}" --> {call.name}' if keys else f"  {name} -.-> {call.name}")
     return "\n".join(lines)
+
+
+def _mesh_text(mesh: RoleMesh) -> str:
+    last = "the last" if mesh.num_ranks is None else str(mesh.first_rank + mesh.num_ranks - 1)
+    ranks = f"rank {last}" if mesh.num_ranks == 1 else f"ranks {mesh.first_rank} to {last}"
+    return ranks + "".join(f", {name} {size}" for name, size in (("pp", mesh.pp), ("tp", mesh.tp)) if size > 1)
 
 
 def where(call: ModelCall) -> str:

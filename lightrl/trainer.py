@@ -282,6 +282,7 @@ class Trainer(L.Trainer):
                 self.strategy,
                 getattr(module, role),
                 settings,
+                role=role,
                 value_head=module.value_head if role == "policy" else None,
             )
             for role, spec in module.models().items()
@@ -470,7 +471,7 @@ class Trainer(L.Trainer):
                 f"groups × group_size={module.group_size} = {num} trajectories, expected a divisor. "
                 "Change one of the three."
             )
-        dp_size = self.rollout_loop.ranks.dp_size
+        dp_size = max(self.rollout_loop.ranks.of_role(role).dp_size for role in module.trained_roles())
         if num // module.num_minibatches < dp_size:
             raise ValueError(
                 f"A minibatch has {num // module.num_minibatches} trajectories for {dp_size} data-parallel ranks, "

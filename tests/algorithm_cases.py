@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -97,13 +96,15 @@ def minibatch_gradient(
     settings = LogprobSettings(
         temperature=module.sampling.temperature, entropy_needs_gradient=module.needs_entropy_gradient
     )
-    losses = MinibatchLoss(module, minibatch)
+    metrics: dict[str, float] = {}
     microbatches = minibatch.microbatches(microbatch_tokens)
     for call in module.train_calls():
         head = module.value_head if call.role == "policy" else None
         model = SingleModel(getattr(module, call.role), settings, value_head=head, form=form)
-        model.forward_backward(microbatches, partial(losses, role=call.role), Tensor.backward)
-    return gradients(module), losses.metrics()
+        losses = MinibatchLoss(module, minibatch, role=str(call.role))
+        model.forward_backward(microbatches, losses, Tensor.backward)
+        metrics |= losses.metrics()
+    return gradients(module), metrics
 
 
 def assert_same(

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +53,58 @@ def leave(found: Any, folder: Path) -> None:
 def left_by(num_ranks: int, folder: Path) -> list[Any]:
     """What each rank left, by rank."""
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(num_ranks)]
+
+
+def fork_runs(sizes: Sequence[int], play: Callable[[int], None]) -> int:
+    """Runs of so many ranks at once, each rank a child that has imported all already; gives the script's exit code.
+
+    Args:
+        sizes: numbers of ranks, one run each.
+        play: called on each rank, with the number of its run's ranks.
+    """
+    children = []
+    for size in sizes:
+        port = _free_port()
+        children += [_fork(size, rank, port, play) for rank in range(size)]
+    failed = False
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        failed = failed or status != 0
+        if status:
+            for other in children:
+                os.kill(other, 9)
+    return int(failed)
+
+
+def _fork(size: int, rank: int, port: int, play: Callable[[int], None]) -> int:
+    """The process id of a child that plays one rank and ends."""
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    code = 0
+    try:
+        if size > 1:
+            names = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+            os.environ.update({name: str(value) for name, value in names.items()})
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
+        play(size)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])

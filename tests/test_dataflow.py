@@ -135,3 +135,69 @@ def test_who_does_not_answer_in_time_is_named() -> None:
     with pytest.raises(TrainingError, match=r"'slow' did not answer within timeout_s=0.05.*\['slow'\]"):
         executed([own("slow", timeout_s=0.05), own("fast")], run)
     never.set()
+
+
+# ---------------------------------------------------------------------- on several ranks
+
+
+JUDGE = own("judge", "values")
+CALLS = [REFERENCE, AFTER, JUDGE, own("style"), PROXIMAL]
+
+
+def on_two_ranks(calls: list[ModelCall], runs_on: Mapping[str, list[int]], run: Any) -> list[dict[str, Any]]:
+    """What each of two ranks, a thread each, ends with; `runs_on` says who runs a call."""
+    shared: dict[str, Any] = {}
+    both = threading.Barrier(2)
+
+    def rank_ends_with(rank: int, found: list[dict[str, Any]]) -> None:
+        def share(call: ModelCall, result: Mapping[str, Any]) -> Mapping[str, Any]:
+            if rank == runs_on[call.name][0]:
+                shared[call.name] = result
+            both.wait(30)
+            return shared[call.name]
+
+        found[rank] = run_calls(
+            graph(*calls),
+            {"token_ids": 0},
+            lambda call, state: run(rank, call, state),
+            lambda state, more: {**state, **more},
+            runs_here=lambda call: rank in runs_on[call.name],
+            share=share,
+        )
+
+    found: list[dict[str, Any]] = [{}, {}]
+    threads = [threading.Thread(target=rank_ends_with, args=(rank, found), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_every_rank_ends_with_the_outputs_of_calls_that_others_ran(first: int) -> None:
+    runs_on = {"reference": [first], "after": [1 - first], "judge": [0], "style": [0], "proximal": [0, 1]}
+    ran: list[tuple[int, str]] = []
+
+    def run(rank: int, call: ModelCall, state: Mapping[str, Any]) -> dict[str, Any]:
+        assert set(call.inputs) <= set(state)
+        ran.append((rank, call.name))
+        return dict.fromkeys(call.outputs, call.name)
+
+    left, right = on_two_ranks(CALLS, runs_on, run)
+    assert left == right == {"token_ids": 0, **{key: call.name for call in CALLS for key in call.outputs}}
+    assert sorted(ran) == sorted((rank, name) for name, ranks in runs_on.items() for rank in ranks)
+
+
+def test_calls_on_different_ranks_and_a_judge_run_at_once() -> None:
+    """Each of the three waits until all have started."""
+    three = threading.Barrier(3)
+
+    def run(rank: int, call: ModelCall, state: Mapping[str, Any]) -> dict[str, Any]:
+        three.wait(timeout=30)
+        return dict.fromkeys(call.outputs, 1)
+
+    runs_on = {"reference": [0], "proximal": [1], "style": [0]}
+    left, right = on_two_ranks([REFERENCE, PROXIMAL, own("style")], runs_on, run)
+    assert left == right
+    assert set(left) == {"token_ids", "style", *REFERENCE.outputs, *PROXIMAL.outputs}

@@ -121,6 +121,12 @@ class PPO(GRPO):
                 "adapters here, or behind a server, expected reference= a model of its own. Give the checkpoint that "
                 "training starts from."
             )
+        mesh = None if self.reference_spec is None else self.reference_spec.mesh
+        if reference_decay is not None and mesh != self.policy_spec.mesh:
+            raise ValueError(
+                f"reference_decay={reference_decay} moves a reference with mesh={mesh} towards the policy, whose "
+                f"mesh is {self.policy_spec.mesh}, expected the same one. Give the reference the policy's mesh."
+            )
         if reference_decay is not None and not 0 <= reference_decay <= 1:
             raise ValueError(f"reference_decay={reference_decay}, expected 0 to 1. Mend it.")
         if stop_ratio is not None and stop_ratio <= 1:

@@ -11,7 +11,7 @@ from lightrl.lora import has_adapters
 from lightrl.model_folder import HEAD_STAYS_BEHIND, ModelDescription, check_model_folder, replaced_folder, save_model
 from lightrl.models import ModelSpec, ParallelModel
 from lightrl.pictures import save_processor
-from lightrl.strategies import LogprobSettings, parallel_model, whole
+from lightrl.strategies import LogprobSettings, parallel_model, ranks_of, whole
 
 if TYPE_CHECKING:
     import lightning as L
@@ -100,10 +100,12 @@ class HuggingFaceExport(RLCallback):
         if getattr(trainer, "fast_dev_run", False):
             return
         role, body = self._role_of(module), self._body_of(module)
+        holders = ranks_of(trainer.strategy).of_role(body)
         model: PreTrainedModel = getattr(module, body)
         tensors = self._gathered(trainer, module, body)
-        head = whole(module.value_head.weight).detach().cpu() if self._is_head(module) else None
-        if not trainer.is_global_zero:
+        has_head = self._is_head(module) and holders.is_here
+        head = whole(module.value_head.weight).detach().cpu() if has_head else None
+        if not holders.is_main:
             return
         tokenizer = cast("_Module", module).tokenizer
         with replaced_folder(self.to) as folder:
@@ -124,10 +126,10 @@ class HuggingFaceExport(RLCallback):
     def _gathered(self, trainer: L.Trainer, module: Any, role: str) -> dict[str, Tensor] | None:
         """What is to be written, whole, on the CPU: all parameters, or the trained ones of a model with adapters.
 
-        None if the model has it as it is. Collective over the ranks that a model is spread over; rank 0 keeps it.
+        None if the model has it as it is. Collective over the ranks that a model is spread over; the first keeps it.
         """
         model: PreTrainedModel = getattr(module, role)
-        keeps = trainer.is_global_zero
+        keeps = ranks_of(trainer.strategy).of_role(role).is_main
         if has_adapters(model):
             trained = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
             gathered = ((name, whole(value)) for name, value in trained)

@@ -15,6 +15,7 @@ import torch
 
 from lightrl.errors import WeightSyncError
 from lightrl.experience import Experience
+from lightrl.strategies import ranks_of
 from lightrl.trajectory import Prompt, Trajectory
 
 FLOAT32_BOUND_NATS = 1e-3
@@ -29,11 +30,17 @@ def probe_sequences(vocab_size: int, *, num: int, num_tokens: int) -> list[list[
 
 def trainer_scores(trainer: Any, module: Any, sequences: list[list[int]]) -> list[list[float]]:
     """Logprobs at temperature 1 of each token given those before, 0 for the first; collective."""
-    experience = Experience.from_trajectories([_as_trajectory(row, ids) for row, ids in enumerate(sequences)])
-    model = module.parallel_models["policy"]
-    with torch.no_grad(), trainer.precision_plugin.forward_context(), _unscaled(model):
-        (outputs,) = model.forward([experience.to(module.device)])
-    rows: list[list[float]] = outputs.logprobs.float().cpu().tolist()
+    ranks = ranks_of(trainer.strategy)
+    holders = ranks.of_role("policy")
+    rows: list[list[float]] = []
+    if holders.is_here:
+        experience = Experience.from_trajectories([_as_trajectory(row, ids) for row, ids in enumerate(sequences)])
+        model = module.parallel_models["policy"]
+        with torch.no_grad(), trainer.precision_plugin.forward_context(), _unscaled(model):
+            (outputs,) = model.forward([experience.to(module.device)])
+        rows = outputs.logprobs.float().cpu().tolist()
+    if holders.size < ranks.size:
+        rows = ranks.broadcast_json(rows)
     return [row[: len(ids)] for row, ids in zip(rows, sequences, strict=True)]
 
 

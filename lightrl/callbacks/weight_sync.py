@@ -210,7 +210,10 @@ class WeightSync(RLCallback):
         found: dict[str, Any] | None = None
         if ranks.is_main:
             engine = trainer.rollout.engine
-            found = {"scores": None, "problem": None}
+            bound = self.max_probe_nats
+            found = {"scores": None, "problem": None, "bound": bound}  # the others do not know the engine
+            if bound is None:
+                found["bound"] = probe.default_bound_nats(trainer, module)
             try:
                 found["scores"] = [engine.score(token_ids) for token_ids in self._sequences(module)]
             except Exception as error:  # noqa: BLE001  # raised on every rank below
@@ -224,10 +227,7 @@ class WeightSync(RLCallback):
             self._say_unprobed(ranks.is_main, trainer)
             return
         self.last_probe_nats = probe.compare(scores, engine_side)
-        bound = self.max_probe_nats
-        if bound is None:
-            bound = probe.default_bound_nats(trainer, module)
-        probe.check(self.last_probe_nats, bound, scores, engine_side)
+        probe.check(self.last_probe_nats, found["bound"], scores, engine_side)
 
     def _say_unprobed(self, is_main: bool, trainer: Any) -> None:
         if not self._has_said_unprobed and is_main:

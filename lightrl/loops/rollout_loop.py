@@ -14,7 +14,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,19 +138,20 @@ class RolloutLoop(_AutomaticOptimization):
         )
         found = IterationMetrics()
         imbalances: list[float] = []
+        holders = self.ranks.of_role("policy")
         for index, minibatch in enumerate(minibatches):
-            if self.ranks.dp_size > 1:
-                imbalances.append(self.ranks.token_imbalance(minibatch, module.loss_unit))
+            if holders.dp_size > 1:
+                imbalances.append(holders.token_imbalance(minibatch, module.loss_unit))
             trainer.call_rl_hook("on_minibatch_start", minibatch, index, total)
             self.ranks.step()
-            metrics, losses = self._step(module, minibatch, batch_idx)
+            metrics, weights = self._step(module, minibatch, batch_idx)
             self.num_updates += 1
             trainer.call_rl_hook("on_minibatch_end", metrics, index, total)
-            found.add(metrics, losses.weights)
+            found.add(metrics, weights)
             if module.is_update_the_last(metrics):
                 break
         with self.logging_allowed(module):
-            if self.ranks.dp_size > 1:
+            if imbalances:
                 module.log("update/token_imbalance", sum(imbalances) / len(imbalances))
             # By tokens or trajectories; a skipped update has no gradient norm, so over the updates that have a metric.
             module.log_dict(
@@ -159,12 +159,16 @@ class RolloutLoop(_AutomaticOptimization):
             )
             module.log("policy/skipped_updates", float(self.guard.num_skipped))
 
-    def _step(self, module: RLModule, minibatch: Experience, batch_idx: int) -> tuple[dict[str, float], MinibatchLoss]:
-        """One optimizer step through Lightning's own `optimizer_step`, so clipping and precision plugins apply."""
+    def _step(self, module: RLModule, minibatch: Experience, batch_idx: int) -> tuple[dict[str, float], dict[str, int]]:
+        """One optimizer step through Lightning's own `optimizer_step`, so clipping and precision plugins apply.
+
+        Gives the metrics, and what weighs them when minibatches are averaged.
+        """
         trainer: Any = self.trainer
         optimizer = trainer.strategy._lightning_optimizers[0]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        losses = MinibatchLoss(module, minibatch, self.ranks)
+        train_calls = module.train_calls()
+        losses = [MinibatchLoss(module, minibatch, str(call.role), self.ranks) for call in train_calls]
         norms: list[float] = []
 
         def zero_grad() -> None:
@@ -179,24 +183,26 @@ class RolloutLoop(_AutomaticOptimization):
         def closure() -> torch.Tensor:
             zero_grad()
             with trainer.precision_plugin.train_step_context():
-                for train in module.train_calls():
+                for train, loss in zip(train_calls, losses, strict=True):
+                    if not loss.holders.is_here:
+                        continue
                     max_tokens = train.microbatch_tokens or module.microbatch_tokens
-                    _, microbatches = self.ranks.microbatch_rows(minibatch, max_tokens, unit=module.loss_unit)
-                    role = str(train.role)
-                    module.parallel_models[role].forward_backward(microbatches, partial(losses, role=role), backward)
-            losses.reduce()
+                    _, microbatches = loss.holders.microbatch_rows(minibatch, max_tokens, unit=module.loss_unit)
+                    module.parallel_models[loss.role].forward_backward(microbatches, loss, backward)
+            for loss in losses:
+                loss.reduce()
             if getattr(trainer.precision_plugin, "scaler", None) is None:  # a scaler skips such steps by itself
                 bound = module.max_skipped_updates
                 norms.append(self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks))
-            return losses.sums.get("loss", torch.zeros(()))
+            return losses[0].sums.get("loss", torch.zeros(()))
 
         call._call_lightning_module_hook(
             trainer, "optimizer_step", trainer.current_epoch, batch_idx, optimizer, closure
         )
-        metrics = losses.metrics()
+        metrics = {name: value for loss in losses for name, value in loss.metrics().items()}
         if norms and math.isfinite(norms[0]):
             metrics["grad_norm"] = norms[0]
-        return metrics, losses
+        return metrics, {name: weight for loss in losses for name, weight in loss.weights.items()}
 
     def _offer(self, experience: Experience) -> Experience:
         """Shows the Experience to callbacks and the module; each may return one with another mask or advantages."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightrl.dataflow import DataFlowGraph, ModelCall, run_calls
+from lightrl.dataflow import DataFlowGraph, ModelCall, run_calls, runs_beside
 from lightrl.experience import ROLLOUT_FIELDS, Experience
 from lightrl.functional import on_last_loss_token
 from lightrl.lora import adapters_off
@@ -38,8 +38,8 @@ def score(
         trajectories: its rows, for calls that read texts.
         forward_context: the precision plugin's, for the models only: half precision would make bfloat16 the default
             dtype of what `advantages` creates.
-        ranks: who else has this Experience. Each infers its share of the rows; a module's own calls run on rank 0 only,
-            one after the other, since a judge may say something else the second time.
+        ranks: who else has this Experience. Each infers its share of the rows, for the roles that it holds; a module's
+            own calls run on rank 0 only, since a judge may say something else the second time.
     """
     rows = list(trajectories)
     ranks = ranks or Ranks()
@@ -49,16 +49,23 @@ def score(
         if call.run is not None:
             return _own_outputs(call, call.run(seen, rows), seen)
         with forward_context():
-            return _infer(module, call, seen, ranks)
+            return _infer(module, call, seen, ranks.of_role(_role(call)))
+
+    def runs_here(call: ModelCall) -> bool:
+        return ranks.is_main if call.run is not None else ranks.of_role(_role(call)).is_here
+
+    def share(call: ModelCall, found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        holders = ranks.of_role(_role(call))
+        if ranks.size == 1 or (call.run is None and holders.size == ranks.size):
+            return found
+        source = 0 if call.run is not None else holders.first_rank
+        with ranks.phase(f"score: {call.name}", has_own_deadline=runs_beside(call)):
+            return ranks.broadcast_tensors(found, source=source)
 
     graph = DataFlowGraph(module.placed_calls(), roles=module.models(), given=ROLLOUT_FIELDS)
-    if ranks.size == 1:
-        experience = run_calls(graph, experience, run, Experience.with_tensors)
-    else:
-        for call in graph.of_kind("infer"):
-            is_own = call.run is not None
-            given = run(call, experience) if ranks.is_main or not is_own else {}
-            experience = experience.with_tensors(ranks.broadcast_tensors(given) if is_own else given)
+    experience = run_calls(
+        graph, experience, run, Experience.with_tensors, runs_here=runs_here, share=share, on_wait=ranks.step
+    )
     if "reward_model_scores" in experience.extras:
         experience = _with_reward_model(module, experience)
     found = module.advantages(experience)
@@ -101,7 +108,7 @@ def _infer(module: RLModule, call: ModelCall, experience: Experience, ranks: Ran
     `values` are a critic's, [B, T], and `bootstrap_values` the one of the state after a truncated end, [B]. Any other
     output is the number of a scalar head after the last token, [B], or the logprobs of a language model, [B, T].
     """
-    role, key = call.role or "policy", call.outputs[0]
+    role, key = _role(call), call.outputs[0]
     scores_ends = key != "values" and module.models()[role].head == "scalar"
     seen = experience
     if scores_ends:
@@ -130,6 +137,10 @@ def _infer(module: RLModule, call: ModelCall, experience: Experience, ranks: Ran
         return {key: at_end}
     values = torch.where(experience.loss_mask, result[:, :-1], 0.0)
     return {"values": values, "bootstrap_values": torch.where(experience.is_truncated, at_end, 0.0)}
+
+
+def _role(call: ModelCall) -> str:
+    return call.role or "policy"
 
 
 def _with_reward_model(module: RLModule, experience: Experience) -> Experience:

@@ -29,32 +29,35 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class MinibatchLoss:
-    """Reduces what `RLModule.loss` and `value_loss` return for the microbatches of one minibatch, and their metrics.
+    """Reduces what `RLModule.loss` or `value_loss` returns for the microbatches of one minibatch, and their metrics.
 
     Args:
         module: has the losses and `loss_reduction`.
         minibatch: all microbatches of all ranks together.
-        ranks: who has the other microbatches.
+        role: whose model is trained.
+        ranks: all of the run; those of the role have the other microbatches.
     """
 
     module: RLModule
     minibatch: Experience
+    role: str = "policy"
     ranks: Ranks = field(default_factory=Ranks)
     sums: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)  # of a metric's mean, when minibatches are averaged
 
     def __post_init__(self) -> None:
+        self.holders = self.ranks.of_role(self.role)
         self.num_tokens = max(1, self.minibatch.num_loss_tokens)
         self.num_sequences = max(1, int(self.minibatch.loss_mask.any(1).sum()))
 
-    def __call__(self, experience: Experience, outputs: Outputs, *, role: str = "policy") -> Tensor:
+    def __call__(self, experience: Experience, outputs: Outputs) -> Tensor:
         """This microbatch's share of the minibatch's loss of a role's model, a number that carries the gradient.
 
         A policy whose body bears the critic's head has both losses: loss + value_coef · value loss.
         """
         experience, outputs = self._neutral(experience, outputs)
-        if role != "policy":
-            return self._value_share(experience, outputs, role) * self.ranks.dp_size
+        if self.role != "policy":
+            return self._value_share(experience, outputs, self.role) * self.holders.dp_size
         mask = experience.loss_mask
         share = self._share("loss", self.module.loss(experience, outputs), mask, prefix="")
         with torch.no_grad():
@@ -66,7 +69,7 @@ class MinibatchLoss:
             self._add("max_behavior_abs_dlogp_nats", mismatch, mask)
         if outputs.values is not None:
             share = share + self.module.value_coef * self._value_share(experience, outputs, "critic")
-        return share * self.ranks.dp_size  # gradients are averaged over dp ranks, and shares are to be summed
+        return share * self.holders.dp_size  # gradients are averaged over dp ranks, and shares are to be summed
 
     def _value_share(self, experience: Experience, outputs: Outputs, role: str) -> Tensor:
         assert outputs.values is not None
@@ -99,7 +102,19 @@ class MinibatchLoss:
 
     def reduce(self) -> None:
         """After the last microbatch: sums over all ranks, so that every rank reports the same numbers."""
-        self.sums, self.weights = over_ranks(self.sums, self.ranks, self.weights)
+        if self.holders.is_here:
+            self.sums, self.weights = over_ranks(self.sums, self.holders, self.weights)
+        if self.holders.size < self.ranks.size:
+            with self.ranks.phase(f"update: {self.role}"):
+                self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Tells all ranks what those of the role found."""
+        source = self.holders.first_rank
+        weights = {name: torch.tensor(weight) for name, weight in self.weights.items()}
+        self.sums = self.ranks.broadcast_tensors(self.sums, source=source)
+        weights = self.ranks.broadcast_tensors(weights, source=source)
+        self.weights = {name: int(weight) for name, weight in weights.items()}
 
     def metrics(self) -> dict[str, float]:
         """Of the whole minibatch: means over loss tokens (for [B, T]) or trajectories (for [B]); see metrics.py."""

@@ -7,6 +7,7 @@ Reading order:
     checkpoint.py     checkpoints that are whole or absent
     ranks.py          who works beside this process: sums, shares of the rows, messages of rank 0
     balance.py        trajectories shared out over ranks by their tokens
+    role_mesh.py      a role on ranks of its own
     rank_watch.py     a rank that fails ends all, one that hangs is named
     fsdp2.py          FSDP2Strategy: sharded models
     inside.py         code that reads sharded parameters by itself
@@ -19,7 +20,7 @@ Reading order:
     empty_model.py    models without memory, filled tensor by tensor
 
 May import: errors, trajectory, experience, functional, weights, models; Lightning. To add one: subclass a Lightning
-strategy and give it `parallel_model(model, settings)`; `parallel_model` below asks for that first.
+strategy and give it `parallel_model(model, settings, role=, value_head=)`; `parallel_model` below asks for that first.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from lightrl.strategies.inside import run_inside
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.probes import head_is_plain
 from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
+from lightrl.strategies.role_mesh import check_meshes
 from lightrl.strategies.single import LogprobSettings, SingleModel
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) 
         ValueError: for anything but a single device or a strategy with `parallel_model`, and for sizes that do not fit.
     """
     if isinstance(strategy, SingleDeviceStrategy):
+        check_meshes(module, 1)
         return
     if not hasattr(strategy, "parallel_model"):
         raise ValueError(
@@ -109,12 +112,17 @@ def named_strategy(strategy: Strategy | str) -> Strategy | str:
 
 
 def parallel_model(
-    strategy: Strategy, model: PreTrainedModel, settings: LogprobSettings, *, value_head: torch.nn.Linear | None = None
+    strategy: Strategy,
+    model: PreTrainedModel,
+    settings: LogprobSettings,
+    *,
+    role: str = "policy",
+    value_head: torch.nn.Linear | None = None,
 ) -> ParallelModel:
-    """The ParallelModel of this model under this strategy; with `value_head` its body bears a critic too."""
+    """The ParallelModel of this role's model under this strategy; with `value_head` its body bears a critic too."""
     check_strategy(strategy)
     make = getattr(strategy, "parallel_model", None)
     if make is None:
         return SingleModel(model, settings, value_head=value_head)
-    made: ParallelModel = make(model, settings) if value_head is None else make(model, settings, value_head=value_head)
+    made: ParallelModel = make(model, settings, role=role, value_head=value_head)
     return made

@@ -14,7 +14,7 @@ import shutil
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,11 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 
 if TYPE_CHECKING:
@@ -263,7 +267,33 @@ def load_optimizers(
     known = {name for name, _ in strategy.model.named_parameters()}
     for optimizer, state in zip(strategy.optimizers, states, strict=True):
         own = {key: value for key, value in state.items() if key.partition(".")[2].rpartition(".")[0] in known}
-        set_optimizer_state_dict(strategy.model, optimizer, optim_state_dict=own, options=FLAT)
+        load_optimizer_state(strategy.model, optimizer, own)
+
+
+def optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """By parameter name; nothing on a rank on which the optimizer has no parameters."""
+    with _without_empty_groups(optimizer) as plain:
+        return get_optimizer_state_dict(model, plain, options=FLAT) if plain.param_groups else {}
+
+
+def load_optimizer_state(model: torch.nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+    """The inverse of `optimizer_state`."""
+    with _without_empty_groups(optimizer) as plain:
+        if plain.param_groups:
+            set_optimizer_state_dict(model, plain, optim_state_dict=state, options=FLAT)
+
+
+@contextlib.contextmanager
+def _without_empty_groups(optimizer: Any) -> Iterator[Any]:
+    """Torch's optimizer behind Lightning's, inside without the groups of roles on other ranks: torch fails at them."""
+    plain = getattr(optimizer, "_optimizer", optimizer)
+    groups = plain.param_groups
+    plain.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield plain
+    finally:
+        filled = iter(plain.param_groups)  # loading makes new ones
+        plain.param_groups = [next(filled) if group["params"] else group for group in groups]
 
 
 def _swap(left: Path, right: Path) -> bool:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -77,11 +76,11 @@ def forget_spec(model: torch.nn.Module) -> None:
 
 
 def fill_model(model: torch.nn.Module, spec: ModelSpec, device: torch.device, *, is_main: bool) -> None:
-    """Gives a sharded model of `empty_model` its weights: rank 0 reads, every rank keeps its shards; collective.
+    """Gives a sharded model of `empty_model` its weights: one rank reads, every rank keeps its shards; collective.
 
     Args:
         device: where shards live; buffers stay where they are.
-        is_main: whether this is rank 0.
+        is_main: whether this is the first rank of the model's mesh, which reads.
     """
     buffers = [
         (module, name, buffer)
@@ -118,11 +117,7 @@ def _fill(parameter: Tensor, whole: Tensor | None) -> None:
             f"A parameter of the checkpoint has shape {tuple(whole.shape)}, expected {tuple(shape)} as config.json "
             "says. Mend the config, or give the checkpoint that belongs to it."
         )
-    if not isinstance(parameter, DTensor):
-        if whole is not None:
-            parameter.copy_(whole)
-        dist.broadcast(parameter, 0)
-        return
+    assert isinstance(parameter, DTensor), "fully_shard makes all of them DTensors"
     home = parameter.device_mesh.device_type
     sent = torch.empty(shape, dtype=dtype, device=home) if whole is None else whole.to(home, dtype)
     shard = distribute_tensor(sent, parameter.device_mesh, parameter.placements)

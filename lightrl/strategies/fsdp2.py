@@ -15,7 +15,6 @@ import contextlib
 import functools
 import io
 from collections.abc import Callable, Generator, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -30,8 +29,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -49,18 +46,28 @@ from torch.utils.checkpoint import checkpoint as checkpoint_activations
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.lora import merged_parameters
-from lightrl.models import Backward, LossFunction, Outputs, ParallelModel
+from lightrl.models import Backward, LossFunction, Outputs, ParallelModel, RoleMesh
 from lightrl.strategies.checkpoint import (
-    FLAT,
     META_FILE,
     BackgroundWrites,
     SafeLoadPlanner,
     check_folder,
+    load_optimizer_state,
+    optimizer_state,
     publish,
     remove_checkpoint,
 )
 from lightrl.strategies.empty_model import empty_models, fill_model, spec_of
-from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors
+from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors, watch_all
+from lightrl.strategies.role_mesh import (
+    CONTROL_TIMEOUT,
+    OtherRanksModel,
+    Place,
+    check_meshes,
+    empty_out,
+    make_place,
+    role_meshes,
+)
 from lightrl.strategies.shared_prefix import SharedPrompt
 from lightrl.strategies.single import RECTANGLE_OVERHEAD_TOKENS, Form, LogprobSettings, SingleModel
 from lightrl.weights import Bucket, bucketed
@@ -69,9 +76,6 @@ if TYPE_CHECKING:
     import lightning as L
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
-
-# Far beyond any rollout: who waits for rank 0 on the control group is watched otherwise.
-CONTROL_TIMEOUT = timedelta(days=7)
 
 
 class ShardedMixedPrecision(Precision):
@@ -83,8 +87,9 @@ class ShardedMixedPrecision(Precision):
 class FSDP2Strategy(ModelParallelStrategy):
     """Data parallelism with sharded models, for an RLModule: `Trainer(devices=8, strategy=FSDP2Strategy())`.
 
-    Every role's model is sharded, trained or not. Precision is the Trainer's: `bf16-mixed` keeps float32 shards and
-    computes in bfloat16, `bf16-true` keeps bfloat16 only. Gradient clipping is the Trainer's too.
+    Every role's model is sharded, trained or not: over all ranks, or over those of its `ModelSpec.mesh`. Precision is
+    the Trainer's: `bf16-mixed` keeps float32 shards and computes in bfloat16, `bf16-true` keeps bfloat16 only. Gradient
+    clipping is the Trainer's too.
 
     Args:
         num_replicas: copies of the model, each sharded over `world size / num_replicas` ranks (hybrid sharding). With
@@ -130,6 +135,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._save_group: Any = None  # of the thread that writes: the main one has its own collectives meanwhile
         self.ranks = Ranks()
         self._mesh: DeviceMesh | None = None
+        self._places: dict[tuple[str, RoleMesh], Place] = {}  # of roles with a mesh of their own
 
     # ------------------------------------------------------------------ sizes and processes
 
@@ -151,6 +157,14 @@ class FSDP2Strategy(ModelParallelStrategy):
                 f" × num_nodes={self.num_nodes}), expected one of its divisors. Set it to "
                 f"{' or '.join(map(str, nearest_divisors(world, self.num_replicas)))}."
             )
+        given = self._lightning_module if module is None else module
+        check_meshes(given, world)
+        for role, mesh in role_meshes(given).items():
+            if mesh.pp * mesh.tp > 1:
+                raise ValueError(
+                    f"The {role} has mesh={mesh}, expected pp=1 and tp=1 with FSDP2Strategy, which shards over all "
+                    "ranks of a mesh. Leave them out, or use Parallel3DStrategy."
+                )
 
     def setup_environment(self) -> None:
         self.check_sizes()
@@ -166,15 +180,22 @@ class FSDP2Strategy(ModelParallelStrategy):
             self.precision_plugin = ShardedMixedPrecision()
         super().setup_environment()
         destroy_groups_at_exit()
-        assert self.cluster_environment is not None
         self._save_group = dist.new_group(backend="gloo")
         self._mesh = self._make_mesh()
-        self.ranks = ProcessRanks(
-            dp_group=self.device_mesh["data_parallel"].get_group(),
-            control_group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+        self.ranks = self._all_ranks(self.device_mesh["data_parallel"].get_group())
+
+    def _all_ranks(self, dp_group: Any) -> ProcessRanks:
+        assert self.cluster_environment is not None
+        control_group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        return ProcessRanks(
+            dp_group=dp_group,
+            control_group=control_group,
             device=self.root_device,
-            main_address=self.cluster_environment.main_address,
-            hang_timeout_s=self.hang_timeout_s,
+            watch=watch_all(
+                control_group,
+                main_address=self.cluster_environment.main_address,
+                hang_timeout_s=self.hang_timeout_s,
+            ),
         )
 
     def on_exception(self, exception: BaseException) -> None:
@@ -203,17 +224,51 @@ class FSDP2Strategy(ModelParallelStrategy):
             yield
 
     def setup(self, trainer: L.Trainer) -> None:
-        assert self.lightning_module is not None
-        for module in self.lightning_module.children():
-            if any(True for _ in module.parameters()) and not isinstance(module, FSDPModule):
-                self.shard(module)
+        self._spread_models()
         super().setup(trainer)
 
-    def shard(self, model: torch.nn.Module) -> None:
-        """Shards a model in place, layer by layer, and loads the weights if it has none yet; collective."""
-        assert self._mesh is not None
+    def _spread_models(self) -> None:
+        """Splits each model of the module where it belongs, and takes it out of the other ranks."""
+        assert self.lightning_module is not None
+        assert isinstance(self.ranks, ProcessRanks)
+        places: dict[str, Place] = {}
+        for role, mesh in role_meshes(self.lightning_module).items():
+            if (role, mesh) not in self._places:
+                self._places[role, mesh] = self._make_place(mesh)
+            places[role] = self._places[role, mesh]
+        if "policy" in places:
+            places["value_head"] = places["policy"]  # a critic's, on its body
+        self.ranks.roles = {role: place.ranks for role, place in places.items()}
+        for name, model in self.lightning_module.named_children():
+            if not any(True for _ in model.parameters()):
+                continue
+            if name in places and not places[name].ranks.is_here:
+                empty_out(model)
+            elif not self._is_split(model):
+                self._check_part(name, model)
+                self.shard(model, places.get(name))
+
+    def _make_place(self, mesh: RoleMesh) -> Place:
+        members = mesh.ranks(self.world_size)
+        assert isinstance(self.ranks, ProcessRanks)
+        return make_place(self.ranks, members, [len(members)], ["dp"], self.root_device)
+
+    def _is_split(self, model: torch.nn.Module) -> bool:
+        return isinstance(model, FSDPModule)
+
+    def _check_part(self, name: str, model: torch.nn.Module) -> None:
+        """Refuses a part of the module that cannot be split."""
+
+    def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
+        """Shards a model in place, layer by layer, and loads the weights if it has none yet; collective.
+
+        Args:
+            model: whole, or without memory.
+            place: where; all ranks if None.
+        """
+        ranks = self.ranks if place is None else place.ranks
         settings: dict[str, Any] = {
-            "mesh": self._mesh,
+            "mesh": self._mesh if place is None else place.mesh,
             "mp_policy": self._mixed_precision(),
             "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
         }
@@ -229,7 +284,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         spec = spec_of(model)
         if spec is not None:
             home = torch.device("cpu") if self._offloads else self.root_device
-            fill_model(model, spec, home, is_main=self.ranks.is_main)
+            fill_model(model, spec, home, is_main=ranks.is_main)
 
     @property
     def _offloads(self) -> bool:
@@ -250,13 +305,21 @@ class FSDP2Strategy(ModelParallelStrategy):
                 setattr(module, name, buffer.to(self.root_device))
 
     def parallel_model(
-        self, model: PreTrainedModel, settings: LogprobSettings, *, value_head: torch.nn.Linear | None = None
+        self,
+        model: PreTrainedModel,
+        settings: LogprobSettings,
+        *,
+        role: str = "policy",
+        value_head: torch.nn.Linear | None = None,
     ) -> ParallelModel:
-        """The ParallelModel of a model that `setup` has sharded."""
+        """The ParallelModel of a role's model that `setup` has sharded."""
+        ranks = self.ranks.of_role(role)
+        if not ranks.is_here:
+            return OtherRanksModel()
         return FSDP2Model(
             model,
             settings,
-            ranks=self.ranks,
+            ranks=ranks,
             value_head=value_head,
             reduce_every_microbatch=self.reduce_every_microbatch,
         )
@@ -265,7 +328,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         assert self.model is not None
-        return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer), options=FLAT)
+        return optimizer_state(self.model, optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -280,6 +343,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         state = {"state_dict": checkpoint.pop("state_dict")}
         for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{index}"] = optimizer
+        state = {name: part for name, part in state.items() if part}  # a rank may hold nothing
         rest = io.BytesIO()
         torch.save(checkpoint, rest)
 
@@ -333,13 +397,16 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._read(path, {"state_dict": present})
         self.model.load_state_dict(present, strict=False)
         for index, optimizer in enumerate(self.optimizers):
-            states = {f"optimizer_{index}": get_optimizer_state_dict(self.model, optimizer, options=FLAT)}
+            key = f"optimizer_{index}"
+            states = {key: optimizer_state(self.model, optimizer)}
             self._read(path, states)
-            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=states[f"optimizer_{index}"], options=FLAT)
+            load_optimizer_state(self.model, optimizer, states[key])
         rest: dict[str, Any] = torch.load(path / META_FILE, weights_only=True)
         return rest
 
     def _read(self, path: Path, state: dict[str, Any]) -> None:
+        """Fills in the tensors of a state, in place; collective, also for a rank that has none."""
+        state = {name: part for name, part in state.items() if part}
         dcp.state_dict_loader.load(state, checkpoint_id=str(path), planner=SafeLoadPlanner())
 
 

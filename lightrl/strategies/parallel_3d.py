@@ -22,24 +22,30 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens
-from lightrl.models import Backward, LossFunction, Outputs
-from lightrl.strategies.fsdp2 import CONTROL_TIMEOUT, FSDP2Strategy, destroy_groups_at_exit
+from lightrl.models import Backward, LossFunction, Outputs, ParallelModel, RoleMesh
+from lightrl.strategies.fsdp2 import FSDP2Strategy, destroy_groups_at_exit
 from lightrl.strategies.ranks import ProcessRanks
+from lightrl.strategies.role_mesh import OtherRanksModel, Place, check_meshes, make_place
 from lightrl.strategies.single import LogprobSettings
-from lightrl.strategies.stages import Feed, SplitModel, split_model, square_norm
+from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
 from lightrl.strategies.tensor_parallel import local
 from lightrl.strategies.tensor_plans import check_schedule, check_sizes, check_world
 from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
     import lightning as L
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
+
+
+AXES = ("pp", "dp", "tp")
 
 
 class Parallel3DStrategy(FSDP2Strategy):
     """Pipeline, data and tensor parallelism for an RLModule: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
-    For Llama, Qwen2, Qwen3, Mistral and Gemma 1 to 3 (text); every role of the module is split alike, trained or not.
+    For Llama, Qwen2, Qwen3, Mistral and Gemma 1 to 3 (text); every role of the module is split alike, trained or not,
+    unless its `ModelSpec.mesh` says otherwise.
     Within a stage the parameters are sharded over dp as by FSDP2Strategy. Gradient clipping is the Trainer's.
 
     Args:
@@ -75,6 +81,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         self.stages_per_rank = stages_per_rank or (1 if schedule == "1F1B" else 2)
         check_schedule(schedule, self.stages_per_rank)
         self._splits: dict[torch.nn.Module, SplitModel] = {}
+        self._ends: dict[DeviceMesh, dist.ProcessGroup | None] = {}  # of pipelines, for tied embeddings
 
     # ------------------------------------------------------------------ sizes and processes
 
@@ -98,6 +105,7 @@ class Parallel3DStrategy(FSDP2Strategy):
                 "bf16-true with Parallel3DStrategy. Set trainer.precision to bf16-mixed."
             )
         given: Any = self._lightning_module if module is None else module
+        check_meshes(given, self.num_processes * self.num_nodes)
         for role, spec in given.models().items() if hasattr(given, "models") else ():
             if spec.url is not None:
                 continue
@@ -111,7 +119,8 @@ class Parallel3DStrategy(FSDP2Strategy):
                     f"The {role} has offload=True, which Parallel3DStrategy cannot move once it is split, expected "
                     "false. Leave it out, or use FSDP2Strategy."
                 )
-            check_sizes(spec.load_config(), self.pp, self.tp, self.schedule, self.stages_per_rank)
+            pp, tp = (self.pp, self.tp) if spec.mesh is None else (spec.mesh.pp, spec.mesh.tp)
+            check_sizes(spec.load_config(), pp, tp, *self._schedule_at(pp))
 
     def setup_environment(self) -> None:
         self.check_sizes()
@@ -127,18 +136,12 @@ class Parallel3DStrategy(FSDP2Strategy):
         destroy_groups_at_exit()
         sizes = (self.pp, self.dp_size, self.tp)
         self._save_group = dist.new_group(backend="gloo")
-        mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+        mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=AXES)
         self._device_mesh = mesh
+        self._ends[mesh] = ends_group(mesh)
         assert self.lightning_module is not None
-        assert self.cluster_environment is not None
         self.lightning_module._device_mesh = mesh
-        self.ranks = Ranks3D(
-            dp_group=mesh["dp"].get_group(),
-            control_group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
-            device=self.root_device,
-            main_address=self.cluster_environment.main_address,
-            hang_timeout_s=self.hang_timeout_s,
-        )
+        self.ranks = self._all_ranks(mesh["dp"].get_group())
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -147,40 +150,63 @@ class Parallel3DStrategy(FSDP2Strategy):
     # ------------------------------------------------------------------ models
 
     def setup(self, trainer: L.Trainer) -> None:
-        assert self.lightning_module is not None
-        for name, module in self.lightning_module.named_children():
-            if any(True for _ in module.parameters()) and module not in self._splits:
-                if not hasattr(module, "base_model"):
-                    raise ValueError(
-                        f"The module has parameters of its own in {name!r}, expected whole models only, which are "
-                        "split; a critic on the policy's body is such a part. Give the critic a model of its own, or "
-                        "use FSDP2Strategy."
-                    )
-                self.shard(module)
+        self._spread_models()
         vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_by_norm
         ModelParallelStrategy.setup(self, trainer)
 
-    def shard(self, model: torch.nn.Module) -> None:
-        """Splits a model in place; collective."""
+    def _is_split(self, model: torch.nn.Module) -> bool:
+        return model in self._splits
+
+    def _check_part(self, name: str, model: torch.nn.Module) -> None:
+        if not hasattr(model, "base_model"):
+            raise ValueError(
+                f"The module has parameters of its own in {name!r}, expected whole models only, which are split; a "
+                "critic on the policy's body is such a part. Give the critic a model of its own, or use FSDP2Strategy."
+            )
+
+    def _make_place(self, mesh: RoleMesh) -> Place:
+        members = mesh.ranks(self.world_size)
+        sizes = (mesh.pp, len(members) // (mesh.pp * mesh.tp), mesh.tp)
+        assert isinstance(self.ranks, ProcessRanks)
+        place = make_place(self.ranks, members, sizes, AXES, self.root_device)
+        self._ends[place.mesh] = ends_group(place.mesh)
+        return place
+
+    def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
+        """Splits a model in place; collective over the ranks of its place, all if None."""
         any_model: Any = model
+        mesh = self.device_mesh if place is None else place.mesh
+        schedule, stages_per_rank = self._schedule_at(mesh["pp"].size())
         split = split_model(
             any_model,
-            self.device_mesh,
-            schedule=self.schedule,
-            stages_per_rank=self.stages_per_rank,
+            mesh,
+            ends=self._ends[mesh],
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
             device=self.root_device,
             checkpoint_activations=self.activation_checkpointing,
         )
         self._splits[model] = split
-        assert isinstance(self.ranks, Ranks3D)
+        assert isinstance(self.ranks, ProcessRanks)
         if split.copy is not None:
             self.ranks.copies.append(split.copy)
 
+    def _schedule_at(self, pp: int) -> tuple[str, int]:
+        """A role on a mesh of its own may have no pipeline, and then nothing to interleave."""
+        return (self.schedule, self.stages_per_rank) if pp > 1 or pp == self.pp else ("1F1B", 1)
+
     def parallel_model(
-        self, model: PreTrainedModel, settings: LogprobSettings, *, value_head: torch.nn.Linear | None = None
-    ) -> Parallel3DModel:
-        """The ParallelModel of a model that `setup` has split."""
+        self,
+        model: PreTrainedModel,
+        settings: LogprobSettings,
+        *,
+        role: str = "policy",
+        value_head: torch.nn.Linear | None = None,
+    ) -> ParallelModel:
+        """The ParallelModel of a role's model that `setup` has split."""
         assert value_head is None, "setup refuses it"
+        if not self.ranks.of_role(role).is_here:
+            return OtherRanksModel()
         return Parallel3DModel(self._splits[model], settings)
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
@@ -191,19 +217,6 @@ class Parallel3DStrategy(FSDP2Strategy):
         if scale < 1:
             for gradient in present:
                 local(gradient).mul_(scale)
-
-
-class Ranks3D(ProcessRanks):
-    """Ranks on three axes: a norm is summed over all of them."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.copies: list[Tensor] = []  # parameters of this rank that another rank counts
-
-    def total_norm(self, gradients: Sequence[Tensor]) -> float:
-        total = square_norm(gradients, self.copies, self._device)
-        dist.all_reduce(total)
-        return float(total.sqrt())
 
 
 class Parallel3DModel:

@@ -172,14 +172,15 @@ class RankWatch:
     def _look(self) -> str | None:
         """Publishes this rank's state; gives the failure that ends this rank, if there is one."""
         state = self.state()
-        self._store.set(f"state/{self._rank}", json.dumps(asdict(state)))
+        self._store.set(f"state/{self._rank}", json.dumps({**asdict(state), "at_s": time.time()}))
         if self._store.check([_FAILURE]):
             rank, text = json.loads(self._store.get(_FAILURE))
             self._store.set(f"knows/{self._rank}", "yes")
             return None if rank == self._rank else f"Rank {rank} {text}"
         if state.idle_s > self._hang_timeout_s and not state.has_own_deadline:
             states = self._states()
-            if not any(states[rank].has_own_deadline for rank in find_behind(states)):
+            behind = [states[rank] for rank in find_behind(states)]
+            if all(one.idle_s > self._hang_timeout_s and not one.has_own_deadline for one in behind):
                 missing = [rank for rank in range(self._size) if rank not in states]
                 text = hang_message(states, missing, self._rank, self._hang_timeout_s)
                 # -1: no rank raised it, so all of them end by it.
@@ -187,11 +188,15 @@ class RankWatch:
         return None
 
     def _states(self) -> dict[int, RankState]:
+        """What the ranks do, as far as they have said; one that says nothing any more has been idle since."""
         found: dict[int, RankState] = {}
         for rank in range(self._size):
             key = f"state/{rank}"
             if self._store.check([key]):
-                found[rank] = RankState(**json.loads(self._store.get(key)))
+                said = json.loads(self._store.get(key))
+                silent_s = max(0.0, time.time() - said.pop("at_s"))
+                said["idle_s"] += silent_s
+                found[rank] = RankState(**said)
         return found
 
     def _end(self, failure: str) -> None:

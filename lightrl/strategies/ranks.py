@@ -1,8 +1,8 @@
 """Ranks: who works beside this process, and what passes between them: sums, shares of the rows, bytes from rank 0.
 
 The loops ask for it with `ranks_of(strategy)`; with one process every answer is the trivial one. Data-parallel ranks
-(dp) have different rows; ranks with the same `dp_rank` (the tensor and pipeline axes) have the same. B trajectories,
-T tokens.
+(dp) have different rows; ranks with the same `dp_rank` (the tensor and pipeline axes) have the same. A role with a mesh
+of its own has its own Ranks, those of the mesh: `ranks.of_role("critic")`. B trajectories, T tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -19,10 +19,11 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.tensor import DTensor
 
 from lightrl.experience import Experience, LossUnit
 from lightrl.strategies.balance import balanced_shares, token_imbalance
-from lightrl.strategies.rank_watch import RankWatch, Store
+from lightrl.strategies.rank_watch import RankWatch
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -44,15 +45,21 @@ class Message:
 class Ranks:
     """One process: it has all the rows, sums are its own, and there is nobody to tell anything."""
 
-    rank = 0
+    rank = 0  # among these, as are all that follow
     size = 1
     dp_rank = 0
     dp_size = 1
+    first_rank = 0  # of the world, the one with rank 0 here
+    is_here = True  # whether this process is one of them
 
     @property
     def is_main(self) -> bool:
         """Whether this process owns the controller, the engine and the judge, writes files and prints."""
-        return self.rank == 0
+        return self.is_here and self.rank == 0
+
+    def of_role(self, role: str) -> Ranks:
+        """Those that hold this role's model: all, unless it has a mesh of its own."""
+        return self
 
     # ------------------------------------------------------------------ numbers
 
@@ -135,8 +142,8 @@ class Ranks:
             return value
         return json.loads(self.receive().payload)
 
-    def broadcast_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What rank 0 has, on every rank, on the device of its rank."""
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
+        """What rank `source` has, on every rank, on the device of its rank."""
         return dict(tensors)
 
     @contextlib.contextmanager
@@ -158,41 +165,31 @@ class Ranks:
 
 
 class ProcessRanks(Ranks):
-    """Several processes.
+    """Several processes: all of the run, or those that hold one role's model.
 
     Args:
         dp_group: the ranks with which this one shares the rows out, in the order of `dp_rank`; its backend is that of
             the device.
-        control_group: all ranks, on the CPU (gloo), without a deadline that a long rollout would meet.
+        control_group: all these ranks, on the CPU (gloo), without a deadline that a long rollout would meet.
         device: where `dp_group` takes its tensors.
-        main_address: of rank 0's machine, where it keeps the store that ranks watch each other through.
-        hang_timeout_s: the run ends if a rank makes no step for so long.
+        watch: who looks after this process; made by `watch_all`.
     """
 
-    def __init__(
-        self,
-        *,
-        dp_group: Any,
-        control_group: Any,
-        device: torch.device,
-        main_address: str = "127.0.0.1",
-        hang_timeout_s: float = 600.0,
-    ) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+    def __init__(self, *, dp_group: Any, control_group: Any, device: torch.device, watch: RankWatch) -> None:
+        self.rank = dist.get_rank(control_group)
+        self.size = dist.get_world_size(control_group)
+        self.first_rank = dist.get_global_rank(control_group, 0)
         self.dp_rank = dist.get_rank(dp_group)
         self.dp_size = dist.get_world_size(dp_group)
+        self.watch = watch
+        self.copies: list[Tensor] = []  # parameters of this rank that another rank counts in norms
+        self.roles: dict[str, Ranks] = {}  # those with a mesh of their own
         self._dp_group = dp_group
         self._control_group = control_group
         self._device = device
-        self.watch = RankWatch(self._make_store(main_address), self.rank, self.size, hang_timeout_s=hang_timeout_s)
 
-    def _make_store(self, main_address: str) -> Store:
-        if self.is_main:
-            store = TCPStore(main_address, 0, is_master=True, wait_for_workers=False)
-            self.send(Message("data", done=store.port))
-            return store
-        return TCPStore(main_address, self.receive().done, is_master=False)
+    def of_role(self, role: str) -> Ranks:
+        return self.roles.get(role, self)
 
     @contextlib.contextmanager
     def phase(self, name: str, *, has_own_deadline: bool = False) -> Iterator[None]:
@@ -228,6 +225,11 @@ class ProcessRanks(Ranks):
         dist.all_reduce(there, dist.ReduceOp.MAX, group=self._control_group)
         return there.tolist()
 
+    def total_norm(self, gradients: Sequence[Tensor]) -> float:
+        total = square_norm(gradients, self.copies, self._device)
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
     def gather_rows(self, values: Tensor, experience: Experience, unit: LossUnit = "trajectory") -> Tensor:
         if self.dp_size == 1:
             return values
@@ -247,29 +249,88 @@ class ProcessRanks(Ranks):
             whole[share] = rows
         return whole.to(values.device)
 
-    def broadcast_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if self.is_main:
-            self.send(Message("data", payload=save({name: value.cpu() for name, value in tensors.items()})))
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
+        if self.rank == source:
+            payload = save({name: value.cpu().contiguous() for name, value in tensors.items()})
+            self._send(Message("data", payload=payload), source)
             return dict(tensors)
-        return {name: value.to(self._device) for name, value in load(self.receive().payload).items()}
+        return {name: value.to(self._device) for name, value in load(self._receive(source).payload).items()}
 
     def send(self, message: Message) -> None:
-        kinds = get_args(Kind)
-        header = torch.tensor([kinds.index(message.kind), message.done, message.total, len(message.payload)])
-        dist.broadcast(header, 0, group=self._control_group)
-        if message.payload:
-            body = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
-            dist.broadcast(body, 0, group=self._control_group)
+        self._send(message, 0)
 
     def receive(self) -> Message:
+        return self._receive(0)
+
+    def _send(self, message: Message, source: int) -> None:
+        kinds = get_args(Kind)
+        header = torch.tensor([kinds.index(message.kind), message.done, message.total, len(message.payload)])
+        dist.broadcast(header, group=self._control_group, group_src=source)
+        if message.payload:
+            body = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
+            dist.broadcast(body, group=self._control_group, group_src=source)
+
+    def _receive(self, source: int) -> Message:
         header = torch.zeros(4, dtype=torch.int64)
-        dist.broadcast(header, 0, group=self._control_group)
+        dist.broadcast(header, group=self._control_group, group_src=source)
         kind, done, total, num_bytes = header.tolist()
         body = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes:
-            dist.broadcast(body, 0, group=self._control_group)
+            dist.broadcast(body, group=self._control_group, group_src=source)
         kinds: tuple[Kind, ...] = get_args(Kind)
         return Message(kinds[kind], done, total, body.numpy().tobytes())
+
+
+class OtherRanks(Ranks):
+    """Ranks that hold a role's model without this process.
+
+    Args:
+        first_rank: of the world, the first of them.
+        size: how many they are.
+        dp_size: how many of them have different rows.
+    """
+
+    is_here = False
+
+    def __init__(self, *, first_rank: int, size: int, dp_size: int) -> None:
+        self.first_rank, self.size, self.dp_size = first_rank, size, dp_size
+
+
+def watch_all(control_group: Any, *, main_address: str, hang_timeout_s: float) -> RankWatch:
+    """Starts to watch this rank, through a store that rank 0 keeps on its machine; collective.
+
+    Args:
+        control_group: all ranks, on the CPU.
+        main_address: of rank 0's machine.
+        hang_timeout_s: the run ends if a rank makes no step for so long.
+    """
+    rank, size = dist.get_rank(control_group), dist.get_world_size(control_group)
+    store = TCPStore(main_address, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = torch.tensor([0 if store is None else store.port])
+    dist.broadcast(port, group=control_group, group_src=0)
+    store = store or TCPStore(main_address, int(port), is_master=False)
+    return RankWatch(store, rank, size, hang_timeout_s=hang_timeout_s)
+
+
+def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of this rank's parts, such that the sum over all ranks counts each number once.
+
+    Args:
+        gradients: split, each over a mesh of its own if need be, or whole on this rank alone.
+        copies: parameters whose gradients another rank counts.
+        device: of the result.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        if any(gradient is copy.grad for copy in copies):
+            continue
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        times = 1  # that this part is on some rank
+        if isinstance(gradient, DTensor):
+            for axis, placement in enumerate(gradient.placements):
+                times *= gradient.device_mesh.size(axis) if placement.is_replicate() else 1
+        total += part.double().square().sum() / times
+    return total
 
 
 def ranks_of(strategy: Strategy) -> Ranks:

@@ -10,7 +10,7 @@ hidden size. Between stages goes [R, W / tp, H].
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -249,31 +249,11 @@ class SplitModel:
             yield name, value
 
 
-def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of this rank's parts, such that the sum over all ranks counts each number once.
-
-    Args:
-        gradients: split or whole.
-        copies: parameters whose gradients another rank counts.
-        device: of the result.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        if any(gradient is copy.grad for copy in copies):
-            continue
-        square = local(gradient).double().square().sum()
-        times = 1  # that this part is on some rank
-        if isinstance(gradient, DTensor):
-            for axis, placement in enumerate(gradient.placements):
-                times *= gradient.device_mesh.size(axis) if placement.is_replicate() else 1
-        total += square / times
-    return total
-
-
 def split_model(
     model: PreTrainedModel,
     mesh: DeviceMesh,
     *,
+    ends: dist.ProcessGroup | None,
     schedule: str = "1F1B",
     stages_per_rank: int = 1,
     device: torch.device | None = None,
@@ -284,6 +264,7 @@ def split_model(
     Args:
         model: of one of the families in tensor_plans.py, with a vocabulary head, a scalar head or both.
         mesh: with the axes pp, dp, tp.
+        ends: the `ends_group` of the mesh.
         schedule: `1F1B` or `Interleaved1F1B`.
         stages_per_rank: 1, or more with `Interleaved1F1B`.
         device: where the part goes; the CPU if None.
@@ -336,7 +317,7 @@ def split_model(
             for layer in module.layers:
                 fully_shard(layer, mesh=dp, reshard_after_forward=pp.size() == 1)
             fully_shard(module, mesh=dp, reshard_after_forward=False)
-    tied_group = _ends_group(mesh) if is_tied and pp.size() > 1 else None
+    tied_group = ends if is_tied and pp.size() > 1 else None
     tied: Tensor | None = None
     if is_tied and pp.size() > 1 and 0 in held:
         tied = body.embed_tokens.weight
@@ -386,10 +367,10 @@ def _stage_of(name: str, ranges: list[range]) -> int:
     return 0 if "embed_tokens" in parts else len(ranges) - 1
 
 
-def _ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The first and the last rank of each pipeline; None on ranks between them. Collective."""
+def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The first and the last rank of this rank's pipeline; None on other ranks. Collective over the run's ranks."""
     found: dist.ProcessGroup | None = None
-    for ranks in mesh.mesh.flatten(1).T.tolist():
+    for ranks in mesh.mesh.flatten(1).T.tolist() if mesh.mesh.shape[0] > 1 else []:
         ends = [ranks[0], ranks[-1]]
         group = dist.new_group(ends)
         if dist.get_rank() in ends:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny import tiny_spec
 
 from lightrl.algorithms import GRPO, PPO
+from lightrl.models import RoleMesh
 from lightrl.plan import plan_mermaid, plan_text, run
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +27,12 @@ def test_the_text_says_roles_and_where_calls_run() -> None:
     assert "  critic         random qwen3: trained, lr 0.5, one number per position" in text
     assert "  reward         reward processes" in text
     assert "reference" not in text
+
+
+def test_the_text_says_which_ranks_a_role_has() -> None:
+    critic = replace(tiny_spec(), mesh=RoleMesh(4, 2, tp=2))
+    text = plan_text(module := PPO(tiny_spec(), reward=len, critic=critic), module.data_flow())
+    assert "one number per position, ranks 4 to 5, tp 2" in text
 
 
 def test_settings_prune_the_graph() -> None:

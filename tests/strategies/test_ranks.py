@@ -1,4 +1,5 @@
 import threading
+import time
 
 import pytest
 import torch
@@ -159,3 +160,34 @@ def test_a_phase_with_a_deadline_of_its_own_is_left_alone() -> None:
     watch.enter("sync", has_own_deadline=True)
     assert not ended.wait(0.6)
     watch.close()
+
+
+@pytest.mark.usefixtures("_quick_watch")
+def test_a_rank_that_waits_for_one_that_goes_on_is_left_alone() -> None:
+    store, ended = torch.distributed.HashStore(), threading.Event()
+    watches = [RankWatch(store, rank, 2, hang_timeout_s=0.3, end_process=ended.set) for rank in range(2)]
+    for watch in watches:
+        watch.begin()
+    watches[1].enter("score: reference")  # it does not hold the reference
+    for _ in range(20):
+        watches[0].step()
+        assert not ended.wait(0.05)
+    for watch in watches:
+        watch.close()
+
+
+@pytest.mark.usefixtures("_quick_watch")
+def test_a_rank_whose_process_stands_still_is_named_by_one_that_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    store, ended = torch.distributed.HashStore(), threading.Event()
+    still = RankWatch(store, 0, 2, hang_timeout_s=0.3, end_process=ended.set)
+    still.begin()
+    still.step()
+    while not store.check(["state/0"]):
+        time.sleep(0.01)
+    still.close()  # its thread says nothing any more
+    waiting = RankWatch(store, 1, 2, hang_timeout_s=0.3, end_process=ended.set)
+    waiting.begin()
+    waiting.enter("score: reference")
+    assert ended.wait(30)
+    waiting.close()
+    assert "Rank 1 made no step for hang_timeout_s=0.3, expected one. It waits for rank 0." in capsys.readouterr().err

@@ -30,8 +30,8 @@ from lightrl.experience import Experience
 from lightrl.models import Outputs, scalar_head
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.parallel_3d import Parallel3DModel
-from lightrl.strategies.ranks import masked_row
-from lightrl.strategies.stages import split_model, square_norm
+from lightrl.strategies.ranks import masked_row, square_norm
+from lightrl.strategies.stages import ends_group, split_model
 from lightrl.strategies.tensor_parallel import local
 
 NUM_UPDATES = 2
@@ -84,6 +84,7 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     split = split_model(
         split_one,
         mesh,
+        ends=ends_group(mesh),
         schedule=schedule,
         stages_per_rank=1 if schedule == "1F1B" else 2,
         checkpoint_activations=form == "checkpointed",

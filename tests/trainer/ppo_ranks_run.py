@@ -112,6 +112,11 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     spread = {"devices": devices, "strategy": FSDP2Strategy(**strategy)} if devices > 1 else {}
     trainer = make_trainer(folder, gradient_clip_val=0.5, **spread)
     trainer.fit(module, datamodule=Digits())
+    return found_by(module, trainer)
+
+
+def found_by(module: TinyPPO, trainer: Any) -> dict[str, Any]:
+    """What is compared, after a fit."""
     normalizer = module.normalizer
     return {
         "updates": module.updates,

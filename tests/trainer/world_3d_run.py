@@ -9,17 +9,13 @@ Each leaves `FOLDER/<number of ranks>/rank-<rank>.pt`: a dict of what `play` giv
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
-import traceback
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rank_scripts import leave
+from rank_scripts import fork_runs, leave
 from several_ranks_run import Recorded, engine_weights
 from tiny_run import CONFIG, POLICY, Digits, make_trainer
 
@@ -79,58 +75,16 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     }
 
 
-def play_all(folder: Path, *, devices: int, rank: int, port: int = 0) -> None:
-    """The cases of so many ranks, as one of them; all cases in one process."""
-    if devices > 1:
-        sizes = {"WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
-        os.environ.update({name: str(value) for name, value in sizes.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
-    names = [name for name, (size, *_) in CASES.items() if devices in (1, size)]
-    leave({name: play(name, folder, devices=devices) for name in names}, folder / str(devices))
-
-
-def free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])
-
-
-def fork(work: Callable[[], None]) -> int:
-    """The process id of a child that does the work and ends."""
-    child = os.fork()
-    if child:
-        return child
-    code = 0
-    try:
-        work()
-    except BaseException:  # noqa: BLE001
-        traceback.print_exc()
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def main() -> int:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    children = []
-    for devices in (4, 8, 1):
-        port = free_port()
-        for rank in range(devices):
 
-            def work(devices: int = devices, rank: int = rank, port: int = port) -> None:
-                play_all(folder, devices=devices, rank=rank, port=port)
+    def play_all(devices: int) -> None:
+        """All cases of so many ranks in one process."""
+        names = [name for name, (size, *_) in CASES.items() if devices in (1, size)]
+        leave({name: play(name, folder, devices=devices) for name in names}, folder / str(devices))
 
-            children.append(fork(work))
-    failed = False
-    while children:
-        child, status = os.wait()
-        children.remove(child)
-        failed = failed or status != 0
-        if status:
-            for other in children:
-                os.kill(other, 9)
-    return int(failed)
+    return fork_runs((4, 8, 1), play_all)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_spec
+
+from lightrl import PPO, SFT, FSDP2Strategy, ModelSpec, Parallel3DStrategy, RoleMesh, Trainer
+from lightrl.strategies import check_strategy
+from lightrl.strategies.role_mesh import empty_out
+
+
+def ppo(**meshes: RoleMesh) -> PPO:
+    specs = {role: replace(tiny_spec(), mesh=mesh) for role, mesh in meshes.items()}
+    reference = specs.get("reference", tiny_spec())
+    policy, critic = specs.get("policy", tiny_spec()), specs.get("critic", tiny_spec())
+    return PPO(policy, critic=critic, reference=reference, kl_coef=0.1, reward=len)
+
+
+def strategy(kind: type[FSDP2Strategy], num_processes: int, **sizes: Any) -> FSDP2Strategy:
+    made = kind(**sizes)
+    made.parallel_devices = [torch.device("cpu")] * num_processes
+    return made
+
+
+def test_a_mesh_is_a_row_of_ranks() -> None:
+    assert RoleMesh(2, 3).ranks(8) == range(2, 5)
+    assert RoleMesh(2).ranks(8) == range(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (RoleMesh(2, 3), "first_rank=2 and num_ranks=3, expected ranks 0 to 3 of this run"),
+        (RoleMesh(4), "first_rank=4 and num_ranks=None, expected ranks 0 to 3"),
+        (RoleMesh(1, tp=2), "3 ranks for pp=1 x tp=2, expected a multiple of 2"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_run_is_refused(mesh: RoleMesh, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mesh.ranks(4)
+
+
+def test_sizes_below_the_least_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_ranks=0, expected at least 1"):
+        RoleMesh(num_ranks=0)
+
+
+@pytest.mark.parametrize(
+    ("made", "module", "message"),
+    [
+        (strategy(FSDP2Strategy, 4), ppo(critic=RoleMesh(4, 1)), "expected ranks 0 to 3"),
+        (strategy(FSDP2Strategy, 4), ppo(critic=RoleMesh(2, tp=2)), "The critic has mesh=.* expected pp=1 and tp=1"),
+        (strategy(FSDP2Strategy, 4), ppo(policy=RoleMesh(2)), "The policy has mesh.first_rank=2, expected 0"),
+        (strategy(Parallel3DStrategy, 4), ppo(critic=RoleMesh(0, tp=4)), "tp=4 does not divide"),
+        (strategy(FSDP2Strategy, 4), SFT(replace(tiny_spec(), mesh=RoleMesh())), "The policy of SFT has mesh="),
+    ],
+    ids=["outside", "tensor slices under FSDP2", "a policy without rank 0", "heads", "no model calls"],
+)
+def test_meshes_that_a_strategy_cannot_make_are_refused(made: FSDP2Strategy, module: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_strategy(made, module)
+
+
+def test_one_process_has_no_ranks_to_give_away(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected ranks 0 to 0 of this run\. Mend it, or raise trainer\.devices"):
+        Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False).fit(ppo(critic=RoleMesh(1, 1)))
+
+
+def test_a_mesh_of_the_one_process_is_that_process() -> None:
+    check_strategy(Trainer(accelerator="cpu", logger=False).strategy, ppo(critic=RoleMesh(0, 1)))
+
+
+def test_a_server_has_no_mesh() -> None:
+    with pytest.raises(ValueError, match="and a mesh, expected one of them"):
+        ModelSpec(url="http://127.0.0.1:1", mesh=RoleMesh())
+
+
+def test_a_moving_reference_lies_as_the_policy_does() -> None:
+    reference = replace(tiny_spec(), mesh=RoleMesh(1, 1))
+    with pytest.raises(ValueError, match=r"reference_decay=0\.9 moves .* expected the same one"):
+        PPO(tiny_spec(), reference=reference, kl_coef=0.1, reference_decay=0.9, reward=len)
+
+
+def test_a_model_that_was_taken_out_knows_its_config_alone() -> None:
+    model = tiny_model()
+    empty_out(model)
+    assert not list(model.parameters())
+    assert model.config.model_type == "qwen3"
