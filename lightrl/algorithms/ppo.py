@@ -289,7 +289,8 @@ class PPO(GRPO):
         state = checkpoint.get("ppo")
         if state is None:  # of another algorithm, whose policy is gone on with
             return
-        self.kl_coef = self.kl_controller.coef = state["kl_coef"]
+        if self.kl_controller.target_nats is not None and state["kl_coef"] > 0:  # a fixed one is the configuration's
+            self.kl_coef = self.kl_controller.coef = state["kl_coef"]
         if self.normalizer is not None and state["value_normalizer"] is not None:
             self.normalizer.load_state_dict(state["value_normalizer"])
 

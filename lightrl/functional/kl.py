@@ -17,14 +17,21 @@ KLEstimator = Literal["k1", "k2", "k3"]
 # exp of more than this is of no use as a number and soon overflows; ordinary log-ratios are below 1.
 _MAX_LOG_RATIO = 20.0
 
+# Far below any weight that matters, and far above where a float becomes 0.
+_MIN_COEF = 1e-30
+
 
 def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k3") -> Tensor:
     """KL(policy ‖ reference) as estimated from each sampled token; with d = logprobs - reference_logprobs:
 
-    k1 is d (unbiased, may be negative), k2 is d²/2 (biased, low variance; its gradient is that of the KL), k3 is
-    exp(-d) - 1 + d (unbiased, never negative). Expectations are over tokens that the policy itself sampled.
+    k1 is d (unbiased, may be negative), k2 is d²/2 (biased, low variance), k3 is exp(-d) - 1 + d (unbiased, never
+    negative). Expectations are over tokens that the policy itself sampled.
 
-    Source: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html.
+    As a loss it is the gradient that counts: k1's is 0 in expectation, k2's is that of KL(policy ‖ reference), k3's is
+    that of KL(reference ‖ policy), to first order the same.
+
+    Source: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; gradients,
+    https://arxiv.org/abs/2506.09477 and https://arxiv.org/abs/2510.01555.
 
     Args:
         logprobs: [B, T] of the policy being trained; carries the gradient.
@@ -53,12 +60,15 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
 class KLController:
     """The weight of a KL penalty: fixed, or moved in proportion to how far the KL is from its target.
 
+    A weight above 0 stays above 0: an update moves it by 20 % at most, however many trajectories it had.
+
     Source: https://arxiv.org/abs/1909.08593, section 2.2.
 
     Args:
         coef: the weight, at the start where it adapts.
         target_nats: KL per token to keep; None for a fixed weight.
-        horizon: trajectories after which an error of 20 % has been answered by about 20 %; larger is slower.
+        horizon: trajectories after which an error of 20 % has been answered by about 20 %; larger is slower. More than
+            so many in one update count as so many.
     """
 
     coef: float
@@ -77,4 +87,5 @@ class KLController:
         if self.target_nats is None:
             return
         error = min(max(kl_nats / self.target_nats - 1, -0.2), 0.2)
-        self.coef *= 1 + error * num_trajectories / self.horizon
+        moved = self.coef * (1 + error * min(num_trajectories / self.horizon, 1))
+        self.coef = max(moved, _MIN_COEF) if self.coef > 0 else 0.0

@@ -253,6 +253,20 @@ def test_a_resumed_run_ends_with_the_same_weights_and_state_bit_for_bit(critic: 
     assert again.normalizer == whole.normalizer
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, 0.0), ({"kl_coef": 0.2}, 0.2), ({"kl_coef": 0.2, "kl_target_nats": 0.1}, 0.05)],
+    ids=["none", "fixed", "adaptive"],
+)
+def test_a_checkpoint_brings_the_kl_weight_only_where_it_adapts(settings: dict[str, Any], expected: float) -> None:
+    """So a run that has no KL term, and no reference, gets none by a resume."""
+    module = ppo(reference=tiny_spec(), **settings)
+    roles = set(module.models())
+    module.on_load_checkpoint({"ppo": {"kl_coef": 0.05, "value_normalizer": None}, "models": {}})
+    assert module.kl_coef == expected
+    assert set(module.models()) == roles
+
+
 def test_a_checkpoint_of_grpo_goes_on_with_ppo(tmp_path: Path) -> None:
     """Its policy; the critic starts anew."""
     module = GRPO(tiny_spec(), reward=len, group_size=2)

@@ -84,3 +84,15 @@ def test_the_kl_weight_follows_its_target() -> None:
     assert adaptive.coef == pytest.approx(0.105 * 1.1)
     adaptive.update(0.0, 50)
     assert adaptive.coef == pytest.approx(0.105 * 1.1 * 0.9)
+
+
+def test_the_kl_weight_stays_above_0_whatever_an_update_has() -> None:
+    controller = KLController(0.1, target_nats=0.5, horizon=32)
+    controller.update(0.0, 256)  # eight horizons at once, as far below the target as can be
+    assert controller.coef == pytest.approx(0.1 * 0.8)
+    for _ in range(5000):
+        controller.update(0.0, 256)
+    assert controller.coef > 0
+    off = KLController(0.0, target_nats=0.5)
+    off.update(99.0, 256)
+    assert off.coef == 0
