@@ -48,7 +48,8 @@ class GRPO(RLModule):
         importance_mode: beyond a bound a weight becomes 0 (`mask`) or the bound (`clamp`).
         importance_level: `token`; `sequence` for the geometric mean over the trajectory, `product` for the product.
         kl_coef: weight of the KL divergence from the reference policy in the loss, per token.
-        kl_estimator: k1, k2 or k3.
+        kl_estimator: k2, whose gradient is that of the KL on-policy, or k3, the usual one; k1 only where the KL comes
+            off the reward, since as a loss its gradient is 0 in expectation.
         reference: the fixed policy of that KL; usually the checkpoint that training starts from. None with LoRA: the
             policy without its adapters, at no cost of memory.
         entropy_coef: weight of an entropy bonus.
@@ -93,6 +94,11 @@ class GRPO(RLModule):
             raise ValueError(
                 f"kl_coef={kl_coef} needs a reference policy, expected reference=. Give the checkpoint that training "
                 "starts from, or set kl_coef to 0."
+            )
+        if kl_coef > 0 and kl_estimator == "k1" and not self.kl_in_reward:
+            raise ValueError(
+                "kl_estimator='k1' in the loss does nothing, its gradient is 0 in expectation, expected k2 (whose gradient "
+                "is that of the KL) or k3 (the usual one). Set one of them; k1 is for a KL in the reward."
             )
         if approximate_proximal and not decoupled:
             raise ValueError(

@@ -54,6 +54,7 @@ class PPO(GRPO):
         whiten_advantages: over all loss tokens of the iteration.
         reward_bias, reward_scaling, reward_clip: the reward becomes (reward + bias) · scaling, bounded by ± clip.
         kl_in_reward: the KL divergence from the reference comes off each token's reward; False adds it to the loss.
+        kl_estimator: None is k1 in the reward, which is what the gradient of the KL asks for, and k3 in the loss.
         kl_target_nats: kl_coef moves so as to keep the KL per token there; None keeps it fixed.
         kl_horizon: trajectories over which it moves.
         reference_decay: after each iteration the reference becomes decay · itself + (1 - decay) · policy; None: fixed.
@@ -83,7 +84,7 @@ class PPO(GRPO):
         reward_scaling: float = 1.0,
         reward_clip: float | None = None,
         kl_in_reward: bool = True,
-        kl_estimator: Literal["k1", "k2", "k3"] = "k1",
+        kl_estimator: Literal["k1", "k2", "k3"] | None = None,
         kl_target_nats: float | None = None,
         kl_horizon: int = 10_000,
         reference_decay: float | None = None,
@@ -100,11 +101,12 @@ class PPO(GRPO):
                     f"PPO got {name}={value!r}, expected none: its baseline is the critic, not other trajectories. "
                     "Leave it out, or use GRPO."
                 )
+        self.kl_in_reward = kl_in_reward
         super().__init__(
             policy,
             advantage_mean=None,
             advantage_std=None,
-            kl_estimator=kl_estimator,
+            kl_estimator=kl_estimator or ("k1" if kl_in_reward else "k3"),
             group_size=group_size,
             **kwargs,
         )
@@ -145,7 +147,6 @@ class PPO(GRPO):
         self.reward_bias = reward_bias
         self.reward_scaling = reward_scaling
         self.reward_clip = reward_clip
-        self.kl_in_reward = kl_in_reward
         self.kl_controller = KLController(self.kl_coef, kl_target_nats, kl_horizon)
         self.reference_decay = reference_decay
         self.stop_kl_nats = stop_kl_nats

@@ -103,10 +103,10 @@ def test_a_reference_is_loaded_only_for_a_kl_term() -> None:
 
 def test_the_kl_term_adds_its_estimate_to_the_loss() -> None:
     plain = make_module()
-    penalized = make_module("GRPO", kl_coef=0.5, kl_estimator="k1", reference=tiny_spec(seed=1))
+    penalized = make_module("GRPO", kl_coef=0.5, kl_estimator="k2", reference=tiny_spec(seed=1))
     minibatch = random_experience()
     logprobs = slow_outputs(plain.policy, minibatch, temperature=0.9)[0].detach()
-    expected = float((logprobs - minibatch.reference_logprobs)[minibatch.loss_mask].mean())
+    expected = float((logprobs - minibatch.reference_logprobs)[minibatch.loss_mask].square().mean() / 2)
     assert minibatch_gradient(penalized, minibatch)[1]["kl_reference_nats"] == pytest.approx(expected, rel=1e-4)
     difference = make_loss(penalized, minibatch) - make_loss(plain, minibatch)
     assert float(difference) == pytest.approx(0.5 * expected, rel=1e-3)
@@ -144,6 +144,10 @@ def test_the_overlong_penalty_comes_before_the_group_statistics() -> None:
     [
         ({"kl_coef": 0.1}, "kl_coef=0.1 needs a reference policy"),
         ({"kl_coef": -0.1}, "kl_coef=-0.1, expected 0"),
+        (
+            {"kl_coef": 0.1, "kl_estimator": "k1", "reference": tiny_spec()},
+            r"'k1' in the loss does nothing, .* expected k2 .* or k3",
+        ),
         ({"group_size": 1}, "group_size=1 leaves nothing to compare"),
         ({"group_size": 1, "advantage_mean": None}, "group_size=1 leaves nothing to compare"),
         ({"loss_reduction": "mean"}, "loss_reduction='mean', expected token, sequence or fixed"),

@@ -89,6 +89,10 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
         ({"leave_one_out": True}, "PPO got leave_one_out=True, expected none"),
         ({"advantage_mean": "batch"}, "PPO got advantage_mean='batch'"),
         ({"reward_clip": 0}, "reward_clip=0, expected more than 0"),
+        (
+            {"kl_coef": 0.1, "reference": tiny_spec(), "kl_in_reward": False, "kl_estimator": "k1"},
+            r"kl_estimator='k1' in the loss does nothing",
+        ),
         ({"stop_ratio": 0.5}, r"stop_ratio=0\.5, expected more than 1"),
     ],
     ids=lambda value: str(value)[:20],
@@ -96,6 +100,12 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ppo(**settings)
+
+
+@pytest.mark.parametrize(("in_reward", "expected"), [(True, "k1"), (False, "k3")], ids=["reward", "loss"])
+def test_the_kl_estimator_follows_from_where_it_is_used(in_reward: bool, expected: str) -> None:
+    assert ppo(kl_coef=0.1, reference=tiny_spec(), kl_in_reward=in_reward).kl_estimator == expected
+    assert ppo(kl_coef=0.1, reference=tiny_spec(), kl_in_reward=in_reward, kl_estimator="k2").kl_estimator == "k2"
 
 
 def names(module: PPO) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightrl.functional import kl
 
@@ -27,13 +29,30 @@ def test_the_expectation_over_the_policys_tokens_is_the_divergence(estimator: st
     torch.testing.assert_close((policy * kl(policy.log(), reference.log(), estimator)).sum(), divergence)
 
 
-def test_the_expected_gradient_of_k2_is_the_gradient_of_the_divergence() -> None:
-    logits = torch.tensor([0.3, -0.2, 0.8], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64).log()
-    logprobs = torch.log_softmax(logits, dim=0)
-    (expected,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
-    estimate = (logprobs.exp().detach() * kl(logprobs, reference, "k2")).sum()
-    torch.testing.assert_close(torch.autograd.grad(estimate, logits)[0], expected)
+POLICY_LOGITS = torch.tensor([0.3, -0.2, 0.8], dtype=torch.float64, requires_grad=True)
+REFERENCE = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64).log()
+
+
+def of_policy_from_reference(logprobs: Tensor) -> Tensor:
+    return (logprobs.exp() * (logprobs - REFERENCE)).sum()
+
+
+def of_reference_from_policy(logprobs: Tensor) -> Tensor:
+    return (REFERENCE.exp() * (REFERENCE - logprobs)).sum()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "divergence"),
+    [("k1", lambda logprobs: 0 * logprobs.sum()), ("k2", of_policy_from_reference), ("k3", of_reference_from_policy)],
+    ids=["k1: none", "k2: KL(policy, reference)", "k3: KL(reference, policy)"],
+)
+def test_what_an_estimator_minimizes_as_a_loss(estimator: str, divergence: Callable[[Tensor], Tensor]) -> None:
+    """The gradient in expectation over the policy's tokens, which are constants to the loss."""
+    logprobs = torch.log_softmax(POLICY_LOGITS, dim=0)
+    estimate = (logprobs.exp().detach() * kl(logprobs, REFERENCE, estimator)).sum()
+    (found,) = torch.autograd.grad(estimate, POLICY_LOGITS, retain_graph=True)
+    (expected,) = torch.autograd.grad(divergence(logprobs), POLICY_LOGITS)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
