@@ -97,8 +97,8 @@ class GRPO(RLModule):
             )
         if kl_coef > 0 and kl_estimator == "k1" and not self.kl_in_reward:
             raise ValueError(
-                "kl_estimator='k1' in the loss does nothing, its gradient is 0 in expectation, expected k2 (whose gradient "
-                "is that of the KL) or k3 (the usual one). Set one of them; k1 is for a KL in the reward."
+                "kl_estimator='k1' in the loss does nothing, its gradient is 0 in expectation, expected k2 (whose "
+                "gradient is that of the KL) or k3 (the usual one). Set one of them; k1 is for a KL in the reward."
             )
         if approximate_proximal and not decoupled:
             raise ValueError(
