@@ -203,6 +203,7 @@ class GRPO(RLModule):
             loss = loss * weights
             metrics["importance_weights"] = weights
             metrics["importance_dropped_fraction"] = (weights == 0).float()
+            metrics["kl_update_nats"] = kl(center, outputs.logprobs.detach())  # KL(proximal ‖ policy), by k3
             for estimator in ("k1", "k2", "k3"):  # KL(behavior ‖ proximal): the behavior policy sampled the tokens
                 difference = kl(experience.behavior_logprobs, center, estimator=estimator)
                 metrics[f"kl_proximal_{estimator}_nats"] = difference

@@ -58,8 +58,9 @@ class PPO(GRPO):
         kl_target_nats: kl_coef moves so as to keep the KL per token there; None keeps it fixed.
         kl_horizon: trajectories over which it moves.
         reference_decay: after each iteration the reference becomes decay · itself + (1 - decay) · policy; None: fixed.
-        stop_kl_nats, stop_ratio: the iteration's further updates are left out once the KL from the policy that sampled
-            (k3), or the mean ratio or its inverse, is above that.
+        stop_kl_nats, stop_ratio: the iteration's further updates are left out once the KL (k3) from the policy that the
+            clip is centered on, or the mean ratio to it or its inverse, is above that. With `decoupled` that policy is
+            the one at the start of the iteration, so that stale tokens stop nothing; else the one that sampled.
         kwargs: those of GRPO, less the group's statistics.
     """
 
@@ -254,7 +255,10 @@ class PPO(GRPO):
         return self.weight_version < self.critic_warmup_iterations
 
     def is_update_the_last(self, metrics: dict[str, float]) -> bool:
-        if self.stop_kl_nats is not None and metrics.get("kl_behavior_nats", 0.0) > self.stop_kl_nats:
+        if self.is_warming_up:
+            return False
+        moved_nats = metrics.get("kl_update_nats", metrics.get("kl_behavior_nats", 0.0))
+        if self.stop_kl_nats is not None and moved_nats > self.stop_kl_nats:
             return True
         ratio = metrics.get("ratio", 1.0)
         return self.stop_ratio is not None and not 1 / self.stop_ratio <= ratio <= self.stop_ratio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from algorithm_cases import make_module, minibatch_gradient
-from tiny import random_experience, tiny_spec
+from tiny import random_experience, slow_outputs, tiny_spec
 from torch import Tensor
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
@@ -135,6 +136,21 @@ def test_further_updates_are_left_out_where_the_policy_has_moved_too_far() -> No
     assert not module.is_update_the_last({"kl_behavior_nats": 0.1, "ratio": 1.4})
     assert module.is_update_the_last({"kl_behavior_nats": 0.11, "ratio": 1.0})
     assert module.is_update_the_last({"kl_behavior_nats": 0.0, "ratio": 0.6})
+
+
+def test_staleness_alone_stops_no_update() -> None:
+    """The policy has not moved since the start of the iteration; what sampled the tokens is far away."""
+    module = make_module("PPO", decoupled=True, stop_kl_nats=0.01, stop_ratio=1.01)
+    experience = random_experience()
+    logprobs = slow_outputs(module.policy, experience, temperature=0.9)[0].detach()
+    experience = replace(experience, proximal_logprobs=logprobs, behavior_logprobs=logprobs - 1)
+    metrics = minibatch_gradient(module, experience)[1]
+    assert metrics["kl_behavior_nats"] > 0.3
+    assert metrics["kl_update_nats"] == pytest.approx(0, abs=1e-6)
+    assert not module.is_update_the_last(metrics)
+    moved = minibatch_gradient(module, replace(experience, proximal_logprobs=logprobs - 1))[1]
+    assert moved["kl_update_nats"] == pytest.approx(math.exp(1) - 2, rel=1e-4)  # d = -1 for every token
+    assert module.is_update_the_last(moved)
 
 
 def test_decoupled_is_plain_where_the_proximal_policy_sampled() -> None:
