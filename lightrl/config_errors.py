@@ -14,6 +14,7 @@ import difflib
 import importlib
 import inspect
 import re
+import textwrap
 import types
 import typing
 from argparse import Action, ArgumentError
@@ -279,8 +280,8 @@ class _Walk:
             kind = _class_of(settings.get("model"))
             if kind is not None and name in _Keys.of_class(kind):
                 close = [f"model.init_args.{name}"]
-        meant = f"\nDid you mean {' or '.join(close)}?" if close else ""
-        return f"{path} is not a setting of {owner}{self._from(path)}, expected one of: {', '.join(names)}.{meant}"
+        meant = f". Did you mean {' or '.join(close)}?\nExpected" if close else ", expected"
+        return f"{path} is not a setting of {owner}{self._from(path)}{meant} one of:\n{_listed(names)}"
 
     def _wrong(self, path: str, value: Any, expected: str) -> str:
         shown = str(value) if isinstance(value, _Flag) else repr(value)
@@ -295,6 +296,13 @@ class _Walk:
                     return f" ({'on' if origin.startswith('the ') else 'in'} {origin})"
                 path = re.sub(r"(\[\d+\]|\.?[^.\[]+)$", "", path)
         return ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    """In lines of 80 columns."""
+    return textwrap.fill(
+        f"{', '.join(names)}.", 80, initial_indent="  ", subsequent_indent="  ", break_long_words=False
+    )
 
 
 def _classes_in(hint: Any) -> list[type]:
