@@ -43,6 +43,7 @@ from lightrl.strategies import (
     AtomicCheckpointIO,
     LogprobSettings,
     check_strategy,
+    load_model,
     load_optimizers,
     named_strategy,
     parallel_model,
@@ -125,6 +126,9 @@ class Trainer(L.Trainer):
             vars(self.strategy)["load_optimizer_state_dict"] = functools.partial(
                 load_optimizers, self.strategy, self.strategy.load_optimizer_state_dict
             )
+            vars(self.strategy)["load_model_state_dict"] = functools.partial(
+                load_model, self.strategy, self.strategy.load_model_state_dict
+            )
         self._add_default_callbacks(given)
 
     @property
@@ -191,6 +195,7 @@ class Trainer(L.Trainer):
     def _checked(self, model: L.LightningModule | None) -> Iterator[None]:
         """Refuses, before anything starts, what cannot train an RLModule; inside, Lightning's warnings fit one."""
         module = self.lightning_module if model is None else model
+        self._mute_checkpoints()  # until the stage runs: a run whose state is half restored has nothing to save
         with warnings.catch_warnings():
             if isinstance(module, RLModule):
                 self._check(module)
@@ -200,11 +205,11 @@ class Trainer(L.Trainer):
             yield
 
     def _run_stage(self) -> Any:
+        while self._muted:
+            self._muted.pop().save_on_exception = True
         module = self.lightning_module
         if not isinstance(module, RLModule):
             return super()._run_stage()
-        while self._muted:
-            self._muted.pop().save_on_exception = True
         try:
             try:
                 is_dry_run = bool(self.fast_dev_run) and self.state.fn == TrainerFn.FITTING
@@ -223,20 +228,22 @@ class Trainer(L.Trainer):
                 self._close_rollout()
         except BaseException as error:
             self.rollout_loop.note_failure(error)
-            self._mute_checkpoints()  # after the close, which may find that the rollout's state cannot be had
+            if self.rollout_loop.why_no_checkpoint is not None:  # the close may find that the state cannot be had
+                for callback in self._mute_checkpoints():
+                    self._say_no_checkpoint(getattr(callback, "dirpath", None))
             raise
         return results
 
-    def _mute_checkpoints(self) -> None:
-        """A callback that saves on exceptions would move its links to a checkpoint that `save_checkpoint` refuses."""
-        if self.rollout_loop.why_no_checkpoint is None:
-            return
-        callbacks: list[Any] = list(self.checkpoint_callbacks)
-        for callback in callbacks:
-            if getattr(callback, "save_on_exception", False):
-                self._say_no_checkpoint(getattr(callback, "dirpath", None))
-                self._muted.append(callback)
-                callback.save_on_exception = False
+    def _mute_checkpoints(self) -> list[Any]:
+        """The callbacks that save on exceptions; until the next stage runs they do not.
+
+        One would move its links to a checkpoint that `save_checkpoint` refuses.
+        """
+        found: list[Any] = [item for item in self.checkpoint_callbacks if getattr(item, "save_on_exception", False)]
+        for callback in found:
+            callback.save_on_exception = False
+        self._muted += found
+        return found
 
     def _teardown(self) -> None:
         """The funnel that success, exceptions and Ctrl-C all pass; a second Ctrl-C may have cut the first try short."""

@@ -5,6 +5,7 @@ Reading order:
     shared_prefix.py  the prompt of a group goes through the model once
     probes.py         what a model allows, found by running it
     checkpoint.py     checkpoints that are whole or absent
+    checkpoint_fit.py whether one fits the configuration that goes on from it
     ranks.py          who works beside this process: sums, shares of the rows, messages of rank 0
     balance.py        trajectories shared out over ranks by their tokens
     role_mesh.py      a role on ranks of its own
@@ -33,6 +34,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, Strateg
 
 from lightrl.models import ParallelModel
 from lightrl.strategies.checkpoint import META_FILE, AtomicCheckpointIO, load_optimizers, read_tensors
+from lightrl.strategies.checkpoint_fit import load_model
 from lightrl.strategies.fsdp2 import FSDP2Strategy, whole
 from lightrl.strategies.inside import run_inside
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
@@ -60,6 +62,7 @@ __all__ = [
     "is_on_all_ranks",
     "mark_as_on_all_ranks",
     "head_is_plain",
+    "load_model",
     "load_optimizers",
     "named_strategy",
     "parallel_model",

@@ -31,6 +31,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from lightrl.strategies.checkpoint_fit import check_optimizers
+
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
     from torch.distributed.checkpoint.planner import ReadItem
@@ -260,6 +262,7 @@ def load_optimizers(
     """Gives optimizers of one process their state, by position as Lightning saves it, or by parameter name."""
     states = checkpoint["optimizer_states"]
     if not any(name.startswith("state.") for state in states for name in state):
+        check_optimizers(states, strategy.optimizers, _path_of(strategy))
         by_position(checkpoint)
         return
     assert strategy.model is not None
@@ -294,6 +297,13 @@ def _without_empty_groups(optimizer: Any) -> Iterator[Any]:
     finally:
         filled = iter(plain.param_groups)  # loading makes new ones
         plain.param_groups = [next(filled) if group["params"] else group for group in groups]
+
+
+def _path_of(strategy: Strategy) -> str | None:
+    """Of the checkpoint that is being loaded."""
+    module = strategy.lightning_module
+    path = None if module is None else module.trainer.ckpt_path
+    return None if path is None else str(path)
 
 
 def _swap(left: Path, right: Path) -> bool:

@@ -57,6 +57,7 @@ from lightrl.strategies.checkpoint import (
     publish,
     remove_checkpoint,
 )
+from lightrl.strategies.checkpoint_fit import check_weights
 from lightrl.strategies.empty_model import empty_models, fill_model, spec_of
 from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors, watch_all
 from lightrl.strategies.role_mesh import (
@@ -385,15 +386,13 @@ class FSDP2Strategy(ModelParallelStrategy):
         check_folder(path)
         assert self.model is not None
         saved = FileSystemReader(str(path)).read_metadata().state_dict_metadata
-        state = get_model_state_dict(self.model)
+        state: dict[str, Any] = get_model_state_dict(self.model)
         present = {name: value for name, value in state.items() if f"state_dict.{name}" in saved}
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        missing = sorted(trained - present.keys())
-        if missing:
-            raise ValueError(
-                f"Checkpoint {path} has no {missing[0]!r} ({len(missing)} parameters are missing), expected all that "
-                "the module trains. Give the checkpoint of a run with the same model."
-            )
+        # Frozen roles do not travel with it, and other ranks may have models that this one has not.
+        needed = {name: value.shape for name, value in state.items() if name in trained | present.keys()}
+        sizes = {name: getattr(saved[f"state_dict.{name}"], "size", needed[name]) for name in present}
+        check_weights(sizes, needed, path)
         self._read(path, {"state_dict": present})
         self.model.load_state_dict(present, strict=False)
         for index, optimizer in enumerate(self.optimizers):

@@ -98,6 +98,23 @@ class Forgets(Callback):
         self.seen = 1
 
 
+def refusal_of_another_model(folder: Path) -> str:
+    """What is said about a checkpoint whose weights have other shapes."""
+    wider = replace(SPEC, config={**SPEC.config, "intermediate_size": 24})  # type: ignore[dict-item]
+    try:
+        play(
+            folder,
+            "wider",
+            policy=wider,
+            ckpt_path=folder / "two ranks" / "step=2.ckpt",
+            devices=2,
+            strategy="FSDP2Strategy",
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def dry_run(folder: Path, *callbacks: Callback) -> str:
     """What fast_dev_run finds wrong with a resume."""
     trainer = make_trainer(folder, fast_dev_run=True, callbacks=list(callbacks), devices=2, strategy="FSDP2Strategy")
@@ -120,6 +137,7 @@ def main() -> None:
     if size == 2:
         found["two ranks"] = play(folder, "two ranks", devices=2, strategy=FSDP2Strategy(save_async=True))
         found["dry runs"] = [dry_run(folder), dry_run(folder, Forgets())]
+        found["refusal"] = refusal_of_another_model(folder)
         found["adapters"] = play(folder, "adapters", policy=ADAPTED, devices=2, strategy="FSDP2Strategy")
     else:
         split = Parallel3DStrategy(pp=2, dp=2, tp=1)

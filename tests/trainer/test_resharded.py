@@ -90,6 +90,11 @@ def test_the_command_exports_what_the_run_did(
     assert same_tensors(tmp_path / "model", folder / f"{saved} {role}", kind)
 
 
+def test_two_ranks_refuse_the_checkpoint_of_another_model(two: dict[str, Any]) -> None:
+    assert "step=2.ckpt does not fit this configuration: its weights are others: 12 of another shape" in two["refusal"]
+    assert "mlp.gate_proj.weight [16, 16] there and [24, 16] here" in two["refusal"]
+
+
 def test_fast_dev_run_on_two_ranks_finds_what_a_resume_would_lose(two: dict[str, Any]) -> None:
     whole, forgotten = two["dry runs"]
     assert whole == ""

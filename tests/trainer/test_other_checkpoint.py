@@ -1,0 +1,79 @@
+"""A resume from the checkpoint of another configuration: refused with what differs, and nothing is left behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
+
+from lightrl import PPO, LoRA, Sampling
+
+
+class ByGradients(TinyGRPO):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameter_groups(), lr=0.1)
+
+
+class InTwoGroups(TinyGRPO):
+    def configure_optimizers(self) -> Any:
+        first, *others = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW([{"params": [first]}, {"params": others}])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two iterations of TinyGRPO, with the file that the command writes beside it."""
+    folder = tmp_path_factory.mktemp("run")
+    trainer = make_trainer(folder, max_steps=2)
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
+    (folder / "config.yaml").touch()
+    return folder / "checkpoints" / "last.ckpt"
+
+
+WIDER = replace(POLICY, config={**CONFIG, "intermediate_size": 24})
+DEEPER = replace(POLICY, config={**CONFIG, "num_hidden_layers": 2})
+CASES: dict[str, tuple[Any, str]] = {
+    "wider": (
+        lambda: TinyGRPO(WIDER),
+        r"3 of another shape \(policy\.model\.layers\.0\.mlp\.gate_proj\.weight \[16, 16\] there and \[24, 16\] here",
+    ),
+    "deeper": (lambda: TinyGRPO(DEEPER), r"11 only in this run \(policy\.model\.layers\.1\.self_attn\.q_proj\.weight,"),
+    "with adapters": (lambda: TinyGRPO(replace(POLICY, lora=LoRA(rank=2))), r"only in the checkpoint \(policy\.model"),
+    "another algorithm": (
+        lambda: PPO(POLICY, reward="digit_reward.token_reward", sampling=Sampling(max_new_tokens=6)),
+        r"only in this run \(critic\.",
+    ),
+    "another optimizer": (ByGradients, r"optimizer's state has no dampening, momentum, nesterov, which SGD has"),
+    "other groups": (InTwoGroups, r"optimizer's groups have \[\d+\] parameters, those of this run's \[1, \d+\]"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_another_configuration_is_refused_with_what_differs(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    make, difference = CASES[name]
+    save = ModelCheckpoint(tmp_path, save_last=True, save_on_exception=True)
+    trainer = make_trainer(tmp_path, max_steps=4, callbacks=[save], enable_checkpointing=True)
+    with pytest.raises(ValueError, match=difference) as refusal:
+        trainer.fit(make(), datamodule=Digits(), ckpt_path=checkpoint)
+    assert f"{checkpoint} does not fit this configuration" in str(refusal.value)
+    assert f"Resume with that run's configuration ({checkpoint.parents[1] / 'config.yaml'})" in str(refusal.value)
+    assert f"lightrl export {checkpoint} --to FOLDER" in str(refusal.value)
+    assert not list(tmp_path.glob("*.ckpt"))  # half restored: `last` must not find it
+    assert save.save_on_exception is False
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning")
+def test_after_a_refused_resume_a_run_saves_on_exceptions_again(checkpoint: Path, tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, save_last=True, save_on_exception=True)
+    trainer = make_trainer(tmp_path, max_steps=4, callbacks=[save], enable_checkpointing=True)
+    with pytest.raises(ValueError, match="does not fit"):
+        trainer.fit(TinyGRPO(WIDER), datamodule=Digits(), ckpt_path=checkpoint)
+    trainer.fit(TinyGRPO(), datamodule=Digits(), ckpt_path=checkpoint)
+    assert save.save_on_exception is True
