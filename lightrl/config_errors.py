@@ -300,9 +300,8 @@ class _Walk:
 
 def _listed(names: Sequence[str]) -> str:
     """In lines of 80 columns."""
-    return textwrap.fill(
-        f"{', '.join(names)}.", 80, initial_indent="  ", subsequent_indent="  ", break_long_words=False
-    )
+    lines = textwrap.wrap(f"{', '.join(names)}.", 78, break_long_words=False)
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def _classes_in(hint: Any) -> list[type]:

@@ -61,6 +61,15 @@ def test_an_unknown_key_is_named_with_its_path_owner_and_nearest_key(settings, c
     assert f"Did you mean {meant}" in message
 
 
+def test_what_was_meant_comes_before_the_list_which_fits_a_narrow_terminal(settings, config):
+    with pytest.raises(UsageError) as caught:
+        parsed("fit", "--config", config(changed(settings, "trainer.max_step", 3)))
+    first, _, *names = str(caught.value).splitlines()
+    assert first.endswith("Did you mean trainer.max_steps or trainer.max_time?")
+    assert " accelerator," in names[0]
+    assert max(map(len, names)) <= 80
+
+
 @pytest.mark.parametrize(
     ("flag", "owner", "meant"),
     [
