@@ -7,21 +7,17 @@
 A key is the name of a field or an extra of Experience. A call runs as soon as what it needs is there, each trajectory
 passes each call once. Calls of models that share ranks run one after another, in the same order on each; those of roles
 with ranks of their own run at the same time; calls without a role (a judge behind a server, a function) run beside them
-on rank 0, each in a thread of its own.
+on rank 0, each in a thread of its own. loops/run_calls.py executes it.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from lightrl.errors import TrainingError
-
-_Result = TypeVar("_Result")
+ROLLOUT_CALLS = ("generate", "reward")  # the controller runs them, trajectory by trajectory
+ADVANTAGES = "advantages"
 
 
 @dataclass(frozen=True)
@@ -48,6 +44,7 @@ class ModelCall:
     after: tuple[str, ...] = ()  # names of calls that must have ended, though no key says so
     timeout_s: float = 1800.0  # deadline of a call without a role
     adapters_off: bool = False  # the role's model as it was before it got its LoRA adapters
+    on_all_ranks: bool = False  # a function that each rank runs for itself, in the trainer's thread
 
 
 class DataFlowGraph:
@@ -118,6 +115,12 @@ class DataFlowGraph:
                 f"{sorted({*self.producers, *self.given})}. Add a call that gives it, or mend the key."
             )
         needed = [self.producers[key] for key in call.inputs if key in self.producers]
+        updates = [other.name for other in calls if other.kind == "train" and other.name in {*needed, *call.after}]
+        if updates and call.kind != "train":
+            raise ValueError(
+                f"Model call {call.name!r} comes after the update {updates[0]!r}, expected it before all updates: an "
+                "iteration ends with them. Let it need something else."
+            )
         return tuple(dict.fromkeys([*needed, *call.after]))
 
     def _in_order(self, calls: list[ModelCall]) -> list[ModelCall]:
@@ -156,136 +159,4 @@ class DataFlowGraph:
 
 def runs_beside(call: ModelCall) -> bool:
     """Whether it uses none of the trainer's devices, so that it can run while they work."""
-    return call.role is None and call.kind == "infer"
-
-
-def run_calls(
-    graph: DataFlowGraph,
-    start: _Result,
-    run: Callable[[ModelCall, _Result], Mapping[str, Any]],
-    add: Callable[..., Any],
-    *,
-    runs_here: Callable[[ModelCall], bool] = lambda call: True,
-    share: Callable[[ModelCall, Mapping[str, Any]], Mapping[str, Any]] = lambda call, found: found,
-    on_wait: Callable[[], None] = lambda: None,
-) -> _Result:
-    """Runs the graph's `infer` calls, each as soon as what it needs is there; gives what `add` made of their results.
-
-    The trainer's calls run here, in the graph's order; those beside them in a thread each. Who does not answer by the
-    call's deadline is named and left behind, its thread a daemon.
-
-    With several ranks each runs the calls that are its own. What they found is shared as late as can be, when a call
-    needs it or at the end, so that calls on different ranks run at the same time.
-
-    Args:
-        graph: its generate and train calls are taken as done.
-        start: an Experience; `add(experience, tensors)` gives one with more keys.
-        run: gives the outputs of a call by key; called from several threads at once.
-        runs_here: whether this rank is one of those that run a call.
-        share: gives every rank what the ranks that ran the call have; all ranks call it, in the same order.
-        on_wait: called about once a second while a call beside the trainer's is awaited.
-
-    Raises:
-        TrainingError: if a call misses its deadline.
-    """
-    calls = graph.of_kind("infer")
-    shared = {call.name for call in graph.calls if call.kind != "infer"}
-    found: dict[str, Mapping[str, Any]] = {}  # what this rank knows
-    beside = _CallsBeside(run, on_wait)
-    state = start
-
-    def learn(name: str, result: Mapping[str, Any]) -> None:
-        nonlocal state
-        found[name] = result
-        state = add(state, result)
-
-    def start_ready() -> None:
-        for name, result in beside.finished():
-            learn(name, result)
-        for call in calls:
-            needs = [name for name in graph.edges[call.name] if graph[name].kind == "infer"]
-            if runs_beside(call) and runs_here(call) and all(name in found for name in needs):
-                beside.start(call, state)
-
-    def share_with_all(call: ModelCall) -> None:
-        if call.name in shared:
-            return
-        shared.add(call.name)
-        for name in graph.edges[call.name]:
-            share_with_all(graph[name])
-        while runs_beside(call) and runs_here(call) and call.name not in found:
-            start_ready()
-            if call.name not in found:
-                learn(*beside.wait())
-        result = share(call, found.get(call.name, {}))
-        if call.name not in found:
-            learn(call.name, result)
-
-    for call in calls:
-        start_ready()
-        if runs_beside(call):
-            continue
-        for name in graph.edges[call.name]:
-            share_with_all(graph[name])
-        start_ready()
-        if runs_here(call):
-            learn(call.name, run(call, state))
-    for call in calls:
-        share_with_all(call)
-    return state
-
-
-class _CallsBeside:
-    """Calls that run in threads of their own, and their results in the order in which they come."""
-
-    def __init__(self, run: Callable[[ModelCall, Any], Mapping[str, Any]], on_wait: Callable[[], None]) -> None:
-        self._run = run
-        self._on_wait = on_wait
-        self._started: set[str] = set()
-        self._running: dict[str, tuple[ModelCall, float]] = {}  # with their deadlines
-        self._results: queue.SimpleQueue[tuple[str, Mapping[str, Any] | BaseException]] = queue.SimpleQueue()
-
-    def start(self, call: ModelCall, state: Any) -> None:
-        """Once."""
-        if call.name in self._started:
-            return
-        self._started.add(call.name)
-        self._running[call.name] = call, time.monotonic() + call.timeout_s
-        name = f"lightrl-call-{call.name}"
-        threading.Thread(target=self._run_one, args=(call, state), name=name, daemon=True).start()
-
-    def finished(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """What has come meanwhile; raises what a call raised."""
-        results = []
-        while not self._results.empty():
-            results.append(self._checked(*self._results.get_nowait()))
-        return results
-
-    def wait(self) -> tuple[str, Mapping[str, Any]]:
-        """The next result; raises what a call raised, and TrainingError at the first deadline."""
-        call, deadline = min(self._running.values(), key=lambda item: item[1])
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                return self._checked(*self._results.get(timeout=max(0.0, min(1.0, left))))
-            except queue.Empty:
-                if left > 1:
-                    self._on_wait()
-                    continue
-            raise TrainingError(
-                f"Model call {call.name!r} did not answer within timeout_s={call.timeout_s:g}, expected its outputs "
-                f"{list(call.outputs)}; still running: {sorted(self._running)}. Look at what it calls, or raise its "
-                "timeout_s."
-            )
-
-    def _run_one(self, call: ModelCall, state: Any) -> None:
-        try:
-            self._results.put((call.name, self._run(call, state)))
-        except BaseException as error:  # noqa: BLE001 (it is raised where the results are awaited)
-            self._results.put((call.name, error))
-
-    def _checked(self, name: str, result: Mapping[str, Any] | BaseException) -> tuple[str, Mapping[str, Any]]:
-        if isinstance(result, BaseException):
-            raise result
-        del self._running[name]
-        return name, result
+    return call.role is None and call.kind == "infer" and not call.on_all_ranks

@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightrl.dataflow import DataFlowGraph, ModelCall
+from lightrl.dataflow import ADVANTAGES, ROLLOUT_CALLS, DataFlowGraph, ModelCall
 from lightrl.experience import ROLLOUT_FIELDS, Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.model_folder import fill_in, keep_trained
@@ -36,6 +36,8 @@ NEEDS_OUR_TRAINER = (
     "An RLModule got Lightning's own Trainer, expected lightrl's, whose loop rolls out and calls loss. "
     "Use lightrl.Trainer instead of lightning.Trainer."
 )
+
+CRITIC_KEYS = ("values", "bootstrap_values")  # of a score call; they belong to the critic's loss
 
 RewardFunction = Callable[[Trajectory], Any]
 
@@ -281,7 +283,7 @@ class RLModule(L.LightningModule):
 
     def train_calls(self) -> list[ModelCall]:
         """The models that each minibatch updates, in order, all with one step of the optimizer."""
-        known = [key for call in self.score_calls() for key in call.outputs if not key.endswith("values")]
+        known = [key for call in self.score_calls() for key in call.outputs if key not in CRITIC_KEYS]
         calls = [ModelCall("policy_update", "policy", "train", ("behavior_logprobs", *known, "advantages"))]
         if "critic" in self.trained_roles():
             calls.append(ModelCall("critic_update", "critic", "train", ("values", *self.advantage_keys[1:])))
@@ -314,12 +316,17 @@ class RLModule(L.LightningModule):
         judged = ("rewards", "token_rewards")
         written = tuple(sorted(ROLLOUT_FIELDS.difference(judged)))
         rollout = [
-            ModelCall("generate", "policy", "generate", (), written),
-            ModelCall("reward", None, "infer", ("token_ids",), judged, run=self.reward),
+            ModelCall(ROLLOUT_CALLS[0], "policy", "generate", (), written),
+            ModelCall(ROLLOUT_CALLS[1], None, "infer", ("token_ids",), judged, run=self.reward),
         ]
-        scored = tuple(key for call in calls for key in call.outputs)
+        late = _later_than_advantages(calls, self.advantage_keys)
+        scored = tuple(key for call in calls for key in call.outputs if call.name not in late)
         advantages = ModelCall(
-            "advantages", None, "infer", ("rewards", *scored), self.advantage_keys, run=self.advantages
+            ADVANTAGES,
+            inputs=("rewards", *scored),
+            outputs=self.advantage_keys,
+            run=self.advantages,
+            on_all_ranks=True,
         )
         return DataFlowGraph(
             [*([] if from_file else rollout), *calls, advantages, *self.train_calls()],
@@ -524,6 +531,17 @@ class RLModule(L.LightningModule):
             values[f"{stage}/pass_at_{self.validation_group_size}_fraction"] = solved
         for key, numbers in values.items():  # a batch weighs as much as it has of the number
             self.log(key, _mean(numbers), on_step=False, on_epoch=True, batch_size=len(numbers), sync_dist=True)
+
+
+def _later_than_advantages(calls: list[ModelCall], advantage_keys: Sequence[str]) -> set[str]:
+    """The names of the calls that need advantages, or what such a call gives."""
+    names, keys = {ADVANTAGES}, set(advantage_keys)
+    for _ in calls:
+        for call in calls:
+            if keys.intersection(call.inputs) or names.intersection(call.after):
+                names.add(call.name)
+                keys.update(call.outputs)
+    return names
 
 
 def _judged_later(trajectory: Trajectory) -> float:

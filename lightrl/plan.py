@@ -11,6 +11,7 @@ from typing import Any
 
 from lightrl.cli import LightRLCLI, reported
 from lightrl.config_errors import UsageError
+from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.models import RoleMesh
 from lightrl.module import RLModule
@@ -40,7 +41,7 @@ class PlanCLI(LightRLCLI):
                 f"{type(module).__name__} is no RLModule, expected one: only those have calls. Plan a run with an "
                 "algorithm such as GRPO or PPO."
             )
-        graph = module.data_flow()
+        graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
         sys.stdout.write(f"{plan_text(module, graph)}\n\n{plan_mermaid(graph)}\n")
 
     def after_fit(self) -> None:

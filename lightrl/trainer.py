@@ -273,9 +273,10 @@ class Trainer(L.Trainer):
         return dataclasses.replace(sampling, stop_token_ids=tuple(sorted(ids | set(sampling.stop_token_ids))))
 
     def _open_rollout(self, module: RLModule) -> None:
-        module.data_flow()  # refuses calls that make no graph
-        staleness = self._one_of(StalenessControl)
         is_fit = self.state.fn == TrainerFn.FITTING
+        recorded = getattr(getattr(self, "datamodule", None), "recorded_groups", None) if is_fit else None
+        module.data_flow(from_file=recorded is not None)  # refuses calls that make no graph
+        staleness = self._one_of(StalenessControl)
         self.rollout_loop.begin()
         sampling = self.with_stop_tokens(module.sampling)
         settings = LogprobSettings(
@@ -300,7 +301,6 @@ class Trainer(L.Trainer):
             self.log_every_n_steps = 1
         # Batches are plain Python; Lightning's walk through them for floats fails at frozen dataclasses.
         vars(self.precision_plugin)["convert_input"] = lambda data: data
-        recorded = getattr(getattr(self, "datamodule", None), "recorded_groups", None) if is_fit else None
         if recorded is not None:
             self._open_recorded(module, recorded)
             return

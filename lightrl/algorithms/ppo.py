@@ -178,7 +178,10 @@ class PPO(GRPO):
 
     def train_calls(self) -> list[ModelCall]:
         calls = super().train_calls()
-        return calls[1:] if self.is_warming_up and not self.shares_body else calls
+        if not self.shares_body:
+            return calls[1:] if self.is_warming_up else calls
+        inputs = (*calls[0].inputs, "values", *self.advantage_keys[1:])
+        return [dataclasses.replace(calls[0], inputs=inputs)]
 
     def saved_roles(self) -> list[str]:
         moves = self.reference_decay is not None

@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.data import prompts_of
+from lightrl.dataflow import ModelCall
 from lightrl.errors import LightRLError
 from lightrl.experience import Experience
 from lightrl.loops.interrupt import InterruptGate
@@ -136,6 +137,7 @@ class RolloutLoop(_AutomaticOptimization):
         minibatches = experience.minibatches(
             module.num_minibatches, epochs=module.update_epochs, seed=seed, unit=module.loss_unit
         )
+        train_calls = module.data_flow().of_kind("train")
         found = IterationMetrics()
         imbalances: list[float] = []
         holders = self.ranks.of_role("policy")
@@ -144,7 +146,7 @@ class RolloutLoop(_AutomaticOptimization):
                 imbalances.append(holders.token_imbalance(minibatch, module.loss_unit))
             trainer.call_rl_hook("on_minibatch_start", minibatch, index, total)
             self.ranks.step()
-            metrics, weights = self._step(module, minibatch, batch_idx)
+            metrics, weights = self._step(module, train_calls, minibatch, batch_idx)
             self.num_updates += 1
             trainer.call_rl_hook("on_minibatch_end", metrics, index, total)
             found.add(metrics, weights)
@@ -159,7 +161,9 @@ class RolloutLoop(_AutomaticOptimization):
             )
             module.log("policy/skipped_updates", float(self.guard.num_skipped))
 
-    def _step(self, module: RLModule, minibatch: Experience, batch_idx: int) -> tuple[dict[str, float], dict[str, int]]:
+    def _step(
+        self, module: RLModule, train_calls: list[ModelCall], minibatch: Experience, batch_idx: int
+    ) -> tuple[dict[str, float], dict[str, int]]:
         """One optimizer step through Lightning's own `optimizer_step`, so clipping and precision plugins apply.
 
         Gives the metrics, and what weighs them when minibatches are averaged.
@@ -167,7 +171,6 @@ class RolloutLoop(_AutomaticOptimization):
         trainer: Any = self.trainer
         optimizer = trainer.strategy._lightning_optimizers[0]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        train_calls = module.train_calls()
         losses = [MinibatchLoss(module, minibatch, str(call.role), self.ranks) for call in train_calls]
         norms: list[float] = []
 

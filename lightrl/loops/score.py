@@ -1,4 +1,4 @@
-"""The score phase: the module's score calls as a graph, then advantages, all on the whole iteration's Experience."""
+"""The score phase: the module's score calls and advantages, all on the whole iteration's Experience."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightrl.dataflow import DataFlowGraph, ModelCall, run_calls, runs_beside
+from lightrl.dataflow import ADVANTAGES, ROLLOUT_CALLS, ModelCall, runs_beside
 from lightrl.experience import ROLLOUT_FIELDS, Experience
 from lightrl.functional import on_last_loss_token
+from lightrl.loops.run_calls import run_calls
 from lightrl.lora import adapters_off
 from lightrl.strategies import Ranks
 from lightrl.trajectory import Trajectory
@@ -46,31 +47,36 @@ def score(
 
     @torch.no_grad()  # in the call's own thread
     def run(call: ModelCall, seen: Experience) -> Mapping[str, Tensor]:
+        if call.name == ADVANTAGES:
+            return _advantages(module, seen)
         if call.run is not None:
             return _own_outputs(call, call.run(seen, rows), seen)
         with forward_context():
             return _infer(module, call, seen, ranks.of_role(_role(call)))
 
     def runs_here(call: ModelCall) -> bool:
-        return ranks.is_main if call.run is not None else ranks.of_role(_role(call)).is_here
+        if call.run is not None:
+            return ranks.is_main or call.on_all_ranks
+        return ranks.of_role(_role(call)).is_here
 
     def share(call: ModelCall, found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         holders = ranks.of_role(_role(call))
-        if ranks.size == 1 or (call.run is None and holders.size == ranks.size):
+        if call.on_all_ranks or (call.run is None and holders.size == ranks.size):
             return found
         source = 0 if call.run is not None else holders.first_rank
         with ranks.phase(f"score: {call.name}", has_own_deadline=runs_beside(call)):
             return ranks.broadcast_tensors(found, source=source)
 
-    graph = DataFlowGraph(module.placed_calls(), roles=module.models(), given=ROLLOUT_FIELDS)
-    experience = run_calls(
-        graph, experience, run, Experience.with_tensors, runs_here=runs_here, share=share, on_wait=ranks.step
+    return run_calls(
+        module.data_flow(),
+        experience,
+        run,
+        Experience.with_tensors,
+        done=ROLLOUT_CALLS,
+        runs_here=runs_here,
+        share=share if ranks.size > 1 else None,
+        on_wait=ranks.step,
     )
-    if "reward_model_scores" in experience.extras:
-        experience = _with_reward_model(module, experience)
-    found = module.advantages(experience)
-    tensors = found if isinstance(found, Mapping) else {"advantages": found}
-    return experience.with_tensors({name: _per_token(name, value, experience) for name, value in tensors.items()})
 
 
 def accept_changes(before: Experience, changed: Experience) -> Experience:
@@ -143,13 +149,18 @@ def _role(call: ModelCall) -> str:
     return call.role or "policy"
 
 
-def _with_reward_model(module: RLModule, experience: Experience) -> Experience:
-    """The reward model's numbers added to the rewards."""
-    given = module.reward_model_coef * experience["reward_model_scores"]
-    changes = {"rewards": experience.rewards + given}
-    if experience.token_rewards is not None:
-        changes["token_rewards"] = experience.token_rewards + on_last_loss_token(given, experience.loss_mask)
-    return experience.with_tensors(changes)
+def _advantages(module: RLModule, experience: Experience) -> dict[str, Tensor]:
+    """What the module's `advantages` gives, [B, T], of rewards to which the reward model's numbers are added."""
+    changes: dict[str, Tensor] = {}
+    if "reward_model_scores" in experience.extras:
+        given = module.reward_model_coef * experience["reward_model_scores"]
+        changes["rewards"] = experience.rewards + given
+        if experience.token_rewards is not None:
+            changes["token_rewards"] = experience.token_rewards + on_last_loss_token(given, experience.loss_mask)
+        experience = experience.with_tensors(changes)
+    found = module.advantages(experience)
+    tensors = found if isinstance(found, Mapping) else {"advantages": found}
+    return {**changes, **{name: _per_token(name, value, experience) for name, value in tensors.items()}}
 
 
 @contextlib.contextmanager

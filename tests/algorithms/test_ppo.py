@@ -118,6 +118,7 @@ def test_the_graph_has_what_the_settings_ask_for() -> None:
     full = ppo(kl_coef=0.1, reference=tiny_spec(), decoupled=True, num_minibatches=2)
     assert set(names(full)) - set(names(ppo())) == {"reference_logprobs", "proximal_logprobs"}
     assert set(names(ppo(critic="shared"))) == set(names(ppo())) - {"critic_update"}
+    assert {"values", "returns"} <= set(ppo(critic="shared").data_flow()["policy_update"].inputs)
     assert "generate" not in [call.name for call in ppo().data_flow(from_file=True).calls]
 
 

@@ -49,3 +49,14 @@ def test_the_command_prints_the_plan_of_an_example(
     out = capsys.readouterr().out
     assert out.startswith("PPO: 6 calls per iteration")
     assert "flowchart LR" in out
+
+
+def test_a_run_from_a_trajectory_file_generates_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    recorded = ["--data", "TrajectoryDataModule", "--data.path", "runs/quickstart/trajectories"]
+    assert run(["--config", "examples/quickstart/grpo.yaml", *recorded]) == 0
+    out = capsys.readouterr().out
+    assert "policy_update" in out
+    assert "generate" not in out

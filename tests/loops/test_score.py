@@ -172,6 +172,29 @@ def test_a_call_of_the_users_own_adds_to_the_reward() -> None:
     assert "style" in [call.name for call in module.data_flow().calls]
 
 
+def test_a_call_of_the_users_own_may_come_after_any_other() -> None:
+    seen: dict[str, Experience] = {}
+
+    def look(name: str) -> Any:
+        def run(experience: Experience, trajectories: list[Trajectory]) -> Tensor:
+            seen[name] = experience
+            return experience.rewards
+
+        return run
+
+    module = two_judges()
+    module.score_calls = lambda: [  # type: ignore[method-assign]
+        *TwoJudges.score_calls(module),
+        ModelCall("early", outputs=("early",), run=look("early"), after=("reward",)),
+        ModelCall("late", inputs=("advantages",), outputs=("late",), run=look("late")),
+    ]
+    trajectories = random_trajectories()
+    experience = score(module, Experience.from_trajectories(trajectories), trajectories)
+    assert seen["early"].advantages is None
+    assert torch.equal(seen["late"].advantages, experience.advantages)
+    assert {"early", "late", "style_rewards"} <= experience.extras.keys()
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from digit_reward import token_reward
+from ppo_ranks_run import TinyPPO
 from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
 import lightrl
 import lightrl.functional
-from lightrl import Experience, Outputs, RLCallback, RLModule, Sampling, Trajectory
+from lightrl import Experience, ModelCall, Outputs, RLCallback, RLModule, Sampling, Trajectory
 from lightrl.trajectory import Group
 
 HOOKS = [
@@ -226,3 +228,24 @@ def test_a_module_of_a_few_lines_learns(tmp_path: Path) -> None:
     assert sum(logged[-5:]) / 5 > sum(logged[:5]) / 5 + 0.2
     assert trainer.callback_metrics["policy/squared_ratio"] == pytest.approx(1)
     assert 0 <= trainer.callback_metrics["val/accuracy_fraction"] <= 1
+
+
+def test_updates_run_in_the_order_of_the_graph(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    class CriticFirst(TinyPPO):
+        def train_calls(self) -> list[ModelCall]:
+            policy, critic = super().train_calls()
+            return [replace(policy, after=("critic_update",)), critic]
+
+        def on_minibatch_start(self, minibatch: Experience, index: int, total: int) -> None:
+            for role in ("policy", "critic"):
+                model: Any = self.parallel_models[role]
+                model.forward_backward = partial(self.noted, role, type(model).forward_backward, model)
+
+        def noted(self, role: str, forward_backward: Any, *args: Any) -> None:
+            order.append(role)
+            forward_backward(*args)
+
+    make_trainer(tmp_path, max_steps=1).fit(CriticFirst(), datamodule=Digits())
+    assert order == ["critic", "policy"]

@@ -1,0 +1,172 @@
+"""run_calls: executes the infer calls of a DataFlowGraph, each as soon as what it needs is there.
+
+rank 0    policy's calls ...      judge (thread) ...  ─┐
+rank 1    critic's calls ...                          ─┴─► each result to all ranks when a call needs it, or at the end
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from lightrl.dataflow import DataFlowGraph, ModelCall, runs_beside
+from lightrl.errors import TrainingError
+
+LOOK_S = 1.0  # between two calls of `on_wait`
+
+_State = TypeVar("_State")
+_Found = Mapping[str, Any]
+
+
+def run_calls(
+    graph: DataFlowGraph,
+    start: _State,
+    run: Callable[[ModelCall, _State], _Found],
+    add: Callable[[_State, _Found], _State],
+    *,
+    done: Collection[str] = (),
+    runs_here: Callable[[ModelCall], bool] = lambda call: True,
+    share: Callable[[ModelCall, _Found], _Found] | None = None,
+    on_wait: Callable[[], None] = lambda: None,
+) -> _State:
+    """What `add` made of the results of all infer calls.
+
+    The trainer's calls run here, those beside them in a thread each. Who does not answer by the call's deadline is
+    named and left behind, its thread a daemon.
+
+    With several ranks each runs the calls that are its own, the trainer's in the graph's order. What they found is
+    shared as late as can be, when a call needs it or at the end, so that calls on different ranks run at the same time.
+
+    Args:
+        graph: its train calls are left out.
+        start: an Experience; `add(experience, tensors)` gives one with more keys.
+        run: gives the outputs of a call by key; called from several threads at once.
+        done: names of calls whose outputs `start` has.
+        runs_here: whether this rank is one of those that run a call.
+        share: gives every rank what the ranks that ran the call have; all ranks call it, in the same order. None for
+            one rank, which takes the trainer's calls in the order in which they become ready.
+        on_wait: called about once a second while a call beside the trainer's is awaited.
+
+    Raises:
+        TrainingError: if a call misses its deadline.
+    """
+    calls = [call for call in graph.of_kind("infer") if call.name not in done]
+    execution = _Execution(graph, calls, start, run, add, runs_here, on_wait)
+    execution.start_ready()
+    own = [call for call in calls if not runs_beside(call)]
+    if share is None:
+        while own:
+            call = execution.first_ready(own)
+            own.remove(call)
+            execution.run_own(call)
+        execution.wait_for(lambda: all(call.name in execution.found for call in calls))
+        return execution.state
+    shared = {call.name for call in graph.calls} - {call.name for call in calls}
+
+    def share_with_all(call: ModelCall) -> None:
+        if call.name in shared:
+            return
+        shared.add(call.name)
+        for name in graph.edges[call.name]:
+            share_with_all(graph[name])
+        if runs_beside(call) and runs_here(call):
+            execution.wait_for(lambda: call.name in execution.found)
+        result = share(call, execution.found.get(call.name, {}))
+        if call.name not in execution.found:
+            execution.learn(call.name, result)
+
+    for call in own:
+        for name in graph.edges[call.name]:
+            share_with_all(graph[name])
+        if runs_here(call):
+            execution.run_own(call)
+    for call in calls:
+        share_with_all(call)
+    return execution.state
+
+
+@dataclass
+class _Execution(Generic[_State]):
+    """What this rank knows so far. Threads of calls beside the trainer's add to it, and start what waited for them."""
+
+    graph: DataFlowGraph
+    calls: list[ModelCall]
+    state: _State
+    run: Callable[[ModelCall, _State], _Found]
+    add: Callable[[_State, _Found], _State]
+    runs_here: Callable[[ModelCall], bool]
+    on_wait: Callable[[], None]
+    found: dict[str, _Found] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._todo = {call.name for call in self.calls}
+        self._started: set[str] = set()
+        self._running: dict[str, tuple[ModelCall, float]] = {}  # beside, with their deadlines
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def is_ready(self, call: ModelCall) -> bool:
+        return all(name in self.found or name not in self._todo for name in self.graph.edges[call.name])
+
+    def start_ready(self) -> None:
+        with self._changed:
+            for call in self.calls:
+                if not runs_beside(call) or not self.runs_here(call) or call.name in self._started:
+                    continue
+                if self.is_ready(call):
+                    self._started.add(call.name)
+                    self._running[call.name] = call, time.monotonic() + call.timeout_s
+                    name, args = f"lightrl-call-{call.name}", (call, self.state)
+                    threading.Thread(target=self._run_beside, args=args, name=name, daemon=True).start()
+
+    def run_own(self, call: ModelCall) -> None:
+        """In the caller's thread."""
+        with self._changed:
+            self._raise_if_failed()
+            state = self.state
+        self.learn(call.name, self.run(call, state))
+
+    def learn(self, name: str, result: _Found) -> None:
+        with self._changed:
+            self.state = self.add(self.state, result)
+            self.found[name] = result
+            self._running.pop(name, None)
+            self.start_ready()
+            self._changed.notify_all()
+
+    def first_ready(self, calls: list[ModelCall]) -> ModelCall:
+        """The first of these that can run; waits until there is one."""
+        self.wait_for(lambda: any(self.is_ready(call) for call in calls))
+        return next(call for call in calls if self.is_ready(call))
+
+    def wait_for(self, is_enough: Callable[[], bool]) -> None:
+        """Raises what a call beside raised, and TrainingError at the first deadline."""
+        with self._changed:
+            self._raise_if_failed()
+            while not is_enough():
+                call, deadline = min(self._running.values(), key=lambda item: item[1])
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TrainingError(
+                        f"Model call {call.name!r} did not answer within timeout_s={call.timeout_s:g}, expected its "
+                        f"outputs {list(call.outputs)}; still running: {sorted(self._running)}. Look at what it calls, "
+                        "or raise its timeout_s."
+                    )
+                self._changed.wait(min(left, LOOK_S))
+                self._raise_if_failed()
+                self.on_wait()
+
+    def _run_beside(self, call: ModelCall, state: _State) -> None:
+        try:
+            self.learn(call.name, self.run(call, state))
+        except BaseException as error:  # noqa: BLE001 (it is raised where the results are awaited)
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
