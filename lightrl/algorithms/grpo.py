@@ -47,6 +47,10 @@ class GRPO(RLModule):
         importance_cap, importance_floor: bounds on the importance weights of the decoupled loss; None for no bound.
         importance_mode: beyond a bound a weight becomes 0 (`mask`) or the bound (`clamp`).
         importance_level: `token`; `sequence` for the geometric mean over the trajectory, `product` for the product.
+        importance_metric: what the bounds are held against: the weight (`ratio`), or the estimate `k1`, `k2` or `k3` of
+            KL(behavior ‖ proximal), in nats.
+        importance_aggregation: a trajectory is judged whole, by the `mean`, `sum` or `max` of that over its tokens.
+            None judges as importance_level says: each token, the mean, or the sum.
         kl_coef: weight of the KL divergence from the reference policy in the loss, per token.
         kl_estimator: k2, whose gradient is that of the KL on-policy, or k3, the usual one; k1 only where the KL comes
             off the reward, since as a loss its gradient is 0 in expectation.
@@ -78,6 +82,8 @@ class GRPO(RLModule):
         importance_floor: float | None = None,
         importance_mode: Literal["mask", "clamp"] = "mask",
         importance_level: Literal["token", "sequence", "product"] = "token",
+        importance_metric: Literal["ratio", "k1", "k2", "k3"] = "ratio",
+        importance_aggregation: Literal["mean", "sum", "max"] | None = None,
         kl_coef: float = 0.0,
         kl_estimator: Literal["k1", "k2", "k3"] = "k3",
         reference: str | ModelSpec | None = None,
@@ -105,6 +111,13 @@ class GRPO(RLModule):
                 "approximate_proximal=True is for the decoupled loss, expected decoupled=True with it. Set both, or "
                 "neither."
             )
+        is_bounded = decoupled and (importance_cap is not None or importance_floor is not None)
+        if not is_bounded and (importance_metric != "ratio" or importance_aggregation is not None):
+            raise ValueError(
+                f"importance_metric={importance_metric!r} and importance_aggregation={importance_aggregation!r} say "
+                "what is held against a bound, expected decoupled=True and importance_cap or importance_floor with "
+                "them. Set these, or leave those out."
+            )
         if overlong_buffer_tokens and self.workflow is not None:
             raise ValueError(
                 f"overlong_buffer_tokens={overlong_buffer_tokens} compares a trajectory with the limit of one "
@@ -128,6 +141,8 @@ class GRPO(RLModule):
         self.importance_floor = importance_floor
         self.importance_mode = importance_mode
         self.importance_level = importance_level
+        self.importance_metric = importance_metric
+        self.importance_aggregation = importance_aggregation
         self.kl_coef = kl_coef
         self.kl_estimator = kl_estimator
         self.reference_spec = None if reference is None else ModelSpec.of(reference)
@@ -199,6 +214,8 @@ class GRPO(RLModule):
                 mode=self.importance_mode,
                 level=self.importance_level,
                 floor=self.importance_floor,
+                metric=self.importance_metric,
+                aggregation=self.importance_aggregation,
             )
             loss = loss * weights
             metrics["importance_weights"] = weights

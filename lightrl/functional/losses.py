@@ -9,18 +9,25 @@ A ratio is the exponential of a difference of logprobs. The difference counts as
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from lightrl.functional.kl import kl
 from lightrl.functional.reduction import neutralize
 from lightrl.functional.shapes import check_same_shape
 
 WeightMode = Literal["mask", "clamp"]
 WeightLevel = Literal["token", "sequence", "product"]
+WeightMetric = Literal["ratio", "k1", "k2", "k3"]
+WeightAggregation = Literal["mean", "sum", "max"]
 
 _MAX_LOG_RATIO = 20.0
+
+# How the tokens of a trajectory make one number, in logs; None where each stands for itself.
+_AGGREGATION_OF: dict[str, WeightAggregation | None] = {"token": None, "sequence": "mean", "product": "sum"}
 
 
 def policy_ratio(logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
@@ -217,26 +224,33 @@ def importance_weights(
     mode: WeightMode = "mask",
     level: WeightLevel = "token",
     floor: float | None = None,
+    metric: WeightMetric = "ratio",
+    aggregation: WeightAggregation | None = None,
 ) -> Tensor:
     """Proximal ÷ behavior policy: what a token's loss is multiplied by because another policy sampled it.
 
     The factor of the decoupled loss, and of truncated (TIS, "clamp") or masked (MIS, "mask") importance sampling
-    between engine and trainer; IcePop is "mask" with a floor too.
+    between engine and trainer; IcePop is "mask" with a floor too. What a bound is held against is the weight itself, or
+    an estimate of KL(behavior ‖ proximal): with r the ratio, k1 is -log r, k2 is (log r)²/2, k3 is r - 1 - log r.
 
     Source: decoupled PPO, https://arxiv.org/abs/2110.00641, and AReaL, https://arxiv.org/abs/2505.24298; truncated
     importance sampling, https://fengyao.notion.site/off-policy-rl; masked, by trajectory,
     https://yingru.notion.site/When-Speed-Kills-Stability-Demystifying-RL-Collapse-from-the-Training-Inference-Mismatch-271211a558b7808d8b12d403fd15edda;
-    IcePop, https://arxiv.org/abs/2510.18855.
+    IcePop, https://arxiv.org/abs/2510.18855; the estimators, http://joschu.net/blog/kl-approx.html.
 
     Args:
         proximal_logprobs: [B, T] of the policy at the start of the update.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
         loss_mask: bool [B, T]; what the logprobs are elsewhere has no effect.
-        cap: the largest weight that counts; None for no bound.
+        cap: the largest weight, or estimate, that counts; None for no bound.
         mode: a weight beyond a bound becomes 0 ("mask") or the bound ("clamp").
         level: "token"; "sequence", where each token of a trajectory has the geometric mean over its loss tokens; or
             "product", where it has their product, the trajectory's exact weight.
-        floor: the smallest weight that counts; None for no bound.
+        floor: the smallest weight, or estimate, that counts; None for no bound.
+        metric: what the bounds are held against: "ratio", the weight, or the estimate "k1", "k2" or "k3", in nats;
+            with an estimate the mode is "mask".
+        aggregation: a trajectory is judged whole, by "mean", "sum" or "max" over its loss tokens (of "ratio", mean and
+            sum are those of log r). None judges what the level says: each token, the mean, or the sum.
 
     Returns:
         [B, T], detached; 1 where the mask is False.
@@ -245,24 +259,53 @@ def importance_weights(
         ValueError: if the tensors differ in shape, or a setting is none of the above.
     """
     check_same_shape(proximal_logprobs=proximal_logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
-    if cap is not None and cap <= 0:
-        raise ValueError(f"cap={cap}, expected more than 0 (2 to 5 is usual) or None. Raise it.")
-    if floor is not None and not 0 <= floor <= (cap if cap is not None else floor):
-        raise ValueError(f"floor={floor}, expected 0 to cap={cap} (0.5 is usual) or None. Mend it.")
-    for name, value, allowed in (("mode", mode, get_args(WeightMode)), ("level", level, get_args(WeightLevel))):
+    _check_bounds(cap, floor, mode, level, metric, aggregation)
+    proximal, behavior = neutralize(loss_mask, proximal_logprobs.detach(), behavior_logprobs.detach())
+    by_level = _AGGREGATION_OF[level]
+    weights = _measured("ratio", by_level, proximal, behavior, loss_mask)
+    if mode == "clamp" and (cap is not None or floor is not None):
+        weights = weights.clamp(min=floor, max=cap)
+    elif cap is not None or floor is not None:
+        judged = _measured(metric, aggregation or by_level, proximal, behavior, loss_mask)
+        weights = torch.where(judged.clamp(min=floor, max=cap) == judged, weights, 0.0)
+    return torch.where(loss_mask, weights, 1.0)
+
+
+def _check_bounds(
+    cap: float | None, floor: float | None, mode: str, level: str, metric: str, aggregation: str | None
+) -> None:
+    for name, value, allowed in (
+        ("mode", mode, get_args(WeightMode)),
+        ("level", level, get_args(WeightLevel)),
+        ("metric", metric, get_args(WeightMetric)),
+        ("aggregation", aggregation or "mean", get_args(WeightAggregation)),
+    ):
         if value not in allowed:
             raise ValueError(f"{name}={value!r}, expected one of {', '.join(allowed)}. Mend it.")
-    proximal, behavior = neutralize(loss_mask, proximal_logprobs.detach(), behavior_logprobs.detach())
-    log_weights = proximal - behavior
-    if level == "sequence":
-        log_weights = _mean_over_loss_tokens(log_weights, loss_mask).expand_as(log_weights)
-    elif level == "product":
-        log_weights = log_weights.sum(dim=1, keepdim=True).expand_as(log_weights)
-    weights = _bounded_exp(log_weights)
-    if cap is not None or floor is not None:
-        bounded = weights.clamp(min=floor, max=cap)
-        weights = bounded if mode == "clamp" else torch.where(bounded == weights, weights, 0.0)
-    return torch.where(loss_mask, weights, 1.0)
+    if cap is not None and cap <= 0 and metric != "k1":  # k1 may be negative
+        raise ValueError(f"cap={cap}, expected more than 0 (2 to 5 is usual) or None. Raise it.")
+    lowest = -math.inf if metric == "k1" else 0
+    if floor is not None and not lowest <= floor <= (cap if cap is not None else floor):
+        raise ValueError(f"floor={floor}, expected {lowest} to cap={cap} (0.5 is usual) or None. Mend it.")
+    if mode == "clamp" and (metric != "ratio" or aggregation is not None):
+        raise ValueError(
+            f"mode='clamp' got metric={metric!r} and aggregation={aggregation!r}, expected ratio and None: only the "
+            "weight itself can become its bound. Use mode='mask', or leave them out."
+        )
+
+
+def _measured(
+    metric: WeightMetric, aggregation: WeightAggregation | None, proximal: Tensor, behavior: Tensor, loss_mask: Tensor
+) -> Tensor:
+    """[B, T] of each token, or of its trajectory; the logprobs are 0 where masked."""
+    values = proximal - behavior if metric == "ratio" else kl(behavior, proximal, estimator=metric)
+    if aggregation == "mean":
+        values = _mean_over_loss_tokens(values, loss_mask).expand_as(values)
+    elif aggregation == "sum":
+        values = values.sum(dim=1, keepdim=True).expand_as(values)
+    elif aggregation == "max":
+        values = torch.where(loss_mask, values, -torch.inf).amax(dim=1, keepdim=True).expand_as(values)
+    return _bounded_exp(values) if metric == "ratio" else values
 
 
 def _bounded_exp(log_ratio: Tensor) -> Tensor:

@@ -66,6 +66,17 @@ def test_the_decoupled_loss_is_centered_on_the_proximal_policy_and_weighted() ->
     assert float(make_loss(module, minibatch)) == pytest.approx(total / minibatch.num_loss_tokens, rel=1e-4)
 
 
+def test_a_bound_on_an_estimate_of_the_kl_drops_whole_trajectories() -> None:
+    settings: dict[str, Any] = {"decoupled": True, "importance_metric": "k2", "importance_aggregation": "mean"}
+    module, minibatch = make_module(**settings, importance_cap=0.005), random_experience()
+    mask = minibatch.loss_mask
+    squares = torch.where(mask, minibatch.proximal_logprobs - minibatch.behavior_logprobs, 0.0).square() / 2
+    is_dropped = squares.sum(1) / mask.sum(1) > 0.005
+    assert 0 < int(is_dropped.sum()) < len(minibatch)
+    expected = float(mask[is_dropped].sum() / mask.sum())
+    assert minibatch_gradient(module, minibatch)[1]["importance_dropped_fraction"] == pytest.approx(expected)
+
+
 def test_the_only_update_of_an_iteration_takes_its_own_logprobs_as_proximal() -> None:
     module, minibatch = make_module(decoupled=True, num_minibatches=1), random_experience()
     assert module.makes_one_update
@@ -148,6 +159,8 @@ def test_the_overlong_penalty_comes_before_the_group_statistics() -> None:
             {"kl_coef": 0.1, "kl_estimator": "k1", "reference": tiny_spec()},
             r"'k1' in the loss does nothing, .* expected k2 .* or k3",
         ),
+        ({"decoupled": True, "importance_metric": "k2"}, "importance_metric='k2' .* expected decoupled=True and"),
+        ({"importance_cap": 2.0, "importance_aggregation": "max"}, "importance_aggregation='max' say what is held"),
         ({"group_size": 1}, "group_size=1 leaves nothing to compare"),
         ({"group_size": 1, "advantage_mean": None}, "group_size=1 leaves nothing to compare"),
         ({"loss_reduction": "mean"}, "loss_reduction='mean', expected token, sequence or fixed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -240,6 +241,66 @@ def test_importance_weights_worked_by_hand(settings: dict[str, object], expected
     assert not weights.requires_grad
 
 
+# log r = -log 2, log 2, 3·log 2 for the ratios 1/2, 2 and 8; KL(behavior ‖ proximal) by its estimators, in nats:
+# k1 = -log r:         0.6931, -0.6931, -2.0794; mean -0.6931, sum -2.0794, max 0.6931
+# k2 = (log r)²/2:     0.2402,  0.2402,  2.1620; mean  0.8808, sum  2.6425, max 2.1620
+# k3 = r - 1 - log r:  0.1931,  0.3069,  4.9206; mean  1.8069, sum  5.4206, max 4.9206
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"metric": "k1", "cap": 0.693}, [0.0, 2.0, 8.0]),
+        ({"metric": "k1", "floor": -0.694, "cap": 0.694}, [0.5, 2.0, 0.0]),
+        ({"metric": "k2", "cap": 0.241}, [0.5, 2.0, 0.0]),
+        ({"metric": "k2", "floor": 0.241}, [0.0, 0.0, 8.0]),
+        ({"metric": "k3", "cap": 0.3}, [0.5, 0.0, 0.0]),
+        ({"metric": "k3", "cap": 0.31}, [0.5, 2.0, 0.0]),
+        ({"metric": "k1", "floor": -0.694, "level": "sequence"}, [2.0, 2.0, 2.0]),
+        ({"metric": "k1", "floor": -0.693, "level": "sequence"}, [0.0, 0.0, 0.0]),
+        ({"metric": "k1", "floor": -2.08, "level": "product"}, [8.0, 8.0, 8.0]),
+        ({"metric": "k1", "floor": -2.07, "level": "product"}, [0.0, 0.0, 0.0]),
+        ({"metric": "k1", "cap": 0.694, "aggregation": "max"}, [0.5, 2.0, 8.0]),
+        ({"metric": "k1", "cap": 0.693, "aggregation": "max"}, [0.0, 0.0, 0.0]),
+        ({"metric": "k2", "cap": 0.881, "level": "sequence"}, [2.0, 2.0, 2.0]),
+        ({"metric": "k2", "cap": 0.880, "level": "sequence"}, [0.0, 0.0, 0.0]),
+        ({"metric": "k2", "cap": 2.643, "level": "sequence", "aggregation": "sum"}, [2.0, 2.0, 2.0]),
+        ({"metric": "k2", "cap": 2.642, "level": "sequence", "aggregation": "sum"}, [0.0, 0.0, 0.0]),
+        ({"metric": "k3", "cap": 1.807, "aggregation": "mean"}, [0.5, 2.0, 8.0]),
+        ({"metric": "k3", "cap": 1.806, "aggregation": "mean"}, [0.0, 0.0, 0.0]),
+        ({"metric": "k3", "cap": 4.921, "level": "product", "aggregation": "max"}, [8.0, 8.0, 8.0]),
+        ({"metric": "k3", "cap": 4.920, "level": "product", "aggregation": "max"}, [0.0, 0.0, 0.0]),
+        ({"cap": 2.001, "aggregation": "mean"}, [0.5, 2.0, 8.0]),
+        ({"cap": 1.999, "aggregation": "mean"}, [0.0, 0.0, 0.0]),
+        ({"cap": 7.999, "aggregation": "sum"}, [0.0, 0.0, 0.0]),
+        ({"cap": 8.001, "level": "sequence", "aggregation": "max"}, [2.0, 2.0, 2.0]),
+        ({"cap": 7.999, "level": "sequence", "aggregation": "max"}, [0.0, 0.0, 0.0]),
+    ],
+    ids=str,
+)
+def test_what_a_bound_is_held_against_worked_by_hand(settings: dict[str, object], expected: list[float]) -> None:
+    proximal, behavior = of_ratio(1000.0, 0.5, 2.0, 8.0)
+    mask = torch.tensor([[False, True, True, True]])
+    weights = importance_weights(proximal, behavior, mask, **settings)
+    torch.testing.assert_close(weights, torch.tensor([[1.0, *expected]]))
+
+
+@pytest.mark.parametrize("metric", ["ratio", "k1", "k2", "k3"])
+@pytest.mark.parametrize("aggregation", [None, "mean", "sum", "max"])
+def test_a_trajectory_is_judged_without_its_masked_tokens_and_without_the_others(
+    metric: str, aggregation: str | None
+) -> None:
+    proximal, behavior = of_ratio(0.5, 2.0, 8.0)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    settings: dict[str, object] = {"metric": metric, "aggregation": aggregation, "cap": 2.1}
+    alone = importance_weights(proximal, behavior, mask, **settings)
+    others = torch.tensor([[-9.0, -9.0, -9.0]])
+    pad = functools.partial(torch.nn.functional.pad, pad=(1, 1))
+    padded = [pad(torch.cat([part, others]), value=math.nan) for part in (proximal, behavior)]
+    padded_mask = pad(torch.cat([mask, ~mask]))
+    found = importance_weights(*padded, padded_mask, **settings)
+    torch.testing.assert_close(found[0, 1:4], alone[0])
+    assert found[~padded_mask].eq(1).all()
+
+
 def test_importance_weights_of_one_policy_are_one() -> None:
     logprobs = torch.tensor([[-1.0, -3.0]])
     for level in ("token", "sequence", "product"):
@@ -293,6 +354,12 @@ def test_clip_settings_out_of_range_are_refused(settings: dict[str, float], mess
         ({"mode": "drop"}, "mode='drop'"),
         ({"level": "group"}, "level='group'"),
         ({"floor": 3.0, "cap": 2.0}, "floor=3.0, expected 0 to cap=2.0"),
+        ({"metric": "k4"}, "metric='k4', expected one of ratio, k1, k2, k3"),
+        ({"aggregation": "median"}, "aggregation='median', expected one of mean, sum, max"),
+        ({"metric": "k2", "cap": -1.0}, r"cap=-1\.0"),
+        ({"metric": "k1", "cap": -1.0, "floor": 0.0}, r"floor=0\.0, expected -inf to cap=-1\.0"),
+        ({"metric": "k2", "cap": 1.0, "mode": "clamp"}, "mode='clamp' got metric='k2'"),
+        ({"aggregation": "max", "cap": 2.0, "mode": "clamp"}, "aggregation='max', expected ratio and None"),
     ],
     ids=str,
 )
