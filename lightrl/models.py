@@ -56,6 +56,10 @@ class ParallelModel(Protocol):
         """All parameters with their Hugging Face names, in buckets of about `bucket_bytes`; collective."""
         ...
 
+    def move_to(self, device: torch.device) -> None:
+        """This process's part of a model that is not trained, to where it waits or works."""
+        ...
+
 
 @dataclass(frozen=True)
 class RoleMesh:
@@ -306,6 +310,20 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
     """The layer that makes one number of a position's hidden state; None for a language model."""
     head = getattr(model, "score", None)
     return head if isinstance(head, torch.nn.Linear) and head.out_features == 1 else None
+
+
+def is_silent(model: PreTrainedModel) -> bool:
+    """Whether the scalar head says 0 whatever it sees, as a fresh one does; False of a model without its weights."""
+    head = scalar_head(model)
+    return head is not None and not any(value.is_meta or bool(value.any()) for value in head.parameters())
+
+
+def untrained_reward_model(spec: ModelSpec) -> ValueError:
+    """The error about a reward model that judges nothing."""
+    return ValueError(
+        f"reward_model={spec.path or spec.config or spec.url!r} is a language model without a trained head, expected a "
+        "reward model. Train one with RewardModel first, and give its export."
+    )
 
 
 def _looks_local(path: str) -> bool:

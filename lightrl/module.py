@@ -20,7 +20,7 @@ from lightrl.dataflow import ADVANTAGES, ROLLOUT_CALLS, DataFlowGraph, ModelCall
 from lightrl.experience import ROLLOUT_FIELDS, Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.model_folder import fill_in, keep_trained
-from lightrl.models import ModelSpec, Outputs, ParallelModel
+from lightrl.models import ModelSpec, Outputs, ParallelModel, is_silent, untrained_reward_model
 from lightrl.pictures import Pictures
 from lightrl.rewards import RewardPart
 from lightrl.rollout.sglang.scoring import ServedRewards, ServedScores
@@ -444,11 +444,8 @@ class RLModule(L.LightningModule):
                     f"Role {role!r} is trained and has offload=True, expected false: the update needs it. Set it for "
                     "roles that are not trained."
                 )
-            if role == "reward_model" and not any(bool(value.any()) for value in model.score.parameters()):
-                raise ValueError(
-                    f"reward_model={spec.path or spec.config!r} is a language model without a trained head, expected a "
-                    "reward model. Train one with RewardModel first, and give its export."
-                )
+            if role == "reward_model" and is_silent(model):
+                raise untrained_reward_model(spec)
             setattr(self, role, model)
             if role == "policy":
                 self._check_vocabulary(model)

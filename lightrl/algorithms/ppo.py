@@ -25,6 +25,7 @@ from lightrl.functional import (
 )
 from lightrl.model_folder import ModelDescription
 from lightrl.models import ModelSpec, Outputs
+from lightrl.strategies import local
 
 
 class PPO(GRPO):
@@ -273,8 +274,9 @@ class PPO(GRPO):
         """Moves the reference towards the policy."""
         models: Any = self
         if self.reference_decay is not None:
+            # Split alike, so that each process moves its part, wherever that waits.
             for kept, new in zip(models.reference.parameters(), models.policy.parameters(), strict=True):
-                kept.lerp_(new.to(kept), 1 - self.reference_decay)
+                local(kept).lerp_(local(new).to(local(kept)), 1 - self.reference_decay)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

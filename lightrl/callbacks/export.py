@@ -11,7 +11,7 @@ from lightrl.lora import has_adapters
 from lightrl.model_folder import HEAD_STAYS_BEHIND, ModelDescription, check_model_folder, replaced_folder, save_model
 from lightrl.models import ModelSpec, ParallelModel
 from lightrl.pictures import save_processor
-from lightrl.strategies import LogprobSettings, parallel_model, ranks_of, whole
+from lightrl.strategies import LogprobSettings, Ranks, parallel_model, ranks_of, whole
 
 if TYPE_CHECKING:
     import lightning as L
@@ -103,8 +103,7 @@ class HuggingFaceExport(RLCallback):
         holders = ranks_of(trainer.strategy).of_role(body)
         model: PreTrainedModel = getattr(module, body)
         tensors = self._gathered(trainer, module, body)
-        has_head = self._is_head(module) and holders.is_here
-        head = whole(module.value_head.weight).detach().cpu() if has_head else None
+        head = self._whole_head(module, holders) if self._is_head(module) and holders.is_here else None
         if not holders.is_main:
             return
         tokenizer = cast("_Module", module).tokenizer
@@ -144,6 +143,12 @@ class HuggingFaceExport(RLCallback):
             if keeps:
                 found.update({name: tensor.cpu().clone() for name, tensor in bucket.tensors.items()})
         return found
+
+    def _whole_head(self, module: Any, holders: Ranks) -> Tensor:
+        """A critic's on the policy's body, on each rank of that; collective over them."""
+        weight = module.value_head.weight  # of a pipeline the last rank has it, the first may have none
+        found = {} if weight is None else {"head": whole(weight)}
+        return holders.broadcast_tensors(found, source=holders.size - 1)["head"].cpu()
 
     def _role_of(self, module: L.LightningModule) -> str:
         return self.role or str(getattr(module, "trained_role", "policy"))

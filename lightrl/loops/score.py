@@ -15,7 +15,8 @@ from lightrl.experience import ROLLOUT_FIELDS, Experience
 from lightrl.functional import on_last_loss_token
 from lightrl.loops.run_calls import run_calls
 from lightrl.lora import adapters_off
-from lightrl.strategies import Ranks
+from lightrl.models import untrained_reward_model
+from lightrl.strategies import Ranks, mark_as_on_all_ranks
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -150,10 +151,17 @@ def _role(call: ModelCall) -> str:
 
 
 def _advantages(module: RLModule, experience: Experience) -> dict[str, Tensor]:
-    """What the module's `advantages` gives, [B, T], of rewards to which the reward model's numbers are added."""
+    """What the module's `advantages` gives, [B, T], of rewards to which the reward model's numbers are added.
+
+    Raises:
+        ValueError: if those are all 0; where models are born without memory nobody has looked at its head before.
+    """
     changes: dict[str, Tensor] = {}
     if "reward_model_scores" in experience.extras:
-        given = module.reward_model_coef * experience["reward_model_scores"]
+        scores = experience["reward_model_scores"]
+        if not scores.any():
+            raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"]))
+        given = module.reward_model_coef * scores
         changes["rewards"] = experience.rewards + given
         if experience.token_rewards is not None:
             changes["token_rewards"] = experience.token_rewards + on_last_loss_token(given, experience.loss_mask)
@@ -169,12 +177,12 @@ def _on_device(module: RLModule, role: str) -> Iterator[None]:
     if not module.models()[role].offload:
         yield
         return
-    model = getattr(module, role)
-    model.to(module.device)
+    model = module.parallel_models[role]
+    model.move_to(module.device)
     try:
         yield
     finally:
-        model.to("cpu")
+        model.move_to(torch.device("cpu"))
 
 
 def _with_an_end(experience: Experience, has_end: Tensor) -> Experience:

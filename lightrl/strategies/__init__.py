@@ -42,6 +42,7 @@ from lightrl.strategies.probes import head_is_plain
 from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
 from lightrl.strategies.role_mesh import check_meshes
 from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.strategies.tensor_parallel import local
 
 if TYPE_CHECKING:
     import lightning as L
@@ -64,6 +65,7 @@ __all__ = [
     "head_is_plain",
     "load_model",
     "load_optimizers",
+    "local",
     "named_strategy",
     "parallel_model",
     "ranks_of",

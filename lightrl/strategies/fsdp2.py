@@ -59,6 +59,7 @@ from lightrl.strategies.checkpoint import (
 )
 from lightrl.strategies.checkpoint_fit import check_weights
 from lightrl.strategies.empty_model import empty_models, fill_model, spec_of
+from lightrl.strategies.inside import reshard
 from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors, watch_all
 from lightrl.strategies.role_mesh import (
     CONTROL_TIMEOUT,
@@ -323,6 +324,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             ranks=ranks,
             value_head=value_head,
             reduce_every_microbatch=self.reduce_every_microbatch,
+            is_offloaded=self._offloads,
         )
 
     # ------------------------------------------------------------------ checkpoints
@@ -421,6 +423,7 @@ class FSDP2Model(SingleModel):
         ranks: the others, which call with as many microbatches.
         value_head: a critic's, sharded too.
         reduce_every_microbatch: instead of after the last one.
+        is_offloaded: the strategy keeps all shards in CPU memory, where they stay.
     """
 
     def __init__(
@@ -431,9 +434,11 @@ class FSDP2Model(SingleModel):
         ranks: Ranks,
         value_head: torch.nn.Linear | None = None,
         reduce_every_microbatch: bool = False,
+        is_offloaded: bool = False,
     ) -> None:
         self.ranks = ranks
         self.reduce_every_microbatch = reduce_every_microbatch
+        self.is_offloaded = is_offloaded
         self._root: Any = model
         self._num_calls = 0  # of the microbatch in hand
         if not hasattr(model, "run_inside"):
@@ -442,7 +447,7 @@ class FSDP2Model(SingleModel):
         with torch.no_grad():
             self._root.run_inside(functools.partial(super().__init__, model, settings, value_head=value_head))
             device_type = self._root.run_inside(lambda: model.device.type)  # where it computes, not where shards wait
-        self._root.reshard()
+        reshard(self._root)
         self.can_share_prefixes = False  # the number of its calls depends on the rows
         self.form = "packed" if self.can_pack and device_type != "cpu" else "rectangles"
 
@@ -453,9 +458,9 @@ class FSDP2Model(SingleModel):
             self._num_calls = calls
             found.append(self._outputs(microbatch))
             self.ranks.step()
-        for module in (self._root, self.value_head):
-            if isinstance(module, FSDPModule):
-                module.reshard()  # after a forward alone the root stays gathered
+        reshard(self._root)
+        if self.value_head is not None:
+            reshard(self.value_head)
         return found
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
@@ -476,6 +481,10 @@ class FSDP2Model(SingleModel):
         for _ in self._full():
             pass
         yield Bucket({}, is_last=True)
+
+    def move_to(self, device: torch.device) -> None:
+        if not self.is_offloaded:
+            super().move_to(device)
 
     @torch.no_grad()
     def _full(self) -> Iterator[tuple[str, Tensor]]:

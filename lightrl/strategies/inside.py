@@ -1,4 +1,4 @@
-"""run_inside: code that reads a model's parameters by itself, where they may be sharded."""
+"""run_inside: code that reads a model's parameters by itself, where they may be sharded; reshard: frees whole ones."""
 
 from __future__ import annotations
 
@@ -28,8 +28,15 @@ def run_inside(model: PreTrainedModel, function: Callable[..., Any], *args: Any)
         register_fsdp_forward_method(root, "run_inside")
     found = root.run_inside(function, *args)
     if not torch.is_grad_enabled():
-        root.reshard()  # after a forward alone the root stays gathered
+        reshard(root)
     return found
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """After forwards without a backward, which leave parameters whole: each rank keeps its shards alone."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _call(model: Any, function: Callable[..., Any], *args: Any) -> Any:

@@ -114,11 +114,6 @@ class Parallel3DStrategy(FSDP2Strategy):
                     f"The {role} has lora={spec.lora}, expected none with Parallel3DStrategy, whose plans split plain "
                     "layers. Use FSDP2Strategy, which trains adapters, or leave lora out."
                 )
-            if spec.offload:
-                raise ValueError(
-                    f"The {role} has offload=True, which Parallel3DStrategy cannot move once it is split, expected "
-                    "false. Leave it out, or use FSDP2Strategy."
-                )
             pp, tp = (self.pp, self.tp) if spec.mesh is None else (spec.mesh.pp, spec.mesh.tp)
             check_sizes(spec.load_config(), pp, tp, *self._schedule_at(pp))
 
@@ -154,14 +149,19 @@ class Parallel3DStrategy(FSDP2Strategy):
         vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_by_norm
         ModelParallelStrategy.setup(self, trainer)
 
+    @property
+    def _value_head(self) -> torch.nn.Linear | None:
+        """A critic's on the policy's body, with which it is split."""
+        return getattr(self.lightning_module, "value_head", None)
+
     def _is_split(self, model: torch.nn.Module) -> bool:
-        return model in self._splits
+        return model in self._splits or model is self._value_head
 
     def _check_part(self, name: str, model: torch.nn.Module) -> None:
         if not hasattr(model, "base_model"):
             raise ValueError(
-                f"The module has parameters of its own in {name!r}, expected whole models only, which are split; a "
-                "critic on the policy's body is such a part. Give the critic a model of its own, or use FSDP2Strategy."
+                f"The module has parameters of its own in {name!r}, expected whole models only, which are split, and "
+                "the policy's value_head. Make that part a role, or use FSDP2Strategy."
             )
 
     def _make_place(self, mesh: RoleMesh) -> Place:
@@ -173,7 +173,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         return place
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
-        """Splits a model in place; collective over the ranks of its place, all if None."""
+        """Splits a model, the policy with a head on its body, in place; collective over its place's ranks, or all."""
         any_model: Any = model
         mesh = self.device_mesh if place is None else place.mesh
         schedule, stages_per_rank = self._schedule_at(mesh["pp"].size())
@@ -185,6 +185,7 @@ class Parallel3DStrategy(FSDP2Strategy):
             stages_per_rank=stages_per_rank,
             device=self.root_device,
             checkpoint_activations=self.activation_checkpointing,
+            value_head=self._value_head if model is getattr(self.lightning_module, "policy", None) else None,
         )
         self._splits[model] = split
         assert isinstance(self.ranks, ProcessRanks)
@@ -203,8 +204,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         role: str = "policy",
         value_head: torch.nn.Linear | None = None,
     ) -> ParallelModel:
-        """The ParallelModel of a role's model that `setup` has split."""
-        assert value_head is None, "setup refuses it"
+        """The ParallelModel of a role's model that `setup` has split, with the head that it has put on its body."""
         if not self.ranks.of_role(role).is_here:
             return OtherRanksModel()
         return Parallel3DModel(self._splits[model], settings)
@@ -289,6 +289,10 @@ class Parallel3DModel:
     def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
         """All parameters on every rank, one of them whole at a time and a bucket held."""
         return bucketed(self.split.whole_parameters(), bucket_bytes)
+
+    def move_to(self, device: torch.device) -> None:
+        for stage in self.split.stages.values():  # not the model: what FSDP holds of it, it holds by stage
+            stage.to(device)
 
     def _feeds(self, microbatches: Sequence[Experience]) -> list[Feed]:
         size = self.split.mesh["tp"].size()

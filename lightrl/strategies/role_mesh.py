@@ -108,3 +108,6 @@ class OtherRanksModel:
     def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
         """Nothing, in one bucket."""
         yield Bucket({}, is_last=True)
+
+    def move_to(self, device: torch.device) -> None:
+        raise AssertionError("This rank does not hold the model.")

@@ -110,6 +110,9 @@ class SingleModel:
     def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
         return bucketed(merged_parameters(self.model), bucket_bytes)
 
+    def move_to(self, device: torch.device) -> None:
+        self.model.to(device)
+
     def _outputs(self, experience: Experience) -> Outputs:
         shape = experience.token_ids.shape
         if not self.head_is_plain:

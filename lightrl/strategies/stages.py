@@ -26,6 +26,7 @@ from lightrl.experience import Experience
 from lightrl.functional import hidden_logprobs, pack, predicted_token_ids, predicting_positions
 from lightrl.models import ModelSpec, scalar_head
 from lightrl.strategies.empty_model import forget_spec, parameter_reader, spec_of
+from lightrl.strategies.inside import reshard
 from lightrl.strategies.pipeline import Pipeline
 from lightrl.strategies.single import LogprobSettings, stops_are_masked
 from lightrl.strategies.tensor_parallel import embed, local, split_parameters, vocab_parallel_logprobs, whole_sequence
@@ -91,9 +92,19 @@ class Stage(nn.Module):
         is_last: gives [N, 3] instead of hidden states: logprob, entropy and value of each predicted token, 0 for what
             the model has no head for.
         tp: mesh of the tp axis.
+        value_head: a critic's, on the body of this policy; a critic of its own has its head, `score`, in the model.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: range, *, is_first: bool, is_last: bool, tp: DeviceMesh) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: range,
+        *,
+        is_first: bool,
+        is_last: bool,
+        tp: DeviceMesh,
+        value_head: nn.Linear | None = None,
+    ) -> None:
         super().__init__()
         body: Any = model.base_model
         self.is_first, self.is_last, self.tp = is_first, is_last, tp
@@ -107,7 +118,8 @@ class Stage(nn.Module):
         self.embedding = body.embed_tokens if is_first else None
         self.norm = body.norm if is_last else None
         self.head = model.get_output_embeddings() if is_last else None
-        self.value_head = scalar_head(model) if is_last else None
+        own_head = scalar_head(model)
+        self.value_head = (value_head if own_head is None else own_head) if is_last else None
 
     def forward(self, given: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
         """Hidden states [R, W / tp, H] from those of the stage before (None for the first), or [N, 3] at the end."""
@@ -197,7 +209,7 @@ class SplitModel:
     pipeline: Pipeline
     stages: dict[int, Stage]
     parameters: list[tuple[str, torch.Size, torch.dtype, int]]  # of the whole model: name, shape, dtype, stage
-    has_values: bool  # whether the model has a scalar head
+    has_values: bool  # whether the model has a scalar head, or bears one
     tied: Tensor | None  # this rank's copy of an embedding that is the output head of another rank too, or the reverse
     tied_group: dist.ProcessGroup | None
 
@@ -212,13 +224,11 @@ class SplitModel:
     def reshard(self) -> None:
         """After forwards without a backward, which leave the parameters whole."""
         for stage in self.stages.values():
-            for module in stage.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            reshard(stage)
 
     def finish_gradients(self) -> None:
         """After the last backward: what tp ranks hold as summands is summed, and so are the two ends of a tie."""
-        for parameter in self.model.parameters():
+        for parameter in self.own_parameters():
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
@@ -226,6 +236,10 @@ class SplitModel:
             if self.tied.grad is None:
                 self.tied.grad = torch.zeros_like(self.tied)
             dist.all_reduce(local(self.tied.grad), group=self.tied_group)
+
+    def own_parameters(self) -> Iterator[Tensor]:
+        """This rank's part of the model, and of a head on its body."""
+        return (parameter for stage in self.stages.values() for parameter in stage.parameters())
 
     @property
     def copy(self) -> Tensor | None:
@@ -258,6 +272,7 @@ def split_model(
     stages_per_rank: int = 1,
     device: torch.device | None = None,
     checkpoint_activations: bool = False,
+    value_head: nn.Linear | None = None,
 ) -> SplitModel:
     """Cuts a whole model, the same on all ranks, to this rank's part of it, in place; collective.
 
@@ -269,6 +284,7 @@ def split_model(
         stages_per_rank: 1, or more with `Interleaved1F1B`.
         device: where the part goes; the CPU if None.
         checkpoint_activations: keep each layer's input only and compute the layer again in the backward pass.
+        value_head: a critic's, on the body of this model; only the last stage's ranks keep its parameters.
 
     Raises:
         ValueError: if the sizes do not fit, before anything is changed.
@@ -285,8 +301,7 @@ def split_model(
     body: Any = model.base_model
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is body.embed_tokens.weight
-
-    has_values = scalar_head(model) is not None
+    has_values = value_head is not None or scalar_head(model) is not None
     kept = {str(index) for stage in held for index in ranges[stage]}
     for name in [name for name in body.layers._modules if name not in kept]:
         del body.layers._modules[name]
@@ -297,6 +312,10 @@ def split_model(
         for name in ("lm_head", "score"):
             if getattr(model, name, None) is not None:
                 setattr(model, name, None)
+    if value_head is not None:
+        value_head.to(device=device)
+        for name in list(value_head._parameters) if last not in held else ():
+            value_head.register_parameter(name, None)
     spec = spec_of(model)
     if spec is None:
         model.to(device=device)
@@ -304,13 +323,20 @@ def split_model(
         _load_held(model, spec, device, is_tied=is_tied)
 
     if tp.size() > 1:
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         split_parameters(body, model.get_output_embeddings() if last in held else None, family_of(model.config), tp)
-        if last in held and scalar_head(model) is not None:
-            parallelize_module(model, tp, {"score": SequenceParallel(use_local_output=True)})
+        for scalar in (scalar_head(model), value_head) if last in held else ():
+            if scalar is not None:
+                parallelize_module(scalar, tp, SequenceParallel(use_local_output=True))
+        for name, parameter in model.named_parameters():  # SequenceParallel makes a trained one of any
+            parameter.requires_grad_(name not in frozen)
     if checkpoint_activations:
         for layer in body.layers.children():
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    stages = {stage: Stage(model, ranges[stage], is_first=stage == 0, is_last=stage == last, tp=tp) for stage in held}
+    stages = {
+        stage: Stage(model, ranges[stage], is_first=stage == 0, is_last=stage == last, tp=tp, value_head=value_head)
+        for stage in held
+    }
     if dp.size() > 1:
         # With several stages each microbatch would gather the parameters again: they stay whole within an update.
         for module in stages.values():

@@ -28,8 +28,8 @@ CASES: list[list[Any]] = [
     [2, 1, 1, "1F1B", "critic"],
     [1, 1, 2, "1F1B", "critic"],
     [2, 1, 1, "1F1B", "llama", "checkpointed"],
-    [2, 2, 1, "1F1B", "llama"],
-    [1, 2, 2, "1F1B", "llama"],
+    [2, 2, 1, "1F1B", "llama", "moved"],
+    [1, 2, 2, "1F1B", "llama", "moved"],
     [2, 1, 2, "1F1B", "llama"],
     [2, 2, 1, "Interleaved1F1B", "qwen3"],
     [1, 2, 2, "1F1B", "qwen3", "checkpointed"],
@@ -58,6 +58,10 @@ def test_a_split_model_trains_as_in_one_process(found: list[dict[str, Any]]) -> 
     for case in found:
         differences = {name: case[name] for name in ("outputs", "loss", "norm", "weights")}
         assert max(differences.values()) < 1e-5, case
+
+
+def test_a_split_model_leaves_no_tensor_behind_when_it_moves(found: list[dict[str, Any]]) -> None:
+    assert [case["left"] for case in found] == [0] * len(CASES)
 
 
 def strategy(devices: int, **settings: Any) -> Parallel3DStrategy:

@@ -19,6 +19,7 @@ from lightrl.loops.score import score
 from lightrl.models import ModelSpec, scalar_head
 from lightrl.module import RLModule
 from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.strategies.empty_model import empty_models
 from lightrl.strategies.single import Form
 
 FORMS: list[Form] = ["rectangles", "shared_prefix", "packed"]
@@ -148,5 +149,11 @@ def test_a_reward_models_number_is_added_to_the_reward(tmp_path: Path) -> None:
 
 
 def test_a_language_model_is_no_reward_model() -> None:
+    module = GRPO(tiny_spec(), reward_model=tiny_spec(seed=1), group_size=3)
     with pytest.raises(ValueError, match="a language model without a trained head, expected a reward model"):
-        GRPO(tiny_spec(), reward_model=tiny_spec(seed=1), group_size=3).configure_model()
+        module.configure_model()
+    with empty_models():  # whose weights nobody has seen yet
+        module.configure_model()
+    module.parallel_models = {"reward_model": SingleModel(critic_spec().load_model(), LogprobSettings())}
+    with pytest.raises(ValueError, match="a language model without a trained head, expected a reward model"):
+        score(module, random_experience(is_scored=False))

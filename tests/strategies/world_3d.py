@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
+from second_device import second_device
 from tiny import FAMILIES, random_experience, tiny_model, tiny_spec
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -99,6 +100,9 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
             for name in ("logprobs", "entropy", "values"):
                 if getattr(other, name) is not None and bool(getattr(other, name).any()):
                     found["outputs"] = max(found["outputs"], difference(getattr(one, name), getattr(other, name)))
+        if form == "moved":
+            with second_device():
+                spread.move_to(torch.device("cpu"))
         for optimizer in optimizers:
             optimizer.zero_grad()
         losses: list[Tensor] = []
@@ -134,6 +138,8 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     assert list(whole) == list(expected)
     largest = max(float(value.detach().abs().max()) for value in expected.values())
     found["weights"] = max(float((whole[name] - expected[name]).abs().max()) / largest for name in expected)
+    spread.move_to(torch.device("meta"))
+    found["left"] = float(sum(not local(value).is_meta for value in [*split_one.parameters(), *split_one.buffers()]))
     numbers = torch.tensor(list(found.values()))
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     names = ["pp", "dp", "tp", "schedule", "family", "form"]

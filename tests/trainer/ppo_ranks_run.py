@@ -1,51 +1,115 @@
-"""What test_ppo_ranks.py runs, in one process and in two: short PPO runs whose models and numbers it compares.
+"""What test_ppo_ranks.py runs, in one process and on several ranks: short PPO runs whose numbers it compares.
 
-In two processes it is started once, Lightning starts the second process from the same command.
+    python tests/trainer/ppo_ranks_run.py FOLDER
+
+Each process leaves `FOLDER/<number of ranks>/rank-<rank>.pt`: a dict of what `play` gives, by case, or, in one process,
+by the settings that cases share.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from digit_reward import token_reward
-from rank_scripts import leave
-from tiny_run import POLICY, Digits, make_trainer
+from rank_scripts import fork_runs, leave
+from second_device import second_device
+from tiny_run import CONFIG, POLICY, Digits, make_trainer
 from torch import Tensor
 
-from lightrl import PPO, Experience, FSDP2Strategy, ModelCall, ModelSpec, Outputs, Sampling, Trajectory
-from lightrl.strategies import whole
+from lightrl import (
+    PPO,
+    Experience,
+    FSDP2Strategy,
+    ModelCall,
+    ModelSpec,
+    Outputs,
+    Parallel3DStrategy,
+    Sampling,
+    Trajectory,
+)
+from lightrl.models import scalar_head
+from lightrl.strategies import ranks_of, whole
 
-# Name → settings of the module, and of FSDP2Strategy.
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a critic of its own, a moving reference": (
-        {
-            "num_minibatches": 2,
-            "update_epochs": 2,
-            "value_normalization": "running",
-            "kl_coef": 0.1,
-            "kl_target_nats": 0.01,
-            "reference": POLICY,
-            "reference_decay": 0.5,
-        },
-        {},
-    ),
-    "a critic on the policy's body": ({"critic": "shared", "num_minibatches": 2}, {"reshard_after_forward": False}),
-    "two replicas, a frozen critic, a reference that waits in CPU memory": (
-        {
-            "critic": replace(POLICY, frozen=True, head="scalar"),
-            "kl_coef": 0.1,
-            "kl_in_reward": False,
-            "reference": replace(POLICY, seed=4, offload=True),
-            "value_normalization": "exponential",
-        },
-        {"num_replicas": 2},
-    ),
+# Two layers and two key-value heads, so that it can be split both ways.
+TIED = replace(POLICY, config={**CONFIG, "num_hidden_layers": 2, "num_key_value_heads": 2})
+UNTIED = replace(TIED, config={**(TIED.config or {}), "tie_word_embeddings": False})
+JUDGE = replace(UNTIED, head="scalar", seed=5)  # with a head that says something, from a folder inside the run's
+
+# Name → settings of the module.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "a critic of its own, a moving reference": {
+        "num_minibatches": 2,
+        "update_epochs": 2,
+        "value_normalization": "running",
+        "kl_coef": 0.1,
+        "kl_target_nats": 0.01,
+        "reference": POLICY,
+        "reference_decay": 0.5,
+    },
+    "a critic on the policy's body": {"critic": "shared", "num_minibatches": 2},
+    "two replicas, a frozen critic, a reference that waits in CPU memory": {
+        "critic": replace(POLICY, frozen=True, head="scalar"),
+        "kl_coef": 0.1,
+        "kl_in_reward": False,
+        "reference": replace(POLICY, seed=4, offload=True),
+        "value_normalization": "exponential",
+    },
+    "a critic of its own, a reward model, a fixed reference": {
+        "policy": UNTIED,
+        "num_minibatches": 2,
+        "critic": replace(JUDGE, lr=0.1),
+        "kl_coef": 0.1,
+        "reference": replace(UNTIED, seed=4),
+        "reward_model": JUDGE,
+    },
+    "a critic on a split policy's body, a moving reference": {
+        "policy": TIED,
+        "critic": "shared",
+        "num_minibatches": 2,
+        "kl_coef": 0.1,
+        "reference": replace(TIED, seed=4, offload=True),
+        "reference_decay": 0.5,
+    },
 }
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings of the module, by name, and on which ranks they run."""
+
+    settings: str
+    num_ranks: int
+    strategy: type[FSDP2Strategy]
+    sizes: dict[str, Any]
+
+
+def _cases() -> dict[str, Case]:
+    own, shared, replicas, judged, on_body = SETTINGS
+    sharded = {own: {"reshard_after_forward": False}, shared: {}, replicas: {"num_replicas": 2}}
+    cases = {name: Case(name, 2, FSDP2Strategy, sizes) for name, sizes in sharded.items()}
+    layouts = {
+        "two stages": {"pp": 2},
+        "two tensor ranks": {"tp": 2},
+        "two data ranks": {"dp": 2},
+    }
+    fours = {
+        judged: {"stages and tensor": {"pp": 2, "tp": 2}},
+        on_body: {"data and tensor": {"dp": 2, "tp": 2}, "stages and data": {"pp": 2, "dp": 2}},
+    }
+    for name, more in fours.items():
+        for layout, sizes in (layouts | more).items():
+            num_ranks = math.prod(sizes.values())
+            cases[f"{name}: {layout}"] = Case(name, num_ranks, Parallel3DStrategy, sizes)
+    return cases
+
+
+CASES = _cases()
 
 
 class TinyPPO(PPO):
@@ -86,7 +150,7 @@ class TinyPPO(PPO):
         surprise = -outputs.logprobs.detach()
         result |= {"surprise": surprise, "max_surprise": surprise, "min_surprise": surprise, "num_nats": surprise}
         result |= {"reward": experience.rewards, "num_trajectories": torch.ones_like(experience.rewards)}
-        if self.trainer.world_size == 2 and self.trainer.global_rank == 1:
+        if ranks_of(self.trainer.strategy).dp_rank == 1:
             result["only_here"] = surprise
         return result
 
@@ -105,14 +169,17 @@ class TinyPPO(PPO):
         self.updates.append(dict(metrics))
 
 
-def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
-    """Trains the case; gives what is compared."""
-    settings, strategy = CASES[name]
-    module = TinyPPO(**settings)
-    spread = {"devices": devices, "strategy": FSDP2Strategy(**strategy)} if devices > 1 else {}
+def play(settings: str, folder: Path, **spread: Any) -> dict[str, Any]:
+    """Trains with these settings; gives what is compared. Of a split model this rank's part, each parameter whole."""
+    given = dict(SETTINGS[settings])
+    for role, spec in given.items():
+        if isinstance(spec, ModelSpec) and spec.head == "scalar" and spec.seed == JUDGE.seed:
+            given[role] = replace(spec, config=None, path=str(folder / "judge"))
+    module = TinyPPO(**given)
     trainer = make_trainer(folder, gradient_clip_val=0.5, **spread)
-    trainer.fit(module, datamodule=Digits())
-    return found_by(module, trainer)
+    with second_device() as moved:
+        trainer.fit(module, datamodule=Digits())
+    return {**found_by(module, trainer), "num_moves": len(moved)}
 
 
 def found_by(module: TinyPPO, trainer: Any) -> dict[str, Any]:
@@ -120,8 +187,11 @@ def found_by(module: TinyPPO, trainer: Any) -> dict[str, Any]:
     normalizer = module.normalizer
     return {
         "updates": module.updates,
+        "only_here": [update.pop("only_here") for update in module.updates if "only_here" in update],
+        "dp_size": ranks_of(trainer.strategy).dp_size,
         "gradients": module.gradients,
         "weights": {key: whole(value) for key, value in module.named_parameters()},
+        "trained": {key for key, value in module.named_parameters() if value.requires_grad},
         "experiences": [experience.tensors() for experience in module.experiences],
         "state": [module.kl_coef, *([] if normalizer is None else map(float, normalizer.state_dict().values()))],
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
@@ -129,11 +199,32 @@ def found_by(module: TinyPPO, trainer: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def save_judge(folder: Path) -> None:
+    model = JUDGE.load_model()
+    head = scalar_head(model)
+    assert head is not None
+    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(6))
+    model.save_pretrained(folder / "judge")
+
+
+def main() -> int:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    leave({name: play(name, folder, devices=2) for name in CASES}, folder)
+    save_judge(folder)
+
+    def play_all(size: int) -> None:
+        if size == 1:
+            found = {name: play(name, folder) for name in SETTINGS}
+        else:
+            found = {
+                name: play(case.settings, folder, devices=size, strategy=case.strategy(**case.sizes))
+                for name, case in CASES.items()
+                if case.num_ranks == size
+            }
+        leave(found, folder / str(size))
+
+    return fork_runs((2, 4, 1), play_all)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,7 +1,4 @@
-"""What test_resharded.py runs in two and in four processes: runs that save, and runs that go on from what others saved.
-
-Lightning starts the other processes from the same command.
-"""
+"""What test_resharded.py runs in two and in four processes: runs that save, and runs that go on from saved ones."""
 
 from __future__ import annotations
 
@@ -9,13 +6,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from rank_scripts import leave
+from rank_scripts import fork_runs, leave
 from tiny_run import CONFIG, Digits, make_trainer, token_reward
 from torch import Tensor
 
@@ -28,14 +26,21 @@ from lightrl.strategies import AtomicCheckpointIO, whole
 SPEC = ModelSpec(
     config={**CONFIG, "num_hidden_layers": 2, "num_key_value_heads": 2}, tokenizer="tiny_run.tokenizer", seed=3
 )
-ADAPTED = replace(SPEC, lora=LoRA(rank=2))
+ADAPTED = {"policy": replace(SPEC, lora=LoRA(rank=2))}
+ON_BODY = {
+    "critic": "shared",
+    "kl_coef": 0.1,
+    "reference": replace(SPEC, seed=4, offload=True),
+    "reference_decay": 0.5,  # so that it is saved
+}
 
 
 class TinyPPO(PPO):
-    """A policy and a critic of its own; keeps the metrics of each update."""
+    """By default a policy and a critic of its own; keeps the metrics of each update."""
 
-    def __init__(self, policy: ModelSpec = SPEC) -> None:
-        super().__init__(policy, sampling=Sampling(max_new_tokens=6), lr=1e-2, group_size=4, num_minibatches=2)
+    def __init__(self, policy: ModelSpec = SPEC, **settings: Any) -> None:
+        sampling = Sampling(max_new_tokens=6)
+        super().__init__(policy, sampling=sampling, lr=1e-2, group_size=4, num_minibatches=2, **settings)
         self.updates: list[dict[str, float]] = []
 
     def reward(self, trajectory: Trajectory) -> Any:
@@ -46,10 +51,10 @@ class TinyPPO(PPO):
 
 
 def play(
-    folder: Path, name: str, *, policy: ModelSpec = SPEC, ckpt_path: Path | None = None, **spread: Any
+    folder: Path, name: str, *, settings: Mapping[str, Any] = {}, ckpt_path: Path | None = None, **spread: Any
 ) -> dict[str, Any]:
     """Trains four iterations, saves after two of them and exports at the end; or goes on from `ckpt_path`."""
-    module = TinyPPO(policy)
+    module = TinyPPO(**settings)
     callbacks: list[Any] = []
     if ckpt_path is None:
         callbacks += [ModelCheckpoint(folder / name, every_n_train_steps=2, save_top_k=-1, filename="{step}")]
@@ -105,7 +110,7 @@ def refusal_of_another_model(folder: Path) -> str:
         play(
             folder,
             "wider",
-            policy=wider,
+            settings={"policy": wider},
             ckpt_path=folder / "two ranks" / "step=2.ckpt",
             devices=2,
             strategy="FSDP2Strategy",
@@ -125,32 +130,38 @@ def dry_run(folder: Path, *callbacks: Callback) -> str:
     return ""
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder, size = Path(sys.argv[1]), int(sys.argv[2])
+def work(size: int, folder: Path) -> dict[str, Any]:
+    """What each of so many ranks does."""
     found: dict[str, Any] = {}
-    if size == 1:
-        strategy = {"plugins": [AtomicCheckpointIO(save_async=True)]}
-        if sys.argv[3] == "folder":
-            strategy = {"strategy": FSDP2Strategy(save_async=True), "devices": 1}
-        be_killed(folder, **strategy)
     if size == 2:
         found["two ranks"] = play(folder, "two ranks", devices=2, strategy=FSDP2Strategy(save_async=True))
         found["dry runs"] = [dry_run(folder), dry_run(folder, Forgets())]
         found["refusal"] = refusal_of_another_model(folder)
-        found["adapters"] = play(folder, "adapters", policy=ADAPTED, devices=2, strategy="FSDP2Strategy")
-    else:
-        split = Parallel3DStrategy(pp=2, dp=2, tp=1)
-        found["split"] = play(folder, "split", devices=4, strategy=split)
-        path = folder / "split" / "step=2.ckpt"
-        found["split otherwise"] = play(
-            folder, "a", ckpt_path=path, devices=4, strategy=Parallel3DStrategy(pp=1, dp=2, tp=2)
-        )
-        found["split, then sharded"] = play(folder, "b", ckpt_path=path, devices=4, strategy=FSDP2Strategy())
-        path = folder / "two ranks" / "step=2.ckpt"
-        found["two ranks, then four"] = play(folder, "c", ckpt_path=path, devices=4, strategy=FSDP2Strategy())
-    leave(found, folder)
+        found["adapters"] = play(folder, "adapters", settings=ADAPTED, devices=2, strategy="FSDP2Strategy")
+        return found
+    stages, tensors = {"pp": 2, "dp": 2, "tp": 1}, {"pp": 1, "dp": 2, "tp": 2}
+    for name, settings in (("split", {}), ("on the body", ON_BODY)):
+        run: dict[str, Any] = {"settings": settings, "devices": 4}
+        found[name] = play(folder, name, strategy=Parallel3DStrategy(**stages), **run)
+        run["ckpt_path"] = folder / name / "step=2.ckpt"
+        found[f"{name} otherwise"] = play(folder, "a", strategy=Parallel3DStrategy(**tensors), **run)
+        found[f"{name}, then sharded"] = play(folder, "b", strategy=FSDP2Strategy(), **run)
+    path = folder / "two ranks" / "step=2.ckpt"
+    found["two ranks, then four"] = play(folder, "c", ckpt_path=path, devices=4, strategy=FSDP2Strategy())
+    return found
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    folder, size = Path(sys.argv[1]), int(sys.argv[2])
+    if size > 1:
+        return fork_runs([size], lambda size: leave(work(size, folder), folder))
+    strategy: dict[str, Any] = {"plugins": [AtomicCheckpointIO(save_async=True)]}
+    if sys.argv[3] == "folder":
+        strategy = {"strategy": FSDP2Strategy(save_async=True), "devices": 1}
+    be_killed(folder, **strategy)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

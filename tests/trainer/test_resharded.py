@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_scripts import finished, left_by, run
-from resharded_run import ADAPTED, TinyPPO, play
+from resharded_run import ADAPTED, ON_BODY, TinyPPO, play
 from tiny_run import Digits, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -48,6 +48,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return play(tmp_path_factory.mktemp("alone"), "alone")
 
 
+@pytest.fixture(scope="module")
+def alone_on_body(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return play(tmp_path_factory.mktemp("alone_on_body"), "alone", settings=ON_BODY)
+
+
 def assert_same_updates(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     assert len(found) == len(expected)
     for update, reference in zip(found, expected, strict=True):
@@ -64,6 +69,21 @@ def test_a_run_goes_on_in_another_topology(name: str, four: dict[str, Any], alon
     assert_same_updates(four[name]["updates"], alone["updates"][4:])
 
 
+@pytest.mark.parametrize("name", ["on the body otherwise", "on the body, then sharded"])
+def test_a_head_on_the_body_and_a_moving_reference_go_on_in_another_topology(
+    name: str, four: dict[str, Any], alone_on_body: dict[str, Any]
+) -> None:
+    assert_same_updates(four[name]["updates"], alone_on_body["updates"][4:])
+
+
+def test_a_head_on_the_body_and_a_moving_reference_go_on_in_one_process(
+    four: dict[str, Any], alone_on_body: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    assert_same_updates(four["on the body"]["updates"], alone_on_body["updates"])
+    found = play(tmp_path, "one", settings=ON_BODY, ckpt_path=folder / "on the body" / "step=2.ckpt")
+    assert_same_updates(found["updates"], alone_on_body["updates"][4:])
+
+
 @pytest.mark.parametrize("saved", ["two ranks", "split"])
 def test_a_run_of_several_processes_goes_on_in_one(
     saved: str, four: dict[str, Any], alone: dict[str, Any], folder: Path, tmp_path: Path
@@ -75,11 +95,11 @@ def test_a_run_of_several_processes_goes_on_in_one(
 
 
 def test_adapters_of_two_ranks_go_on_in_one_process(two: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    found = play(tmp_path, "one", policy=ADAPTED, ckpt_path=folder / "adapters" / "step=2.ckpt")
+    found = play(tmp_path, "one", settings=ADAPTED, ckpt_path=folder / "adapters" / "step=2.ckpt")
     assert_same_updates(found["updates"], two["adapters"]["updates"][4:])
 
 
-@pytest.mark.parametrize("saved", ["two ranks", "split"])
+@pytest.mark.parametrize("saved", ["two ranks", "split", "on the body"])
 @pytest.mark.parametrize(
     ("role", "kind"), [("policy", AutoModelForCausalLM), ("critic", AutoModelForSequenceClassification)]
 )
