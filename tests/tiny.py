@@ -125,11 +125,12 @@ def random_trajectories(
 
 
 def random_experience(*, is_scored: bool = True, **settings: Any) -> Experience:
-    """Of `random_trajectories`; scored ones have advantages, proximal and reference logprobs too."""
+    """Of `random_trajectories`; scored ones have what models say of them too, and every third is truncated."""
     experience = Experience.from_trajectories(random_trajectories(**settings))
     if not is_scored:
         return experience
     generator = torch.Generator().manual_seed(1)
+    is_truncated = torch.arange(len(experience)) % 3 == 0
 
     def near(values: Tensor, scale: float) -> Tensor:
         noise = torch.randn(values.shape, generator=generator) * scale
@@ -142,7 +143,8 @@ def random_experience(*, is_scored: bool = True, **settings: Any) -> Experience:
         advantages=near(torch.zeros(experience.token_ids.shape), 1.0),
         teacher_logprobs=near(experience.behavior_logprobs, 0.3),
         values=near(torch.zeros(experience.token_ids.shape), 0.5),
-        bootstrap_values=torch.zeros(len(experience)),
+        is_truncated=is_truncated,
+        bootstrap_values=torch.where(is_truncated, 0.7, 0.0),
         returns=near(torch.zeros(experience.token_ids.shape), 0.5),
     )
 

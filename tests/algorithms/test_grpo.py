@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +76,36 @@ def test_a_bound_on_an_estimate_of_the_kl_drops_whole_trajectories() -> None:
     assert 0 < int(is_dropped.sum()) < len(minibatch)
     expected = float(mask[is_dropped].sum() / mask.sum())
     assert minibatch_gradient(module, minibatch)[1]["importance_dropped_fraction"] == pytest.approx(expected)
+
+
+def off_policy(module: GRPO, log_ratio: float, **changes: Any) -> Experience:
+    """Each loss token has this log of policy ÷ behavior, and the advantage -1."""
+    minibatch = random_experience()
+    logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
+    moved = torch.where(minibatch.loss_mask, logprobs - log_ratio, 0.0)
+    return replace(minibatch, behavior_logprobs=moved, advantages=-minibatch.loss_mask.float(), **changes)
+
+
+@pytest.mark.parametrize(("dual_clip", "expected"), [(None, 4.0), (3.0, 3.0)], ids=["none", "3"])
+def test_the_dual_clip_bounds_the_loss_of_a_bad_token(dual_clip: float | None, expected: float) -> None:
+    module = make_module(dual_clip=dual_clip)
+    assert float(make_loss(module, off_policy(module, math.log(4)))) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "product"])
+def test_importance_weights_are_of_the_stated_level(level: Any) -> None:
+    """On-policy against the proximal policy the loss is the mean of the weights, times minus the advantage of -1."""
+    module = make_module(decoupled=True, importance_level=level)
+    minibatch = off_policy(module, 0.0)
+    proximal = minibatch.behavior_logprobs
+    noise = torch.where(minibatch.loss_mask, 0.2 * random_experience().advantages, 0.0)
+    minibatch = replace(minibatch, proximal_logprobs=proximal, behavior_logprobs=proximal - noise)
+    total = 0.0
+    for row in range(len(minibatch)):
+        logs = noise[row, minibatch.loss_mask[row]].tolist()
+        over_all = {"sequence": sum(logs) / len(logs), "product": sum(logs)}
+        total += sum(math.exp(over_all.get(level, one)) for one in logs)
+    assert float(make_loss(module, minibatch)) == pytest.approx(total / minibatch.num_loss_tokens, rel=1e-4)
 
 
 def test_the_only_update_of_an_iteration_takes_its_own_logprobs_as_proximal() -> None:

@@ -37,12 +37,11 @@ def experience_of(seed: int = 0, **changes: Any) -> Experience:
 def test_advantages_and_returns_are_those_of_a_loop_over_each_trajectory(seed: int) -> None:
     """KL in the reward, outcome on the last loss token, bootstrap where truncated; gamma 0.9, lam 0.8."""
     module = ppo(gamma=0.9, lam=0.8, kl_coef=0.1, reference=tiny_spec(), reward_bias=-0.25, reward_scaling=2.0)
-    truncated = torch.arange(9) % 3 == 0
-    experience = experience_of(seed, is_truncated=truncated, bootstrap_values=torch.where(truncated, 0.7, 0.0))
+    experience = experience_of(seed)
     found = module.advantages(experience)
     for row in range(len(experience)):
         steps = experience.loss_mask[row].nonzero()[:, 0].tolist()
-        advantage, value = 0.0, 0.7 if row % 3 == 0 else 0.0
+        advantage, value = 0.0, float(experience.bootstrap_values[row])
         for t in reversed(steps):
             difference = float(experience.behavior_logprobs[row, t] - experience.reference_logprobs[row, t])
             reward = -0.1 * difference + (2 * (float(experience.rewards[row]) - 0.25) if t == steps[-1] else 0.0)
@@ -60,6 +59,39 @@ def test_rewards_of_turns_stay_where_they_are_and_are_scaled() -> None:
     assert torch.equal(found, torch.where(experience.loss_mask, 1.5, 0.0))
 
 
+def test_beside_rewards_of_tokens_bias_and_overlong_penalty_are_the_last_ones() -> None:
+    """Limit 8, buffer 4: 4, 6 and 8 tokens lose 0, 1/2 and 1. The last of them gets 2 · (0.5 - 0.25 - that)."""
+    experience = random_experience(num_groups=1, group_size=3)
+    columns = torch.arange(experience.token_ids.shape[1])
+    num_tokens = torch.tensor([4, 6, 8])[:, None]
+    experience = replace(experience, loss_mask=(columns >= 1) & (columns <= num_tokens))
+    judged = torch.where(experience.loss_mask, 0.5, 0.0)
+    module = ppo(reward_bias=-0.25, reward_scaling=2.0, overlong_buffer_tokens=4)
+    found = module.token_rewards(replace(experience, token_rewards=judged))
+    lost = torch.where(columns == num_tokens, torch.tensor([[0.25], [0.75], [1.25]]), 0.0)
+    torch.testing.assert_close(found, 2 * (judged - lost))
+
+
+def test_a_kl_term_of_the_loss_is_not_in_the_rewards_too() -> None:
+    experience, settings = experience_of(), {"kl_coef": 0.1, "reference": tiny_spec()}
+    expected, found = (module.advantages(experience) for module in (ppo(), ppo(**settings, kl_in_reward=False)))
+    assert torch.equal(found["advantages"], expected["advantages"])
+    assert not torch.equal(ppo(**settings).advantages(experience)["advantages"], expected["advantages"])
+
+
+def test_the_kl_weight_of_the_next_iteration_follows_the_kl_of_the_loss_tokens() -> None:
+    """10 % above its target, 9 trajectories of a horizon of 90: 0.1 · (1 + 0.1 · 9/90)."""
+    experience, settings = experience_of(), {"reference": tiny_spec(), "kl_estimator": "k2"}
+    differences = (experience.behavior_logprobs - experience.reference_logprobs)[experience.loss_mask]
+    target = float((differences**2 / 2).mean()) / 1.1
+    module = ppo(kl_coef=0.1, kl_target_nats=target, kl_horizon=90, **settings)
+    expected = ppo(kl_coef=0.1, **settings).advantages(experience)["advantages"]
+    torch.testing.assert_close(module.advantages(experience)["advantages"], expected)
+    assert module.kl_coef == pytest.approx(0.101, rel=1e-5)
+    expected = ppo(kl_coef=0.101, **settings).advantages(experience)["advantages"]
+    torch.testing.assert_close(module.advantages(experience)["advantages"], expected)
+
+
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_loss_tokens() -> None:
     experience = experience_of()
     found = ppo(whiten_advantages=True).advantages(experience)["advantages"][experience.loss_mask]
@@ -71,7 +103,8 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
     experience = experience_of()
     plain, normalized = ppo(), ppo(value_normalization="running")
     normalized.normalizer.update(torch.tensor([-1.0, 3.0]))
-    scaled = replace(experience, values=normalized.normalizer.normalize(experience.values))
+    bootstrap = torch.where(experience.is_truncated, normalized.normalizer.normalize(experience.bootstrap_values), 0.0)
+    scaled = replace(experience, values=normalized.normalizer.normalize(experience.values), bootstrap_values=bootstrap)
     expected, found = plain.advantages(experience), normalized.advantages(scaled)
     torch.testing.assert_close(found["advantages"], expected["advantages"])
     mask = experience.loss_mask
@@ -120,6 +153,29 @@ def test_the_graph_has_what_the_settings_ask_for() -> None:
     assert set(names(ppo(critic="shared"))) == set(names(ppo())) - {"critic_update"}
     assert {"values", "returns"} <= set(ppo(critic="shared").data_flow()["policy_update"].inputs)
     assert "generate" not in [call.name for call in ppo().data_flow(from_file=True).calls]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({"value_clip": None}, 0.5), ({}, 0.845), ({"huber_delta": 0.4}, 0.44)],
+    ids=["no clip", "a clip of 0.2", "Huber's beyond 0.4"],
+)
+def test_the_value_loss_is_the_one_of_the_settings(settings: dict[str, Any], expected: float) -> None:
+    """From 0.5 to 1, where 2 came: ½·1². Clipped to 0.7: ½·1.3². Linear from 0.4: 0.4·(1.3 - 0.4/2)."""
+    experience = experience_of()
+    like = torch.ones_like(experience.values)
+    experience = replace(experience, values=0.5 * like, returns=2 * like)
+    assert ppo(**settings).value_loss(experience, like)["loss"][0, 0] == pytest.approx(expected)
+
+
+def test_the_value_loss_of_a_shared_body_has_its_weight() -> None:
+    experience = replace(random_experience(), advantages=torch.zeros(random_experience().token_ids.shape))
+    one, three = (
+        minibatch_gradient(make_module("PPO on one body", value_coef=coef), experience)[0] for coef in (0.1, 0.3)
+    )
+    assert one["value_head.weight"].abs().max() > 0
+    for name, value in one.items():
+        torch.testing.assert_close(three[name], 3 * value)
 
 
 def test_a_warming_critic_learns_alone() -> None:
@@ -245,11 +301,11 @@ def test_each_role_is_clipped_by_itself(tmp_path: Path) -> None:
 
 
 def test_the_reference_follows_the_policy(tmp_path: Path) -> None:
-    module = to_fit(kl_coef=0.1, reference=tiny_spec(), reference_decay=0.5)
+    module = to_fit(kl_coef=0.1, reference=tiny_spec(), reference_decay=0.9)
     fit(tmp_path, module, num_iterations=1)
-    start = dict(tiny_spec().load_model().named_parameters())
+    start, policy = dict(tiny_spec().load_model().named_parameters()), dict(module.policy.named_parameters())
     for name, value in module.reference.named_parameters():
-        torch.testing.assert_close(value, (start[name] + dict(module.policy.named_parameters())[name]) / 2)
+        torch.testing.assert_close(value, 0.9 * start[name] + 0.1 * policy[name], rtol=1e-6, atol=1e-7)
 
 
 def weights_of(module: PPO) -> dict[str, Tensor]:

@@ -124,12 +124,14 @@ def reward_of(model: Any, token_ids: torch.Tensor) -> float:
 
 def test_the_reward_model_equals_hugging_faces_and_the_pair_loss_by_hand(tmp_path: Path) -> None:
     module, batch = attached(RewardModel(tiny_spec()), tmp_path), make_batch()
+    torch.nn.init.normal_(module.reward_model.score.weight, generator=torch.Generator().manual_seed(3))
     rewards = [
         reward_of(module.reward_model, ids[:length])
         for ids, length in zip(batch.token_ids, batch.lengths.tolist(), strict=True)
     ]
     measured = module.measure(batch)
     margins = [rewards[0] - rewards[1], rewards[2] - rewards[3]]
+    assert min(map(abs, margins)) > 0.1
     assert measured["margin"].tolist() == pytest.approx(margins, rel=1e-4, abs=1e-5)
     assert measured["loss"].tolist() == pytest.approx([math.log(1 + math.exp(-m)) for m in margins], rel=1e-4)
     assert measured["accuracy_fraction"].tolist() == [float(m > 0) for m in margins]

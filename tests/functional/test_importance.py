@@ -57,6 +57,12 @@ def test_a_policy_that_moves_at_constant_speed_is_interpolated_exactly() -> None
     torch.testing.assert_close(interpolated_proximal_logprobs(policy, behavior, versions, 7), proximal)
 
 
+def test_a_token_of_later_weights_counts_as_one_of_the_present() -> None:
+    """As recorded trajectories of another run may have; a line would lead beyond both policies, or divide by 0."""
+    behavior, versions = torch.full((1, 2), -2.0), torch.tensor([[5, 7]])
+    assert torch.equal(interpolated_proximal_logprobs(torch.full((1, 2), -1.0), behavior, versions, 4), behavior)
+
+
 def test_the_interpolated_proximal_policy_has_no_gradient() -> None:
     logprobs = torch.zeros(1, 2, requires_grad=True)
     versions = torch.zeros(1, 2, dtype=torch.int64)

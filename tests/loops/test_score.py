@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.loops.score import accept_changes, score
+from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Trajectory
 
@@ -33,6 +34,45 @@ def test_scores_are_those_of_their_models_in_the_rows_order(microbatch_tokens: i
     logprobs, _ = slow_outputs(module.policy, experience)
     torch.testing.assert_close(experience.proximal_logprobs, logprobs.detach(), rtol=1e-4, atol=1e-4)
     assert experience.reference_logprobs is None
+
+
+def test_a_call_has_its_own_bound_on_a_microbatch() -> None:
+    sizes: list[list[int]] = []
+
+    class Sizes(SingleModel):
+        def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
+            sizes.append([len(part) for part in microbatches])
+            return super().forward(microbatches)
+
+    module = make_module("GRPO decoupled")
+    (call,) = module.score_calls()
+    module.parallel_models = {"policy": Sizes(module.policy, LogprobSettings())}
+    for bound in (None, 1):
+        module.score_calls = lambda: [replace(call, microbatch_tokens=bound)]  # noqa: B023
+        score(module, random_experience(is_scored=False))
+    assert sizes == [[9], [1] * 9]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
+def test_a_model_that_waits_in_cpu_memory_is_on_the_device_while_it_runs(fails: bool) -> None:
+    """The device is `meta`, which tells the moves apart and computes nothing."""
+    places: list[str] = []
+
+    class Reference:
+        def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
+            places.append("runs")
+            if fails:
+                raise RuntimeError("out of memory")
+            zeros = [torch.zeros(part.token_ids.shape) for part in microbatches]
+            return [Outputs(zero, zero) for zero in zeros]
+
+    module: Any = make_module("GRPO", kl_coef=0.1, reference=tiny_spec(seed=1, offload=True))
+    module.to("meta")
+    module.reference.to = lambda device: places.append(str(device))
+    module.parallel_models = {"reference": Reference()}
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        score(module, random_experience(is_scored=False))
+    assert places == ["meta", "runs", "cpu"]
 
 
 def test_the_reference_is_another_model() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
 from lightrl.algorithms import GRPO
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
 from lightrl.experience import Experience
 from lightrl.loops.update import GradientGuard, MinibatchLoss
@@ -254,6 +255,61 @@ def test_the_trained_weights_do_not_depend_on_microbatches(algorithm: str, tmp_p
         for name, value in weights[0].items():
             torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-6)
     assert max(float(value.abs().max()) for value in weights[0].values()) > 1e-3
+
+
+def test_an_iterations_metrics_weigh_its_minibatches_by_their_tokens(tmp_path: Path) -> None:
+    class Uneven(RLCallback):
+        def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> Experience:
+            most = torch.arange(len(experience))[:, None] // 2
+            return replace(experience, loss_mask=experience.loss_mask & (experience.loss_mask.cumsum(1) <= 1 + most))
+
+    counts, num_tokens = Counts(), []
+    module = module_to_fit(num_minibatches=4)
+    module.on_minibatch_start = lambda minibatch, *_: num_tokens.append(minibatch.num_loss_tokens)
+    trainer = fit(tmp_path, module, Uneven(), counts)
+    found = [metrics["entropy_nats"] for metrics in counts.metrics]
+    weighted = sum(map(math.prod, zip(found, num_tokens, strict=True))) / sum(num_tokens)
+    assert weighted != pytest.approx(sum(found) / 4, rel=1e-4)
+    assert float(trainer.callback_metrics["policy/entropy_nats"]) == pytest.approx(weighted, rel=1e-6)
+
+
+def test_an_update_that_went_too_far_is_the_iterations_last(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"num_minibatches": 2, "update_epochs": 3, "group_size": 2}
+    assert fit(tmp_path, module_to_fit("PPO", **settings)).rollout_loop.num_updates == 6
+    module, counts = module_to_fit("PPO", stop_kl_nats=1e-12, **settings), Counts()
+    trainer = fit(tmp_path, module, counts, num_iterations=2)
+    assert len(counts.metrics) == trainer.rollout_loop.num_updates <= 4
+    assert trainer.weight_version == 2
+
+
+def test_neither_minibatch_nor_microbatch_parts_what_the_loss_reads_as_a_whole(tmp_path: Path) -> None:
+    cuts: dict[str, list[list[int]]] = {"minibatch": [], "microbatch": []}
+
+    class ByGroup(GRPO):
+        loss_unit = "group"
+
+        def on_minibatch_start(self, minibatch: Experience, index: int, total: int) -> None:
+            cuts["minibatch"].append(minibatch.group_ids.tolist())
+
+        def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
+            cuts["microbatch"].append(experience.group_ids.tolist())
+            return super().loss(experience, outputs)
+
+    settings: dict[str, Any] = {"group_size": 3, "sampling": Sampling(max_new_tokens=6)}
+    fit(tmp_path, ByGroup(tiny_spec(), reward=lambda _: 0.5, num_minibatches=2, microbatch_tokens=1, **settings))
+    assert sorted(cuts["minibatch"][0] + cuts["minibatch"][1]) == sorted([0, 1, 2, 3] * 3)
+    assert sorted(cuts["microbatch"]) == [[group] * 3 for group in range(4)]
+
+
+def test_a_call_has_its_own_bound_on_a_microbatch(tmp_path: Path) -> None:
+    class OneByOne(GRPO):
+        def train_calls(self) -> list[ModelCall]:
+            return [replace(call, microbatch_tokens=1) for call in super().train_calls()]
+
+    counts = Counts()
+    settings: dict[str, Any] = {"group_size": 3, "sampling": Sampling(max_new_tokens=6)}
+    fit(tmp_path, OneByOne(tiny_spec(), reward=lambda _: 0.5, num_minibatches=2, **settings), counts)
+    assert counts.events == ["zero", *["backward"] * 6, "step"] * 2
 
 
 class SpoilsGradients(RLCallback):
