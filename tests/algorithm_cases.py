@@ -56,13 +56,21 @@ ALGORITHMS: dict[str, Callable[..., GRPO]] = {
         *args, decoupled=True, approximate_proximal=True, **kwargs
     ),
     "IcePop": lambda *args, **kwargs: GRPO(*args, decoupled=True, importance_floor=0.8, importance_cap=1.25, **kwargs),
+    "TIS": lambda *args, **kwargs: GRPO(*args, decoupled=True, importance_cap=1.2, importance_mode="clamp", **kwargs),
+    "GRPO by the product of a trajectory's weights": lambda *args, **kwargs: GRPO(
+        *args, decoupled=True, importance_cap=1.5, importance_level="product", **kwargs
+    ),
+    "GRPO with k2": lambda *args, **kwargs: GRPO(
+        *args, kl_coef=0.1, kl_estimator="k2", reference=tiny_spec(seed=1), **kwargs
+    ),
     "PPO": lambda *args, **kwargs: PPO(*args, lam=0.9, huber_delta=0.5, **kwargs),
+    "PPO decoupled": lambda *args, **kwargs: PPO(*args, decoupled=True, importance_cap=2.0, **kwargs),
     "PPO on one body": lambda *args, **kwargs: PPO(*args, critic="shared", decoupled=True, value_clip=None, **kwargs),
     "Distillation": lambda *args, **kwargs: Distillation(*args, teacher=tiny_spec(seed=1), **kwargs),
 }
 # Their baseline or deviation is the batch's: a constant that all rewards get changes no advantage, a group's own does.
 BATCH_STATISTICS = {"ReinforceBaseline", "ReinforcePlusPlus", "LitePPO"}
-CRITICS = {"PPO", "PPO on one body"}  # their baseline is a critic's, which no constant moves
+CRITICS = {"PPO", "PPO decoupled", "PPO on one body"}  # their baseline is a critic's, which no constant moves
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 every_baseline_of_rewards = pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in CRITICS])
 every_reduction = pytest.mark.parametrize("reduction", ["token", "sequence", "fixed"])
