@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -288,6 +288,10 @@ class RLModule(L.LightningModule):
         if "critic" in self.trained_roles():
             calls.append(ModelCall("critic_update", "critic", "train", ("values", *self.advantage_keys[1:])))
         return calls
+
+    def resting_parameters(self) -> Iterable[torch.nn.Parameter]:
+        """Trained parameters that this iteration leaves as they are: not moved, not decayed, nothing in the moments."""
+        return ()
 
     def trained_roles(self) -> list[str]:
         """The roles whose parameters the optimizer has: the policy, and a critic of its own that is not frozen."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from lightrl.functional import (
     value_loss,
 )
 from lightrl.model_folder import ModelDescription
-from lightrl.models import ModelSpec, Outputs
+from lightrl.models import ModelSpec
 from lightrl.strategies import local
 
 
@@ -51,7 +52,7 @@ class PPO(GRPO):
             far, `exponential` over the last ones, None for returns as they are.
         value_decay: of `exponential`, per iteration.
         value_coef: weight of the critic's loss where it shares the policy's body.
-        critic_warmup_iterations: so many first iterations train the critic alone.
+        critic_warmup_iterations: so many first iterations train the critic alone; on the policy's body, its head alone.
         whiten_advantages: over all loss tokens of the iteration.
         reward_bias, reward_scaling, reward_clip: the reward becomes (reward + bias) · scaling, bounded by ± clip.
         kl_in_reward: the KL divergence from the reference comes off each token's reward; False adds it to the loss.
@@ -184,6 +185,11 @@ class PPO(GRPO):
         inputs = (*calls[0].inputs, "values", *self.advantage_keys[1:])
         return [dataclasses.replace(calls[0], inputs=inputs)]
 
+    def resting_parameters(self) -> Iterable[torch.nn.Parameter]:
+        """While a critic on the policy's body warms up: the body, without the critic's head."""
+        models: Any = self
+        return models.policy.parameters() if self.is_warming_up and self.shares_body else ()
+
     def saved_roles(self) -> list[str]:
         moves = self.reference_decay is not None
         return [*super().saved_roles(), *(["reference"] if moves else [])]
@@ -237,12 +243,6 @@ class PPO(GRPO):
             self.log(name, value)
 
     # ------------------------------------------------------------------ the losses
-
-    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
-        result = super().loss(experience, outputs)
-        if self.is_warming_up:
-            result["loss"] = result["loss"] * 0
-        return result
 
     def value_loss(self, experience: Experience, values: Tensor) -> dict[str, Tensor]:
         old = experience["values"]

@@ -192,6 +192,8 @@ class RolloutLoop(_AutomaticOptimization):
                     max_tokens = train.microbatch_tokens or module.microbatch_tokens
                     _, microbatches = loss.holders.microbatch_rows(minibatch, max_tokens, unit=module.loss_unit)
                     module.parallel_models[loss.role].forward_backward(microbatches, loss, backward)
+            for parameter in module.resting_parameters():
+                parameter.grad = None
             for loss in losses:
                 loss.reduce()
             if getattr(trainer.precision_plugin, "scaler", None) is None:  # a scaler skips such steps by itself
