@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from rank_scripts import leave
 from test_preference_training import Digits
 from test_sft import CONFIG, SCALED_HEAD, Sums, make_module
@@ -15,6 +16,7 @@ from tiny import tiny_spec
 from lightrl import FSDP2Strategy, Trainer
 from lightrl.algorithms import DPO, RewardModel
 from lightrl.callbacks import HuggingFaceExport
+from lightrl.strategies import whole
 from lightrl.trajectory import Prompt
 
 
@@ -29,17 +31,40 @@ class UnequalSums(Sums):
         ]
 
 
+# Name → what makes module and data from the run's folder.
 CASES: dict[str, Any] = {
-    "SFT": lambda: (make_module(CONFIG), UnequalSums(batch_size=7, validation_batch_size=7)),
-    "SFT with scaled logits": lambda: (make_module(SCALED_HEAD), UnequalSums(batch_size=7, validation_batch_size=7)),
-    "DPO": lambda: (DPO(tiny_spec("qwen3"), lr=0.01), Digits(None, batch_size=3, validation_batch_size=3)),
-    "RewardModel": lambda: (RewardModel(tiny_spec("qwen3"), lr=0.01), Digits(None, batch_size=3)),
+    "SFT": lambda _: (make_module(CONFIG), UnequalSums(batch_size=7, validation_batch_size=7)),
+    "SFT with scaled logits": lambda _: (make_module(SCALED_HEAD), UnequalSums(batch_size=7, validation_batch_size=7)),
+    "DPO": lambda _: (DPO(tiny_spec("qwen3"), lr=0.01), Digits(None, batch_size=3, validation_batch_size=3)),
+    "RewardModel": lambda folder: (RewardModel(str(folder / "judge"), lr=0.01), Digits(None, batch_size=3)),
 }
+
+
+def save_judge(folder: Path) -> None:
+    """A reward model to start from: a head that says 0 sends nothing back to its body."""
+    module = RewardModel(tiny_spec("qwen3"))
+    module.configure_model()
+    torch.nn.init.normal_(module.reward_model.score.weight, generator=torch.Generator().manual_seed(3))
+    module.reward_model.save_pretrained(folder / "judge")
+    module.tokenizer.save_pretrained(folder / "judge")
+
+
+class FirstGradients(Callback):
+    """Of each parameter before clipping, by name."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if not self.found:
+            gradients = ((key, value.grad) for key, value in pl_module.named_parameters())
+            self.found = {key: whole(gradient).clone() for key, gradient in gradients if gradient is not None}
 
 
 def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     """Trains the case for an epoch and validates; gives what is compared."""
-    module, data = CASES[name]()
+    module, data = CASES[name](folder)
+    first = FirstGradients()
     export = HuggingFaceExport(to=folder / name / "export")
     spread = {"devices": devices, "strategy": FSDP2Strategy()} if devices > 1 else {"devices": 1}
     trainer = Trainer(
@@ -52,15 +77,14 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
         num_sanity_val_steps=0,
         gradient_clip_val=1.0,
         max_epochs=1,
-        callbacks=[export],
+        callbacks=[first, export],
         **spread,  # type: ignore[arg-type]
     )
     trainer.fit(module, data)
     found = getattr(module, module.trained_role).named_parameters()
     return {
-        "weights": {
-            key: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach() for key, value in found
-        },
+        "weights": {key: whole(value).detach() for key, value in found},
+        "gradients": first.found,
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
         "steps": trainer.global_step,
     }
