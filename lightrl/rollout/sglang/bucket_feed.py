@@ -13,6 +13,8 @@ from lightrl.weights import Bucket
 
 _T = TypeVar("_T")
 
+LOOK_S = 1.0  # between two looks of a waiting thread at the loop
+
 
 class BucketFeed:
     """Buckets from the thread that makes them to a coroutine: `put` returns when the coroutine has taken it.
@@ -33,18 +35,22 @@ class BucketFeed:
         self._error: BaseException | None = None
 
     def put(self, bucket: Bucket) -> bool:
-        """Hands a bucket over; False if none is wanted any more."""
+        """Hands a bucket over; False if none is wanted any more. The coroutine has the deadlines.
+
+        Raises:
+            WeightSyncError: if its loop has ended.
+        """
         self._taken.clear()
         if self._is_stopped:
             return False
         self._next = bucket
-        self._loop.call_soon_threadsafe(self._changed.set)
-        self._taken.wait()  # `stop` ends it when the coroutine is over, which has deadlines of its own
+        self._wake()
+        wait_while_running(self._loop, self._taken.wait)  # `stop` ends it when the coroutine is over
         return not self._is_stopped
 
     def end(self) -> None:
         self._is_over = True
-        self._loop.call_soon_threadsafe(self._changed.set)
+        self._wake()
 
     def fail(self, error: BaseException) -> None:
         """No further bucket comes, because of `error`."""
@@ -54,6 +60,10 @@ class BucketFeed:
     def stop(self) -> None:
         self._is_stopped = True
         self._taken.set()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, which who waits notices
+            self._loop.call_soon_threadsafe(self._changed.set)
 
     def __aiter__(self) -> BucketFeed:
         return self
@@ -75,6 +85,22 @@ class BucketFeed:
         bucket, self._next = self._next, None
         self._taken.set()
         return bucket
+
+
+def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], object]) -> None:
+    """In another thread than the loop's: calls `wait`, with so many seconds to wait, until it gives something true.
+
+    Raises:
+        WeightSyncError: if the loop has ended, for then nobody would come.
+    """
+    num_silent = 0
+    while not wait(LOOK_S):
+        num_silent = 0 if loop.is_running() else num_silent + 1
+        if num_silent > 1:  # one that an exception has left may just be starting again
+            raise WeightSyncError(
+                "The event loop of the engine's requests has ended amid a weight sync, expected it to run until the "
+                "sync is over. The log says what ended it; resume from the last checkpoint."
+            )
 
 
 async def in_thread(function: Callable[..., _T], *args: object) -> _T:

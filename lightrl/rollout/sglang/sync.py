@@ -13,13 +13,14 @@ where the transport still has it, and SyncFailed says what happened on each serv
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from lightrl.errors import LightRLError, WeightSyncError
-from lightrl.rollout.sglang.bucket_feed import BucketFeed
+from lightrl.rollout.sglang.bucket_feed import BucketFeed, wait_while_running
 from lightrl.rollout.sglang.client import ServerRefused, SGLangClient
 from lightrl.rollout.sglang.memory import EngineMemory
 from lightrl.rollout.sglang.sync_report import Fleet, SyncFailed, SyncReport
@@ -145,8 +146,13 @@ def load_from_thread(
         except BaseException as error:
             feed.fail(error)
             with contextlib.suppress(LightRLError):
-                future.result()
+                _result(future, loop)
             raise
+    return _result(future, loop)
+
+
+def _result(future: concurrent.futures.Future[SyncReport], loop: asyncio.AbstractEventLoop) -> SyncReport:
+    wait_while_running(loop, lambda seconds: concurrent.futures.wait([future], seconds).done)
     return future.result()
 
 
