@@ -72,6 +72,25 @@ def test_nobody_there_is_said_after_the_retries() -> None:
         ask(f"http://127.0.0.1:{free_port()}", lambda client: client.model_info(), num_retries=1)
 
 
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        pytest.param("127.0.0.1", r"127\.0\.0\.1 port \d+ refused the connection, nothing listens there", id="refused"),
+        pytest.param("nobody.invalid", r"no machine named 'nobody\.invalid' is known", id="no such name"),
+    ],
+)
+def test_an_address_that_does_not_work_is_said_in_words(host: str, reason: str) -> None:
+    with pytest.raises(EngineUnreachable, match=reason) as caught:
+        ask(f"http://{host}:{free_port()}", lambda client: client.model_info(), num_retries=0)
+    assert "Connector" not in str(caught.value)
+
+
+def test_a_server_that_hangs_up_is_said_in_words(server: FakeServerProcess) -> None:
+    server.fault("drop")
+    with pytest.raises(EngineUnreachable, match="the server closed the connection before it had answered"):
+        ask(server.url, lambda client: client.generate(body()), num_retries=0)
+
+
 def test_control_goes_on_while_all_connections_generate(server: FakeServerProcess) -> None:
     async def scenario(client: SGLangClient) -> None:
         server.fault("slow", count=2, seconds=0.5)

@@ -12,6 +12,7 @@ import asyncio
 import json
 import random
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -387,7 +388,7 @@ class SGLangClient:
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnreachable(
-                f"{name} failed at {self.url} with {error!r}, expected an answer; {self.describe()}. "
+                f"{self.url} gave no answer to {name}: {_reason(error)}; {self.describe()}. Expected an answer. "
                 "Is it running, and is the address right?"
             ) from error
         self.last_path, self.last_answer_at = name, time.monotonic()
@@ -425,6 +426,21 @@ def _may_ask_again(error: EngineError) -> bool:
     if isinstance(error, ServerRefused):
         return error.status >= _SERVER_ERROR
     return isinstance(error, EngineUnreachable)
+
+
+def _reason(error: aiohttp.ClientError | OSError) -> str:
+    """Why there is no connection, or none any more, in words."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    address = f"{error.host} port {error.port}" if isinstance(error, aiohttp.ClientConnectorError) else "the server"
+    if isinstance(cause, socket.gaierror):
+        return f"no machine named {address.partition(' port ')[0]!r} is known"
+    if isinstance(cause, ConnectionRefusedError):
+        return f"{address} refused the connection, nothing listens there"
+    if isinstance(cause, TimeoutError):
+        return f"{address} did not take the connection in time"
+    if isinstance(cause, aiohttp.ServerDisconnectedError | ConnectionResetError | BrokenPipeError):
+        return f"{address} closed the connection before it had answered"
+    return f"{address}: {getattr(cause, 'strerror', None) or str(cause) or type(cause).__name__}"
 
 
 def _short(text: str) -> str:
