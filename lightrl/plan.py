@@ -24,6 +24,7 @@ Draws what an iteration computes from what: models, calls, keys and devices, as 
 the settings of lightrl fit (lightrl fit --help), loads no weights and starts nothing.
 """
 
+_DRAWING = "drawing: paste what follows into https://mermaid.live, or on GitHub into a ```mermaid block"
 _WHERE = {"generate": "engine", "train": "trainer, updated"}
 
 
@@ -42,7 +43,7 @@ class PlanCLI(LightRLCLI):
                 "algorithm such as GRPO or PPO."
             )
         graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
-        sys.stdout.write(f"{plan_text(module, graph)}\n\n{plan_mermaid(graph)}\n")
+        sys.stdout.write(f"{plan_text(module, graph)}\n\n{_DRAWING}\n\n{plan_mermaid(graph)}\n")
 
     def after_fit(self) -> None:
         """There is no run folder to name."""
