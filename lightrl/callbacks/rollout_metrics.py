@@ -146,7 +146,7 @@ class RolloutMetrics(RLCallback):
         writing_s = seconds.get("rollout")
         if rl_trainer.rollout.max_staleness > 0 and self._overlapped_s is not None:
             writing_s = self._overlapped_s
-        if writing_s:
+        if writing_s and not getattr(rl_trainer.rollout, "is_recorded", False):  # nobody wrote just now
             values["rollout/tokens_per_s"] = self._num_written_tokens / writing_s
         if seconds.get("update"):
             values["update/tokens_per_s"] = self._num_loss_tokens / seconds["update"]

@@ -46,6 +46,8 @@ def test_the_files_of_a_run_repeat_it_bit_for_bit(tmp_path: Path, settings: dict
     offline = NoReward(**settings)
     trainer = replay(tmp_path / "again", offline, tmp_path / "trajectories")
     assert trainer.global_step == trainer.weight_version == 3
+    assert "update/tokens_per_s" in trainer.callback_metrics
+    assert "rollout/tokens_per_s" not in trainer.callback_metrics  # nobody wrote
     assert are_equal(weights(online), weights(offline))
     for one, other in zip(online.experiences, offline.experiences, strict=True):
         assert all(torch.equal(value, other[name]) for name, value in one.tensors().items())
