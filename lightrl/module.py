@@ -418,9 +418,15 @@ class RLModule(L.LightningModule):
         return config
 
     @property
+    def context_tokens(self) -> int | None:
+        """What the policy can read and write in all; None if the model states no context length."""
+        tokens: int | None = getattr(self.policy_spec.load_config().get_text_config(), "max_position_embeddings", None)
+        return tokens
+
+    @property
     def max_prompt_tokens(self) -> int | None:
         """What the context leaves for a prompt; None if the model states no context length."""
-        context = getattr(self.policy_spec.load_config().get_text_config(), "max_position_embeddings", None)
+        context = self.context_tokens
         longest = max(self.sampling.max_new_tokens, self.validation_sampling.max_new_tokens)
         if context is not None and context <= longest:
             raise ValueError(
@@ -515,7 +521,14 @@ class RLModule(L.LightningModule):
         trajectories = [trajectory for group in judged for trajectory in group.trajectories]
         num_asked = len(groups) * self.validation_group_size
         failed_fraction = 1 - len(trajectories) / max(1, num_asked)
-        self.log(f"{stage}/failed_fraction", failed_fraction, on_step=False, on_epoch=True, batch_size=num_asked)
+        self.log(
+            f"{stage}/failed_fraction",
+            failed_fraction,
+            on_step=False,
+            on_epoch=True,
+            batch_size=num_asked,
+            sync_dist=True,
+        )
         self.log(f"{stage}/prompts", float(len(judged)), on_step=False, on_epoch=True, reduce_fx="sum", batch_size=1)
         if not trajectories:
             return

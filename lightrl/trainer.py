@@ -71,6 +71,8 @@ MEANT: tuple[tuple[str, type[Warning]], ...] = (
     (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
     # The loader only counts iterations: prompts are read by position.
     (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
+    # Every rank has all groups: a number of them must not be summed over the ranks.
+    (r"It is recommended to use `self.log\('(val|test)/prompts', \.\.\., sync_dist=True\)`", UserWarning),
     # An RLModule can validate, but need not.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
 )
@@ -361,10 +363,7 @@ class Trainer(L.Trainer):
         self.engine.start(module.policy_config)
         self._engine_is_open = True
         workflow = module.configure_workflow()
-        contexts = (
-            getattr(module.policy_config, "max_position_embeddings", None),
-            getattr(self.engine, "max_context", None),
-        )
+        contexts = (module.context_tokens, getattr(self.engine, "max_context", None))
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
         return RolloutController(
             self.engine,

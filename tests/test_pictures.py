@@ -10,6 +10,7 @@ import torch
 from pictures_cases import BLUE, HALF, IMAGE_TOKEN, RED, TOKENS_EACH, picture_spec, picture_trajectories
 from tiny import gradients, tiny_spec
 
+from lightrl.algorithms import GRPO
 from lightrl.experience import Experience
 from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes
 from lightrl.pictures import Pictures, data_url, input_embeddings, read_image, with_pictures
@@ -58,6 +59,12 @@ def test_a_picture_is_as_many_tokens_as_the_model_makes_of_it():
     rows = torch.tensor([[0]])
     found = input_embeddings(model, torch.tensor([ids]), read.pixel_values([RED]), rows)
     assert torch.allclose(model(inputs_embeds=found).logits, expected, atol=1e-6)
+
+
+def test_the_context_of_a_model_that_sees_pictures_is_that_of_its_text_model():
+    module = GRPO(picture_spec(), reward=len, sampling=Sampling(max_new_tokens=4))
+    assert module.context_tokens == 64
+    assert module.max_prompt_tokens == 60
 
 
 def test_image_tokens_are_repeated_and_folded_back():

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,12 +114,15 @@ def resume(folder: Path) -> dict[str, Any]:
         trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
         return module, trainer
 
-    whole, _ = run(None)
+    with warnings.catch_warnings(record=True) as warned:
+        whole, _ = run(None)
     resumed, trainer = run(folder / "resume" / "step=2.ckpt")
     return {
         "whole": whole_weights(whole),
         "resumed": whole_weights(resumed),
         "trained": (whole.trained, resumed.trained),
+        "warned": [str(warning.message) for warning in warned],
+        "val/prompts": float(trainer.callback_metrics["val/prompts"]),
         "val/reward": float(trainer.callback_metrics["val/reward"]),
         "files": sorted(path.name for path in (folder / "resume").iterdir()),
     }

@@ -75,6 +75,12 @@ def test_a_resume_on_two_ranks_repeats_the_run_bit_for_bit(two_ranks: Any) -> No
     assert not [name for name in found["files"] if name.endswith(".part")]
 
 
+def test_a_validation_on_two_ranks_counts_each_prompt_once_and_warns_of_nothing(two_ranks: Any) -> None:
+    for found in (ranks["resume"] for ranks in two_ranks):
+        assert found["val/prompts"] == 4
+        assert not [text for text in found["warned"] if "sync_dist" in text]
+
+
 def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path) -> None:
     done = finished(SCRIPT, tmp_path, "fail", "1", "raise", timeout_s=120)
     assert done.returncode != 0
