@@ -126,6 +126,7 @@ class ModelSpec:
             `AutoModelForSequenceClassification` loads. A checkpoint without such a head gets one that says 0.
         frozen: this role is not trained, though the algorithm trains it by default.
         lr: learning rate of this role; None is the module's.
+        weight_decay: of this role; None is the module's.
         offload: between uses the model waits in CPU memory; for roles that are not trained.
         mesh: ranks of its own for this role's model; None for all, split as the strategy says.
         lora: train small adapters instead of the weights; needs `pip install lightrl[lora]`.
@@ -143,6 +144,7 @@ class ModelSpec:
     head: Literal["vocabulary", "scalar"] = "vocabulary"
     frozen: bool = False
     lr: float | None = None
+    weight_decay: float | None = None
     offload: bool = False
     mesh: RoleMesh | None = None
     lora: LoRA | None = None

@@ -357,15 +357,18 @@ class RLModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's: one for each trained role, with its learning rate; what has no role is in the policy's."""
-        specs = self.models()
+        """The optimizer's: one for each trained role, with its `lr` and `weight_decay`; the policy's has the rest."""
         others = [role for role in self.trained_roles() if role != "policy"]
-        of_others = {id(parameter) for role in others for parameter in getattr(self, role).parameters()}
+        parameters = {
+            role: [item for item in getattr(self, role).parameters() if item.requires_grad] for role in others
+        }
+        of_others = {id(item) for items in parameters.values() for item in items}
         rest = [item for item in self.parameters() if item.requires_grad and id(item) not in of_others]
-        groups: list[dict[str, Any]] = [{"params": rest, "lr": specs["policy"].lr or self.lr}]
-        for role in others:
-            parameters = [item for item in getattr(self, role).parameters() if item.requires_grad]
-            groups.append({"params": parameters, "lr": specs[role].lr or self.lr})
+        groups: list[dict[str, Any]] = []
+        for role, items in {"policy": rest, **parameters}.items():
+            spec = self.models()[role]
+            decay = {} if spec.weight_decay is None else {"weight_decay": spec.weight_decay}
+            groups.append({"params": items, "lr": spec.lr or self.lr, **decay})
         return groups
 
     def configure_gradient_clipping(

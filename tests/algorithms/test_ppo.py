@@ -305,9 +305,10 @@ def test_each_role_is_clipped_by_itself(tmp_path: Path) -> None:
             if all(gradients):
                 norms.append([float(torch.nn.utils.get_total_norm(part)) for part in gradients])
 
-    module = to_fit(critic=replace(tiny_spec(), lr=0.5), num_minibatches=2)
+    module = to_fit(critic=replace(tiny_spec(), lr=0.5, weight_decay=0.2), num_minibatches=2)
     trainer = fit(tmp_path, module, Norms(), gradient_clip_val=1e-3)
-    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.01, 0.5]
+    groups = [(group["lr"], group["weight_decay"]) for group in trainer.optimizers[0].param_groups]
+    assert groups == [(0.01, module.weight_decay), (0.5, 0.2)]
     assert norms
     assert norms[0] == pytest.approx([1e-3, 1e-3], rel=1e-2)
 

@@ -39,6 +39,7 @@ from lightrl.strategies import ranks_of, whole
 # Two layers and two key-value heads, so that it can be split both ways.
 TIED = replace(POLICY, config={**CONFIG, "num_hidden_layers": 2, "num_key_value_heads": 2})
 UNTIED = replace(TIED, config={**(TIED.config or {}), "tie_word_embeddings": False})
+ADAM_LR = 1e-3
 JUDGE = replace(UNTIED, head="scalar", seed=5)  # with a head that says something, from a folder inside the run's
 
 # Name → settings of the module.
@@ -63,7 +64,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a critic of its own, a reward model, a fixed reference": {
         "policy": UNTIED,
         "num_minibatches": 2,
-        "critic": replace(JUDGE, lr=0.1),
+        "critic": replace(JUDGE, lr=0.1, weight_decay=0.01),
         "kl_coef": 0.1,
         "reference": replace(UNTIED, seed=4),
         "reward_model": JUDGE,
@@ -77,6 +78,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "reference_decay": 0.5,
     },
 }
+BY_ADAM = "a critic on a split policy's body, by Adam"
+SETTINGS[BY_ADAM] = {"policy": TIED, "critic": "shared", "num_minibatches": 2, "is_adam": True}
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Case:
 
 
 def _cases() -> dict[str, Case]:
-    own, shared, replicas, judged, on_body = SETTINGS
+    own, shared, replicas, judged, on_body, by_adam = SETTINGS
     sharded = {own: {"reshard_after_forward": False}, shared: {}, replicas: {"num_replicas": 2}}
     cases = {name: Case(name, 2, FSDP2Strategy, sizes) for name, sizes in sharded.items()}
     layouts = {
@@ -106,6 +109,8 @@ def _cases() -> dict[str, Case]:
         for layout, sizes in (layouts | more).items():
             num_ranks = math.prod(sizes.values())
             cases[f"{name}: {layout}"] = Case(name, num_ranks, Parallel3DStrategy, sizes)
+    for layout, sizes in fours[on_body].items():
+        cases[f"{by_adam}: {layout}"] = Case(by_adam, 4, Parallel3DStrategy, sizes)
     return cases
 
 
@@ -115,16 +120,19 @@ CASES = _cases()
 class TinyPPO(PPO):
     """Judged in this process, with what a user may add: a judge of its own, and metrics, one of them of one rank only.
 
-    `judged` counts the judge's calls here; `updates` has the metrics of each update, `gradients` those of the first.
+    `judged` counts the judge's calls here; `updates` has the metrics of each update, `gradients` and `clipped` are
+    those of the first, before and after the clip.
     """
 
-    def __init__(self, policy: str | ModelSpec = POLICY, **kwargs: Any) -> None:
-        sampling = Sampling(max_new_tokens=6)
-        super().__init__(policy, group_size=4, sampling=sampling, lr=0.3, microbatch_tokens=20, **kwargs)
+    def __init__(self, policy: str | ModelSpec = POLICY, *, is_adam: bool = False, **kwargs: Any) -> None:
+        settings = {"sampling": Sampling(max_new_tokens=6), "lr": ADAM_LR if is_adam else 0.3, **kwargs}
+        super().__init__(policy, group_size=4, microbatch_tokens=20, **settings)
+        self.is_adam = is_adam
         self.judged = 0
         self.updates: list[dict[str, float]] = []
         self.experiences: list[Experience] = []
         self.gradients: dict[str, Tensor] = {}
+        self.clipped: dict[str, Tensor] = {}
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -158,12 +166,19 @@ class TinyPPO(PPO):
         self.experiences.append(experience)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameter_groups())  # Adam would divide the rounding of a small gradient by it
+        # Adam divides the rounding of a small gradient by it.
+        return super().configure_optimizers() if self.is_adam else torch.optim.SGD(self.parameter_groups())
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(*args, **kwargs)
+        self.clipped = self.clipped or self.whole_gradients()
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        found = ((key, value.grad) for key, value in self.named_parameters())
+        return {key: whole(grad).clone() for key, grad in found if grad is not None}
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if not self.gradients:
-            found = ((key, value.grad) for key, value in self.named_parameters())
-            self.gradients = {key: whole(grad).clone() for key, grad in found if grad is not None}
+        self.gradients = self.gradients or self.whole_gradients()
 
     def on_minibatch_end(self, metrics: dict[str, float], index: int, total: int) -> None:
         self.updates.append(dict(metrics))
@@ -190,6 +205,7 @@ def found_by(module: TinyPPO, trainer: Any) -> dict[str, Any]:
         "only_here": [update.pop("only_here") for update in module.updates if "only_here" in update],
         "dp_size": ranks_of(trainer.strategy).dp_size,
         "gradients": module.gradients,
+        "clipped": module.clipped,
         "weights": {key: whole(value) for key, value in module.named_parameters()},
         "trained": {key for key, value in module.named_parameters() if value.requires_grad},
         "experiences": [experience.tensors() for experience in module.experiences],
