@@ -37,7 +37,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 import lightrl
 from lightrl.config_errors import UsageError, explain, nearest_files
-from lightrl.errors import LightRLError
+from lightrl.errors import EngineUnreachable, LightRLError
 from lightrl.module import RLModule
 from lightrl.strategies import is_on_all_ranks
 from lightrl.trainer import Trainer
@@ -351,7 +351,7 @@ def _chain(error: BaseException) -> str:
             ours = not file or _raised_in(link, lightrl)
             said = text if ours else f"{type(link).__name__}: {text} ({file}:{number})"
             lines.append(f"  caused by {said}" if lines else said)
-        link = link.__cause__
+        link = None if isinstance(link, EngineUnreachable) else link.__cause__  # it says in words what the client did
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from parsed import parsed
 import lightrl
 from lightrl.__main__ import COMMANDS, main
 from lightrl.cli import default_loggers, last_checkpoint
+from lightrl.weights.broadcast import free_port
 
 
 def printed_config(capsys, *args):
@@ -180,6 +181,15 @@ def test_an_error_during_the_run_says_where_the_traceback_is_and_exits_with_1(se
     assert "this reward is broken" in said
     assert "Full traceback: " in said
     assert "RolloutError" in Path(said.rsplit("Full traceback: ", 1)[1].strip()).read_text()
+
+
+def test_a_server_that_is_not_there_is_said_in_words_alone(settings, config, capfd):
+    init_args = {"urls": [f"http://127.0.0.1:{free_port()}"], "startup_timeout_s": 0.1}
+    settings["trainer"]["engine"] = {"class_path": "SGLangEngine", "init_args": init_args}
+    assert main(["fit", "--config", config(settings)]) == 1
+    said = capfd.readouterr().err
+    assert "refused the connection, nothing listens there" in said
+    assert "caused by" not in said
 
 
 def test_lightrl_debug_shows_the_exception_itself(settings, config, monkeypatch):
