@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from ppo_ranks_run import TinyPPO, found_by
 from rank_scripts import fork_runs, leave
+from second_device import second_device
 from tiny_run import CONFIG, Digits, make_trainer
 
 from lightrl import Experience, FSDP2Strategy, ModelSpec, Parallel3DStrategy, RoleMesh, Trajectory
@@ -44,6 +45,7 @@ CASES: dict[str, tuple[int, Callable[[], Any], dict[str, RoleMesh]]] = {
 }
 RESUMED = "sharded: each rank has a role"
 AT_ONCE = "calls wait for each other"
+ON_BODY = "a critic on the policy's body, a reference that waits in CPU memory"
 
 
 class Meshed(TinyPPO):
@@ -106,6 +108,18 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     return found_by(module, trainer)
 
 
+def play_on_body(folder: Path, *, devices: int) -> dict[str, Any]:
+    meshes = {"policy": RoleMesh(0, 2, pp=2), "reference": RoleMesh(2, 2, tp=2)} if devices > 1 else {}
+    reference = replace(MODEL, seed=4, offload=True, mesh=meshes.get("reference"))
+    settings: dict[str, Any] = {"critic": "shared", "reference": reference, "kl_coef": 0.1, "num_minibatches": 2}
+    module = TinyPPO(replace(MODEL, mesh=meshes.get("policy")), **settings)
+    spread = {"devices": devices, "strategy": Parallel3DStrategy(tp=2)} if devices > 1 else {}
+    trainer = make_trainer(folder, gradient_clip_val=0.5, **spread)
+    with second_device():
+        trainer.fit(module, datamodule=Digits())
+    return found_by(module, trainer)
+
+
 def play_resumed(folder: Path) -> dict[str, Any]:
     """Two iterations on meshes, a checkpoint, and the third one elsewhere."""
     path = folder / "checkpoint"
@@ -136,6 +150,8 @@ def main() -> int:
         if devices == 2:
             found["resumed"] = play_resumed(folder)
             found[AT_ONCE] = play_at_once(folder)
+        else:
+            found[ON_BODY] = play_on_body(folder, devices=devices)
         leave(found, folder / str(devices))
 
     return fork_runs((2, 4, 1), play_all)

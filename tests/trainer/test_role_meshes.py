@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import rank_scripts
 import torch
-from role_meshes_run import AT_ONCE, CASES, RESUMED
+from role_meshes_run import AT_ONCE, CASES, ON_BODY, RESUMED
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-6  # relative to a tensor's largest number; float32 sums in another order
@@ -26,7 +26,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
 
 def over_all(runs: Any, name: str, what: str) -> dict[str, Any]:
     """The tensors of all ranks under their names."""
-    size = CASES[name][0] if name in CASES else 2
+    size = CASES[name][0] if name in CASES else 4 if name == ON_BODY else 2
     found = {key: value for rank in runs[size] for key, value in rank[name][what].items()}
     for key in [key for key in found if key.endswith("lm_head.weight")]:  # the other end of a tie
         assert torch.equal(found.pop(key), found[key.replace("lm_head", "model.embed_tokens")])
@@ -51,9 +51,10 @@ def test_the_first_gradients_are_those_of_one_process(name: str, runs: Any) -> N
         assert (found[key] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), key
 
 
-@pytest.mark.parametrize("name", [*CASES, "resumed"])
+@pytest.mark.parametrize("name", [*CASES, "resumed", ON_BODY])
 def test_roles_on_ranks_of_their_own_learn_what_one_process_learns(name: str, runs: Any) -> None:
-    found, expected = over_all(runs, name, "weights"), runs[1][0][RESUMED]["weights"]
+    alone = runs[1][0][ON_BODY if name == ON_BODY else RESUMED]
+    found, expected = over_all(runs, name, "weights"), alone["weights"]
     assert found.keys() == expected.keys()
     for key, weight in expected.items():
         assert (found[key] - weight).abs().max() <= LATER * weight.abs().max(), key
