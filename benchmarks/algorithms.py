@@ -1,12 +1,14 @@
 """Learning curves of every algorithm on one task: mean and spread over seeds, as CSV and PNG.
 
     python -m benchmarks.algorithms [--algorithms GRPO,DAPO] [--seeds 3] [--iterations 60] [--out benchmarks/algorithms]
+                                    [--late-seeds 6] [--late-iterations 120]
 
 The task is the quickstart's, the largest of four digits. All begin with the same model of 0.8 M parameters, which has
 imitated answers of which 6 in 10 merely name the first digit, and see the same number of trajectories per iteration,
 in two updates. The curve is the mean reward of what is trained on: sampled, not greedy. Algorithms whose names end in
 `8 versions late` roll out up to 8 versions ahead: GRPO as it is (naive), decoupled, with a guessed proximal policy, and
-M2PO.
+M2PO. These run longer and over more seeds, for what staleness does shows late; the table's last lines compare them with
+naive, seed by seed.
 
 Each run is a process of its own, one after another, and leaves a file in the output folder; a run whose file is there
 is not repeated, so more seeds or algorithms can be added, and a killed benchmark goes on. `curves.csv` has a line per
@@ -50,7 +52,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "REINFORCE++": ("ReinforcePlusPlus", {"group_size": 1}),
     "REINFORCE++ with baseline": ("ReinforcePlusPlus", {"advantage_mean": "group"}),
     "M2PO": ("M2PO", {}),
-    "PPO": ("PPO", {"group_size": 1}),
+    "PPO": ("PPO", {"group_size": 1, "bootstrap_truncated": False}),  # a completion that reaches the limit is wrong
     "decoupled": ("GRPO", {"decoupled": True}),
     "TIS": ("GRPO", {"decoupled": True, "importance_cap": 2.0, "importance_mode": "clamp"}),
     "IcePop": ("GRPO", {"decoupled": True, "importance_floor": 0.5, "importance_cap": 5.0}),
@@ -67,13 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="names, with commas between them")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--late-seeds", type=int, default=6, help="of those 8 versions late")
+    parser.add_argument("--late-iterations", type=int, default=120)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/algorithms"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="seconds; numbers without meaning")
     parser.add_argument("--run", nargs=2, metavar=("ALGORITHM", "SEED"), help=argparse.SUPPRESS)  # one, in this process
     options = parser.parse_args(arguments)
     if options.quick:
-        options.iterations, options.seeds = 2, 1
+        options.iterations = options.late_iterations = 2
+        options.seeds = options.late_seeds = 1
     if options.run:
         train(options.run[0], int(options.run[1]), options)
         return
@@ -81,21 +86,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = [name for name in names if name not in ALGORITHMS]
     if unknown:
         parser.error(f"unknown algorithm {unknown[0]!r}; there are {', '.join(ALGORITHMS)}")
-    report = Report("algorithms", iterations=options.iterations, trajectories_per_iteration=TRAJECTORIES)
+    report = Report(
+        "algorithms",
+        iterations=options.iterations,
+        late_iterations=options.late_iterations,
+        trajectories_per_iteration=TRAJECTORIES,
+    )
     start = make_start(options.out, steps=2 if options.quick else 100)
-    for seed in range(options.seeds):
+    for seed in range(max(options.seeds, options.late_seeds)):
         for name in names:
+            if seed >= (options.late_seeds if name.endswith(LATE) else options.seeds):
+                continue
             if run_file(options.out, name, seed).exists():
                 continue
             before = time.perf_counter()
             run_alone(name, seed, options)
             rewards = [float(row["reward"]) for row in read_runs(options.out, [name]) if int(row["seed"]) == seed]
-            last = rewards[-max(1, len(rewards) // 10) :]
             report.add(
                 name,
                 seed=seed,
                 first_reward=round(rewards[0], 3),
-                last_reward=round(statistics.mean(last), 3),
+                last_reward=round(last_reward(rewards), 3),
                 seconds=round(time.perf_counter() - before, 1),
             )
     rows = read_runs(options.out, names)
@@ -104,6 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         writer.writeheader()
         writer.writerows(rows)
     draw(rows, options.out / "curves.png")
+    for name in names:
+        compared = against(rows, name, "naive" + LATE) if name.endswith(LATE) else {}
+        if compared:
+            report.add(f"{name} less naive", **compared)
     report.finish(start=str(start), curves=str(options.out / "curves.csv"))
 
 
@@ -131,7 +146,8 @@ def make_start(out: Path, *, steps: int) -> Path:
 def run_alone(name: str, seed: int, options: argparse.Namespace) -> None:
     """One run, in a process that ends with it."""
     command = [sys.executable, "-m", "benchmarks.algorithms", "--run", name, str(seed), "--out", str(options.out)]
-    command += ["--iterations", str(options.iterations), "--threads", str(options.threads)]
+    iterations = options.late_iterations if name.endswith(LATE) else options.iterations
+    command += ["--iterations", str(iterations), "--threads", str(options.threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
 
@@ -234,6 +250,31 @@ def mean_and_spread(rows: Sequence[dict[str, str]], name: str) -> tuple[list[int
     return iterations, means, [statistics.stdev(found[k]) if len(found[k]) > 1 else 0.0 for k in iterations]
 
 
+def last_reward(rewards: Sequence[float]) -> float:
+    """The mean of a run's last tenth."""
+    return statistics.mean(rewards[-max(1, len(rewards) // 10) :])
+
+
+def against(rows: Sequence[dict[str, str]], name: str, other: str) -> dict[str, float]:
+    """What `name` reaches less what `other` reaches with the same seed: mean and standard error over seeds.
+
+    At the end of the run and over all of it. Empty for fewer than two common seeds, and for `other` itself.
+    """
+    runs: dict[str, dict[str, list[float]]] = {name: {}, other: {}}
+    for row in rows:
+        if row["algorithm"] in runs:
+            runs[row["algorithm"]].setdefault(row["seed"], []).append(float(row["reward"]))
+    seeds = sorted(runs[name].keys() & runs[other].keys())
+    if name == other or len(seeds) < 2:
+        return {}
+    found: dict[str, float] = {"pairs": len(seeds)}
+    for where, measure in (("last", last_reward), ("whole", statistics.mean)):
+        differences = [measure(runs[name][seed]) - measure(runs[other][seed]) for seed in seeds]
+        found[f"{where}_difference"] = round(statistics.mean(differences), 4)
+        found[f"{where}_error"] = round(statistics.stdev(differences) / len(seeds) ** 0.5, 4)
+    return found
+
+
 def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
     import matplotlib
 
@@ -243,9 +284,7 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
     columns = min(4, len(names))
     num_rows = -(-len(names) // columns)
-    figure, axes = plt.subplots(
-        num_rows, columns, figsize=(3 * columns, 2.3 * num_rows), sharex=True, sharey=True, squeeze=False
-    )
+    figure, axes = plt.subplots(num_rows, columns, figsize=(3 * columns, 2.3 * num_rows), sharey=True, squeeze=False)
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
     for axis, name in zip(axes.flat, names, strict=False):
@@ -258,14 +297,14 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
         low = [mean - one for mean, one in zip(means, spread, strict=True)]
         high = [mean + one for mean, one in zip(means, spread, strict=True)]
         axis.fill_between(iterations, low, high, color="tab:blue", alpha=0.2, linewidth=0)
-        axis.set_title(name, fontsize=9)
+        num_seeds = len({row["seed"] for row in rows if row["algorithm"] == name})
+        axis.set_title(f"{name} ({num_seeds})", fontsize=9)
         axis.set_ylim(0, 1.02)
     for axis in axes[-1]:
         axis.set_xlabel("iteration")
     for axis in axes[:, 0]:
         axis.set_ylabel("reward")
-    num_seeds = len({row["seed"] for row in rows})
-    figure.suptitle(f"mean reward of sampled answers, mean ± deviation of {num_seeds} seeds", fontsize=10)
+    figure.suptitle("mean reward of sampled answers: mean ± deviation over seeds, whose number is in parentheses")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -27,6 +27,23 @@ def test_mean_and_spread_are_over_seeds() -> None:
     assert algorithms.mean_and_spread(rows, "DAPO") == ([1], [0.9], [0.0])
 
 
+def test_two_algorithms_are_compared_seed_by_seed() -> None:
+    runs = (("a", 0, (0.5, 0.9)), ("b", 0, (0.5, 0.7)), ("a", 1, (0.1, 0.2)), ("b", 1, (0.3, 0.2)), ("a", 2, (0.0,)))
+    rows = [
+        {"algorithm": name, "seed": str(seed), "reward": str(reward)}
+        for name, seed, rewards in runs
+        for reward in rewards
+    ]
+    assert algorithms.against(rows, "a", "b") == {
+        "pairs": 2,
+        "last_difference": pytest.approx(0.1),  # of 0.2 and 0
+        "last_error": pytest.approx(0.1),
+        "whole_difference": pytest.approx(0.0),  # of 0.1 and -0.1
+        "whole_error": pytest.approx(0.1),
+    }
+    assert algorithms.against(rows, "a", "a") == {}
+
+
 def test_the_benchmark_writes_curves_and_does_not_repeat_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
