@@ -227,6 +227,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def setup(self, trainer: L.Trainer) -> None:
         self._spread_models()
+        vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_by_norm
         super().setup(trainer)
 
     def _spread_models(self) -> None:
@@ -326,6 +327,12 @@ class FSDP2Strategy(ModelParallelStrategy):
             reduce_every_microbatch=self.reduce_every_microbatch,
             is_offloaded=self._offloads,
         )
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """As Lightning's, which warns of a rank that holds none of the parameters."""
+        parameters = [value for group in optimizer.param_groups for value in group["params"]]
+        if parameters:
+            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -144,11 +144,6 @@ class Parallel3DStrategy(FSDP2Strategy):
 
     # ------------------------------------------------------------------ models
 
-    def setup(self, trainer: L.Trainer) -> None:
-        self._spread_models()
-        vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_by_norm
-        ModelParallelStrategy.setup(self, trainer)
-
     @property
     def _value_head(self) -> torch.nn.Linear | None:
         """A critic's on the policy's body, with which it is split."""
