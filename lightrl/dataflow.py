@@ -45,6 +45,7 @@ class ModelCall:
     timeout_s: float = 1800.0  # deadline of a call without a role
     adapters_off: bool = False  # the role's model as it was before it got its LoRA adapters
     on_all_ranks: bool = False  # a function that each rank runs for itself, in the trainer's thread
+    topk: int = 0  # of so many likeliest tokens too: the outputs have teacher_topk_ids and teacher_topk_logprobs
 
 
 class DataFlowGraph:

@@ -34,22 +34,38 @@ class Outputs:
     logprobs: Tensor  # [B, T], nats, of `token_ids`; 0 at position 0
     entropy: Tensor  # [B, T], nats, of the distribution that `token_ids[b, t]` was drawn from
     values: Tensor | None = None  # [B, T], with a scalar head: of the state before `token_ids[b, t]` was drawn
-    teacher_topk: Tensor | None = None  # with a teacher
+    # [B, T, K], nats, of the K tokens that a teacher found likeliest there: `experience["teacher_topk_ids"]`, which a
+    # policy that is trained is asked about, or this model's own, where it is the teacher.
+    teacher_topk: Tensor | None = None
+    teacher_topk_ids: Tensor | None = None  # int64 [B, T, K], likeliest first; of the teacher that was asked for them
 
 
 LossFunction = Callable[[Experience, Outputs], Tensor]
 Backward = Callable[[Tensor], None]
 
 
+# Whose logprobs a model is asked for beside the predicted tokens': K tokens at each position (int64 [B, T, K]), or the
+# so many likeliest ones.
+More = Tensor | int
+
+
+def asked_of_policy(experience: Experience) -> More:
+    """The teacher's likeliest tokens, where the experience has them; else nothing."""
+    return experience.extras.get("teacher_topk_ids", 0)
+
+
 class ParallelModel(Protocol):
     """One model under one strategy, whatever the number of processes: forward, forward_backward, full parameters."""
 
-    def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
-        """Logprobs and entropy of each microbatch, without gradient."""
+    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
+        """Logprobs and entropy of each microbatch, and the `topk` likeliest tokens with theirs; without gradient."""
         ...
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        """For each microbatch: outputs, `loss_fn` of them to one number, `backward` of that number."""
+        """For each microbatch: outputs, `loss_fn` of them to one number, `backward` of that number.
+
+        Where the microbatch has `teacher_topk_ids`, the outputs have `teacher_topk`.
+        """
         ...
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:

@@ -279,7 +279,7 @@ class RLModule(L.LightningModule):
                 f"sampling has temperature={self.sampling.temperature:g} and min_new_tokens="
                 f"{self.sampling.min_new_tokens}, expected 1 and 0. Set them so, or give the model's path."
             )
-        return dataclasses.replace(call, role=None, run=ServedScores(url, call.timeout_s))
+        return dataclasses.replace(call, role=None, run=ServedScores(url, call.timeout_s, call.topk))
 
     def train_calls(self) -> list[ModelCall]:
         """The models that each minibatch updates, in order, all with one step of the optimizer."""

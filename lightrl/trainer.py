@@ -286,6 +286,7 @@ class Trainer(L.Trainer):
             min_new_tokens=sampling.min_new_tokens,
             stop_token_ids=sampling.stop_token_ids,
             entropy_needs_gradient=module.needs_entropy_gradient,
+            num_ids=getattr(module.policy_config.get_text_config(), "vocab_size", None),
         )
         module.parallel_models = {
             role: parallel_model(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import gradients, tiny_spec
+from tiny import gradients, random_experience, tiny_spec
 from torch import Tensor
 
 from lightrl.algorithms import (
@@ -30,6 +30,8 @@ from lightrl.loops.update import MinibatchLoss
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.single import Form
 from lightrl.trajectory import Sampling
+
+TOPK = 4
 
 ALGORITHMS: dict[str, Callable[..., GRPO]] = {
     "GRPO": GRPO,
@@ -67,6 +69,14 @@ ALGORITHMS: dict[str, Callable[..., GRPO]] = {
     "PPO decoupled": lambda *args, **kwargs: PPO(*args, decoupled=True, importance_cap=2.0, **kwargs),
     "PPO on one body": lambda *args, **kwargs: PPO(*args, critic="shared", decoupled=True, value_clip=None, **kwargs),
     "Distillation": lambda *args, **kwargs: Distillation(*args, teacher=tiny_spec(seed=1), **kwargs),
+    "Distillation of the likeliest tokens": lambda *args, **kwargs: Distillation(
+        *args,
+        teacher=tiny_spec(seed=1),
+        teacher_topk=TOPK,
+        divergence="jsd",
+        reward_coef=0.5,
+        **{"group_size": 3, **kwargs},
+    ),
 }
 # Their baseline or deviation is the batch's: a constant that all rewards get changes no advantage, a group's own does.
 BATCH_STATISTICS = {"ReinforceBaseline", "ReinforcePlusPlus", "LitePPO"}
@@ -89,6 +99,11 @@ def make_module(algorithm: str = "GRPO", **settings: Any) -> GRPO:
         if head is not None:  # a fresh critic says 0 and sends nothing back to its body
             torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
     return module
+
+
+def experience_for(algorithm: str, **settings: Any) -> Experience:
+    """`random_experience`, with a teacher's likeliest tokens for the algorithm that learns from them."""
+    return random_experience(topk=TOPK if "likeliest" in algorithm else 0, **settings)
 
 
 def advantages_of(module: GRPO, experience: Experience) -> Tensor:

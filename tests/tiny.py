@@ -124,9 +124,14 @@ def random_trajectories(
     return [one(group, sample, prompt) for group, prompt in enumerate(prompts) for sample in range(group_size)]
 
 
-def random_experience(*, is_scored: bool = True, **settings: Any) -> Experience:
-    """Of `random_trajectories`; scored ones have what models say of them too, and every third is truncated."""
+def random_experience(*, is_scored: bool = True, topk: int = 0, **settings: Any) -> Experience:
+    """Of `random_trajectories`; scored ones have what models say of them too, and every third is truncated.
+
+    With `topk` a teacher has said its likeliest tokens.
+    """
     experience = Experience.from_trajectories(random_trajectories(**settings))
+    if topk:
+        experience = with_teacher_topk(experience, topk)
     if not is_scored:
         return experience
     generator = torch.Generator().manual_seed(1)
@@ -149,17 +154,26 @@ def random_experience(*, is_scored: bool = True, **settings: Any) -> Experience:
     )
 
 
-def slow_outputs(
+def with_teacher_topk(experience: Experience, num: int) -> Experience:
+    """With the likeliest tokens of a teacher that says something else at each place."""
+    generator = torch.Generator().manual_seed(2)
+    logits = 2 * torch.randn(*experience.token_ids.shape, VOCABULARY, generator=generator)
+    found = torch.log_softmax(logits, -1).topk(num, -1)
+    mask = experience.loss_mask[..., None]
+    topk = {"teacher_topk_ids": found.indices * mask, "teacher_topk_logprobs": found.values * mask}
+    return experience.with_tensors(topk)
+
+
+def slow_distributions(
     model: PreTrainedModel,
     experience: Experience,
     *,
     temperature: float = 1.0,
     min_new_tokens: int = 0,
     stop_token_ids: tuple[int, ...] = (),
-) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropy [B, T] from Hugging Face's logits, one trajectory and one token at a time."""
-    shape = experience.token_ids.shape
-    logprobs, entropy = torch.zeros(shape), torch.zeros(shape)
+) -> Tensor:
+    """Log-probabilities [B, T, V] from Hugging Face's logits, one trajectory and one token at a time; else 0."""
+    found = torch.zeros(*experience.token_ids.shape, VOCABULARY)
     for row, length in enumerate(experience.lengths.tolist()):
         token_ids = experience.token_ids[row, :length]
         logits = model(input_ids=token_ids[None], use_cache=False).logits[0].float() / temperature
@@ -171,10 +185,24 @@ def slow_outputs(
             predicted = logits[t - 1].clone()
             if written <= min_new_tokens:
                 predicted[list(stop_token_ids)] = -1e30
-            distribution = torch.distributions.Categorical(logits=predicted)
-            logprobs = logprobs.index_put((torch.tensor(row), torch.tensor(t)), distribution.log_prob(token_ids[t]))
-            entropy = entropy.index_put((torch.tensor(row), torch.tensor(t)), distribution.entropy())
-    return logprobs, entropy
+            place = (torch.tensor(row), torch.tensor(t))
+            found = found.index_put(place, torch.log_softmax(predicted, -1))
+    return found
+
+
+def slow_outputs(
+    model: PreTrainedModel,
+    experience: Experience,
+    *,
+    temperature: float = 1.0,
+    min_new_tokens: int = 0,
+    stop_token_ids: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropy [B, T] from Hugging Face's logits, one trajectory and one token at a time."""
+    rules: dict[str, Any] = {"min_new_tokens": min_new_tokens, "stop_token_ids": stop_token_ids}
+    found = slow_distributions(model, experience, temperature=temperature, **rules)
+    logprobs = found.gather(-1, experience.token_ids[..., None])[..., 0]
+    return logprobs, -(found.exp() * found.clamp(min=-1e9)).sum(-1)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -188,13 +216,14 @@ def widened(experience: Experience, num: int, fill: float = 0.0) -> Experience:
     """With `num` more columns of padding; `fill` stands there in float fields."""
     changes = {}
     for name, value in experience.tensors().items():
-        if value.dim() == 2:
+        if value.dim() >= 2:
             what: Any = fill if value.is_floating_point() else -1 if name == "weight_versions" else 0
-            changes[name] = torch.nn.functional.pad(value, (0, num), value=what)
-    return replace(experience, **changes)
+            further = (0, 0) * (value.dim() - 2)
+            changes[name] = torch.nn.functional.pad(value, (*further, 0, num), value=what)
+    return experience.with_tensors(changes)
 
 
 def float_fields(experience: Experience) -> Iterator[tuple[str, Tensor]]:
     for name, value in experience.tensors().items():
-        if value.dim() == 2 and value.is_floating_point():
+        if value.dim() >= 2 and value.is_floating_point():
             yield name, value

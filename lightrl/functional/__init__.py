@@ -12,6 +12,7 @@ Reading order:
     importance.py   what stale logprobs are worth: M2PO's mask, a proximal policy without its forward
     preference.py   losses of pairs: DPO, IPO, Bradley-Terry
     kl.py           estimators of the KL divergence, its adaptive weight
+    divergence.py   KL and Jensen-Shannon divergence over a teacher's likeliest tokens
     reduction.py    masking before and after the loss, and the three ways to average it
     packing.py      trajectories of unequal length without their padding
 
@@ -22,14 +23,17 @@ beside it in tests/functional/ a value worked by hand and an independent slow im
 """
 
 from lightrl.functional.advantages import batch_normalized, group_advantages, overlong_penalty
+from lightrl.functional.divergence import Divergence, check_divergence, rest_mass, topk_divergence
 from lightrl.functional.importance import interpolated_proximal_logprobs, second_moment_mask
 from lightrl.functional.kl import KLController, kl
 from lightrl.functional.logprobs import (
     aligned_to_tokens,
     hidden_logprobs,
+    hidden_topk,
     predicted_token_ids,
     predicting_positions,
     token_logprobs,
+    token_topk,
 )
 from lightrl.functional.losses import (
     cispo_loss,
@@ -50,6 +54,8 @@ from lightrl.functional.values import ValueNormalizer, explained_variance, value
 __all__ = [
     "token_logprobs",
     "hidden_logprobs",
+    "token_topk",
+    "hidden_topk",
     "predicting_positions",
     "predicted_token_ids",
     "aligned_to_tokens",
@@ -77,6 +83,10 @@ __all__ = [
     "importance_weights",
     "is_clipped",
     "kl",
+    "Divergence",
+    "topk_divergence",
+    "rest_mass",
+    "check_divergence",
     "neutralize",
     "masked_mean",
     "loss_counts",

@@ -1,7 +1,8 @@
 """Logprobs and entropies of tokens, from logits or from hidden states; the one place that shifts by one.
 
-Shapes: B trajectories, T tokens, V vocabulary, H hidden size, N positions that predict a token. Logprobs and entropies
-are in nats, computed in float32 (float64 for float64 input), of the distribution softmax(logits / temperature).
+Shapes: B trajectories, T tokens, V vocabulary, H hidden size, N positions that predict a token, J tokens of which each
+of them gives the logprob. Logprobs and entropies are in nats, computed in float32 (float64 for float64 input), of the
+distribution softmax(logits / temperature).
 
 A causal model's output at position t - 1 predicts token t. Every [B, T] tensor outside this file is aligned to the
 token it describes, so position 0, which nothing predicts, is 0. The model path never holds logits of [B, T, V]:
@@ -41,34 +42,36 @@ def token_logprobs(
 
     Args:
         logits: [B, T, V], as the model gives them: `logits[b, t]` predicts token t + 1. Carries the gradient.
-        token_ids: int64 [B, T].
+        token_ids: int64 [B, T], or [B, T, J] for several tokens that could have stood there.
         temperature: divides the logits; more than 0.
         masked_ids: int64 [K], ids that could not be drawn at some tokens (stop tokens under `min_new_tokens`).
         masked_rows: bool [B, T], True at the tokens that could not be one of `masked_ids`.
 
     Returns:
-        Logprobs and entropies, [B, T] each, aligned to the token they describe; 0 at position 0. Both carry gradient.
+        Logprobs, of the shape of `token_ids`, and entropies, [B, T], aligned to the token they describe; 0 at position
+        0. Both carry gradient.
 
     Raises:
         ValueError: if shapes do not fit, the temperature is not positive, or only one of the two masks is given.
     """
-    if logits.dim() != 3 or logits.shape[:2] != token_ids.shape:
+    if logits.dim() != 3 or logits.shape[:2] != token_ids.shape[:2]:
         raise ValueError(
             f"logits has shape {tuple(logits.shape)} but token_ids has shape {tuple(token_ids.shape)}, expected "
             "[B, T, V] and [B, T]. Pass the model's logits as they are, not shifted."
         )
     if masked_rows is not None:
-        check_same_shape(token_ids=token_ids, masked_rows=masked_rows)
+        check_same_shape(entropy=logits[..., 0], masked_rows=masked_rows)
         masked_rows = masked_rows[:, 1:].reshape(-1)
     mask = _checked(temperature, masked_ids, masked_rows)
     num, width, vocabulary = logits.shape
     if width == 0:
-        return logits.new_zeros(num, 0), logits.new_zeros(num, 0)
+        return logits.new_zeros(token_ids.shape), logits.new_zeros(num, 0)
     # A model may give -inf to ids it never says; 0 · inf would make the entropy NaN.
     predictions = logits[:, :-1].clamp(min=torch.finfo(logits.dtype).min).reshape(-1, vocabulary)
-    results = _logits_logprobs(predictions, token_ids[:, 1:].reshape(-1), temperature, mask, True)
-    logprobs, entropy = (torch.nn.functional.pad(result.view(num, width - 1), (1, 0)) for result in results)
-    return logprobs, entropy
+    logprobs, entropy = _logits_logprobs(predictions, token_ids[:, 1:].flatten(0, 1), temperature, mask, True)
+    first = (0, 0) * (token_ids.dim() - 2) + (1, 0)
+    logprobs = torch.nn.functional.pad(logprobs.view(token_ids[:, 1:].shape), first)
+    return logprobs, torch.nn.functional.pad(entropy.view(num, width - 1), (1, 0))
 
 
 def predicting_positions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,13 +85,22 @@ def predicting_positions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def predicted_token_ids(token_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The tokens [N] that the positions of `predicting_positions` predict; also gathers any other [B, T] tensor."""
+    """The tokens [N] that the positions of `predicting_positions` predict; or what [B, T, ...] holds at those."""
     return token_ids[rows, columns + 1]
 
 
 def aligned_to_tokens(values: Tensor, rows: Tensor, columns: Tensor, shape: Sequence[int]) -> Tensor:
-    """Puts values [N] at the tokens that `predicting_positions` named, [B, T]; 0 elsewhere. Keeps the gradient."""
-    return values.new_zeros(tuple(shape)).index_put((rows, columns + 1), values)
+    """Puts values [N, ...] at the tokens that `predicting_positions` named, 0 elsewhere. Keeps the gradient.
+
+    Args:
+        values: [N] or [N, ...].
+        rows, columns: [N], where.
+        shape: [B, T].
+
+    Returns:
+        [B, T] or [B, T, ...].
+    """
+    return values.new_zeros((*shape, *values.shape[1:])).index_put((rows, columns + 1), values)
 
 
 def hidden_logprobs(
@@ -112,7 +124,7 @@ def hidden_logprobs(
         hidden: [N, H] at the positions of `predicting_positions`. Carries the gradient, like weight and bias.
         weight: [V, H] of the output head.
         bias: [V], or None.
-        token_ids: int64 [N], those of `predicted_token_ids`.
+        token_ids: int64 [N], those of `predicted_token_ids`; or [N, J], several at each position.
         temperature: divides the logits; more than 0.
         chunk_tokens: positions in a chunk; None chooses by vocabulary and device, one chunk where the logits are few.
         entropy_gradient: False returns the entropy detached, which saves memory.
@@ -120,37 +132,98 @@ def hidden_logprobs(
         masked_rows: bool [N], True at the positions that could not predict one of `masked_ids`.
 
     Returns:
-        Logprobs and entropies, [N] each. With N = 0 their sums still give gradients, of zeros.
+        Logprobs, of the shape of `token_ids`, and entropies, [N]. With N = 0 their sums still give gradients, of zeros.
 
     Raises:
         ValueError: if shapes do not fit, a number is not positive, or only one of the two masks is given.
     """
+    if token_ids.dim() not in (1, 2) or token_ids.shape[:1] != hidden.shape[:1]:
+        raise ValueError(
+            f"token_ids has shape {tuple(token_ids.shape)} but hidden has shape {tuple(hidden.shape)}, expected [N] "
+            "and [N, H]. Gather both at predicting_positions."
+        )
+    hidden, weight, bias, chunk_tokens = _prepared(hidden, weight, bias, chunk_tokens)
+    mask = _checked(temperature, masked_ids, masked_rows, hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if hidden.shape[0] <= chunk_tokens:
+            logits = linear(hidden, weight, bias)
+            return _logits_logprobs(logits, token_ids, temperature, mask, entropy_gradient)
+        return _head_logprobs(hidden, weight, bias, token_ids, temperature, mask, entropy_gradient, chunk_tokens)
+
+
+@torch.no_grad()
+def hidden_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    num: int,
+    *,
+    num_ids: int | None = None,
+    chunk_tokens: int | None = None,
+    masked_ids: Tensor | None = None,
+    masked_rows: Tensor | None = None,
+) -> Tensor:
+    """The `num` likeliest tokens at each position, int64 [N, num], likeliest first: the same ones at any temperature.
+
+    Args:
+        hidden, weight, bias, chunk_tokens, masked_ids, masked_rows: as of `hidden_logprobs`.
+        num: at most V.
+        num_ids: of these first ids only; None for all.
+
+    Raises:
+        ValueError: if shapes do not fit, or there are fewer ids than `num`.
+    """
+    hidden, weight, bias, chunk_tokens = _prepared(hidden, weight, bias, chunk_tokens)
+    mask = _checked(1.0, masked_ids, masked_rows, hidden)
+    found = [torch.empty(0, num, dtype=torch.int64, device=hidden.device)]
+    with torch.autocast(hidden.device.type, enabled=False):
+        for chunk in _chunks(hidden.shape[0], chunk_tokens):
+            found.append(_largest(linear(hidden[chunk], weight, bias), num, num_ids, _mask_of(mask, chunk)))
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def token_topk(
+    logits: Tensor,
+    num: int,
+    *,
+    num_ids: int | None = None,
+    masked_ids: Tensor | None = None,
+    masked_rows: Tensor | None = None,
+) -> Tensor:
+    """`hidden_topk` from logits [B, T, V] as the model gives them: int64 [B, T, num], aligned; 0 at position 0."""
+    mask = _checked(1.0, masked_ids, None if masked_rows is None else masked_rows[:, 1:].reshape(-1))
+    predictions = logits[:, :-1]
+    found = _largest(predictions.flatten(0, 1), num, num_ids, mask)
+    return torch.nn.functional.pad(found.view(*predictions.shape[:2], num), (0, 0, 1, 0))
+
+
+def _largest(logits: Tensor, num: int, num_ids: int | None, mask: _Mask | None) -> Tensor:
+    scores = _scores(logits, 1.0, mask)[:, :num_ids]
+    if num > scores.shape[1]:
+        raise ValueError(
+            f"The {num} likeliest tokens are asked for, expected at most the {scores.shape[1]} that there are. Ask for "
+            "fewer."
+        )
+    return scores.topk(num, dim=1).indices
+
+
+def _prepared(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_tokens: int | None
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """In the dtype that the head is applied in, with the size of a chunk."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)} but weight has shape {tuple(weight.shape)}, expected [N, H] and "
             "[V, H]. Gather the hidden states at predicting_positions first."
         )
-    if token_ids.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"token_ids has shape {tuple(token_ids.shape)} but hidden has shape {tuple(hidden.shape)}, expected [N] "
-            "and [N, H]. Gather both at predicting_positions."
-        )
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}, expected at least 1, or None to choose by size. Raise it.")
-    if masked_rows is not None:
-        check_same_shape(token_ids=token_ids, masked_rows=masked_rows)
-    mask = _checked(temperature, masked_ids, masked_rows)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    with torch.autocast(device, enabled=False):
-        if chunk_tokens is None:
-            chunk_tokens = _chunk_tokens(hidden.shape[0], weight.shape[0], device)
-        if hidden.shape[0] <= chunk_tokens:
-            logits = linear(hidden, weight, bias)
-            return _logits_logprobs(logits, token_ids, temperature, mask, entropy_gradient)
-        return _head_logprobs(hidden, weight, bias, token_ids, temperature, mask, entropy_gradient, chunk_tokens)
+    return hidden, weight, bias, chunk_tokens or _chunk_tokens(hidden.shape[0], weight.shape[0], device)
 
 
 def _chunk_tokens(num: int, vocabulary: int, device: str) -> int:
@@ -163,7 +236,9 @@ def _chunk_tokens(num: int, vocabulary: int, device: str) -> int:
 _Mask = tuple[Tensor, Tensor]
 
 
-def _checked(temperature: float, masked_ids: Tensor | None, masked_rows: Tensor | None) -> _Mask | None:
+def _checked(
+    temperature: float, masked_ids: Tensor | None, masked_rows: Tensor | None, hidden: Tensor | None = None
+) -> _Mask | None:
     if not temperature > 0:
         raise ValueError(
             f"temperature={temperature}, expected more than 0. Greedy logprobs are those at temperature 1: use 1."
@@ -173,6 +248,8 @@ def _checked(temperature: float, masked_ids: Tensor | None, masked_rows: Tensor 
     if masked_ids is None or masked_rows is None:
         missing = "masked_ids" if masked_ids is None else "masked_rows"
         raise ValueError(f"{missing} is None, expected masked_ids and masked_rows together. Pass both, or neither.")
+    if hidden is not None:
+        check_same_shape(positions=hidden[:, 0], masked_rows=masked_rows)
     return masked_ids, masked_rows
 
 
@@ -182,8 +259,8 @@ def _masked_places(mask: _Mask) -> tuple[Tensor, Tensor]:
     return rows.nonzero(), ids
 
 
-def _distribution(logits: Tensor, temperature: float, mask: _Mask | None) -> tuple[Tensor, Tensor]:
-    """[N, V] logits of any dtype -> (log-probabilities, probabilities)."""
+def _scores(logits: Tensor, temperature: float, mask: _Mask | None) -> Tensor:
+    """[N, V] logits of any dtype -> what the softmax is over."""
     if logits.dtype.itemsize < 4:
         logits = logits.float()
     if temperature != 1:
@@ -192,13 +269,23 @@ def _distribution(logits: Tensor, temperature: float, mask: _Mask | None) -> tup
         # The lowest finite number instead of -inf: its probability is 0, and 0 times it is 0.
         lowest = logits.new_tensor(torch.finfo(logits.dtype).min)
         logits = logits.index_put(_masked_places(mask), lowest)
-    log_probabilities = torch.log_softmax(logits, dim=-1)
+    return logits
+
+
+def _distribution(logits: Tensor, temperature: float, mask: _Mask | None) -> tuple[Tensor, Tensor]:
+    """[N, V] logits of any dtype -> (log-probabilities, probabilities)."""
+    log_probabilities = torch.log_softmax(_scores(logits, temperature, mask), dim=-1)
     return log_probabilities, log_probabilities.exp()
 
 
+def _columns(values: Tensor) -> Tensor:
+    """[N] as [N, 1]; [N, J] as it is."""
+    return values[:, None] if values.dim() == 1 else values
+
+
 def _gather(log_probabilities: Tensor, probabilities: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The logprobs of the tokens and the entropies, [N] each."""
-    logprobs = log_probabilities.gather(1, token_ids[:, None]).squeeze(1)
+    """The logprobs of the tokens, [N] or [N, J], and the entropies, [N]."""
+    logprobs = log_probabilities.gather(1, _columns(token_ids)).view(token_ids.shape)
     return logprobs, -torch.linalg.vecdot(probabilities, log_probabilities)
 
 
@@ -214,15 +301,17 @@ def _logits_gradient(
 ) -> Tensor:
     """d loss / d logits, [N, V]: of a logprob it is onehot - p, of the entropy -p · (log p + entropy)."""
     if grad_logprobs is None:
-        grad_logprobs = torch.zeros_like(entropy)
+        grad_logprobs = torch.zeros_like(token_ids, dtype=entropy.dtype)
+    grad_logprobs = _columns(grad_logprobs)
+    total = grad_logprobs.sum(1)
     if grad_entropy is None:
-        gradient = probabilities * -grad_logprobs[:, None]
+        gradient = probabilities * -total[:, None]
     else:
         assert log_probabilities is not None
-        constant = grad_logprobs + grad_entropy * entropy
+        constant = total + grad_entropy * entropy
         slope = torch.addcmul(constant[:, None], log_probabilities, grad_entropy[:, None])
         gradient = slope.mul_(probabilities).neg_()
-    gradient.scatter_add_(1, token_ids[:, None], grad_logprobs[:, None])
+    gradient.scatter_add_(1, _columns(token_ids), grad_logprobs)
     if temperature != 1:
         gradient /= temperature
     if mask is not None:

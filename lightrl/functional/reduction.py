@@ -25,13 +25,18 @@ def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
     Args:
         loss_mask: bool, [B, T] (or [B], with tensors [B]).
-        tensors: of the mask's shape.
+        tensors: of the mask's shape, or with further dimensions behind it.
 
     Raises:
         ValueError: if a tensor differs from the mask in shape.
     """
-    check_same_shape(loss_mask=loss_mask, **{f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)})
-    return tuple(torch.where(loss_mask, tensor, tensor.new_zeros(())) for tensor in tensors)
+    dims = loss_mask.dim()
+    found = []
+    for index, tensor in enumerate(tensors):
+        further = tensor.dim() - dims
+        check_same_shape(**{"loss_mask": loss_mask, f"tensors[{index}]": tensor[(...,) + (0,) * further]})
+        found.append(torch.where(loss_mask[(...,) + (None,) * further], tensor, tensor.new_zeros(())))
+    return tuple(found)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

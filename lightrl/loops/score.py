@@ -113,7 +113,8 @@ def _infer(module: RLModule, call: ModelCall, experience: Experience, ranks: Ran
     """One forward over all trajectories: what the call's outputs stand for, rows in order, float32.
 
     `values` are a critic's, [B, T], and `bootstrap_values` the one of the state after a truncated end, [B]. Any other
-    output is the number of a scalar head after the last token, [B], or the logprobs of a language model, [B, T].
+    output is the number of a scalar head after the last token, [B], or the logprobs of a language model, [B, T]; with
+    the call's `topk` its likeliest tokens and their logprobs too, [B, T, K].
     """
     role, key = _role(call), call.outputs[0]
     scores_ends = key != "values" and module.models()[role].head == "scalar"
@@ -125,20 +126,21 @@ def _infer(module: RLModule, call: ModelCall, experience: Experience, ranks: Ran
     rows, parts = ranks.microbatch_rows(seen, call.microbatch_tokens or module.microbatch_tokens)
     plain = adapters_off(getattr(module, role)) if call.adapters_off else contextlib.nullcontext()
     with _on_device(module, role), plain:
-        outputs = module.parallel_models[role].forward(parts)
+        outputs = module.parallel_models[role].forward(parts, topk=call.topk)
+    founds = [output.values if scores_ends or key == "values" else output.logprobs for output in outputs]
+    if any(found is None for found in founds):
+        raise ValueError(
+            f"Model call {call.name!r} gives {key!r}, but the model of {role!r} has no values. Mend its role."
+        )
     # The dtype is spelled out because half precision changes the default, and bfloat16 would round the logprobs.
-    result = torch.zeros(seen.token_ids.shape, dtype=torch.float32, device=seen.token_ids.device)
-    for index, output in zip(rows, outputs, strict=True):
-        found = output.values if scores_ends or key == "values" else output.logprobs
-        if found is None:
-            raise ValueError(
-                f"Model call {call.name!r} gives {key!r}, but the model of {role!r} has no values. Mend its role."
-            )
-        if index:
-            result[index, : found.shape[1]] = found.float()
-    result = ranks.gather_rows(result, seen)
+    result = _whole(founds, rows, seen, ranks, torch.float32)
     if seen is experience:
-        return {key: result}
+        tensors = {key: result}
+        if call.topk:
+            ids, logprobs = zip(*((output.teacher_topk_ids, output.teacher_topk) for output in outputs), strict=True)
+            tensors["teacher_topk_ids"] = _whole(ids, rows, seen, ranks, torch.int64)
+            tensors["teacher_topk_logprobs"] = _whole(logprobs, rows, seen, ranks, torch.float32)
+        return tensors
     at_end = result.gather(1, experience.lengths[:, None])[:, 0]
     if scores_ends:
         return {key: at_end}
@@ -169,6 +171,20 @@ def _advantages(module: RLModule, experience: Experience) -> dict[str, Tensor]:
     found = module.advantages(experience)
     tensors = found if isinstance(found, Mapping) else {"advantages": found}
     return {**changes, **{name: _per_token(name, value, experience) for name, value in tensors.items()}}
+
+
+def _whole(
+    founds: Sequence[Tensor | None], rows: list[list[int]], seen: Experience, ranks: Ranks, dtype: torch.dtype
+) -> Tensor:
+    """[B, T, ...] of all ranks, in order, from what the microbatches with these rows gave, [b, t, ...] each."""
+    assert founds[0] is not None
+    shape = (*seen.token_ids.shape, *founds[0].shape[2:])
+    result = torch.zeros(shape, dtype=dtype, device=seen.token_ids.device)
+    for index, found in zip(rows, founds, strict=True):
+        if index:
+            assert found is not None
+            result[index, : found.shape[1]] = found.to(dtype)
+    return ranks.gather_rows(result, seen)
 
 
 @contextlib.contextmanager

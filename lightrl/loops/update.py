@@ -123,16 +123,16 @@ class MinibatchLoss:
 
     def _neutral(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:
         mask = experience.loss_mask
-        logprobs, entropy = neutralize(mask, outputs.logprobs, outputs.entropy)
+        said = {name: value for name, value in vars(outputs).items() if value is not None}
+        outputs = replace(outputs, **dict(zip(said, neutralize(mask, *said.values()), strict=True)))
         fields = {
             name: neutralize(mask, value)[0]
             for name, value in experience.tensors().items()
-            if value.dim() == 2 and value.is_floating_point()
+            if value.dim() >= 2 and value.is_floating_point() and name != "pixel_values"
         }
         if self.module.needs_proximal_logprobs and self.module.makes_one_update:
-            fields["proximal_logprobs"] = logprobs.detach()
-        values = None if outputs.values is None else neutralize(mask, outputs.values)[0]
-        return experience.with_tensors(fields), replace(outputs, logprobs=logprobs, entropy=entropy, values=values)
+            fields["proximal_logprobs"] = outputs.logprobs.detach()
+        return experience.with_tensors(fields), outputs
 
     def _add(self, name: str, value: Tensor, mask: Tensor) -> None:
         counts = {"num_tokens": self.num_tokens, "num_sequences": self.num_sequences}

@@ -307,18 +307,27 @@ class LocalEngine(RolloutEngine):
 
         Waits for the token in progress, up to `boundary_timeout_s`.
         """
+        chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]
+        return [0.0, *self._log_probabilities(token_ids).gather(1, chosen)[:, 0].tolist()]
+
+    def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
+        """As `score`: logprob and id of the `num` likeliest tokens at each place, likeliest first; none at place 0."""
+        found = self._log_probabilities(token_ids)
+        logprobs, ids = found.topk(min(num, found.shape[1]), dim=1)
+        return [[], *(list(zip(*pair, strict=True)) for pair in zip(logprobs.tolist(), ids.tolist(), strict=True))]
+
+    def _log_probabilities(self, token_ids: list[int]) -> Tensor:
+        """[T - 1, V], of what comes behind each token but the last."""
         with self._load_lock:
             self._hold("score")
             try:
                 assert self._decoder is not None
                 with torch.inference_mode():
-                    logprobs = torch.log_softmax(self._decoder.logits(token_ids[:-1]), -1)
-                    chosen = logprobs.gather(1, torch.tensor(token_ids[1:], device=self.device)[:, None])
+                    return torch.log_softmax(self._decoder.logits(token_ids[:-1]), -1)
             finally:
                 with self._condition:
                     self._is_loading = False
                     self._condition.notify_all()
-        return [0.0, *chosen[:, 0].tolist()]
 
     def read_weights(self) -> dict[str, Tensor]:
         """A copy of every parameter under its Hugging Face name, to compare with the trainer's."""

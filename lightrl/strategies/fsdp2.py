@@ -15,6 +15,7 @@ import contextlib
 import functools
 import io
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_activations
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.lora import merged_parameters
-from lightrl.models import Backward, LossFunction, Outputs, ParallelModel, RoleMesh
+from lightrl.models import Backward, LossFunction, More, Outputs, ParallelModel, RoleMesh, asked_of_policy
 from lightrl.strategies.checkpoint import (
     META_FILE,
     BackgroundWrites,
@@ -459,11 +460,11 @@ class FSDP2Model(SingleModel):
         self.form = "packed" if self.can_pack and device_type != "cpu" else "rectangles"
 
     @torch.no_grad()
-    def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
+    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         found: list[Outputs] = []
         for microbatch, calls in zip(microbatches, self._calls(microbatches), strict=True):
             self._num_calls = calls
-            found.append(self._outputs(microbatch))
+            found.append(self._outputs(microbatch, topk))
             self.ranks.step()
         reshard(self._root)
         if self.value_head is not None:
@@ -477,7 +478,7 @@ class FSDP2Model(SingleModel):
             for module in (self._root, self.value_head):
                 if isinstance(module, FSDPModule):
                     module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
-            backward(loss_fn(microbatch, self._outputs(microbatch)))
+            backward(loss_fn(microbatch, self._outputs(microbatch, asked_of_policy(microbatch))))
             self.ranks.step()
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
@@ -504,14 +505,13 @@ class FSDP2Model(SingleModel):
         lengths = [(microbatch.lengths - 1).clamp(min=1).tolist() for microbatch in microbatches]
         return self.ranks.max_each([len(rectangles(rows, RECTANGLE_OVERHEAD_TOKENS)) for rows in lengths])
 
-    def _outputs(self, experience: Experience) -> Outputs:
+    def _outputs(self, experience: Experience, more: More = 0) -> Outputs:
         # Tensors, not Outputs: FSDP looks through what it knows for where the backward will begin.
-        logprobs, entropy, values = self._root.run_inside(self._tensors, experience)
-        return Outputs(logprobs=logprobs, entropy=entropy, values=values)
+        return Outputs(*self._root.run_inside(self._tensors, experience, more))
 
-    def _tensors(self, experience: Experience) -> tuple[Tensor, Tensor, Tensor | None]:
-        outputs = super()._outputs(experience)
-        return outputs.logprobs, outputs.entropy, outputs.values
+    def _tensors(self, experience: Experience, more: More) -> tuple[Tensor | None, ...]:
+        outputs = super()._outputs(experience, more)
+        return tuple(getattr(outputs, field.name) for field in fields(outputs))
 
     def _choose(self, experience: Experience) -> tuple[Form, list[SharedPrompt]]:
         assert self.form is not None

@@ -12,6 +12,7 @@ sequences go through tp, which splits activations along the sequence too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens
-from lightrl.models import Backward, LossFunction, Outputs, ParallelModel, RoleMesh
+from lightrl.models import Backward, LossFunction, More, Outputs, ParallelModel, RoleMesh, asked_of_policy
 from lightrl.strategies.fsdp2 import FSDP2Strategy, destroy_groups_at_exit
 from lightrl.strategies.ranks import ProcessRanks
 from lightrl.strategies.role_mesh import OtherRanksModel, Place, check_meshes, make_place
@@ -230,9 +231,9 @@ class Parallel3DModel:
         self.is_packed = split.pipeline.device.type != "cpu" if is_packed is None else is_packed
 
     @torch.no_grad()
-    def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
+    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         """Outputs of each microbatch on every rank, without gradient."""
-        feeds = self._feeds(microbatches)
+        feeds = self._feeds(microbatches, [topk] * len(microbatches))
         said: dict[int, Tensor] = {}
 
         def forward(stage: int, index: int, given: Tensor | None) -> Tensor:
@@ -254,7 +255,7 @@ class Parallel3DModel:
 
         Gradients must be None or zero before; afterwards they are averaged over dp and whole in every other sense.
         """
-        feeds = self._feeds(microbatches)
+        feeds = self._feeds(microbatches, [asked_of_policy(microbatch) for microbatch in microbatches])
         said: dict[int, Tensor] = {}
 
         def run_forward(stage: int, index: int, given: Tensor | None) -> Tensor:
@@ -289,9 +290,18 @@ class Parallel3DModel:
         for stage in self.split.stages.values():  # not the model: what FSDP holds of it, it holds by stage
             stage.to(device)
 
-    def _feeds(self, microbatches: Sequence[Experience]) -> list[Feed]:
+    def _feeds(self, microbatches: Sequence[Experience], asked: Sequence[More]) -> list[Feed]:
         size = self.split.mesh["tp"].size()
-        return [Feed.of(part, self.settings, multiple=size, is_packed=self.is_packed) for part in microbatches]
+        return [
+            Feed.of(
+                part,
+                self.settings,
+                more if self.split.has_logprobs else 0,
+                multiple=size,
+                is_packed=self.is_packed,
+            )
+            for part, more in zip(microbatches, asked, strict=True)
+        ]
 
     def _run_pipeline(self, stage: int, given: Tensor | None, feed: Feed) -> Tensor:
         output: Tensor = self.split.stages[stage](given, feed, self.settings)
@@ -303,15 +313,21 @@ class Parallel3DModel:
         return torch.Size(shape), self.split.parameters[0][2]
 
     def _from_last(self, said: Tensor | None, feed: Feed) -> Tensor:
-        """[N, 3] of the last stage on every rank of the pipeline."""
+        """[N, width] of the last stage on every rank of the pipeline."""
         pipeline = self.split.pipeline
         if said is None:
-            said = torch.empty(len(feed.rows), 3, device=pipeline.device)
+            said = torch.empty(len(feed.rows), feed.width, device=pipeline.device)
         if pipeline.num_ranks > 1:
             dist.broadcast(said, group=pipeline.group, group_src=pipeline.num_ranks - 1)
         return said
 
     def _outputs(self, said: Tensor, feed: Feed, microbatch: Experience) -> Outputs:
         shape = microbatch.token_ids.shape
-        logprobs, entropy, values = (aligned_to_tokens(column, *feed.places, shape) for column in said.unbind(1))
-        return Outputs(logprobs=logprobs, entropy=entropy, values=values if self.split.has_values else None)
+        logprobs, entropy, values = (aligned_to_tokens(said[:, index], *feed.places, shape) for index in range(3))
+        outputs = Outputs(logprobs=logprobs, entropy=entropy, values=values if self.split.has_values else None)
+        num = feed.num_more
+        if num == 0:
+            return outputs
+        topk = aligned_to_tokens(said[:, 3 : 3 + num], *feed.places, shape)
+        ids = aligned_to_tokens(said[:, 3 + num :].long(), *feed.places, shape) if isinstance(feed.more, int) else None
+        return replace(outputs, teacher_topk=topk, teacher_topk_ids=ids)

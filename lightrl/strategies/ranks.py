@@ -117,7 +117,7 @@ class Ranks:
         return rows, parts
 
     def gather_rows(self, values: Tensor, experience: Experience, unit: LossUnit = "trajectory") -> Tensor:
-        """[B, T] with every row, from tensors in which each dp rank has filled in the rows of its share."""
+        """[B, T, ...] with every row, from tensors in which each dp rank has filled in the rows of its share."""
         return values
 
     def token_imbalance(self, experience: Experience, unit: LossUnit = "trajectory") -> float:
@@ -237,14 +237,14 @@ class ProcessRanks(Ranks):
         lengths = experience.lengths.cpu()
         is_token = torch.arange(values.shape[1]) < lengths[:, None]
         sizes = [int(lengths[share].sum()) for share in shares]
-        sent = torch.zeros(max(1, *sizes), dtype=values.dtype, device=self._device)
+        sent = torch.zeros(max(1, *sizes), *values.shape[2:], dtype=values.dtype, device=self._device)
         own = shares[self.dp_rank]
         sent[: sizes[self.dp_rank]] = values.cpu()[own][is_token[own]].to(self._device)
         received = [torch.empty_like(sent) for _ in shares]
         dist.all_gather(received, sent, group=self._dp_group)
         whole = torch.zeros(values.shape, dtype=values.dtype)
         for share, size, flat in zip(shares, sizes, received, strict=True):
-            rows = torch.zeros(len(share), values.shape[1], dtype=values.dtype)
+            rows = torch.zeros(len(share), *values.shape[1:], dtype=values.dtype)
             rows[is_token[share]] = flat[:size].cpu()
             whole[share] = rows
         return whole.to(values.device)

@@ -99,7 +99,7 @@ def empty_out(model: torch.nn.Module) -> None:
 class OtherRanksModel:
     """The ParallelModel of a role that lives on other ranks: here it is never called, and has no parameters."""
 
-    def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
+    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         raise AssertionError("This rank does not hold the model.")
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:

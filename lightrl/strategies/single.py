@@ -1,16 +1,17 @@
 """SingleModel: one model in one process. Padding is removed before the forward, results come back as [B, T].
 
-Shapes: B trajectories, T tokens, N loss tokens, H hidden size. On the CPU trajectories of like length form right-padded
-rectangles, which a causal model needs no attention mask for, and a group's prompt is computed once where that is
-cheaper; on other devices a microbatch is one packed row with restarting positions. Logprobs come from hidden states at
-the N positions that predict a loss token, so no [B, T, V] ever exists.
+Shapes: B trajectories, T tokens, N loss tokens, H hidden size, K tokens of a teacher. On the CPU trajectories of like
+length form right-padded rectangles, which a causal model needs no attention mask for, and a group's prompt is computed
+once where that is cheaper; on other devices a microbatch is one packed row with restarting positions. Logprobs come
+from hidden states at the N positions that predict a loss token, so no [B, T, V] ever exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,14 +20,16 @@ from lightrl.experience import Experience
 from lightrl.functional import (
     aligned_to_tokens,
     hidden_logprobs,
+    hidden_topk,
     pack,
     predicted_token_ids,
     predicting_positions,
     rectangles,
     token_logprobs,
+    token_topk,
 )
 from lightrl.lora import merged_parameters
-from lightrl.models import Backward, LossFunction, Outputs, scalar_head
+from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy, scalar_head
 from lightrl.pictures import input_embeddings
 from lightrl.strategies.probes import can_pack, can_share_prefixes, head_is_plain
 from lightrl.strategies.shared_prefix import SharedPrompt, find_shared_prompts, shared_prefix_hidden, sharing_costs
@@ -53,6 +56,7 @@ class LogprobSettings:
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     entropy_needs_gradient: bool = True
+    num_ids: int | None = None  # of the policy's vocabulary, which a teacher's likeliest tokens are of; None: all
 
 
 class SingleModel:
@@ -99,13 +103,13 @@ class SingleModel:
             )
 
     @torch.no_grad()
-    def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
+    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         """Logprobs and entropy of each microbatch, [B, T], 0 where the loss mask is False; without gradient."""
-        return [self._outputs(microbatch) for microbatch in microbatches]
+        return [self._outputs(microbatch, topk) for microbatch in microbatches]
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         for microbatch in microbatches:
-            backward(loss_fn(microbatch, self._outputs(microbatch)))
+            backward(loss_fn(microbatch, self._outputs(microbatch, asked_of_policy(microbatch))))
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
         return bucketed(merged_parameters(self.model), bucket_bytes)
@@ -113,42 +117,47 @@ class SingleModel:
     def move_to(self, device: torch.device) -> None:
         self.model.to(device)
 
-    def _outputs(self, experience: Experience) -> Outputs:
-        shape = experience.token_ids.shape
+    def _outputs(self, experience: Experience, more: More = 0) -> Outputs:
         if not self.head_is_plain:
-            rows, columns, logprobs, entropy = self._read_logits(experience)
-            return Outputs(
-                logprobs=aligned_to_tokens(logprobs, rows, columns, shape),
-                entropy=aligned_to_tokens(entropy, rows, columns, shape),
-            )
-        parts = list(self._hidden(experience))
-        rows, columns, hidden = (torch.cat([part[index] for part in parts]) for index in range(3))
-        zeros = torch.zeros(shape, device=hidden.device)
-        logprobs, entropy, values = zeros, zeros, None
-        if self.has_logprobs:
-            found = self._read_hidden(experience, rows, columns, hidden)
-            logprobs, entropy = (aligned_to_tokens(part, rows, columns, shape) for part in found)
-        if self.value_head is not None:
-            # What predicts a token is the state before it was drawn.
-            values = aligned_to_tokens(self.value_head(hidden)[:, 0].float(), rows, columns, shape)
-        return Outputs(logprobs=logprobs, entropy=entropy, values=values)
+            rows, columns, said = self._read_logits(experience, more)
+        else:
+            parts = list(self._hidden(experience))
+            rows, columns, hidden = (torch.cat([part[index] for part in parts]) for index in range(3))
+            zeros = torch.zeros(len(rows), device=hidden.device)
+            said = {"logprobs": zeros, "entropy": zeros}
+            if self.has_logprobs:
+                said = self._read_hidden(experience, rows, columns, hidden, more)
+            if self.value_head is not None:
+                # What predicts a token is the state before it was drawn.
+                said["values"] = self.value_head(hidden)[:, 0].float()
+        shape = experience.token_ids.shape
+        return Outputs(**{name: aligned_to_tokens(value, rows, columns, shape) for name, value in said.items()})
 
     def _read_hidden(
-        self, experience: Experience, rows: Tensor, columns: Tensor, hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Logprob [N] and entropy [N] of the tokens that the positions (rows [N], columns [N]) predict."""
+        self, experience: Experience, rows: Tensor, columns: Tensor, hidden: Tensor, more: More
+    ) -> dict[str, Tensor]:
+        """What is said of the tokens that the positions (rows [N], columns [N]) predict, as fields of Outputs."""
         head = self.model.get_output_embeddings()
         masked = stops_are_masked(experience.weight_versions, self.settings.min_new_tokens)
-        return hidden_logprobs(
+        masks: dict[str, Any] = {
+            "masked_ids": self._masked_ids(experience) if masked is not None else None,
+            "masked_rows": predicted_token_ids(masked, rows, columns) if masked is not None else None,
+        }
+        ids = asked_ids(
+            predicted_token_ids(experience.token_ids, rows, columns),
+            more if isinstance(more, int) else predicted_token_ids(more, rows, columns),
+            functools.partial(hidden_topk, hidden, head.weight, head.bias, num_ids=self.settings.num_ids, **masks),
+        )
+        logprobs, entropy = hidden_logprobs(
             hidden,
             head.weight,
             head.bias,
-            predicted_token_ids(experience.token_ids, rows, columns),
+            ids,
             self.settings.temperature,
             entropy_gradient=self.settings.entropy_needs_gradient,
-            masked_ids=self._masked_ids(experience) if masked is not None else None,
-            masked_rows=predicted_token_ids(masked, rows, columns) if masked is not None else None,
+            **masks,
         )
+        return as_outputs(logprobs, entropy, ids, more)
 
     def _hidden(self, experience: Experience) -> Iterator[_Part]:
         """Rows [N], columns [N] and hidden states [N, H] of the predicting positions."""
@@ -208,29 +217,56 @@ class SingleModel:
         rows, columns = predicting_positions(experience.loss_mask)
         return rows, columns, hidden[place[rows, columns]]
 
-    def _read_logits(self, experience: Experience) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `_read_hidden`, from the model's own logits, for heads that do more than a matrix product."""
+    def _read_logits(self, experience: Experience, more: More) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Rows [N], columns [N] and, as `_read_hidden`, what is said there, from the model's own logits: for heads that
+        do more than a matrix product."""
         masked = stops_are_masked(experience.weight_versions, self.settings.min_new_tokens)
-        found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        found: list[tuple[Tensor, ...]] = []
         for picked, token_ids in self._token_rectangles(experience):
             width = token_ids.shape[1] + 1
             logits = self.model(**self._layer_input(experience, picked, token_ids), use_cache=False).logits
-            logprobs, entropy = token_logprobs(
-                torch.nn.functional.pad(logits, (0, 0, 0, 1)),
+            logits = torch.nn.functional.pad(logits, (0, 0, 0, 1))
+            masks: dict[str, Any] = {
+                "masked_ids": self._masked_ids(experience) if masked is not None else None,
+                "masked_rows": masked[picked, :width] if masked is not None else None,
+            }
+            ids = asked_ids(
                 experience.token_ids[picked, :width],
-                self.settings.temperature,
-                masked_ids=self._masked_ids(experience) if masked is not None else None,
-                masked_rows=masked[picked, :width] if masked is not None else None,
+                more if isinstance(more, int) else more[picked, :width],
+                functools.partial(token_topk, logits, num_ids=self.settings.num_ids, **masks),
             )
+            logprobs, entropy = token_logprobs(logits, ids, self.settings.temperature, **masks)
             rows, columns = predicting_positions(experience.loss_mask[picked, :width])
-            logprobs = predicted_token_ids(logprobs, rows, columns)
-            entropy = predicted_token_ids(entropy, rows, columns)
-            found.append((picked[rows], columns, logprobs, entropy))
-        rows, columns, logprobs, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return rows, columns, logprobs, entropy
+            said = (predicted_token_ids(values, rows, columns) for values in (logprobs, entropy, ids))
+            found.append((picked[rows], columns, *said))
+        rows, columns, logprobs, entropy, ids = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return rows, columns, as_outputs(logprobs, entropy, ids, more)
 
     def _masked_ids(self, experience: Experience) -> Tensor:
         return torch.tensor(self.settings.stop_token_ids, dtype=torch.int64, device=experience.token_ids.device)
+
+
+def asked_ids(token_ids: Tensor, more: More, likeliest: Callable[[int], Tensor]) -> Tensor:
+    """The tokens of which the logprobs are read: the predicted ones [...], and behind each K more, [..., 1 + K].
+
+    Args:
+        token_ids: [...], predicted.
+        more: [..., K]; or how many of the likeliest, 0 for none.
+        likeliest: gives so many of them.
+    """
+    if isinstance(more, int):
+        if more == 0:
+            return token_ids
+        more = likeliest(more)
+    return torch.cat([token_ids[..., None], more], -1)
+
+
+def as_outputs(logprobs: Tensor, entropy: Tensor, ids: Tensor, more: More) -> dict[str, Tensor]:
+    """The fields of Outputs, [N] or [N, K] each, from the logprobs of `asked_ids`."""
+    if logprobs.dim() == 1:
+        return {"logprobs": logprobs, "entropy": entropy}
+    said = {"logprobs": logprobs[:, 0], "entropy": entropy, "teacher_topk": logprobs[:, 1:]}
+    return {**said, "teacher_topk_ids": ids[:, 1:]} if isinstance(more, int) else said
 
 
 def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:

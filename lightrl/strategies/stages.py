@@ -3,14 +3,14 @@
 The model object stays what it was, less the layers of other ranks, so every parameter keeps its global Hugging Face
 name. A Stage runs some of its layers in order; the last one turns hidden states into logprobs, entropies and values.
 
-Shapes: B trajectories, T tokens; R rows and W columns of a forward, W a multiple of tp; N predicting positions; H
-hidden size. Between stages goes [R, W / tp, H].
+Shapes: B trajectories, T tokens; R rows and W columns of a forward, W a multiple of tp; N predicting positions, K
+tokens of a teacher at each; H hidden size. Between stages goes [R, W / tp, H].
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,20 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.utils.checkpoint import checkpoint
 
 from lightrl.experience import Experience
-from lightrl.functional import hidden_logprobs, pack, predicted_token_ids, predicting_positions
-from lightrl.models import ModelSpec, scalar_head
+from lightrl.functional import hidden_logprobs, hidden_topk, pack, predicted_token_ids, predicting_positions
+from lightrl.models import ModelSpec, More, scalar_head
 from lightrl.strategies.empty_model import forget_spec, parameter_reader, spec_of
 from lightrl.strategies.inside import reshard
 from lightrl.strategies.pipeline import Pipeline
-from lightrl.strategies.single import LogprobSettings, stops_are_masked
-from lightrl.strategies.tensor_parallel import embed, local, split_parameters, vocab_parallel_logprobs, whole_sequence
+from lightrl.strategies.single import LogprobSettings, asked_ids, stops_are_masked
+from lightrl.strategies.tensor_parallel import (
+    embed,
+    local,
+    split_parameters,
+    vocab_parallel_logprobs,
+    vocab_parallel_topk,
+    whole_sequence,
+)
 from lightrl.strategies.tensor_plans import Family, check_sizes, family_of, layer_kinds, logit_cap, split_layers
 
 if TYPE_CHECKING:
@@ -49,9 +56,12 @@ class Feed:
     places: tuple[Tensor, Tensor]  # [N] each, row and column of the same positions in the Experience
     targets: Tensor  # int64 [N], the tokens predicted there
     masked_rows: Tensor | None  # bool [N], where stop tokens could not be drawn
+    more: More  # [N, K], whose logprobs are asked for too, or K of the likeliest
 
     @classmethod
-    def of(cls, experience: Experience, settings: LogprobSettings, *, multiple: int, is_packed: bool) -> Feed:
+    def of(
+        cls, experience: Experience, settings: LogprobSettings, more: More, *, multiple: int, is_packed: bool
+    ) -> Feed:
         """Of a microbatch; W is a multiple of `multiple`."""
         rows, columns = places = predicting_positions(experience.loss_mask)
         device = experience.token_ids.device
@@ -79,7 +89,18 @@ class Feed:
             places=places,
             targets=predicted_token_ids(experience.token_ids, *places),
             masked_rows=None if masked is None else predicted_token_ids(masked, *places),
+            more=more if isinstance(more, int) else predicted_token_ids(more, *places),
         )
+
+    @property
+    def num_more(self) -> int:
+        """K."""
+        return self.more if isinstance(self.more, int) else self.more.shape[1]
+
+    @property
+    def width(self) -> int:
+        """How many numbers the last stage says about each position."""
+        return 3 + self.num_more * (2 if isinstance(self.more, int) else 1)
 
 
 class Stage(nn.Module):
@@ -90,7 +111,7 @@ class Stage(nn.Module):
         layers: which of its layers.
         is_first: takes token ids instead of hidden states.
         is_last: gives [N, 3] instead of hidden states: logprob, entropy and value of each predicted token, 0 for what
-            the model has no head for.
+            the model has no head for; behind them the logprobs of the K more tokens, and the ids of the likeliest.
         tp: mesh of the tp axis.
         value_head: a critic's, on the body of this policy; a critic of its own has its head, `score`, in the model.
     """
@@ -122,7 +143,7 @@ class Stage(nn.Module):
         self.value_head = (value_head if own_head is None else own_head) if is_last else None
 
     def forward(self, given: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
-        """Hidden states [R, W / tp, H] from those of the stage before (None for the first), or [N, 3] at the end."""
+        """Hidden states [R, W / tp, H] from those of the stage before (None for the first); at the end [N, width]."""
         hidden = self._embed(feed.token_ids) if self.is_first else given
         assert hidden is not None
         masks = self._masks(feed, hidden)
@@ -170,34 +191,45 @@ class Stage(nn.Module):
         assert self.norm is not None
         hidden = self.norm(hidden)
         is_split = self.tp.size() > 1
-        zeros = torch.zeros(len(feed.rows), dtype=torch.float32, device=hidden.device)
+        zeros = torch.zeros(len(feed.rows), 1, dtype=torch.float32, device=hidden.device)
         logprobs, entropy, values = zeros, zeros, zeros
+        more = zeros.expand(-1, feed.width - 3)
         if self.value_head is not None:
             found = self.value_head(hidden)
             found = whole_sequence(found, self.tp, gradients_add_up=False) if is_split else found
-            values = found[feed.rows, feed.columns, 0].float()
+            values = found[feed.rows, feed.columns].float()
         if self.head is not None:
             whole = whole_sequence(hidden, self.tp, gradients_add_up=True) if is_split else hidden
-            logprobs, entropy = self._logprobs(whole[feed.rows, feed.columns], feed, settings)
-        return torch.stack([logprobs, entropy, values], 1)
+            logprobs, entropy, more = self._logprobs(whole[feed.rows, feed.columns], feed, settings)
+        return torch.cat([logprobs, entropy, values, more], 1)
 
-    def _logprobs(self, hidden: Tensor, feed: Feed, settings: LogprobSettings) -> tuple[Tensor, Tensor]:
-        head: Any = self.head
+    def _logprobs(self, hidden: Tensor, feed: Feed, settings: LogprobSettings) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the predicted tokens [N, 1], entropies [N, 1], and what else is asked [N, width - 3]."""
         masked_ids = None
         if feed.masked_rows is not None:
             masked_ids = torch.tensor(settings.stop_token_ids, dtype=torch.int64, device=hidden.device)
-        common: dict[str, Any] = {
-            "entropy_gradient": settings.entropy_needs_gradient,
-            "masked_ids": masked_ids,
-            "masked_rows": feed.masked_rows,
-        }
-        if self.tp.size() == 1 and self.cap is None:
-            return hidden_logprobs(hidden, head.weight, head.bias, feed.targets, settings.temperature, **common)
-        group = self.tp.get_group() if self.tp.size() > 1 else None
-        weight = local(head.weight)
-        return vocab_parallel_logprobs(
-            hidden, weight, feed.targets, settings.temperature, group=group, cap=self.cap, **common
+        masks: dict[str, Any] = {"masked_ids": masked_ids, "masked_rows": feed.masked_rows}
+        topk, read = self._readers(hidden, masks)
+        ids = asked_ids(feed.targets, feed.more, lambda num: topk(num=num, num_ids=settings.num_ids))
+        logprobs, entropy = read(
+            token_ids=ids, temperature=settings.temperature, entropy_gradient=settings.entropy_needs_gradient
         )
+        if ids.dim() == 1:
+            return logprobs[:, None], entropy[:, None], logprobs.new_empty(len(ids), 0)
+        more = logprobs[:, 1:]
+        if isinstance(feed.more, int):
+            more = torch.cat([more, ids[:, 1:].float()], 1)  # exact up to 2^24, which no vocabulary reaches
+        return logprobs[:, :1], entropy[:, None], more
+
+    def _readers(self, hidden: Tensor, masks: dict[str, Any]) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
+        """What finds the likeliest tokens, and what reads logprobs, at these positions."""
+        head: Any = self.head
+        if self.tp.size() == 1 and self.cap is None:
+            given = {"hidden": hidden, "weight": head.weight, "bias": head.bias, **masks}
+            return functools.partial(hidden_topk, **given), functools.partial(hidden_logprobs, **given)
+        group = self.tp.get_group() if self.tp.size() > 1 else None
+        split = {"hidden": hidden, "weight": local(head.weight), "group": group, "cap": self.cap, **masks}
+        return functools.partial(vocab_parallel_topk, **split), functools.partial(vocab_parallel_logprobs, **split)
 
 
 @dataclass
@@ -209,7 +241,8 @@ class SplitModel:
     pipeline: Pipeline
     stages: dict[int, Stage]
     parameters: list[tuple[str, torch.Size, torch.dtype, int]]  # of the whole model: name, shape, dtype, stage
-    has_values: bool  # whether the model has a scalar head, or bears one
+    has_logprobs: bool  # whether the model has a vocabulary head
+    has_values: bool  # whether it has a scalar head, or bears one
     tied: Tensor | None  # this rank's copy of an embedding that is the output head of another rank too, or the reverse
     tied_group: dist.ProcessGroup | None
 
@@ -349,7 +382,7 @@ def split_model(
         tied = body.embed_tokens.weight
     elif is_tied and pp.size() > 1 and last in held:
         tied = model.get_output_embeddings().weight
-    return SplitModel(model, mesh, pipeline, stages, parameters, has_values, tied, tied_group)
+    return SplitModel(model, mesh, pipeline, stages, parameters, head is not None, has_values, tied, tied_group)
 
 
 def _whole(value: DTensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Tensor parallelism: a model's parameters split over the tp axis, and the computations that need all of its ranks.
 
-Shapes: N positions that predict a token, H hidden size, V vocabulary, of which each tp rank holds V / tp. Between the
-projections the hidden states are split along the sequence (`sequence parallel`), so norms and residuals cost each rank
-1 / tp of the time and memory, and a pipeline sends as much less. Logits are never gathered: logprobs and entropies need
-one MAX and one SUM over the tp axis, of [N] and [3, N] numbers.
+Shapes: N positions that predict a token, J tokens of which each of them gives the logprob, H hidden size, V vocabulary,
+of which each tp rank holds V / tp. Between the projections the hidden states are split along the sequence (`sequence
+parallel`), so norms and residuals cost each rank 1 / tp of the time and memory, and a pipeline sends as much less.
+Logits are never gathered: logprobs and entropies need one MAX and one SUM over the tp axis, of [N] and [2 + J, N]
+numbers.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def vocab_parallel_logprobs(
     Args:
         hidden: [N, H], the same on all ranks; the gradient that comes back is this rank's summand of it.
         weight: [V / tp, H], this rank's rows of the head.
-        token_ids: int64 [N].
+        token_ids: int64 [N], or [N, J] for several at each position.
         temperature: divides the logits; more than 0.
         group: of the tp axis; None for one rank.
         cap: logits are cap · tanh(logits / cap) before the temperature; None for no cap.
@@ -147,8 +148,68 @@ def vocab_parallel_logprobs(
         masked_rows: bool [N], True at those positions.
 
     Returns:
-        Logprobs and entropies, [N] each, the same on all ranks.
+        Logprobs, of the shape of `token_ids`, and entropies, [N], the same on all ranks.
     """
+    hidden, weight, first, mask = _prepared(hidden, weight, group, masked_ids, masked_rows)
+    ids = (token_ids if token_ids.dim() == 2 else token_ids[:, None]) - first
+    with torch.autocast(hidden.device.type, enabled=False):
+        results: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, ids, temperature, group, cap, entropy_gradient, mask
+        )
+    logprobs, entropy = results
+    return logprobs.view(token_ids.shape), entropy
+
+
+@torch.no_grad()
+def vocab_parallel_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    num: int,
+    *,
+    group: dist.ProcessGroup | None,
+    cap: float | None = None,
+    num_ids: int | None = None,
+    masked_ids: Tensor | None = None,
+    masked_rows: Tensor | None = None,
+) -> Tensor:
+    """`functional.hidden_topk` over the ranks of `group`: of each rank's likeliest the likeliest, int64 [N, num].
+
+    Args:
+        hidden, weight, group, cap, masked_ids, masked_rows: as of `vocab_parallel_logprobs`.
+        num: at most V.
+        num_ids: of these first ids only; None for all.
+    """
+    hidden, weight, first, mask = _prepared(hidden, weight, group, masked_ids, masked_rows)
+    own = min(num, weight.shape[0])
+    scores = hidden.new_empty(0, own, dtype=torch.float32)
+    ids = torch.empty(0, own, dtype=torch.int64, device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for chunk in _chunks(hidden, weight):
+            found, _ = _scores(hidden, weight, 1.0, cap, mask, chunk)
+            if num_ids is not None:
+                found[:, max(0, num_ids - first) :] = -torch.inf
+            largest = found.topk(own, dim=1)
+            scores, ids = torch.cat([scores, largest.values]), torch.cat([ids, largest.indices + first])
+    if group is not None:
+        scores, ids = _beside_each_other(scores, group), _beside_each_other(ids, group)
+    return ids.gather(1, scores.topk(num, dim=1).indices)
+
+
+def _beside_each_other(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[N, tp · K] from each rank's [N, K]."""
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values.contiguous(), group)
+    return torch.cat(parts, 1)
+
+
+def _prepared(
+    hidden: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup | None,
+    masked_ids: Tensor | None,
+    masked_rows: Tensor | None,
+) -> tuple[Tensor, Tensor, int, _Mask | None]:
+    """Hidden states and head in the dtype it is applied in, this rank's first id, and its part of the mask."""
     rank = 0 if group is None else dist.get_rank(group)
     first = rank * weight.shape[0]
     mask = None
@@ -159,11 +220,12 @@ def vocab_parallel_logprobs(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    with torch.autocast(device, enabled=False):
-        results: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, token_ids - first, temperature, group, cap, entropy_gradient, mask
-        )
-    return results
+    return hidden, weight, first, mask
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    step = max(1, _CHUNK_LOGITS // max(1, weight.shape[0]))
+    return [slice(start, start + step) for start in range(0, max(1, hidden.shape[0]), step)]
 
 
 # (ids [K] of this rank's part that could not be drawn, bool [N] where), or None.
@@ -189,7 +251,7 @@ def _scores(
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Keeps [N] numbers and the head; the backward pass computes each chunk's logits again."""
+    """Keeps [N, J] numbers and the head; the backward pass computes each chunk's logits again."""
 
     @staticmethod
     def forward(
@@ -205,27 +267,27 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         is_here = (ids >= 0) & (ids < weight.shape[0])
         ids = torch.where(is_here, ids, 0)
-        step = max(1, _CHUNK_LOGITS // max(1, weight.shape[0]))
-        chunks = [slice(start, start + step) for start in range(0, max(1, hidden.shape[0]), step)]
+        chunks = _chunks(hidden, weight)
         parts = []
         for chunk in chunks:
             scores, _ = _scores(hidden, weight, temperature, cap, mask, chunk)
             largest = scores.amax(1)
             shifted = scores - largest[:, None]
             powers = shifted.exp()
-            said = torch.where(is_here[chunk], scores.gather(1, ids[chunk, None])[:, 0], 0)
-            parts.append(torch.stack([largest, powers.sum(1), torch.linalg.vecdot(powers, shifted), said]))
-        own_largest, total, weighted, said = torch.cat(parts, 1)
+            said = torch.where(is_here[chunk], scores.gather(1, ids[chunk]), 0)
+            numbers = torch.stack([largest, powers.sum(1), torch.linalg.vecdot(powers, shifted)])
+            parts.append(torch.cat([numbers, said.T]))
+        own_largest, total, weighted, *own_said = torch.cat(parts, 1)
         largest = own_largest
         if group is not None:
             largest = own_largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         # From sums around this rank's largest score to sums around the largest of all.
         shift = own_largest - largest
-        sums = torch.stack([total * shift.exp(), (weighted + total * shift) * shift.exp(), said])
+        sums = torch.stack([total * shift.exp(), (weighted + total * shift) * shift.exp(), *own_said])
         if group is not None:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-        total, weighted, said = sums
+        total, weighted = sums[:2]
         normalizer = largest + total.log()
         entropy = total.log() - weighted / total
         ctx.set_materialize_grads(False)
@@ -233,14 +295,14 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(hidden, weight, ids, is_here, normalizer, entropy)
         ctx.temperature, ctx.cap, ctx.mask, ctx.chunks = temperature, cap, mask, chunks
-        return said - normalizer, entropy
+        return sums[2:].T - normalizer[:, None], entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, is_here, normalizer, entropy = ctx.saved_tensors
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(entropy)
+            grad_logprobs = torch.zeros_like(ids, dtype=entropy.dtype)
         grad_hidden = torch.empty_like(hidden)
         # Summed in float32 at least: hundreds of chunks added up in bfloat16 would lose most of the small ones.
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -249,7 +311,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             log_probabilities = scores - normalizer[chunk, None]
             probabilities = log_probabilities.exp()
             # d logprob / d score = onehot - p; d entropy / d score = -p · (log p + entropy).
-            constant = grad_logprobs[chunk]
+            constant = grad_logprobs[chunk].sum(1)
             if grad_entropy is None:
                 gradient = probabilities * -constant[:, None]
             else:
@@ -257,7 +319,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 inner = torch.addcmul(constant[:, None], log_probabilities, grad_entropy[chunk, None])
                 gradient = -probabilities * inner
             said = torch.where(is_here[chunk], grad_logprobs[chunk], 0)
-            gradient.scatter_add_(1, ids[chunk, None], said[:, None])
+            gradient.scatter_add_(1, ids[chunk], said)
             gradient /= ctx.temperature
             if ctx.mask is not None:
                 places = (ctx.mask[1][chunk].nonzero(), ctx.mask[0])

@@ -6,10 +6,21 @@ from typing import Any
 import pytest
 import torch
 from algorithm_cases import make_module, minibatch_gradient
-from tiny import gradients, random_experience, slow_outputs, tiny_spec
+from tiny import (
+    FAMILIES,
+    VOCABULARY,
+    gradients,
+    random_experience,
+    slow_distributions,
+    slow_outputs,
+    tiny_spec,
+)
 
 from lightrl.algorithms import Distillation
 from lightrl.functional import group_advantages
+from lightrl.loops.score import score
+from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.trajectory import Sampling
 
 
 def make(**settings: Any) -> Distillation:
@@ -62,9 +73,83 @@ def test_no_reward_is_needed() -> None:
     assert make().group_size == 1
 
 
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])
+def test_the_loss_of_the_likeliest_tokens_is_the_divergence_from_the_teacher(divergence: str) -> None:
+    """Of all V tokens: that of the whole distributions; the rewards train nothing."""
+    settings: dict[str, Any] = {"teacher": tiny_spec(seed=1), "teacher_topk": VOCABULARY, "divergence": divergence}
+    module = Distillation(tiny_spec(), sampling=Sampling(max_new_tokens=8, temperature=0.9), **settings)
+    module.configure_model()
+    rules = LogprobSettings(temperature=0.9)
+    module.parallel_models = {
+        "teacher": SingleModel(module.teacher, rules),
+        "policy": SingleModel(module.policy, rules),
+    }
+    experience = score(module, random_experience(is_scored=False, num_turns=2))
+    assert experience.advantages is not None
+    assert not experience.advantages.any()
+
+    policy = slow_distributions(module.policy, experience, temperature=0.9)[experience.loss_mask]
+    teacher = slow_distributions(module.teacher, experience, temperature=0.9)[experience.loss_mask].detach()
+    mixture = ((policy.exp() + teacher.exp()) / 2).log()
+    expected = {
+        "reverse_kl": policy.exp() * (policy - teacher),
+        "forward_kl": teacher.exp() * (teacher - policy),
+        "jsd": (teacher.exp() * (teacher - mixture) + policy.exp() * (policy - mixture)) / 2,
+    }[divergence].sum(-1)
+    expected.mean().backward()
+    gradient = gradients(module)
+    found, metrics = minibatch_gradient(module, experience)
+    largest = max(float(value.abs().max()) for value in gradient.values())
+    for name, value in gradient.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4 * largest)
+    assert metrics["loss"] == pytest.approx(float(expected.detach().mean()), rel=1e-4)
+    assert metrics["teacher_divergence_nats"] == pytest.approx(float(expected.detach().mean()), rel=1e-4)
+    assert metrics["teacher_rest_fraction"] == pytest.approx(0, abs=1e-5)
+
+
+def test_fewer_tokens_leave_a_rest_and_less_of_the_divergence() -> None:
+    found = {}
+    for num in (1, 4, VOCABULARY):
+        module = make(teacher_topk=num)
+        module.configure_model()
+        module.parallel_models = {"teacher": SingleModel(module.teacher, LogprobSettings())}
+        found[num] = minibatch_gradient(module, score(module, random_experience()))[1]
+    rests = [metrics["teacher_rest_fraction"] for metrics in found.values()]
+    assert 0.9 > rests[0] > rests[1] > rests[2]
+    divergences = [metrics["teacher_divergence_nats"] for metrics in found.values()]
+    assert 0 < divergences[0] < divergences[1] < divergences[2]
+
+
+def test_a_reward_is_trained_on_beside_the_divergence() -> None:
+    module, experience = make(teacher_topk=3, reward_coef=0.5, group_size=3), random_experience(topk=3)
+    module.configure_model()
+    expected = 0.5 * group_advantages(experience.rewards, experience.group_ids)[:, None]
+    torch.testing.assert_close(module.advantages(experience), expected.expand(experience.token_ids.shape))
+
+
+def test_tokens_that_the_policy_does_not_have_are_refused() -> None:
+    """A teacher behind a server may like them; one that is here is not asked about them."""
+    module, experience = make(teacher_topk=3), random_experience(topk=3)
+    module.configure_model()
+    unknown = {"teacher_topk_ids": experience["teacher_topk_ids"] + VOCABULARY}
+    with pytest.raises(ValueError, match=r"likeliest tokens have id \d\d among them, expected those of the policy's"):
+        module.advantages(experience.with_tensors(unknown))
+
+
+@pytest.mark.parametrize(("role", "num", "asked"), [("policy", 17, 20), ("teacher", 9, 12)])
+def test_more_tokens_than_a_model_has_are_refused(role: str, num: int, asked: int) -> None:
+    teacher = replace(tiny_spec(seed=1), config={**FAMILIES["qwen3"], "vocab_size": 9 if role == "teacher" else 30})
+    with pytest.raises(ValueError, match=f"teacher_topk={asked} but the {role} has {num} tokens, expected at most"):
+        make(teacher=teacher, teacher_topk=asked).configure_model()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"teacher_topk": 0}, "teacher_topk=0, expected at least 1, or null"),
+        ({"teacher_topk": 4, "divergence": "kl"}, "divergence='kl', expected one of"),
+        ({"teacher_topk": 4, "divergence": "jsd", "jsd_beta": 0.0}, "jsd_beta=0.0, expected more than 0"),
+        ({"divergence": "jsd"}, "divergence='jsd' is of the teacher's likeliest tokens, expected teacher_topk"),
         ({"reward_coef": -1.0}, "reward_coef=-1.0, expected 0"),
         ({"reward_coef": 1.0, "group_size": 1}, "group_size=1 leaves nothing to compare"),
     ],

@@ -14,10 +14,11 @@ from algorithm_cases import (
     every_algorithm,
     every_baseline_of_rewards,
     every_reduction,
+    experience_for,
     make_module,
     minibatch_gradient,
 )
-from tiny import VOCABULARY, float_fields, random_experience, widened
+from tiny import VOCABULARY, float_fields, widened
 
 from lightrl.experience import Experience
 from lightrl.strategies.single import Form
@@ -25,9 +26,9 @@ from lightrl.strategies.single import Form
 FORMS: list[Form] = ["rectangles", "shared_prefix", "packed"]
 
 
-def with_rows_that_train_nothing() -> Experience:
+def with_rows_that_train_nothing(algorithm: str) -> Experience:
     """Two turns; the second and the last trajectory have no loss token."""
-    experience = random_experience(num_turns=2, completion_tokens=(1, 5))
+    experience = experience_for(algorithm, num_turns=2, completion_tokens=(1, 5))
     loss_mask = experience.loss_mask.clone()
     loss_mask[[1, -1]] = False
     return replace(experience, loss_mask=loss_mask)
@@ -36,7 +37,7 @@ def with_rows_that_train_nothing() -> Experience:
 @every_reduction
 @every_algorithm
 def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(algorithm: str, reduction: str) -> None:
-    module, minibatch = make_module(algorithm, loss_reduction=reduction), with_rows_that_train_nothing()
+    module, minibatch = make_module(algorithm, loss_reduction=reduction), with_rows_that_train_nothing(algorithm)
     expected = minibatch_gradient(module, minibatch)
     for microbatch_tokens in (1, 40):
         assert_same(minibatch_gradient(module, minibatch, microbatch_tokens=microbatch_tokens), expected)
@@ -45,7 +46,7 @@ def test_the_gradient_does_not_depend_on_how_the_minibatch_is_cut(algorithm: str
 @every_reduction
 @every_algorithm
 def test_the_gradient_does_not_depend_on_order_and_padding(algorithm: str, reduction: str) -> None:
-    module, minibatch = make_module(algorithm, loss_reduction=reduction), with_rows_that_train_nothing()
+    module, minibatch = make_module(algorithm, loss_reduction=reduction), with_rows_that_train_nothing(algorithm)
     expected = minibatch_gradient(module, minibatch)
     assert_same(minibatch_gradient(module, minibatch.select([4, 0, 8, 3, 1, 7, 2, 6, 5])), expected)
     assert_same(minibatch_gradient(module, widened(minibatch, 4, fill=math.nan)), expected)
@@ -54,7 +55,7 @@ def test_the_gradient_does_not_depend_on_order_and_padding(algorithm: str, reduc
 @pytest.mark.parametrize("form", FORMS)
 @every_algorithm
 def test_the_gradient_does_not_depend_on_how_padding_is_removed(algorithm: str, form: Form) -> None:
-    module, minibatch = make_module(algorithm), with_rows_that_train_nothing()
+    module, minibatch = make_module(algorithm), with_rows_that_train_nothing(algorithm)
     expected = minibatch_gradient(module, minibatch, form="rectangles")
     assert_same(minibatch_gradient(module, minibatch, form=form, microbatch_tokens=50), expected)
 
@@ -62,17 +63,18 @@ def test_the_gradient_does_not_depend_on_how_padding_is_removed(algorithm: str, 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf], ids=str)
 @every_algorithm
 def test_masked_positions_have_no_effect_even_when_not_finite(algorithm: str, junk: float) -> None:
-    module, minibatch = make_module(algorithm), with_rows_that_train_nothing()
+    module, minibatch = make_module(algorithm), with_rows_that_train_nothing(algorithm)
     expected = minibatch_gradient(module, minibatch)
     for name, value in float_fields(minibatch):
-        spoiled = replace(minibatch, **{name: torch.where(minibatch.loss_mask, value, junk)})
+        mask = minibatch.loss_mask.view(*minibatch.loss_mask.shape, *[1] * (value.dim() - 2))
+        spoiled = minibatch.with_tensors({name: torch.where(mask, value, junk)})
         assert_same(minibatch_gradient(module, spoiled), expected)
 
 
 @pytest.mark.parametrize("constant", [3.0, -0.5])
 @every_baseline_of_rewards
 def test_a_constant_added_to_a_groups_rewards_changes_no_advantage(algorithm: str, constant: float) -> None:
-    module, experience = make_module(algorithm, group_size=3), random_experience()
+    module, experience = make_module(algorithm, group_size=3), experience_for(algorithm)
     is_added = (experience.group_ids == 1) | (algorithm in BATCH_STATISTICS)
     raised = replace(experience, rewards=experience.rewards + constant * is_added)
     torch.testing.assert_close(advantages_of(module, raised), advantages_of(module, experience), rtol=1e-4, atol=1e-5)
@@ -81,7 +83,7 @@ def test_a_constant_added_to_a_groups_rewards_changes_no_advantage(algorithm: st
 
 @every_algorithm
 def test_permuting_groups_permutes_advantages_and_keeps_the_loss(algorithm: str) -> None:
-    module, experience = make_module(algorithm, group_size=3), random_experience()
+    module, experience = make_module(algorithm, group_size=3), experience_for(algorithm)
     rows = torch.tensor([8, 1, 4, 0, 6, 2, 3, 7, 5])
     shuffled = experience.select(rows)
     shuffled = replace(shuffled, group_ids=torch.tensor([70, -2, 5])[shuffled.group_ids])
@@ -100,9 +102,9 @@ def test_permuting_groups_permutes_advantages_and_keeps_the_loss(algorithm: str)
 def test_a_uniform_policy_has_entropy_log_v_and_stays_where_it_was(algorithm: str) -> None:
     module = make_module(algorithm)
     module.policy.get_output_embeddings().weight.data.zero_()
-    uniform = torch.full_like(random_experience().behavior_logprobs, -math.log(VOCABULARY))
+    uniform = torch.full_like(experience_for(algorithm).behavior_logprobs, -math.log(VOCABULARY))
     fields = dict.fromkeys(("behavior_logprobs", "proximal_logprobs", "reference_logprobs"), uniform)
-    _, metrics = minibatch_gradient(module, replace(random_experience(), **fields))
+    _, metrics = minibatch_gradient(module, replace(experience_for(algorithm), **fields))
     assert metrics["entropy_nats"] == pytest.approx(math.log(VOCABULARY), rel=1e-5)
     assert metrics["kl_behavior_nats"] == pytest.approx(0, abs=1e-6)
     assert metrics["ratio"] == pytest.approx(1, rel=1e-5)
@@ -113,7 +115,7 @@ def test_a_uniform_policy_has_entropy_log_v_and_stays_where_it_was(algorithm: st
 
 @every_algorithm
 def test_metrics_carry_no_gradient_and_have_the_shape_of_the_loss(algorithm: str) -> None:
-    module, minibatch = make_module(algorithm), random_experience()
+    module, minibatch = make_module(algorithm), experience_for(algorithm)
     results = []
     module.loss, loss = lambda *args: results.append(loss(*args)) or results[-1], module.loss
     minibatch_gradient(module, minibatch)

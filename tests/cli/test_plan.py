@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny import tiny_spec
 
-from lightrl.algorithms import GRPO, PPO
+from lightrl.algorithms import GRPO, PPO, Distillation
 from lightrl.models import RoleMesh
 from lightrl.plan import plan_mermaid, plan_text, run
 
@@ -33,6 +33,17 @@ def test_the_text_says_which_ranks_a_role_has() -> None:
     critic = replace(tiny_spec(), mesh=RoleMesh(4, 2, tp=2))
     text = plan_text(module := PPO(tiny_spec(), reward=len, critic=critic), module.data_flow())
     assert "one number per position, ranks 4 to 5, tp 2" in text
+
+
+def test_a_teachers_likeliest_tokens_are_keys_of_the_plan() -> None:
+    module = Distillation(tiny_spec(), teacher=tiny_spec(seed=1), teacher_topk=8)
+    text = plan_text(module, module.data_flow())
+    assert "-> teacher_logprobs, teacher_topk_ids, teacher_topk_logprobs" in text
+    assert '-- "teacher_logprobs, teacher_topk_ids, teacher_topk_logprobs" --> policy_update' in plan_mermaid(
+        module.data_flow()
+    )
+    plain = Distillation(tiny_spec(), teacher=tiny_spec(seed=1))
+    assert "teacher_topk" not in plan_text(plain, plain.data_flow())
 
 
 def test_settings_prune_the_graph() -> None:

@@ -105,6 +105,7 @@ def test_the_last_export_is_a_language_model_of_its_own(runs: Path) -> None:
 def test_dpo_and_distillation_go_on_from_the_same_exports(runs: Path) -> None:
     fit("dpo/dpo.yaml", "--trainer.callbacks+=start_weights.StartWeights")
     fit("distillation/distillation.yaml", "--trainer.callbacks=start_weights.StartWeights")
+    fit("distillation/topk.yaml")
     assert_same(begun_with(runs / "dpo", "policy"), runs / "sft/export")
     assert_same(begun_with(runs / "distillation", "teacher"), runs / "sft_grpo/export")
 

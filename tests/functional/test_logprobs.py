@@ -11,9 +11,11 @@ from torch import Tensor
 from lightrl.functional import (
     aligned_to_tokens,
     hidden_logprobs,
+    hidden_topk,
     predicted_token_ids,
     predicting_positions,
     token_logprobs,
+    token_topk,
 )
 from lightrl.functional import logprobs as logprobs_module
 
@@ -276,6 +278,78 @@ def test_the_callers_logits_are_left_as_they_are() -> None:
     mask = {"masked_ids": torch.tensor([1]), "masked_rows": torch.tensor([[True, True, True]])}
     token_logprobs(logits, torch.tensor([[0, 0, 0]]), 0.5, **mask)
     torch.testing.assert_close(logits, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 7], ids=["chunks", "one chunk"])
+def test_several_tokens_at_a_position_have_the_logprobs_and_gradients_of_plain_autograd(chunk_tokens: int) -> None:
+    """Some of them twice at one position."""
+    hidden, weight, bias, token_ids = head_case()
+    ids = torch.stack([token_ids, (token_ids + 1) % 11, token_ids, (token_ids + 5) % 11], 1)
+    factors = torch.linspace(-2, 3, ids.numel()).view(ids.shape)
+    logprobs, entropy = hidden_logprobs(hidden, weight, bias, ids, 0.7, chunk_tokens=chunk_tokens)
+    gradients = torch.autograd.grad((factors * logprobs).sum() + entropy.sum(), (hidden, weight, bias))
+    plain = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias) / 0.7, dim=-1)
+    torch.testing.assert_close(logprobs, plain.gather(1, ids))
+    expected = (factors * plain.gather(1, ids)).sum() - (plain.exp() * plain).sum()
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, (hidden, weight, bias)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 7], ids=["chunks", "one chunk"])
+def test_one_token_among_several_has_the_bits_that_it_has_alone(chunk_tokens: int) -> None:
+    hidden, weight, bias, token_ids = head_case()
+    alone, _ = hidden_logprobs(hidden, weight, bias, token_ids, 0.7, chunk_tokens=chunk_tokens)
+    beside, _ = hidden_logprobs(hidden, weight, bias, token_ids[:, None], 0.7, chunk_tokens=chunk_tokens)
+    assert torch.equal(beside[:, 0], alone)
+    found = [torch.autograd.grad(values.sum(), (hidden, weight, bias)) for values in (alone, beside)]
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+def test_several_tokens_are_aligned_to_the_place_where_they_could_have_stood() -> None:
+    logits = torch.tensor([[[0.0, math.log(3.0)], [50.0, -50.0]]])
+    logprobs, entropy = token_logprobs(logits, torch.tensor([[[0, 0, 0], [1, 0, 1]]]))
+    expected = torch.tensor([0.75, 0.25, 0.75]).log()
+    torch.testing.assert_close(logprobs, torch.stack([torch.zeros(3), expected])[None])
+    assert entropy.shape == (1, 2)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
+def test_the_likeliest_tokens_are_those_of_the_whole_distribution(chunk_tokens: int) -> None:
+    hidden, weight, bias, _ = head_case()
+    expected = torch.nn.functional.linear(hidden, weight, bias).argsort(1, descending=True)
+    found = hidden_topk(hidden, weight, bias, 4, chunk_tokens=chunk_tokens)
+    assert torch.equal(found, expected[:, :4])
+    assert not found.is_floating_point()
+    among = hidden_topk(hidden, weight, bias, 4, num_ids=6, chunk_tokens=chunk_tokens)
+    assert torch.equal(among, torch.stack([row[row < 6][:4] for row in expected]))
+
+
+def test_tokens_that_could_not_be_drawn_are_the_last_of_the_likeliest() -> None:
+    hidden, weight, bias, _ = head_case()
+    masks = {
+        "masked_ids": torch.tensor([8, 10]),
+        "masked_rows": torch.tensor([True, False, True, True, False] + [True] * 2),
+    }
+    found = hidden_topk(hidden, weight, bias, 11, chunk_tokens=2, **masks)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    for n, row in enumerate(found.tolist()):
+        order = logits[n].argsort(descending=True).tolist()
+        kept = [token for token in order if not (masks["masked_rows"][n] and token in (8, 10))]
+        assert row[: len(kept)] == kept
+    assert hidden_topk(hidden[:0], weight, bias, 3).shape == (0, 3)
+
+
+def test_the_likeliest_tokens_of_logits_are_aligned_to_their_place() -> None:
+    logits = torch.tensor([[[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [9.0, 0.0, 0.0]]])
+    masks = {"masked_ids": torch.tensor([0]), "masked_rows": torch.tensor([[False, False, True]])}
+    assert token_topk(logits, 2).tolist() == [[[0, 0], [1, 2], [0, 2]]]
+    assert token_topk(logits, 2, **masks).tolist() == [[[0, 0], [1, 2], [2, 1]]]
+    assert token_topk(logits, 2, num_ids=2).tolist() == [[[0, 0], [1, 0], [0, 1]]]
+
+
+def test_more_likeliest_tokens_than_there_are_is_refused() -> None:
+    hidden, weight, bias, _ = head_case()
+    with pytest.raises(ValueError, match="The 12 likeliest tokens are asked for, expected at most the 11"):
+        hidden_topk(hidden, weight, bias, 12)
 
 
 def test_gather_by_positions_then_align_equals_the_logits_of_the_whole_tensor() -> None:

@@ -106,6 +106,16 @@ def test_neutralize_keeps_dtypes_and_order() -> None:
     assert booleans.dtype == torch.bool
 
 
+def test_neutralize_takes_whole_positions_of_tensors_with_further_axes() -> None:
+    values = torch.tensor([[[1.5, 2.5], [math.nan, math.inf]]], requires_grad=True)
+    (clean,) = neutralize(torch.tensor([[True, False]]), values)
+    assert clean.tolist() == [[[1.5, 2.5], [0.0, 0.0]]]
+    clean.square().sum().backward()
+    assert values.grad.tolist() == [[[3.0, 5.0], [0.0, 0.0]]]
+    with pytest.raises(ValueError, match=r"tensors\[0\] has shape \(1, 2\)"):
+        neutralize(torch.tensor([[True]]), values)
+
+
 def test_neutralize_keeps_bfloat16() -> None:
     assert neutralize(MASK, LOSSES.bfloat16())[0].dtype == torch.bfloat16
 

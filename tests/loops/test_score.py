@@ -40,7 +40,7 @@ def test_a_call_has_its_own_bound_on_a_microbatch() -> None:
     sizes: list[list[int]] = []
 
     class Sizes(SingleModel):
-        def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
+        def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
             sizes.append([len(part) for part in microbatches])
             return super().forward(microbatches)
 
@@ -59,7 +59,7 @@ def test_a_model_that_waits_in_cpu_memory_is_on_the_device_while_it_runs(fails: 
     places: list[str] = []
 
     class Reference:
-        def forward(self, microbatches: Sequence[Experience]) -> list[Outputs]:
+        def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
             places.append("runs")
             if fails:
                 raise RuntimeError("out of memory")

@@ -34,14 +34,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeServerProce
         yield started
 
 
-def teacher_logprobs(teacher: ModelSpec, experience: Experience) -> Tensor:
-    module = Distillation(tiny_spec(), teacher=teacher, sampling=Sampling(max_new_tokens=8))
+def scored(teacher: ModelSpec, experience: Experience, **settings: Any) -> Experience:
+    module = Distillation(tiny_spec(), teacher=teacher, sampling=Sampling(max_new_tokens=8), **settings)
     module.configure_model()
     settings = LogprobSettings()
     module.parallel_models = {
         role: SingleModel(getattr(module, role), settings) for role, spec in module.models().items() if spec.url is None
     }
-    return score(module, experience)["teacher_logprobs"]
+    return score(module, experience)
+
+
+def teacher_logprobs(teacher: ModelSpec, experience: Experience) -> Tensor:
+    return scored(teacher, experience)["teacher_logprobs"]
 
 
 def test_a_teacher_behind_a_server_says_what_it_says_here(server: FakeServerProcess) -> None:
@@ -50,6 +54,21 @@ def test_a_teacher_behind_a_server_says_what_it_says_here(server: FakeServerProc
     expected = teacher_logprobs(tiny_spec(seed=1), experience)
     assert bool(found[experience.loss_mask].all())
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_the_likeliest_tokens_of_a_served_teacher_are_those_it_has_here(server: FakeServerProcess) -> None:
+    experience = random_experience(num_turns=2)
+    found = scored(ModelSpec(url=server.url), experience, teacher_topk=5)
+    expected = scored(tiny_spec(seed=1), experience, teacher_topk=5)
+    assert torch.equal(found["teacher_topk_ids"], expected["teacher_topk_ids"])
+    assert found["teacher_topk_ids"].shape == (*experience.token_ids.shape, 5)
+    for name in ("teacher_logprobs", "teacher_topk_logprobs"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
+
+
+def test_more_likeliest_tokens_than_a_server_gives_are_refused(server: FakeServerProcess) -> None:
+    with pytest.raises(EngineError, match="Lower teacher_topk"):
+        ServedScores(server.url, topk=100)(random_experience(), [])
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +138,25 @@ def test_a_served_reward_model_runs_beside_the_trainers_calls() -> None:
 
 
 @pytest.mark.real_sglang
+def test_a_real_server_gives_the_likeliest_tokens_of_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_spec(seed=1).load_model().save_pretrained(tmp_path / "model")
+    args = {"skip_tokenizer_init": True, "max_total_tokens": 2048}
+    server = SGLangServer(tmp_path / "model", python=sglang_python(), args=args, startup_timeout_s=170)
+    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server.token)
+    server.start()
+    try:
+        server.wait_ready()
+        experience = random_experience(num_turns=2)
+        found = scored(ModelSpec(url=server.url), experience, teacher_topk=5)
+    finally:
+        server.stop(grace_s=0)
+    expected = scored(tiny_spec(seed=1), experience, teacher_topk=5)
+    assert torch.equal(found["teacher_topk_ids"], expected["teacher_topk_ids"])
+    for name in ("teacher_logprobs", "teacher_topk_logprobs"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.real_sglang
 def test_a_real_server_says_what_a_reward_model_says_here(reward_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = {"is_embedding": True, "skip_tokenizer_init": True, "max_total_tokens": 2048}
     server = SGLangServer(Path(reward_folder), python=sglang_python(), args=args, startup_timeout_s=170)
@@ -148,6 +186,7 @@ def test_the_plan_names_the_server_and_a_checkpoint_leaves_its_model_out() -> No
     text = plan_text(module, module.data_flow())
     assert "http://teacher:30000" in text
     assert next(line for line in text.splitlines() if line.startswith("  teacher_logprobs")).split()[1] == "server"
+    assert "teacher_topk" not in text
     checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
     module.on_save_checkpoint(checkpoint)
     assert not hasattr(module, "teacher")

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCABULARY, gradients, random_experience, slow_outputs, tiny_model, widened
+from tiny import (
+    FAMILIES,
+    VOCABULARY,
+    gradients,
+    random_experience,
+    slow_distributions,
+    slow_outputs,
+    tiny_model,
+    widened,
+    with_teacher_topk,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -46,6 +56,55 @@ def assert_same_gradient(found: dict[str, Tensor], expected: dict[str, Tensor]) 
         left = found.get(name, torch.zeros(()))
         right = expected.get(name, torch.zeros(()))
         torch.testing.assert_close(left, right.expand_as(left), rtol=1e-4, atol=1e-5 * largest, msg=name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2 with capped logits"])
+def test_the_likeliest_tokens_are_those_of_the_whole_distribution(family: str, form: Form) -> None:
+    model, experience = tiny_model(family), random_experience(num_turns=2, completion_tokens=(3, 6))
+    if refuses(model, form):
+        form = "rectangles"
+    rules: dict[str, Any] = {"temperature": 0.8, "min_new_tokens": 1, "stop_token_ids": (1, 5)}
+    (outputs,) = SingleModel(model, LogprobSettings(**rules, num_ids=12), form=form).forward([experience], topk=4)
+    expected = slow_distributions(model, experience, **rules)
+    likeliest = expected[..., :12].topk(4, -1)
+    mask = experience.loss_mask
+    assert torch.equal(outputs.teacher_topk_ids[mask], likeliest.indices[mask])
+    torch.testing.assert_close(outputs.teacher_topk[mask], likeliest.values[mask], rtol=1e-4, atol=1e-4)
+    assert outputs.teacher_topk[~mask].eq(0).all()
+    assert outputs.teacher_topk_ids[~mask].eq(0).all()
+    (plain,) = SingleModel(model, LogprobSettings(**rules), form=form).forward([experience])
+    torch.testing.assert_close(outputs.logprobs, plain.logprobs)
+    assert plain.teacher_topk is None
+    assert plain.teacher_topk_ids is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2 with capped logits"])
+def test_the_teachers_tokens_have_the_logprobs_and_the_gradient_of_a_slow_loop(family: str, form: Form) -> None:
+    model, experience = tiny_model(family), random_experience(num_turns=2, topk=3)
+    if refuses(model, form):
+        form = "rectangles"
+    seen: list[Outputs] = []
+
+    def loss(_: Experience, outputs: Outputs) -> Tensor:
+        seen.append(outputs)
+        assert outputs.teacher_topk is not None
+        return weighted(outputs) + (outputs.teacher_topk.square() * torch.tensor([1.0, -2.0, 0.5])).sum()
+
+    parallel = SingleModel(model, LogprobSettings(temperature=0.7), form=form)
+    parallel.forward_backward([experience], loss, Tensor.backward)
+    found = gradients(model)
+    distributions = slow_distributions(model, experience, temperature=0.7)
+    topk = distributions.gather(-1, experience["teacher_topk_ids"])
+    torch.testing.assert_close(seen[0].teacher_topk, topk, rtol=1e-4, atol=1e-4)
+    loss(experience, Outputs(*slow_outputs(model, experience, temperature=0.7), teacher_topk=topk)).backward()
+    assert_same_gradient(found, gradients(model))
+
+
+def test_only_an_update_reads_the_teachers_tokens() -> None:
+    (outputs,) = SingleModel(tiny_model(), LogprobSettings()).forward([random_experience(topk=3)])
+    assert outputs.teacher_topk is None
 
 
 def refuses(model: PreTrainedModel, form: Form) -> bool:
@@ -217,6 +276,10 @@ def test_no_tensor_as_large_as_all_logits_is_made() -> None:
     parallel = SingleModel(tiny_model("llama", vocab_size=vocabulary), LogprobSettings(entropy_needs_gradient=False))
     with LargestTensor() as largest:
         parallel.forward_backward([experience], lambda _, outputs: outputs.logprobs.sum(), Tensor.backward)
+        parallel.forward_backward(
+            [with_teacher_topk(experience, 4)], lambda _, outputs: outputs.teacher_topk.sum(), Tensor.backward
+        )
+        parallel.forward([experience], topk=4)
     all_logits = experience.num_loss_tokens * vocabulary
     assert all_logits > 60e6
     assert largest.num <= 2**22  # a chunk of logits; the head itself has 1e6

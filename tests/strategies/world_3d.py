@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 from second_device import second_device
-from tiny import FAMILIES, random_experience, tiny_model, tiny_spec
+from tiny import FAMILIES, random_experience, tiny_model, tiny_spec, with_teacher_topk
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -37,7 +37,8 @@ from lightrl.strategies.tensor_parallel import local
 
 NUM_UPDATES = 2
 MAX_NORM = 0.5
-SETTINGS = LogprobSettings(temperature=0.8, min_new_tokens=1, stop_token_ids=(1, 5))
+SETTINGS = LogprobSettings(temperature=0.8, min_new_tokens=1, stop_token_ids=(1, 5), num_ids=16)
+TOPK = 12  # of the 18 tokens, of which a tensor rank has half
 
 
 def make_model(family: str) -> Any:
@@ -63,6 +64,7 @@ def parts(seed: int) -> list[Experience]:
     experience = random_experience(num_groups=6, seed=seed)
     is_stop = (experience.token_ids == 1) | (experience.token_ids == 5)
     experience = replace(experience, token_ids=torch.where(is_stop, 6, experience.token_ids))
+    experience = with_teacher_topk(experience, 3)
     return [experience.select(range(start, end)) for start, end in ((0, 3), (3, 9), (9, 14), (14, 18))]
 
 
@@ -72,6 +74,9 @@ def loss_of(experience: Experience, outputs: Outputs) -> Tensor:
     loss = (weights * outputs.logprobs + weights.flip(1) * outputs.entropy).sum()
     if outputs.values is not None:
         loss = loss + (weights * outputs.values.square()).sum()
+    if outputs.teacher_topk is not None:
+        probabilities = torch.where(experience.loss_mask[..., None], outputs.teacher_topk.exp(), 0)
+        loss = loss + (weights[..., None] * probabilities).sum()
     return loss / 100
 
 
@@ -96,8 +101,10 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     for update in range(NUM_UPDATES):
         everything = parts(seed=update)
         share = everything[mesh["dp"].get_local_rank() :: dp]
-        for one, other in zip(spread.forward(share), alone.forward(share), strict=True):
-            for name in ("logprobs", "entropy", "values"):
+        for one, other in zip(spread.forward(share, topk=TOPK), alone.forward(share, topk=TOPK), strict=True):
+            if other.teacher_topk_ids is not None and not torch.equal(one.teacher_topk_ids, other.teacher_topk_ids):
+                found["outputs"] = 1.0
+            for name in ("logprobs", "entropy", "values", "teacher_topk"):
                 if getattr(other, name) is not None and bool(getattr(other, name).any()):
                     found["outputs"] = max(found["outputs"], difference(getattr(one, name), getattr(other, name)))
         if form == "moved":

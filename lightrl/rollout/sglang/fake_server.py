@@ -207,6 +207,11 @@ class FakeServer:
                 answer["meta_info"]["input_token_logprobs"] = [
                     [None if index == 0 else score, run.prompt[index], None] for index, score in enumerate(scores)
                 ]
+                if body.get("top_logprobs_num"):
+                    likeliest = await asyncio.to_thread(self.model.likeliest, run.prompt, body["top_logprobs_num"])
+                    answer["meta_info"]["input_top_logprobs"] = [
+                        [[score, token, None] for score, token in place] or None for place in likeliest
+                    ]
             if body.get("return_sampling_mask"):
                 answer["meta_info"]["output_token_sampling_logprobs"] = run.logprobs
         return answers[0] if is_single else answers

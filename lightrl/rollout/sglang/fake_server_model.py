@@ -100,6 +100,9 @@ class EmbeddedModel:
     def score(self, token_ids: list[int]) -> list[float]:
         return self._engine.score(token_ids)
 
+    def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
+        return self._engine.likeliest(token_ids, num)
+
     def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
         raise LoadRefused("It is a language model, expected a reward model.")
 

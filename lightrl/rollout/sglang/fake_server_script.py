@@ -67,6 +67,10 @@ class ServedModel(Protocol):
         """Logprobs of a prompt's tokens, 0 for the first; nothing where there are none."""
         ...
 
+    def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
+        """Logprob and id of the likeliest tokens at each place of a prompt; nothing where there are none."""
+        ...
+
     def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """The numbers of a reward model's head at the last token of each row; only asked of one."""
         ...
@@ -129,6 +133,9 @@ class ScriptedModel:
         return "length"
 
     def score(self, token_ids: list[int]) -> list[float]:
+        return []
+
+    def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
         return []
 
     async def pause(self) -> None:

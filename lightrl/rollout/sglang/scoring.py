@@ -1,13 +1,13 @@
 """What models behind an SGLang server say of whole trajectories: ServedScores logprobs, ServedRewards one number each.
 
-Shapes: B trajectories, T tokens.
+Shapes: B trajectories, T tokens, K likeliest tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MAX_CONCURRENT = 64  # trajectories that the server has at a time
 BATCH = 16  # of them in a request for rewards
 
+# Logprobs of a trajectory's tokens; at each place but the first the (logprob, id) of the likeliest, if asked for.
+_Scores = tuple[list[float], list[list[tuple[float, int]]]]
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
 
@@ -36,37 +38,64 @@ class ServedScores:
 
     url: str
     timeout_s: float = 1800.0  # deadline of one trajectory
+    topk: int = 0  # K; 0 asks for the tokens that were drawn alone
 
-    def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor:
+    def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor | Mapping[str, Tensor]:
         """Logprobs of the loss tokens at temperature 1, [B, T], 0 elsewhere.
+
+        With `topk` under the key `teacher_logprobs`, beside `teacher_topk_ids` and `teacher_topk_logprobs`, [B, T, K].
 
         Raises:
             EngineError: if the server does not answer, or knows other tokens.
         """
         import torch
 
-        found = torch.zeros(experience.token_ids.shape)
-        for index, scores in enumerate(asyncio.run(self._score(_rows(experience)))):
-            found[index, : len(scores)] = torch.tensor(scores)
-        return torch.where(experience.loss_mask, found.to(experience.token_ids.device), 0.0)
+        from lightrl.functional import neutralize
 
-    async def _score(self, rows: list[list[int]]) -> list[list[float]]:
-        async def one(client: SGLangClient, token_ids: list[int]) -> list[float]:
+        shape = experience.token_ids.shape
+        found = {"teacher_logprobs": torch.zeros(shape)}
+        if self.topk:
+            found["teacher_topk_ids"] = torch.zeros(*shape, self.topk, dtype=torch.int64)
+            found["teacher_topk_logprobs"] = torch.zeros(*shape, self.topk)
+        for index, (scores, likeliest) in enumerate(asyncio.run(self._score(_rows(experience)))):
+            found["teacher_logprobs"][index, : len(scores)] = torch.tensor(scores)
+            if likeliest:
+                pairs = torch.tensor(likeliest, dtype=torch.float64)  # exact for ids
+                found["teacher_topk_logprobs"][index, 1 : len(scores)] = pairs[..., 0].float()
+                found["teacher_topk_ids"][index, 1 : len(scores)] = pairs[..., 1].long()
+        found = dict(zip(found, neutralize(experience.loss_mask.cpu(), *found.values()), strict=True))
+        found = {name: value.to(experience.token_ids.device) for name, value in found.items()}
+        return found if self.topk else found["teacher_logprobs"]
+
+    async def _score(self, rows: list[list[int]]) -> list[_Scores]:
+        """Of each trajectory its tokens' logprobs, and (logprob, id) of the likeliest at each place but the first."""
+
+        async def one(client: SGLangClient, token_ids: list[int]) -> _Scores:
             answer = await client.generate(
                 {
                     "input_ids": token_ids,
                     "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
                     "return_logprob": True,
                     "logprob_start_len": 0,
+                    "top_logprobs_num": self.topk,
                 }
             )
-            found = answer["meta_info"].get("input_token_logprobs") or []
+            meta = answer["meta_info"]
+            found = meta.get("input_token_logprobs") or []
             if [entry[1] for entry in found] != token_ids:
                 raise EngineError(
                     f"The server at {self.url} gave logprobs of {len(found)} tokens, expected those of the "
                     f"{len(token_ids)} that it was sent. Use a server of SGLang 0.5.21 or later."
                 )
-            return [0.0, *(float(entry[0]) for entry in found[1:])]
+            likeliest = meta.get("input_top_logprobs", [])[1:] if self.topk else []
+            if [len(place) for place in likeliest] != [self.topk] * (len(token_ids) - 1 if self.topk else 0):
+                raise EngineError(
+                    f"The server at {self.url} gave the likeliest tokens of {len(likeliest)} places, expected "
+                    f"{self.topk} at each of {len(token_ids) - 1}. Lower teacher_topk to at most its vocabulary, or "
+                    "use a server of SGLang 0.5.21 or later."
+                )
+            pairs = [[(float(entry[0]), int(entry[1])) for entry in place] for place in likeliest]
+            return [0.0, *(float(entry[0]) for entry in found[1:])], pairs
 
         return await _all_asked(self.url, self.timeout_s, one, rows, MAX_CONCURRENT)
 
