@@ -41,6 +41,9 @@ class Outputs:
 
 
 LossFunction = Callable[[Experience, Outputs], Tensor]
+
+# A metric that a loss hook returns, [B, T] or [B]: values, or a pair of values and their weights (0 or more).
+Metric = Tensor | tuple[Tensor, Tensor]
 Backward = Callable[[Tensor], None]
 
 

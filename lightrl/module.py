@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ from lightrl.dataflow import ADVANTAGES, ROLLOUT_CALLS, DataFlowGraph, ModelCall
 from lightrl.experience import ROLLOUT_FIELDS, Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.model_folder import fill_in, keep_trained
-from lightrl.models import ModelSpec, Outputs, ParallelModel, is_silent, untrained_reward_model
+from lightrl.models import Metric, ModelSpec, Outputs, ParallelModel, is_silent, untrained_reward_model
 from lightrl.pictures import Pictures
 from lightrl.rewards import RewardPart
 from lightrl.rollout.sglang.scoring import ServedRewards, ServedScores
@@ -220,14 +220,16 @@ class RLModule(L.LightningModule):
         """
         return group_advantages(experience.rewards, experience.group_ids)
 
-    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
+    def loss(self, experience: Experience, outputs: Outputs) -> Mapping[str, Metric]:
         """The loss of each token [B, T] or trajectory [B] under `loss`, and metrics of either shape under their names.
+
+        A metric is averaged; as a pair `(values, weights)` its mean is Σ w·v / Σ w.
 
         A pure function of its arguments. Masked positions hold 0 in every float [B, T] input.
         """
         raise NotImplementedError(f"{type(self).__name__}.loss must be written.")
 
-    def value_loss(self, experience: Experience, values: Tensor) -> dict[str, Tensor]:
+    def value_loss(self, experience: Experience, values: Tensor) -> Mapping[str, Metric]:
         """The critic's loss of each token [B, T] under `loss`, and metrics, as `loss`; only with a critic.
 
         Args:

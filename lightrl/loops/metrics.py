@@ -1,8 +1,13 @@
 """Metrics of an update that mean the same on every layout, however many microbatches, minibatches and ranks there are.
 
-A metric is a mean, over loss tokens if it is [B, T] and over trajectories with loss tokens if it is [B], with the
-minibatch's count as its denominator. Where its name begins with `max_` or `min_` it is the largest or smallest of these
-values, with `num_` their sum. Shapes: B trajectories, T tokens.
+A metric is a mean, over loss tokens if it is [B, T] and over trajectories with loss tokens if it is [B]; as a pair of
+values and weights of one shape it is their weighted mean, Σ w·v / Σ w. Where its name begins with `max_` or `min_` it
+is the largest or smallest of the values whose weight is not 0, with `num_` the weighted sum. One that nothing has
+weight in is left out.
+
+A part of a metric is a tensor [2], the number so far and the sum of its weights: Σ w·v (or the bound) and Σ w. Parts of
+microbatches, ranks and minibatches are put together in the same way, so it does not matter how an iteration is cut.
+Shapes: B trajectories, T tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightrl.models import Metric
 from lightrl.strategies import Ranks
 
 Reduction = Literal["mean", "sum", "max", "min"]
@@ -27,87 +33,85 @@ def reduction_of(name: str) -> Reduction:
     return reductions.get(word, "mean")
 
 
-def part_of_metric(name: str, values: Tensor, loss_mask: Tensor, *, num_tokens: int, num_sequences: int) -> Tensor:
-    """A microbatch's part of a metric, a number; the parts of all microbatches are put together by `joined`.
+def part_of_metric(name: str, metric: Metric, loss_mask: Tensor) -> Tensor:
+    """A microbatch's part of a metric.
 
     Args:
         name: see `reduction_of`.
-        values: [B, T] or [B]; what stands at masked places has no effect.
+        metric: values [B, T] or [B], or a pair of them and their weights; masked places, and values whose weight is 0,
+            have no effect.
         loss_mask: bool [B, T].
-        num_tokens, num_sequences: of the whole minibatch.
     """
+    values, weights = metric if isinstance(metric, tuple) else (metric, torch.ones_like(metric))
     mask = loss_mask if values.dim() == 2 else loss_mask.any(1)
+    weights = torch.where(mask, weights.float(), 0.0)
     reduction = reduction_of(name)
     if reduction in ("max", "min"):
         worst = -torch.inf if reduction == "max" else torch.inf
-        kept = torch.where(mask, values.float(), worst)
-        return kept.amax() if reduction == "max" else kept.amin()
-    total = torch.where(mask, values.float(), 0.0).sum()
-    return total if reduction == "sum" else total / (num_tokens if values.dim() == 2 else num_sequences)
+        kept = torch.where(weights != 0, values.float(), worst)
+        number = kept.amax() if reduction == "max" else kept.amin()
+    else:
+        number = torch.where(weights != 0, values.float() * weights, 0.0).sum()
+    return torch.stack([number, weights.sum()])
 
 
 def joined(name: str, first: Tensor, second: Tensor) -> Tensor:
     """Two parts of one metric as one."""
     reduction = reduction_of(name)
-    if reduction == "max":
-        return torch.maximum(first, second)
-    return torch.minimum(first, second) if reduction == "min" else first + second
+    if reduction in ("mean", "sum"):
+        return first + second
+    choose = torch.maximum if reduction == "max" else torch.minimum
+    return torch.stack([choose(first[0], second[0]), first[1] + second[1]])
 
 
-def over_ranks(
-    parts: Mapping[str, Tensor], ranks: Ranks, weights: Mapping[str, int]
-) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The metrics of all ranks, and their weights; a name that only some ranks have counts as nothing on the others.
+def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
+    """The metrics, from whole parts; without those that nothing has weight in."""
+    found: dict[str, float] = {}
+    for name, part in parts.items():
+        number, weight = part.tolist()
+        if weight != 0:
+            found[name] = number / weight if reduction_of(name) == "mean" else number
+    return found
 
-    Both are the same on each rank. It needs no more than sums: each rank writes into its own column, and reads all.
+
+def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """The parts of all ranks, put together; a name that only some ranks have counts as nothing on the others.
+
+    They are the same on each rank. It needs no more than sums: each rank writes into its own column, and reads all.
 
     Args:
         parts: this rank's.
         ranks: who has the other parts.
-        weights: of this rank's metrics, for IterationMetrics; every rank that has a metric has the same one.
     """
     if ranks.dp_size == 1:
-        return dict(parts), dict(weights)
+        return dict(parts)
     names = _all_names(sorted(parts), ranks)
     columns = torch.zeros(len(names), ranks.dp_size, 2, dtype=torch.float64)
     for row, name in enumerate(names):
         if name in parts:
-            columns[row, ranks.dp_rank, 0] = weights.get(name, 1)
-            columns[row, ranks.dp_rank, 1] = parts[name].double()
+            columns[row, ranks.dp_rank] = parts[name].double()
     columns = ranks.sum_(columns)
     found: dict[str, Tensor] = {}
-    all_weights: dict[str, int] = {}
     for row, name in enumerate(names):
-        for weight, part in columns[row].unbind():
-            if weight:
+        for part in columns[row].unbind():
+            if part[1]:
                 found[name] = joined(name, found[name], part) if name in found else part
-                all_weights[name] = int(weight)
-    return found, all_weights
+    return found
 
 
 class IterationMetrics:
-    """The metrics of an iteration from those of its minibatches: means weighted by what they are means of."""
+    """The metrics of an iteration, from the parts of its minibatches."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._weights: dict[str, float] = {}
+        self._parts: dict[str, Tensor] = {}
 
-    def add(self, metrics: Mapping[str, float], weights: Mapping[str, int]) -> None:
-        """A minibatch's; a metric without a weight counts once."""
-        for name, value in metrics.items():
-            reduction, known = reduction_of(name), name in self._sums
-            if reduction == "mean":
-                weight = weights.get(name, 1)
-                self._sums[name] = self._sums.get(name, 0.0) + weight * value
-                self._weights[name] = self._weights.get(name, 0.0) + weight
-            elif reduction == "sum":
-                self._sums[name] = self._sums.get(name, 0.0) + value
-            else:
-                choose = max if reduction == "max" else min
-                self._sums[name] = choose(self._sums[name], value) if known else value
+    def add(self, parts: Mapping[str, Tensor]) -> None:
+        """A minibatch's."""
+        for name, part in parts.items():
+            self._parts[name] = joined(name, self._parts[name], part) if name in self._parts else part
 
     def values(self) -> dict[str, float]:
-        return {name: value / self._weights.get(name, 1.0) for name, value in self._sums.items()}
+        return values_of(self._parts)
 
 
 def _all_names(own: list[str], ranks: Ranks) -> list[str]:

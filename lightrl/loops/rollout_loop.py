@@ -27,7 +27,7 @@ from lightrl.dataflow import ModelCall
 from lightrl.errors import LightRLError
 from lightrl.experience import Experience
 from lightrl.loops.interrupt import InterruptGate
-from lightrl.loops.metrics import IterationMetrics
+from lightrl.loops.metrics import IterationMetrics, values_of
 from lightrl.loops.score import accept_changes, score
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.module import RLModule
@@ -146,10 +146,10 @@ class RolloutLoop(_AutomaticOptimization):
                 imbalances.append(holders.token_imbalance(minibatch, module.loss_unit))
             trainer.call_rl_hook("on_minibatch_start", minibatch, index, total)
             self.ranks.step()
-            metrics, weights = self._step(module, train_calls, minibatch, batch_idx)
+            metrics, parts = self._step(module, train_calls, minibatch, batch_idx)
             self.num_updates += 1
             trainer.call_rl_hook("on_minibatch_end", metrics, index, total)
-            found.add(metrics, weights)
+            found.add(parts)
             if module.is_update_the_last(metrics):
                 break
         with self.logging_allowed(module):
@@ -163,10 +163,10 @@ class RolloutLoop(_AutomaticOptimization):
 
     def _step(
         self, module: RLModule, train_calls: list[ModelCall], minibatch: Experience, batch_idx: int
-    ) -> tuple[dict[str, float], dict[str, int]]:
+    ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """One optimizer step through Lightning's own `optimizer_step`, so clipping and precision plugins apply.
 
-        Gives the metrics, and what weighs them when minibatches are averaged.
+        Gives the metrics, and their parts, which make the iteration's.
         """
         trainer: Any = self.trainer
         optimizer = trainer.strategy._lightning_optimizers[0]
@@ -199,15 +199,15 @@ class RolloutLoop(_AutomaticOptimization):
             if getattr(trainer.precision_plugin, "scaler", None) is None:  # a scaler skips such steps by itself
                 bound = module.max_skipped_updates
                 norms.append(self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks))
-            return losses[0].sums.get("loss", torch.zeros(()))
+            return losses[0].parts.get("loss", torch.zeros(2))[0]
 
         call._call_lightning_module_hook(
             trainer, "optimizer_step", trainer.current_epoch, batch_idx, optimizer, closure
         )
-        metrics = {name: value for loss in losses for name, value in loss.metrics().items()}
+        parts = {name: part for loss in losses for name, part in loss.parts.items()}
         if norms and math.isfinite(norms[0]):
-            metrics["grad_norm"] = norms[0]
-        return metrics, {name: weight for loss in losses for name, weight in loss.weights.items()}
+            parts["grad_norm"] = torch.tensor([norms[0], 1.0], dtype=torch.float64)
+        return values_of(parts), parts
 
     def _offer(self, experience: Experience) -> Experience:
         """Shows the Experience to callbacks and the module; each may return one with another mask or advantages."""

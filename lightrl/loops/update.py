@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from torch import Tensor
 from lightrl.errors import TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import kl, neutralize, reduce_loss
-from lightrl.loops.metrics import joined, over_ranks, part_of_metric
-from lightrl.models import Outputs
+from lightrl.loops.metrics import joined, over_ranks, part_of_metric, values_of
+from lightrl.models import Metric, Outputs
 from lightrl.strategies import Ranks
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ class MinibatchLoss:
     minibatch: Experience
     role: str = "policy"
     ranks: Ranks = field(default_factory=Ranks)
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    weights: dict[str, int] = field(default_factory=dict)  # of a metric's mean, when minibatches are averaged
+    parts: dict[str, Tensor] = field(default_factory=dict)  # of metrics; see metrics.py
 
     def __post_init__(self) -> None:
         self.holders = self.ranks.of_role(self.role)
@@ -76,50 +75,42 @@ class MinibatchLoss:
         result = self.module.value_loss(experience, outputs.values)
         return self._share("value_loss", result, experience.loss_mask, prefix=f"{role}/")
 
-    def _share(self, hook: str, result: dict[str, Tensor], mask: Tensor, *, prefix: str) -> Tensor:
+    def _share(self, hook: str, result: Mapping[str, Metric], mask: Tensor, *, prefix: str) -> Tensor:
         """What a hook returned: its loss reduced, its metrics kept under their names behind the prefix."""
         if "loss" not in result:
             raise ValueError(f"{hook} returned the keys {sorted(result)}, expected 'loss' among them. Add it.")
-        for name, value in result.items():
-            if not isinstance(value, Tensor) or value.shape not in (mask.shape, mask.shape[:1]):
-                found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as {type(value).__name__}"
-                raise ValueError(
-                    f"{hook} returned {name!r} {found}, expected [B, T] = {tuple(mask.shape)} or [B] = "
-                    f"{tuple(mask.shape[:1])}. Return it per token or per trajectory; the framework averages."
-                )
+        for name, metric in result.items():
+            _check_metric(hook, name, metric, mask)
             if name != "loss":
-                self._add(prefix + name, value.detach(), mask)
+                self._add(prefix + name, metric, mask)
+        loss = result["loss"]
+        assert isinstance(loss, Tensor)
         share = reduce_loss(
-            result["loss"],
+            loss,
             mask,
             mode=self.module.loss_reduction,
             num_tokens=self.num_tokens,
             num_sequences=self.num_sequences,
             max_new_tokens=self.module.sampling.max_new_tokens,
         )
-        self._count(f"{prefix}loss", share.detach(), 1)  # what is minimized, under whatever reduction
+        # What is minimized, under whatever reduction: the shares' sum, since their weights are 1 all together.
+        self._join(f"{prefix}loss", torch.stack([share.detach(), mask.sum() / self.num_tokens]))
         return share
 
     def reduce(self) -> None:
-        """After the last microbatch: sums over all ranks, so that every rank reports the same numbers."""
+        """After the last microbatch: over all ranks, so that every rank reports the same numbers."""
         if self.holders.is_here:
-            self.sums, self.weights = over_ranks(self.sums, self.holders, self.weights)
+            self.parts = over_ranks(self.parts, self.holders)
         if self.holders.size < self.ranks.size:
-            with self.ranks.phase(f"update: {self.role}"):
-                self._tell_all()
-
-    def _tell_all(self) -> None:
-        """Tells all ranks what those of the role found."""
-        source = self.holders.first_rank
-        weights = {name: torch.tensor(weight) for name, weight in self.weights.items()}
-        self.sums = self.ranks.broadcast_tensors(self.sums, source=source)
-        weights = self.ranks.broadcast_tensors(weights, source=source)
-        self.weights = {name: int(weight) for name, weight in weights.items()}
+            with self.ranks.phase(f"update: {self.role}"):  # tells all ranks what those of the role found
+                self.parts = self.ranks.broadcast_tensors(self.parts, source=self.holders.first_rank)
+        if self.parts:  # to the host at once
+            numbers = torch.stack(list(self.parts.values())).cpu().double()
+            self.parts = dict(zip(self.parts, numbers.unbind(), strict=True))
 
     def metrics(self) -> dict[str, float]:
-        """Of the whole minibatch: means over loss tokens (for [B, T]) or trajectories (for [B]); see metrics.py."""
-        names = list(self.sums)
-        return dict(zip(names, torch.stack([self.sums[name] for name in names]).tolist(), strict=True)) if names else {}
+        """Of the whole minibatch; see metrics.py."""
+        return values_of(self.parts)
 
     def _neutral(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:
         mask = experience.loss_mask
@@ -134,14 +125,29 @@ class MinibatchLoss:
             fields["proximal_logprobs"] = outputs.logprobs.detach()
         return experience.with_tensors(fields), outputs
 
-    def _add(self, name: str, value: Tensor, mask: Tensor) -> None:
-        counts = {"num_tokens": self.num_tokens, "num_sequences": self.num_sequences}
-        weight = self.num_tokens if value.dim() == 2 else self.num_sequences
-        self._count(name, part_of_metric(name, value, mask, **counts), weight)
+    @torch.no_grad()
+    def _add(self, name: str, metric: Metric, mask: Tensor) -> None:
+        self._join(name, part_of_metric(name, metric, mask))
 
-    def _count(self, name: str, part: Tensor, weight: int) -> None:
-        self.sums[name] = joined(name, self.sums[name], part) if name in self.sums else part
-        self.weights[name] = weight
+    def _join(self, name: str, part: Tensor) -> None:
+        self.parts[name] = joined(name, self.parts[name], part) if name in self.parts else part
+
+
+def _check_metric(hook: str, name: str, metric: Metric, mask: Tensor) -> None:
+    is_pair = isinstance(metric, tuple) and len(metric) == 2 and name != "loss"
+    tensors: Any = metric if is_pair else (metric,)
+    for value in tensors:
+        if not isinstance(value, Tensor) or value.shape not in (mask.shape, mask.shape[:1]):
+            found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as {type(value).__name__}"
+            raise ValueError(
+                f"{hook} returned {name!r} {found}, expected [B, T] = {tuple(mask.shape)} or [B] = "
+                f"{tuple(mask.shape[:1])}. Return it per token or per trajectory; the framework averages."
+            )
+    if tensors[0].shape != tensors[-1].shape:
+        raise ValueError(
+            f"{hook} returned {name!r} with values of shape {tuple(tensors[0].shape)} and weights of shape "
+            f"{tuple(tensors[-1].shape)}, expected the same. Expand the smaller one."
+        )
 
 
 class GradientGuard:

@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.loops.metrics import IterationMetrics, joined, over_ranks, part_of_metric, reduction_of
+from lightrl.loops.metrics import IterationMetrics, joined, over_ranks, part_of_metric, reduction_of, values_of
 from lightrl.strategies import Ranks
 
 MASK = torch.tensor([[False, True, True, False], [False, True, False, False], [False, False, False, False]])
 NAMES = ["ratio", "max_ratio", "critic/min_value", "num_clipped"]
+
+
+def value(name: str, metric: Any, mask: Tensor = MASK) -> float | None:
+    """Of a minibatch that is one microbatch on one rank; None where it is left out."""
+    return values_of({name: part_of_metric(name, metric, mask)}).get(name)
 
 
 def test_the_name_says_how_values_are_put_together() -> None:
@@ -23,32 +28,90 @@ def test_the_name_says_how_values_are_put_together() -> None:
 @pytest.mark.parametrize(("name", "expected"), list(zip(NAMES, [3.0, 5.0, 1.0, 9.0], strict=True)), ids=NAMES)
 def test_masked_tokens_count_nowhere(name: str, expected: float) -> None:
     values = torch.tensor([[math.nan, 1.0, 3.0, math.inf], [9.0, 5.0, -9.0, 9.0], [99.0] * 4])
-    assert float(part_of_metric(name, values, MASK, num_tokens=3, num_sequences=2)) == expected
+    assert value(name, values) == expected
 
 
 @pytest.mark.parametrize(("name", "expected"), list(zip(NAMES, [3.0, 4.0, 2.0, 6.0], strict=True)), ids=NAMES)
 def test_a_number_per_trajectory_counts_where_a_token_trains(name: str, expected: float) -> None:
-    assert float(part_of_metric(name, torch.tensor([2.0, 4.0, 99.0]), MASK, num_tokens=3, num_sequences=2)) == expected
+    assert value(name, torch.tensor([2.0, 4.0, 99.0])) == expected
+
+
+@pytest.mark.parametrize(("name", "expected"), list(zip(NAMES, [2.5, 5.0, 1.0, 10.0], strict=True)), ids=NAMES)
+def test_a_pair_is_weighed_by_its_weights(name: str, expected: float) -> None:
+    """Of the values 1, 3 and 5 with the weights 3, 0 and 1: Σ w·v = 8 with the first two, whose sum is 4."""
+    values = torch.tensor([[math.nan, 1.0, math.inf, 9.0], [9.0, 5.0, -9.0, 9.0], [99.0] * 4])
+    weights = torch.tensor([[7.0, 2.5, 0.0, 7.0], [7.0, 1.5, 7.0, 7.0], [7.0] * 4])
+    assert value(name, (values, weights)) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("cuts", [[7], [1, 6], [3, 2, 2], [1] * 7], ids=str)
-def test_metrics_do_not_depend_on_how_the_minibatch_is_cut(name: str, cuts: list[int]) -> None:
+def test_a_metric_without_weight_is_left_out(name: str) -> None:
+    """Neither 0 nor -inf reaches a logger."""
+    ones = torch.ones(3, 4)
+    assert value(name, ones, torch.zeros_like(MASK)) is None
+    assert value(name, torch.ones(3), torch.zeros_like(MASK)) is None
+    assert value(name, (ones, 0 * ones)) is None
+    parts = IterationMetrics()
+    parts.add({name: part_of_metric(name, ones, torch.zeros_like(MASK))})
+    assert parts.values() == {}
+    parts.add({name: part_of_metric(name, 2 * ones, MASK)})
+    assert parts.values() == {name: 6.0 if name == "num_clipped" else 2.0}
+
+
+def cut_metrics(name: str, cuts: list[int]) -> tuple[list[Tensor], float]:
+    """The parts of a pair's microbatches, of which some have no weight, and the whole's value by a plain loop."""
     generator = torch.Generator().manual_seed(0)
     values, mask = torch.randn(7, 5, generator=generator), torch.rand(7, 5, generator=generator) < 0.5
-    counts: Any = {"num_tokens": int(mask.sum()), "num_sequences": 7}
-    whole = part_of_metric(name, values, mask, **counts)
-    found: Tensor | None = None
-    for part, its_mask in zip(values.split(cuts), mask.split(cuts), strict=True):
-        more = part_of_metric(name, part, its_mask, **counts)
-        found = more if found is None else joined(name, found, more)
-    torch.testing.assert_close(found, whole)
+    weights = torch.rand(7, 5, generator=generator) * (torch.rand(7, 5, generator=generator) < 0.5)
+    cells = [(float(values[at]), float(weights[at])) for at in map(tuple, mask.nonzero().tolist()) if weights[at] > 0]
+    mean = sum(v * w for v, w in cells) / sum(w for _, w in cells)
+    bounds = {"max_ratio": max(v for v, _ in cells), "critic/min_value": min(v for v, _ in cells)}
+    expected = sum(v * w for v, w in cells) if name == "num_clipped" else bounds.get(name, mean)
+    triples = zip(values.split(cuts), weights.split(cuts), mask.split(cuts), strict=True)
+    return [part_of_metric(name, (part, its_weights), its_mask) for part, its_weights, its_mask in triples], expected
+
+
+CUTS = [[7], [1, 6], [3, 2, 2], [1] * 7]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_metrics_do_not_depend_on_how_the_minibatch_is_cut(name: str, cuts: list[int]) -> None:
+    parts, expected = cut_metrics(name, cuts)
+    found = parts[0]
+    for part in parts[1:]:
+        found = joined(name, found, part)
+    assert values_of({name: found})[name] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_metrics_do_not_depend_on_the_number_of_minibatches(name: str, cuts: list[int]) -> None:
+    parts, expected = cut_metrics(name, cuts)
+    metrics = IterationMetrics()
+    for part in parts:
+        metrics.add({name: part})
+    assert metrics.values()[name] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("cuts", CUTS[1:], ids=str)
+def test_metrics_do_not_depend_on_the_number_of_ranks(name: str, cuts: list[int]) -> None:
+    parts, expected = cut_metrics(name, cuts)
+    for found in on_ranks(*({name: part} for part in parts)):
+        assert found[name] == pytest.approx(expected, rel=1e-5)
+
+
+def part(number: float, weight: float) -> Tensor:
+    return torch.tensor([number, weight])
 
 
 def test_an_iterations_means_weigh_minibatches_by_what_they_are_means_of() -> None:
     metrics = IterationMetrics()
-    metrics.add({"ratio": 1.0, "max_ratio": 7.0, "num_clipped": 2.0, "grad_norm": 1.0}, {"ratio": 30})
-    metrics.add({"ratio": 2.0, "max_ratio": 5.0, "num_clipped": 3.0, "grad_norm": 2.0}, {"ratio": 10})
+    rest = {"num_clipped": part(2.0, 30), "grad_norm": part(1.0, 1)}
+    metrics.add({"ratio": part(30.0, 30), "max_ratio": part(7.0, 30), **rest})
+    rest = {"num_clipped": part(3.0, 10), "grad_norm": part(2.0, 1)}
+    metrics.add({"ratio": part(20.0, 10), "max_ratio": part(5.0, 10), **rest})
     assert metrics.values() == {"ratio": 1.25, "max_ratio": 7.0, "num_clipped": 5.0, "grad_norm": 1.5}
 
 
@@ -66,16 +129,13 @@ class ThreadRanks(Ranks):
         return total
 
 
-def on_ranks(*metrics: dict[str, float]) -> list[dict[str, float]]:
-    """What each rank, which has these metrics, gets from `over_ranks`."""
-    num = len(metrics)
-    barrier, parts, found = threading.Barrier(num), [None] * num, [{}] * num
+def on_ranks(*parts: dict[str, Tensor]) -> list[dict[str, float]]:
+    """What each rank, which has these parts, reports."""
+    num = len(parts)
+    barrier, columns, found = threading.Barrier(num), [None] * num, [{}] * num
 
     def run(rank: int) -> None:
-        own = {name: torch.tensor(value) for name, value in metrics[rank].items()}
-        result, weights = over_ranks(own, ThreadRanks(rank, num, barrier, parts), dict.fromkeys(own, 30))
-        assert weights == dict.fromkeys(result, 30)
-        found[rank] = {name: float(value) for name, value in result.items()}
+        found[rank] = values_of(over_ranks(parts[rank], ThreadRanks(rank, num, barrier, columns)))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num)]
     for thread in threads:
@@ -86,13 +146,25 @@ def on_ranks(*metrics: dict[str, float]) -> list[dict[str, float]]:
 
 
 def test_every_rank_gets_the_same_numbers() -> None:
-    one = {"ratio": 0.25, "max_ratio": 3.0, "critic/min_value": -1.0, "num_clipped": 2.0}
-    two = {"ratio": 0.5, "max_ratio": 2.0, "critic/min_value": -4.0, "num_clipped": 1.0}
-    expected = {"ratio": 0.75, "max_ratio": 3.0, "critic/min_value": -4.0, "num_clipped": 3.0}
+    one = {"ratio": part(3.0, 30), "max_ratio": part(3.0, 30), "critic/min_value": part(-1.0, 2)}
+    two = {"ratio": part(6.0, 10), "max_ratio": part(2.0, 10), "critic/min_value": part(-4.0, 1)}
+    one["num_clipped"], two["num_clipped"] = part(2.0, 30), part(1.0, 10)
+    expected = {"ratio": 0.225, "max_ratio": 3.0, "critic/min_value": -4.0, "num_clipped": 3.0}
     assert on_ranks(one, two) == [expected, expected]
 
 
 def test_a_metric_of_one_rank_alone_reaches_all_and_nobody_waits() -> None:
-    expected = {"ratio": 0.75, "min_value": 2.0, "tool_calls": 4.0}
-    found = on_ranks({"ratio": 0.25}, {"ratio": 0.5, "tool_calls": 4.0}, {"min_value": 2.0})
-    assert found == [expected] * 3
+    found = on_ranks(
+        {"ratio": part(2.0, 8)},
+        {"ratio": part(4.0, 4), "tool_calls": part(8.0, 2)},
+        {"min_value": part(2.0, 5)},
+    )
+    assert found == [{"ratio": 0.5, "min_value": 2.0, "tool_calls": 4.0}] * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_without_weight_changes_nothing_and_where_no_rank_has_any_the_name_is_left_out(name: str) -> None:
+    empty = part_of_metric(name, torch.ones(3, 4), torch.zeros_like(MASK))
+    whole = part_of_metric(name, torch.full((3, 4), 2.0), MASK)
+    assert on_ranks({name: empty}, {name: whole}) == [{name: 6.0 if name == "num_clipped" else 2.0}] * 2
+    assert on_ranks({name: empty}, {name: empty}) == [{}, {}]

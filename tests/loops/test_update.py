@@ -70,13 +70,40 @@ def test_metrics_are_means_over_the_loss_tokens_and_trajectories_of_the_whole_mi
         ({"loss": torch.zeros(9, 1)}, r"'loss' of shape \(9, 1\), expected"),
         ({"loss": torch.zeros(9), "level": torch.zeros(4)}, r"'level' of shape \(4,\), expected .* or \[B\] = \(9,\)"),
         ({"loss": torch.zeros(9), "level": 0.5}, "'level' as float, expected"),
+        ({"loss": (torch.zeros(9), torch.ones(9))}, "'loss' as tuple, expected"),
+        (
+            {"loss": torch.zeros(9), "level": (random_experience().rewards, random_experience().behavior_logprobs)},
+            r"'level' with values of shape \(9,\) and weights of shape \(9, \d+\), expected the same",
+        ),
+        ({"loss": torch.zeros(9), "level": (torch.zeros(9),)}, "'level' as tuple, expected"),
+        ({"loss": torch.zeros(9), "level": (torch.zeros(4), torch.ones(4))}, r"'level' of shape \(4,\), expected"),
     ],
-    ids=["no loss", "a scalar", "would broadcast", "a wrong metric", "a number"],
+    ids=["no loss", "scalar", "would broadcast", "wrong metric", "number", "pair", "shapes", "no pair", "wrong pair"],
 )
 def test_what_loss_returns_is_checked(value: dict[str, Any], message: str) -> None:
     minibatch = random_experience()
     with pytest.raises(ValueError, match=message):
         MinibatchLoss(returning(value), minibatch)(minibatch, outputs_like(minibatch))
+
+
+@pytest.mark.parametrize("microbatch_tokens", [1, 20, 10**6])
+def test_a_metric_over_some_tokens_has_their_number_as_its_denominator(microbatch_tokens: int) -> None:
+    """In some microbatches no advantage is above 0, and the metric is returned by those only that have one."""
+    minibatch = random_experience()
+
+    def loss(part: Experience, outputs: Outputs) -> dict[str, Any]:
+        is_good = (part.advantages > 0).float()
+        found = {"loss": outputs.logprobs, "good_nats": (part.behavior_logprobs, is_good)}
+        return {**found, "max_good_nats": (part.behavior_logprobs, is_good)} if is_good.any() else found
+
+    losses = MinibatchLoss(returning(loss), minibatch)
+    for part in minibatch.microbatches(microbatch_tokens):
+        losses(part, outputs_like(part))
+    losses.reduce()
+    expected = minibatch.behavior_logprobs[minibatch.loss_mask & (minibatch.advantages > 0)]
+    assert 0 < len(expected) < minibatch.num_loss_tokens
+    assert losses.metrics()["good_nats"] == pytest.approx(float(expected.mean()), rel=1e-5)
+    assert losses.metrics()["max_good_nats"] == pytest.approx(float(expected.max()))
 
 
 @pytest.mark.parametrize("mode", ["token", "sequence", "fixed"])
@@ -95,7 +122,7 @@ def test_a_metric_that_carries_a_gradient_is_logged_without_it() -> None:
         returning(lambda _, outputs: {"loss": outputs.logprobs, "twice": 2 * outputs.logprobs}), minibatch
     )
     losses(minibatch, outputs_like(minibatch, requires_grad=True)).backward()
-    assert not [name for name, value in losses.sums.items() if value.requires_grad]
+    assert not [name for name, part in losses.parts.items() if part.requires_grad]
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf], ids=str)
@@ -117,7 +144,8 @@ def test_a_minibatch_that_trains_nothing_has_loss_zero() -> None:
     minibatch = replace(minibatch, loss_mask=torch.zeros_like(minibatch.loss_mask))
     losses = MinibatchLoss(make_module(), minibatch)
     assert float(losses(minibatch, outputs_like(minibatch))) == 0
-    assert losses.metrics()["entropy_nats"] == 0
+    losses.reduce()
+    assert losses.metrics() == {}  # no mean of nothing, and no -inf
 
 
 # ---------------------------------------------------------------------- GradientGuard
