@@ -19,8 +19,9 @@ class TrajectoryDataModule(L.LightningDataModule):
 
     From the same weights, with the same module, seed and callbacks, the run repeats bit for bit what the run did that
     wrote the files with `TrajectoryLog(every_n_iterations=1)`; with another loss it shows what that would have made of
-    the same trajectories. Rewards are those of the files. Iteration k of the run takes the k-th iteration of the files,
-    and begins anew after the last; a run that resumes from a checkpoint of iteration k goes on with the k-th.
+    the same trajectories. Rewards are those of the files, and so is what a judge, teacher or reward model outside the
+    trainer said (`call_outputs`; without it they are asked). Iteration k of the run takes the k-th iteration of the
+    files, and begins anew after the last; a run that resumes from a checkpoint of iteration k goes on with the k-th.
 
     Args:
         path: a file, or a folder of `iteration-000012.jsonl` files, which are read in their order.

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightrl.dataflow import ADVANTAGES, ROLLOUT_CALLS, ModelCall, runs_beside
 from lightrl.experience import ROLLOUT_FIELDS, Experience
 from lightrl.functional import on_last_loss_token
+from lightrl.loops.asked_once import asked_once
 from lightrl.loops.run_calls import run_calls
 from lightrl.lora import adapters_off
 from lightrl.models import untrained_reward_model
@@ -51,7 +52,9 @@ def score(
         if call.name == ADVANTAGES:
             return _advantages(module, seen)
         if call.run is not None:
-            return _own_outputs(call, call.run(seen, rows), seen)
+            ask = call.run
+            found = asked_once(call, rows, lambda: _own_outputs(call, ask(seen, rows), seen))
+            return {key: value.to(seen.token_ids.device) for key, value in found.items()}
         with forward_context():
             return _infer(module, call, seen, ranks.of_role(_role(call)))
 
@@ -236,7 +239,7 @@ def _own_outputs(call: ModelCall, result: Any, experience: Experience) -> dict[s
                 f"Model call {call.name!r} returned {name!r} as {shape}, expected a tensor [B] = {(num,)} or [B, T] = "
                 f"{(num, width)}. Give one number for each trajectory or token, in the rows' order."
             )
-    return {name: value.detach().to(experience.token_ids.device) for name, value in found.items()}
+    return {name: value.detach() for name, value in found.items()}
 
 
 def _per_token(name: str, values: Tensor, experience: Experience) -> Tensor:

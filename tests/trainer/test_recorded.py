@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from tiny_run import Digits, TinyGRPO, are_equal, make_trainer, our_threads, weights
+from tiny_run import POLICY, Digits, TinyGRPO, are_equal, make_trainer, our_threads, weights
 
-from lightrl import TrajectoryDataModule, TrajectoryLog
+from lightrl import PPO, Experience, ModelCall, TrajectoryDataModule, TrajectoryLog
 from lightrl.callbacks import StalenessControl
 from lightrl.data.trajectories import read_iterations
 from lightrl.functional import policy_ratio
@@ -22,9 +24,44 @@ class NoReward(TinyGRPO):
         raise AssertionError("recorded trajectories are judged already")
 
 
-def record(folder: Path, steps: int = 3, callbacks: tuple[Any, ...] = (), **settings: Any) -> TinyGRPO:
+class TinyPPO(TinyGRPO, PPO):
+    pass
+
+
+class NoRewardPPO(NoReward, PPO):
+    pass
+
+
+class MoodyJudges(TinyGRPO):
+    """Two judges that say something else each time, of a trajectory and of its tokens, and what follows from one."""
+
+    def score_calls(self) -> list[ModelCall]:
+        judges = [
+            ModelCall("style", outputs=("style",), run=self.ask),
+            ModelCall("taste", outputs=("taste",), run=self.ask_of_tokens),
+        ]
+        doubled = ModelCall("doubled", inputs=("style",), outputs=("doubled",), run=lambda seen, _: 2 * seen["style"])
+        return [*super().score_calls(), *judges, doubled]
+
+    def ask(self, experience: Experience, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        return torch.tensor([random.random() for _ in trajectories], dtype=torch.float64)
+
+    def ask_of_tokens(self, experience: Experience, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        return experience.loss_mask * self.ask(experience, trajectories)[:, None]
+
+    def shaped_rewards(self, experience: Experience) -> torch.Tensor:
+        return super().shaped_rewards(experience) + experience["doubled"] + experience["taste"].sum(1)
+
+
+def record(
+    folder: Path,
+    steps: int = 3,
+    callbacks: tuple[Any, ...] = (),
+    kind: type[TinyGRPO] = TinyGRPO,
+    **settings: Any,
+) -> TinyGRPO:
     """A run that rolls out, with each iteration written down."""
-    module = TinyGRPO(**settings)
+    module = kind(**settings)
     log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
     make_trainer(folder, max_steps=steps, callbacks=[log, *callbacks]).fit(module, Digits())
     return module
@@ -50,6 +87,38 @@ def test_the_files_of_a_run_repeat_it_bit_for_bit(tmp_path: Path, settings: dict
     assert "rollout/tokens_per_s" not in trainer.callback_metrics  # nobody wrote
     assert are_equal(weights(online), weights(offline))
     for one, other in zip(online.experiences, offline.experiences, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.tensors().items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_minibatches": 2, "update_epochs": 2, "kl_coef": 0.1, "reference": POLICY, "kl_target_nats": 0.01},
+        {"critic": "shared", "decoupled": True, "num_minibatches": 2, "critic_warmup_iterations": 1},
+    ],
+    ids=["a critic of its own", "a critic on the policy's body"],
+)
+def test_ppo_is_repeated_with_its_critic(tmp_path: Path, settings: dict[str, Any]) -> None:
+    settings |= {"value_normalization": "running"}
+    online, offline = record(tmp_path, kind=TinyPPO, **settings), NoRewardPPO(**settings)
+    replay(tmp_path / "again", offline, tmp_path / "trajectories")
+    start = TinyPPO(**settings)
+    start.configure_model()
+    assert not are_equal(start.state_dict(), online.state_dict())
+    assert are_equal(online.state_dict(), offline.state_dict())
+    assert (online.kl_coef, online.normalizer) == (offline.kl_coef, offline.normalizer)
+
+
+def test_a_judge_is_not_asked_again(tmp_path: Path) -> None:
+    class NobodyThere(MoodyJudges):
+        def ask(self, experience: Experience, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+            raise AssertionError("the files have what the judges said")
+
+    online, offline = record(tmp_path, kind=MoodyJudges), NobodyThere()
+    replay(tmp_path / "again", offline, tmp_path / "trajectories")
+    assert are_equal(weights(online), weights(offline))
+    for one, other in zip(online.experiences, offline.experiences, strict=True):
+        assert one["style"].dtype == torch.float32
         assert all(torch.equal(value, other[name]) for name, value in one.tensors().items())
 
 
