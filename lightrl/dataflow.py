@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightrl.experience import ROLLOUT_FIELDS
+
 ROLLOUT_CALLS = ("generate", "reward")  # the controller runs them, trajectory by trajectory
 ADVANTAGES = "advantages"
 
@@ -161,3 +163,8 @@ class DataFlowGraph:
 def runs_beside(call: ModelCall) -> bool:
     """Whether it uses none of the trainer's devices, so that it can run while they work."""
     return call.role is None and call.kind == "infer" and not call.on_all_ranks
+
+
+def follows_from_trajectories(call: ModelCall) -> bool:
+    """Whether what it gives does not depend on any model of ours, so that a recorded answer stays right."""
+    return runs_beside(call) and not call.after and ROLLOUT_FIELDS.issuperset(call.inputs)

@@ -112,7 +112,7 @@ class Trajectory:
     rewards: list[float] | None = None  # [T], for rewards per token; then `reward` is their sum
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # what the reward or workflow wants logged, by name
-    call_outputs: dict[str, Any] = field(default_factory=dict)  # a judge's, by key: a number or [T, ...]; asked_once.py
+    call_outputs: dict[str, Any] = field(default_factory=dict)  # of judges, recorded, by key: a number or [T, ...]
 
     @property
     def oldest_version(self) -> int:

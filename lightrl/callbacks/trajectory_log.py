@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.dataflow import ModelCall, follows_from_trajectories
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class TrajectoryLog(RLCallback):
             return
         advantages = _mean_advantages(experience, len(trajectories))
         if writes:
+            keep_answers(module, experience, trajectories)
             self._write(iteration, getattr(trainer, "weight_version", iteration), trajectories, advantages)
         if prints:
             tokenizer = getattr(module, "tokenizer", None)
@@ -127,6 +129,15 @@ class TrajectoryLog(RLCallback):
                 path,
                 error,
             )
+
+
+def keep_answers(module: L.LightningModule, experience: Experience, trajectories: Sequence[Trajectory]) -> None:
+    """Each trajectory gets what calls outside the trainer said of it as `call_outputs`, so that a replay has it."""
+    calls: list[ModelCall] = getattr(module, "placed_calls", list)()
+    for key in [key for call in calls if follows_from_trajectories(call) for key in call.outputs]:
+        is_per_token = experience[key].dim() > 1
+        for trajectory, value in zip(trajectories, experience[key].tolist(), strict=True):
+            trajectory.call_outputs[key] = value[: len(trajectory.token_ids)] if is_per_token else value
 
 
 def read_trajectories(path: str | Path) -> Iterator[Trajectory]:

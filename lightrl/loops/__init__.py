@@ -4,7 +4,7 @@ Reading order:
     rollout_loop.py   one iteration from groups to new weights; the only seam into Lightning; resume
     score.py          model calls and advantages on the whole iteration
     run_calls.py      each call as soon as what it needs is there, on the ranks that hold its model
-    asked_once.py     a judge's numbers stay with their trajectory
+    asked_once.py     a recorded trajectory has its judges' answers
     update.py         minibatches, microbatches, loss reduction, the optimizer step
     metrics.py        means, sums and bounds that do not depend on microbatches and ranks
     resume_check.py   fast_dev_run's check that a checkpoint restores everything

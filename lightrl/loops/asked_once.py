@@ -1,4 +1,4 @@
-"""Answers about a trajectory from outside the trainer, kept with it: a replay has them without asking again.
+"""Answers about a trajectory from outside the trainer: a recorded trajectory has them, so nobody is asked again.
 
 A judge, or a teacher or reward model behind a server, may say something else the second time, or be gone.
 """
@@ -12,29 +12,22 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lightrl.dataflow import ModelCall, runs_beside
-from lightrl.experience import ROLLOUT_FIELDS
+from lightrl.dataflow import ModelCall, follows_from_trajectories
 from lightrl.trajectory import Trajectory
 
 
 def asked_once(
     call: ModelCall, trajectories: Sequence[Trajectory], ask: Callable[[], Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
-    """The call's outputs, [B] or [B, T, ...], of its trajectories if they have them, else of `ask()`, for them too.
+    """The call's outputs, [B] or [B, T, ...]: of its trajectories if TrajectoryLog wrote them down, else of `ask()`.
 
-    Only of a call beside the trainer's that needs nothing but what the rollout gives: what it says then follows from
-    the trajectories alone, whatever the weights. Floats are float32, in memory and in files; padding comes back as 0.
+    Floats are float32, asked or recorded. Recorded ones have 0 on the padding.
     """
-    if not runs_beside(call) or call.after or not ROLLOUT_FIELDS.issuperset(call.inputs) or not trajectories:
-        return ask()
     kept = [item.call_outputs for item in trajectories]
-    if all(key in outputs for outputs in kept for key in call.outputs):
+    is_recorded = bool(kept) and all(key in outputs for outputs in kept for key in call.outputs)
+    if is_recorded and follows_from_trajectories(call):
         return {key: _joined([outputs[key] for outputs in kept]) for key in call.outputs}
-    found = {key: value.float() if value.is_floating_point() else value for key, value in ask().items()}
-    for key, values in found.items():
-        for item, value in zip(trajectories, values.tolist(), strict=True):
-            item.call_outputs[key] = value[: len(item.token_ids)] if values.dim() > 1 else value
-    return found
+    return {key: value.float() if value.is_floating_point() else value for key, value in ask().items()}
 
 
 def _joined(values: list[Any]) -> Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tiny import random_trajectories
 from torch import Tensor
 
+from lightrl.callbacks.trajectory_log import keep_answers
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.loops.asked_once import asked_once
@@ -29,7 +31,8 @@ def test_what_was_said_comes_back_from_json_as_it_was(kind: str) -> None:
         "ids": torch.arange(9),
         "bools": mask,
     }
-    asked_once(own(), trajectories, lambda: {"judge": said[kind]})
+    module: Any = SimpleNamespace(placed_calls=lambda: [own()])
+    keep_answers(module, Experience.from_trajectories(trajectories).with_tensors({"judge": said[kind]}), trajectories)
     again = [Trajectory.from_json(json.loads(json.dumps(item.to_json()))) for item in trajectories]
     torch.set_default_dtype(torch.bfloat16)  # as half precision does meanwhile
     try:
@@ -41,18 +44,27 @@ def test_what_was_said_comes_back_from_json_as_it_was(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "num_asked"),
+    ("settings", "is_asked"),
     [
-        ({"inputs": ("token_ids", "rewards")}, 1),
-        ({"inputs": ("proximal_logprobs",)}, 2),
-        ({"after": ("values",)}, 2),
-        ({"role": "policy"}, 2),
-        ({"on_all_ranks": True}, 2),
+        ({"inputs": ("token_ids", "rewards")}, False),
+        ({"inputs": ("proximal_logprobs",)}, True),
+        ({"after": ("values",)}, True),
+        ({"role": "policy"}, True),
+        ({"on_all_ranks": True}, True),
     ],
     ids=["the rollout's keys", "another call's key", "after another", "a model of ours", "in the trainer's thread"],
 )
-def test_only_what_follows_from_the_trajectory_alone_is_kept(settings: dict[str, Any], num_asked: int) -> None:
-    trajectories, asked = random_trajectories(), []
-    for _ in range(2):
-        asked_once(own(**settings), trajectories, lambda: asked.append(1) or {"judge": torch.zeros(9)})
-    assert len(asked) == num_asked
+def test_only_what_follows_from_the_trajectory_alone_is_taken_from_it(settings: dict[str, Any], is_asked: bool) -> None:
+    trajectories = random_trajectories()
+    for trajectory in trajectories:
+        trajectory.call_outputs["judge"] = 1.0
+    found = asked_once(own(**settings), trajectories, lambda: {"judge": torch.zeros(9)})["judge"]
+    assert found.tolist() == [0.0 if is_asked else 1.0] * 9
+
+
+def test_a_trajectory_without_an_answer_has_all_asked() -> None:
+    first, *others = random_trajectories()
+    first.call_outputs["judge"] = 1.0
+    found = asked_once(own(), [first, *others], lambda: {"judge": torch.zeros(9, dtype=torch.float64)})["judge"]
+    assert found.tolist() == [0.0] * 9
+    assert found.dtype == torch.float32
