@@ -138,25 +138,6 @@ def test_a_served_reward_model_runs_beside_the_trainers_calls() -> None:
 
 
 @pytest.mark.real_sglang
-def test_a_real_server_gives_the_likeliest_tokens_of_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_spec(seed=1).load_model().save_pretrained(tmp_path / "model")
-    args = {"skip_tokenizer_init": True, "max_total_tokens": 2048}
-    server = SGLangServer(tmp_path / "model", python=sglang_python(), args=args, startup_timeout_s=170)
-    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server.token)
-    server.start()
-    try:
-        server.wait_ready()
-        experience = random_experience(num_turns=2)
-        found = scored(ModelSpec(url=server.url), experience, teacher_topk=5)
-    finally:
-        server.stop(grace_s=0)
-    expected = scored(tiny_spec(seed=1), experience, teacher_topk=5)
-    assert torch.equal(found["teacher_topk_ids"], expected["teacher_topk_ids"])
-    for name in ("teacher_logprobs", "teacher_topk_logprobs"):
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-4)
-
-
-@pytest.mark.real_sglang
 def test_a_real_server_says_what_a_reward_model_says_here(reward_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args = {"is_embedding": True, "skip_tokenizer_init": True, "max_total_tokens": 2048}
     server = SGLangServer(Path(reward_folder), python=sglang_python(), args=args, startup_timeout_s=170)
