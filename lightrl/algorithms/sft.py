@@ -44,9 +44,9 @@ class SFT(SupervisedModule):
             return bool(self.run_inside(head_is_plain, self.policy))
 
     def training_step(self, batch: ChatBatch, batch_idx: int) -> Tensor:
-        means, _ = self.means(self._losses, batch)
+        means, number = self.means(self._losses, batch)
         self._log_means("sft", means, on_step=True, batch_size=len(batch.token_ids))
-        return means["loss_nats"]
+        return self.accumulated(means["loss_nats"], number, batch_idx)
 
     def measure(self, batch: ChatBatch) -> dict[str, Tensor]:
         """The loss of each loss token, [N], and whether the likeliest token is the right one."""

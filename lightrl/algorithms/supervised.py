@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 class SupervisedModule(L.LightningModule):
     """A plain LightningModule with a model from a ModelSpec, AdamW, linear warm-up and decay.
 
+    With `accumulate_grad_batches` an update is that of one batch of all their rows: a batch weighs as much as it has
+    tokens (SFT) or pairs.
+
     Args:
         policy: the model to train: a hub name, a local folder, or a ModelSpec.
         lr: learning rate after the warm-up.
@@ -64,6 +67,7 @@ class SupervisedModule(L.LightningModule):
         self.lr_decay = lr_decay
         self.parallel_models: dict[str, ParallelModel] = {}  # by role; what exports a model of several ranks asks for
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._num_accumulated = 0  # numbers whose mean has made the gradients, where they are accumulated
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
         """What is logged in validation, one number for each trajectory, pair or token; `loss` is what is minimized.
@@ -140,10 +144,9 @@ class SupervisedModule(L.LightningModule):
         fill_in(checkpoint, self.models_and_specs(), [self.trained_role])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        means, _ = self.means(self.measure, batch)
-        loss = means["loss"]
+        means, number = self.means(self.measure, batch)
         self._log_means(self.log_room, {name: value.detach() for name, value in means.items()}, on_step=True)
-        return loss
+        return self.accumulated(means["loss"], number, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._log_evaluation("val", batch)
@@ -165,6 +168,26 @@ class SupervisedModule(L.LightningModule):
         factor = 0.0 if share is None else ranks.dp_size / number  # FSDP averages gradients over ranks
         measured = measure(batch.share(0, ranks.dp_size) if share is None else share)
         return {name: values.sum() * factor for name, values in measured.items()}, number
+
+    def accumulated(self, loss: Tensor, number: int, batch_idx: int) -> Tensor:
+        """The loss for Lightning to divide by accumulate_grad_batches, which gives all batches the same weight.
+
+        Args:
+            loss: the mean over the batch's numbers.
+            number: how many these are.
+            batch_idx: Lightning's; it zeroes the gradients at multiples of accumulate_grad_batches.
+        """
+        num_batches = self.trainer.accumulate_grad_batches
+        if num_batches == 1:
+            return loss
+        before = self._num_accumulated if batch_idx % num_batches else 0
+        self._num_accumulated = before + number
+        # Their gradients are so far the mean over `before` numbers. The module may hold gathered parameters in between.
+        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        for parameter in (parameter for group in groups for parameter in group["params"]):
+            if parameter.grad is not None and before:
+                parameter.grad.mul_(before / self._num_accumulated)
+        return loss * (num_batches * number / self._num_accumulated)
 
     def _log_means(self, room: str, means: dict[str, Tensor], *, on_step: bool, batch_size: int = 1) -> None:
         # Lightning weighs each batch's mean by batch_size, so an epoch's mean is over trajectories or pairs.

@@ -34,6 +34,7 @@ class UnequalSums(Sums):
 # Name → what makes module and data from the run's folder.
 CASES: dict[str, Any] = {
     "SFT": lambda _: (make_module(CONFIG), UnequalSums(batch_size=7, validation_batch_size=7)),
+    "SFT, two batches an update": lambda _: (make_module(CONFIG), UnequalSums(batch_size=3, validation_batch_size=7)),
     "SFT with scaled logits": lambda _: (make_module(SCALED_HEAD), UnequalSums(batch_size=7, validation_batch_size=7)),
     "DPO": lambda _: (DPO(tiny_spec("qwen3"), lr=0.01), Digits(None, batch_size=3, validation_batch_size=3)),
     "RewardModel": lambda folder: (RewardModel(str(folder / "judge"), lr=0.01), Digits(None, batch_size=3)),
@@ -76,6 +77,7 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
         enable_model_summary=False,
         num_sanity_val_steps=0,
         gradient_clip_val=1.0,
+        accumulate_grad_batches=2 if "two batches" in name else 1,
         max_epochs=1,
         callbacks=[first, export],
         **spread,  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import lightning as L
@@ -112,6 +112,60 @@ def test_training_learns_the_answers_and_logs_the_loss(tmp_path: Path):
     losses = [float(line.split(",")[column]) for line in lines[1:] if line.split(",")[column]]
     assert losses[0] > 2.0
     assert losses[-1] < 0.3
+
+
+def unequal_chats() -> list[ChatBatch]:
+    """Seven chats whose answers have 1 to 4 tokens, each a batch of its own."""
+    lengths = torch.tensor([1, 4, 1, 2, 1, 1, 3])
+    token_ids = torch.randint(3, 16, (7, 7), generator=torch.Generator().manual_seed(0))
+    columns = torch.arange(7)
+    masks = (columns >= 3) & (columns < 3 + lengths[:, None])
+    return [ChatBatch(row[None], mask[None]) for row, mask in zip(token_ids, masks, strict=True)]
+
+
+def joined(chats: list[ChatBatch]) -> ChatBatch:
+    return ChatBatch(torch.cat([chat.token_ids for chat in chats]), torch.cat([chat.loss_mask for chat in chats]))
+
+
+class Loader:
+    """These batches, in this order; Lightning takes a bare list for several loaders."""
+
+    def __init__(self, batches: list[ChatBatch]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[ChatBatch]:
+        return iter(self.batches)
+
+
+class Gradients(L.Callback):
+    """Of each update, as a callback sees them."""
+
+    def __init__(self) -> None:
+        self.found: list[list[torch.Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: object) -> None:
+        self.found.append([value.grad.clone() for value in pl_module.parameters() if value.grad is not None])
+
+
+@pytest.mark.parametrize("num_batches", [2, 4])
+def test_accumulated_batches_are_one_batch_of_all_their_tokens(tmp_path: Path, num_batches: int):
+    """Two epochs of seven chats, four of them in an update; the last update of an epoch has fewer batches."""
+    found, chats = [], unequal_chats()
+    for batch_size, accumulated in [(4, 1), (4 // num_batches, num_batches)]:
+        batches = [joined(chats[start : start + batch_size]) for start in range(0, 7, batch_size)]
+        gradients = Gradients()
+        trainer = make_trainer(tmp_path, max_epochs=2, accumulate_grad_batches=accumulated, callbacks=[gradients])
+        module = make_module(lr_decay="constant")
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)  # noqa: B023
+        trainer.fit(module, Loader(batches), Loader(chats))
+        assert trainer.global_step == 4
+        found.append(gradients.found)
+    for one, several in zip(*found, strict=True):
+        for expected, gradient in zip(one, several, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
 class SaveEachStep(L.Callback):
