@@ -133,7 +133,7 @@ class Distillation(GRPO):
             advantages = advantages + self.reward_coef * judged[:, None]
         return advantages
 
-    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
+    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Any]:
         assert experience.teacher_logprobs is not None
         divergence = kl(outputs.logprobs.detach(), experience.teacher_logprobs, estimator="k1")
         result = {**super().loss(experience, outputs), "kl_teacher_nats": divergence}

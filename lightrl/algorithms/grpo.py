@@ -194,7 +194,7 @@ class GRPO(RLModule):
             leave_one_out=self.leave_one_out,
         )
 
-    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Tensor]:
+    def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Any]:
         assert experience.advantages is not None
         center = self.center(experience, outputs)
         ratio = self.ratio(outputs.logprobs, center, experience.loss_mask)

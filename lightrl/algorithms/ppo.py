@@ -244,7 +244,7 @@ class PPO(GRPO):
 
     # ------------------------------------------------------------------ the losses
 
-    def value_loss(self, experience: Experience, values: Tensor) -> dict[str, Tensor]:
+    def value_loss(self, experience: Experience, values: Tensor) -> dict[str, Any]:
         old = experience["values"]
         loss = value_loss(values, experience["returns"], old, clip=self.value_clip, huber_delta=self.huber_delta)
         moved = (values - old).detach().abs()

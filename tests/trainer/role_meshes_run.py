@@ -84,9 +84,9 @@ class AtOnce(Meshed):
     def wrap(self, model: Any, method: str, name: str, others: list[str]) -> None:
         plain = getattr(model, method)
 
-        def meeting(*args: Any) -> Any:
+        def meeting(*args: Any, **kwargs: Any) -> Any:
             self.meet(name, others)
-            return plain(*args)
+            return plain(*args, **kwargs)
 
         setattr(model, method, meeting)
 
