@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,18 +138,40 @@ def test_a_served_reward_model_runs_beside_the_trainers_calls() -> None:
     assert not hasattr(module, "reward_model")
 
 
-@pytest.mark.real_sglang
-def test_a_real_server_says_what_a_reward_model_says_here(reward_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = {"is_embedding": True, "skip_tokenizer_init": True, "max_total_tokens": 2048}
-    server = SGLangServer(Path(reward_folder), python=sglang_python(), args=args, startup_timeout_s=170)
+@contextmanager
+def real_server(folder: str | Path, monkeypatch: pytest.MonkeyPatch, **args: Any) -> Iterator[SGLangServer]:
+    given = {"skip_tokenizer_init": True, "max_total_tokens": 2048, **args}
+    server = SGLangServer(Path(folder), python=sglang_python(), args=given, startup_timeout_s=170)
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server.token)
     server.start()
     try:
         server.wait_ready()
-        experience = random_experience(is_scored=False, num_groups=7)
-        found = rewards(ModelSpec(url=server.url), experience)
+        yield server
     finally:
         server.stop(grace_s=0)
+
+
+@pytest.mark.real_sglang
+def test_a_real_server_says_what_a_teacher_says_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_spec(seed=1).load_model().save_pretrained(tmp_path / "model")
+    experience = random_experience(num_turns=2)
+    below = experience.with_tensors({"token_ids": experience.token_ids.clamp(max=15)})
+    with real_server(tmp_path / "model", monkeypatch) as server:
+        plain, found = (scored(ModelSpec(url=server.url), below, teacher_topk=topk) for topk in (None, 5))
+        with pytest.raises(EngineError, match="the logprob of token 0 in the place of token 16, expected that of 16"):
+            scored(ModelSpec(url=server.url), experience)  # the last id: SGLang's own limit
+    expected = scored(tiny_spec(seed=1), below, teacher_topk=5)
+    assert torch.equal(found["teacher_topk_ids"], expected["teacher_topk_ids"])
+    for name in ("teacher_logprobs", "teacher_topk_logprobs"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-4)
+    torch.testing.assert_close(plain["teacher_logprobs"], expected["teacher_logprobs"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.real_sglang
+def test_a_real_server_says_what_a_reward_model_says_here(reward_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experience = random_experience(is_scored=False, num_groups=7)
+    with real_server(reward_folder, monkeypatch, is_embedding=True) as server:
+        found = rewards(ModelSpec(url=server.url), experience)
     torch.testing.assert_close(found, rewards(reward_folder, experience), rtol=0, atol=1e-4)
 
 

@@ -82,11 +82,7 @@ class ServedScores:
             )
             meta = answer["meta_info"]
             found = meta.get("input_token_logprobs") or []
-            if [entry[1] for entry in found] != token_ids:
-                raise EngineError(
-                    f"The server at {self.url} gave logprobs of {len(found)} tokens, expected those of the "
-                    f"{len(token_ids)} that it was sent. Use a server of SGLang 0.5.21 or later."
-                )
+            self._check_ids([entry[1] for entry in found], token_ids)
             likeliest = meta.get("input_top_logprobs", [])[1:] if self.topk else []
             if [len(place) for place in likeliest] != [self.topk] * (len(token_ids) - 1 if self.topk else 0):
                 raise EngineError(
@@ -98,6 +94,20 @@ class ServedScores:
             return [0.0, *(float(entry[0]) for entry in found[1:])], pairs
 
         return await _all_asked(self.url, self.timeout_s, one, rows, MAX_CONCURRENT)
+
+    def _check_ids(self, found: list[int], sent: list[int]) -> None:
+        if len(found) != len(sent):
+            raise EngineError(
+                f"The server at {self.url} gave logprobs of {len(found)} tokens, expected those of the {len(sent)} that"
+                " it was sent. Use a server of SGLang 0.5.21 or later."
+            )
+        for got, asked in zip(found, sent, strict=True):
+            if got != asked:
+                raise EngineError(
+                    f"The server at {self.url} gave the logprob of token {got} in the place of token {asked}, expected "
+                    f"that of {asked}. SGLang 0.5.23 does so for the last id of a vocabulary: give the model's path "
+                    "instead of url, or a checkpoint whose vocabulary is larger than the tokenizer's."
+                )
 
 
 @dataclass(frozen=True)
