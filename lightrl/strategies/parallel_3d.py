@@ -102,8 +102,8 @@ class Parallel3DStrategy(FSDP2Strategy):
         check_world(self.pp, self.dp_size, self.tp, self.num_processes * self.num_nodes)
         if self.precision_plugin.precision == "16-mixed":
             raise ValueError(
-                "precision='16-mixed' scales losses, which a pipeline's stages do not see, expected 32, bf16-mixed or "
-                "bf16-true with Parallel3DStrategy. Set trainer.precision to bf16-mixed."
+                "precision='16-mixed' scales losses, which a pipeline's stages do not see, expected 32, bf16-mixed or, "
+                "without a pipeline, bf16-true with Parallel3DStrategy. Set trainer.precision to bf16-mixed."
             )
         given: Any = self._lightning_module if module is None else module
         check_meshes(given, self.num_processes * self.num_nodes)
@@ -116,6 +116,11 @@ class Parallel3DStrategy(FSDP2Strategy):
                     "layers. Use FSDP2Strategy, which trains adapters, or leave lora out."
                 )
             pp, tp = (self.pp, self.tp) if spec.mesh is None else (spec.mesh.pp, spec.mesh.tp)
+            if pp > 1 and self.precision_plugin.precision == "bf16-true":
+                raise ValueError(
+                    f"precision='bf16-true' and pp={pp} of the {role}, expected bf16-mixed or 32 with a pipeline, since "
+                    "its stages do not agree yet on what they send in bfloat16. Set trainer.precision to bf16-mixed."
+                )
             check_sizes(spec.load_config(), pp, tp, *self._schedule_at(pp))
 
     def setup_environment(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
 from tiny import tiny_spec
 
 from lightrl import FSDP2Strategy, LoRA, Parallel3DStrategy
@@ -108,6 +109,20 @@ def test_lora_is_refused() -> None:
     module: Any = Module()
     with pytest.raises(ValueError, match=r"The policy has lora=LoRA.*Use FSDP2Strategy"):
         strategy(2, pp=2).check_sizes(module)
+
+
+def test_a_pipeline_in_bf16_true_is_refused() -> None:
+    class Module:
+        def models(self) -> dict[str, Any]:
+            return {"policy": tiny_spec("qwen3")}
+
+    made, module = strategy(2, pp=2), Module()
+    made.precision_plugin = HalfPrecision("bf16-true")
+    with pytest.raises(ValueError, match=r"precision='bf16-true' and pp=2 of the policy, expected bf16-mixed or 32"):
+        made.check_sizes(module)  # type: ignore[arg-type]
+    split = strategy(1, tp=1)
+    split.precision_plugin = HalfPrecision("bf16-true")
+    split.check_sizes(module)  # type: ignore[arg-type]
 
 
 def test_strategies_are_known_by_name() -> None:
