@@ -118,7 +118,7 @@ class Parallel3DStrategy(FSDP2Strategy):
             pp, tp = (self.pp, self.tp) if spec.mesh is None else (spec.mesh.pp, spec.mesh.tp)
             if pp > 1 and self.precision_plugin.precision == "bf16-true":
                 raise ValueError(
-                    f"precision='bf16-true' and pp={pp} of the {role}, expected bf16-mixed or 32 with a pipeline, since "
+                    f"precision='bf16-true' and pp={pp} of the {role}, expected bf16-mixed or 32 with a pipeline: "
                     "its stages do not agree yet on what they send in bfloat16. Set trainer.precision to bf16-mixed."
                 )
             check_sizes(spec.load_config(), pp, tp, *self._schedule_at(pp))
