@@ -40,6 +40,8 @@ class LearningCurve(RLCallback):
     log is drawn; a run without these has no picture.
 
     Args:
+        held_out: the metric of validation that is drawn; SFT's is `val/token_accuracy_fraction`.
+        held_out_label: what the legend calls it; DPO and RewardModel count pairs.
         constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.
         constant_label: what the legend calls it.
         title: of the picture; the module's class name if None.
@@ -50,6 +52,9 @@ class LearningCurve(RLCallback):
         constant_baseline: float | None = None,
         constant_label: str = "best constant answer",
         title: str | None = None,
+        *,
+        held_out: str = HELD_OUT_ACCURACY,
+        held_out_label: str = "held-out prompts",
     ) -> None:
         if constant_baseline is not None and not 0 <= constant_baseline <= 1:
             raise ValueError(
@@ -58,6 +63,8 @@ class LearningCurve(RLCallback):
         self.constant_baseline = constant_baseline
         self.constant_label = constant_label
         self.title = title
+        self.held_out = held_out
+        self.held_out_label = held_out_label
         self._curves: dict[str, dict[int, float]] = {REWARD: {}, SAMPLED_ACCURACY: {}, HELD_OUT_ACCURACY: {}}
         self._run_folder: Path | None = None
 
@@ -74,8 +81,8 @@ class LearningCurve(RLCallback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         is_whole = not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf")
-        if is_whole and HELD_OUT_ACCURACY in trainer.callback_metrics:
-            self._curves[HELD_OUT_ACCURACY][trainer.global_step] = float(trainer.callback_metrics[HELD_OUT_ACCURACY])
+        if is_whole and self.held_out in trainer.callback_metrics:
+            self._curves[HELD_OUT_ACCURACY][trainer.global_step] = float(trainer.callback_metrics[self.held_out])
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._finish(trainer, pl_module)
@@ -105,6 +112,7 @@ class LearningCurve(RLCallback):
                     title=self.title or type(module).__name__,
                     constant_baseline=self.constant_baseline,
                     constant_label=self.constant_label,
+                    held_out_label=self.held_out_label,
                 )
             except ImportError as error:
                 log.warning("No learning curve was drawn, for matplotlib cannot be imported (%s). Install it.", error)
@@ -131,6 +139,7 @@ def draw_learning_curve(
     title: str,
     constant_baseline: float | None = None,
     constant_label: str = "best constant answer",
+    held_out_label: str = "held-out prompts",
 ) -> None:
     """Accuracy over iterations as PNG; the reward above it, where it is something else.
 
@@ -158,14 +167,14 @@ def draw_learning_curve(
             _plot_running_mean(panel, sampled, color=_BLUE, label=f"sampled, training prompts{is_reward}")
         if held_out:
             points = sorted(held_out.items())
-            label = f"held-out prompts ({points[-1][1]:.1%} at the end)"
+            label = f"{held_out_label} ({points[-1][1]:.1%} at the end)"
             panel.plot(*zip(*points, strict=True), color=_ORANGE, marker="o", ms=5, lw=1.2, zorder=4, label=label)
         if constant_baseline is not None:
             label = f"{constant_label} ({constant_baseline:.0%})"
             panel.axhline(constant_baseline, color="black", lw=1.0, ls=(0, (5, 4)), label=label, zorder=1)
         panel.set_ylim(-0.02, 1.02)
         panel.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
-        panel.set_ylabel("accuracy (completions)")
+        panel.set_ylabel("accuracy (completions)" if sampled else "accuracy")
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color="0.9", lw=0.8)

@@ -24,14 +24,21 @@ def play(iteration: int) -> list[Group]:
     return groups_of([[1.0, 0.0] if iteration % 2 else [0.0, 0.0]])
 
 
-def fit(curve: LearningCurve, folder: Path, *callbacks: Any, max_epochs: int = 2, **settings: Any) -> PlayedTrainer:
+def fit(
+    curve: LearningCurve,
+    folder: Path,
+    *callbacks: Any,
+    max_epochs: int = 2,
+    module: ValidatedModule | None = None,
+    **settings: Any,
+) -> PlayedTrainer:
     trainer = PlayedTrainer(
         callbacks=[RolloutMetrics(), curve, *callbacks],
         max_epochs=max_epochs,
         enable_progress_bar=False,
         **{"default_root_dir": folder, "enable_checkpointing": False, **settings},
     )
-    trainer.fit(ValidatedModule(play), batches(2), batches(1))
+    trainer.fit(module or ValidatedModule(play), batches(2), batches(1))
     return trainer
 
 
@@ -47,6 +54,17 @@ def test_the_end_of_fit_leaves_a_picture_and_its_numbers(tmp_path: Path) -> None
         ["3", "0.5", "0.5", ""],
         ["4", "", "", "0.5"],
     ]
+
+
+def test_another_metric_of_validation_can_be_drawn(tmp_path: Path) -> None:
+    class WithTokens(ValidatedModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/token_accuracy_fraction", 0.5 + self.trainer.global_step / 16)
+
+    curve = LearningCurve(held_out="val/token_accuracy_fraction", held_out_label="tokens")
+    fit(curve, tmp_path, module=WithTokens(play))
+    rows = list(csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines()))
+    assert [row[3] for row in rows[1:] if row[3]] == ["0.625", "0.75"]
 
 
 def test_the_numbers_of_a_resumed_run_hold_all_of_it(tmp_path: Path) -> None:
