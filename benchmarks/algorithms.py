@@ -7,12 +7,13 @@ The task is the quickstart's, the largest of four digits. All begin with the sam
 imitated answers of which 6 in 10 merely name the first digit, and see the same number of trajectories per iteration,
 in two updates. The curve is the mean reward of what is trained on: sampled, not greedy. Algorithms whose names end in
 `8 versions late` roll out up to 8 versions ahead: GRPO as it is (naive), decoupled, with a guessed proximal policy, and
-M2PO; the first two also at a third of the learning rate. These run longer and over more seeds, for what staleness does
-shows late; the table's last lines compare them with naive, seed by seed.
+M2PO; the first two also at a third of the learning rate, in two and in four updates. These run longer and over more
+seeds, for what staleness does shows late; the table's last lines compare them with naive, seed by seed.
 
 Each run is a process of its own, one after another, and leaves a file in the output folder; a run whose file is there
 is not repeated, so more seeds or algorithms can be added, and a killed benchmark goes on. `curves.csv` has a line per
-algorithm, seed and iteration; `curves.png` a panel per algorithm, with GRPO in gray.
+algorithm, seed and iteration; `curves.png` a panel per algorithm, with GRPO, or the naive
+loss of the late ones, in gray.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import os
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Sequence
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 TRAJECTORIES = 256  # per iteration
 LATE = " 8 versions late"
 SLOW = " at lr 1e-4" + LATE  # a third of the others'
+SMALL_STEPS = " at lr 1e-4 in 4 updates" + LATE  # an iteration is cut into 4 instead of 2
 
 # Class and settings, beside those that all share.
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,6 +68,8 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "M2PO" + LATE: ("M2PO", {}),
     "naive" + SLOW: ("GRPO", {"lr": 1e-4}),
     "decoupled" + SLOW: ("GRPO", {"decoupled": True, "lr": 1e-4}),
+    "naive" + SMALL_STEPS: ("GRPO", {"lr": 1e-4, "num_minibatches": 4}),
+    "decoupled" + SMALL_STEPS: ("GRPO", {"decoupled": True, "lr": 1e-4, "num_minibatches": 4}),
 }
 COLUMNS = ("algorithm", "seed", "iteration", "reward", "staleness_versions", "seconds")
 
@@ -120,9 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         writer.writeheader()
         writer.writerows(rows)
     draw(rows, options.out / "curves.png")
-    for name in names:
-        other = "naive" + (SLOW if name.endswith(SLOW) else LATE)
-        compared = against(rows, name, other) if name.endswith(LATE) else {}
+    for name in [name for name in names if name.endswith(LATE)]:
+        compared = against(rows, name, yardstick_of(name))
         if compared:
             report.add(f"{name} less naive", **compared)
     report.finish(start=str(start), curves=str(options.out / "curves.csv"))
@@ -256,6 +260,12 @@ def mean_and_spread(rows: Sequence[dict[str, str]], name: str) -> tuple[list[int
     return iterations, means, [statistics.stdev(found[k]) if len(found[k]) > 1 else 0.0 for k in iterations]
 
 
+def yardstick_of(name: str) -> str:
+    """What an algorithm is compared with: GRPO, or the naive loss as late and in the same steps."""
+    ending = next((ending for ending in (SMALL_STEPS, SLOW, LATE) if name.endswith(ending)), None)
+    return "GRPO" if ending is None else f"naive{ending}"
+
+
 def last_reward(rewards: Sequence[float]) -> float:
     """The mean of a run's last tenth."""
     return statistics.mean(rewards[-max(1, len(rewards) // 10) :])
@@ -294,7 +304,7 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
     for axis, name in zip(axes.flat, names, strict=False):
-        yardstick = "naive" + LATE if name.endswith(LATE) else "GRPO"
+        yardstick = yardstick_of(name)
         if name != yardstick and yardstick in names:
             iterations, means, _ = mean_and_spread(rows, yardstick)
             axis.plot(iterations, means, color="0.7", linewidth=1)
@@ -304,7 +314,7 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
         high = [mean + one for mean, one in zip(means, spread, strict=True)]
         axis.fill_between(iterations, low, high, color="tab:blue", alpha=0.2, linewidth=0)
         num_seeds = len({row["seed"] for row in rows if row["algorithm"] == name})
-        axis.set_title(f"{name} ({num_seeds})", fontsize=9)
+        axis.set_title(textwrap.fill(f"{name} ({num_seeds})", 36), fontsize=9)
         axis.set_ylim(0, 1.02)
     for axis in axes[-1]:
         axis.set_xlabel("iteration")
