@@ -46,7 +46,7 @@ from benchmarks.report import Report, median_ratio, peak_rss_mib
 from lightrl.experience import Experience
 from lightrl.models import Outputs
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, ProcessRanks, SingleModel
-from lightrl.strategies.fsdp2 import FSDP2Model
+from lightrl.strategies.fsdp2_model import FSDP2Model
 from lightrl.strategies.parallel_3d import Parallel3DModel
 from lightrl.strategies.pipeline import Action, Pipeline, plan
 from lightrl.strategies.ranks import watch_all

@@ -11,6 +11,7 @@ Reading order:
     role_mesh.py      a role on ranks of its own
     rank_watch.py     a rank that fails ends all, one that hangs is named
     fsdp2.py          FSDP2Strategy: sharded models
+    fsdp2_model.py    one sharded model: forward, backward, whole parameters
     inside.py         code that reads sharded parameters by itself
     parallel_3d.py    Parallel3DStrategy: pipeline x data x tensor parallelism
     stages.py         this rank's part of a model
@@ -35,7 +36,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, Strateg
 from lightrl.models import ParallelModel
 from lightrl.strategies.checkpoint import META_FILE, AtomicCheckpointIO, load_optimizers, read_tensors
 from lightrl.strategies.checkpoint_fit import load_model
-from lightrl.strategies.fsdp2 import FSDP2Strategy, whole
+from lightrl.strategies.fsdp2 import FSDP2Strategy
+from lightrl.strategies.fsdp2_model import whole
 from lightrl.strategies.inside import run_inside
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.probes import head_is_plain

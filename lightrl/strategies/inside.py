@@ -23,13 +23,18 @@ def run_inside(model: PreTrainedModel, function: Callable[..., Any], *args: Any)
     if not isinstance(model, FSDPModule):
         return function(*args)
     root: Any = model
-    if not hasattr(model, "run_inside"):
-        root.run_inside = MethodType(_call, model)
-        register_fsdp_forward_method(root, "run_inside")
+    add_run_inside(root)
     found = root.run_inside(function, *args)
     if not torch.is_grad_enabled():
         reshard(root)
     return found
+
+
+def add_run_inside(model: Any) -> None:
+    """Gives a sharded model the method `run_inside(function, *args)`, in which its root's parameters are whole."""
+    if not hasattr(model, "run_inside"):
+        model.run_inside = MethodType(_call, model)
+        register_fsdp_forward_method(model, "run_inside")
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens
-from lightrl.models import Backward, LossFunction, More, Outputs, ParallelModel, RoleMesh, asked_of_policy
+from lightrl.models import Backward, LossFunction, More, Outputs, RoleMesh, asked_of_policy
 from lightrl.strategies.fsdp2 import FSDP2Strategy, destroy_groups_at_exit
-from lightrl.strategies.ranks import ProcessRanks
-from lightrl.strategies.role_mesh import OtherRanksModel, Place, check_meshes, make_place
+from lightrl.strategies.ranks import ProcessRanks, Ranks
+from lightrl.strategies.role_mesh import Place, check_meshes, make_place
 from lightrl.strategies.single import LogprobSettings
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
 from lightrl.strategies.tensor_parallel import local
@@ -197,17 +197,10 @@ class Parallel3DStrategy(FSDP2Strategy):
         """A role on a mesh of its own may have no pipeline, and then nothing to interleave."""
         return (self.schedule, self.stages_per_rank) if pp > 1 or pp == self.pp else ("1F1B", 1)
 
-    def parallel_model(
-        self,
-        model: PreTrainedModel,
-        settings: LogprobSettings,
-        *,
-        role: str = "policy",
-        value_head: torch.nn.Linear | None = None,
-    ) -> ParallelModel:
-        """The ParallelModel of a role's model that `setup` has split, with the head that it has put on its body."""
-        if not self.ranks.of_role(role).is_here:
-            return OtherRanksModel()
+    def _model_here(
+        self, model: PreTrainedModel, settings: LogprobSettings, ranks: Ranks, value_head: torch.nn.Linear | None
+    ) -> Parallel3DModel:
+        """Of a model that `setup` has split, with the head that it has put on its body."""
         return Parallel3DModel(self._splits[model], settings)
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:

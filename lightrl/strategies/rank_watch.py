@@ -194,7 +194,7 @@ class RankWatch:
             key = f"state/{rank}"
             if self._store.check([key]):
                 said = json.loads(self._store.get(key))
-                silent_s = max(0.0, time.time() - said.pop("at_s"))
+                silent_s = max(0.0, time.time() - said.pop("at_s"))  # clocks of machines differ by far less
                 said["idle_s"] += silent_s
                 found[rank] = RankState(**said)
         return found

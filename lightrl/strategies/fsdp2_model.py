@@ -1,0 +1,141 @@
+"""FSDP2Model: one sharded model as a ParallelModel, with SingleModel's arithmetic inside the root's forward.
+
+Shapes: B trajectories, T tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightrl.experience import Experience
+from lightrl.functional import rectangles
+from lightrl.lora import merged_parameters
+from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy
+from lightrl.strategies.inside import add_run_inside, reshard
+from lightrl.strategies.ranks import Ranks
+from lightrl.strategies.shared_prefix import SharedPrompt
+from lightrl.strategies.single import RECTANGLE_OVERHEAD_TOKENS, Form, LogprobSettings, SingleModel
+from lightrl.weights import Bucket, bucketed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class FSDP2Model(SingleModel):
+    """SingleModel's arithmetic on a sharded model: all that reads parameters runs inside the root's forward.
+
+    Each rank calls the model as often as the others do: rectangles that another rank has more of are made up for by
+    calls on one token whose result nobody reads.
+
+    Args:
+        model: sharded by FSDP2Strategy.
+        settings: what the engine does to the logits.
+        ranks: the others, which call with as many microbatches.
+        value_head: a critic's, sharded too.
+        reduce_every_microbatch: instead of after the last one.
+        is_offloaded: the strategy keeps all shards in CPU memory, where they stay.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: LogprobSettings,
+        *,
+        ranks: Ranks,
+        value_head: torch.nn.Linear | None = None,
+        reduce_every_microbatch: bool = False,
+        is_offloaded: bool = False,
+    ) -> None:
+        self.ranks = ranks
+        self.reduce_every_microbatch = reduce_every_microbatch
+        self.is_offloaded = is_offloaded
+        self._root: Any = model
+        self._num_calls = 0  # of the microbatch in hand
+        add_run_inside(model)
+        with torch.no_grad():
+            self._root.run_inside(functools.partial(super().__init__, model, settings, value_head=value_head))
+            device_type = self._root.run_inside(lambda: model.device.type)  # where it computes, not where shards wait
+        reshard(self._root)
+        self.can_share_prefixes = False  # the number of its calls depends on the rows
+        self.form = "packed" if self.can_pack and device_type != "cpu" else "rectangles"
+
+    @torch.no_grad()
+    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
+        found: list[Outputs] = []
+        for microbatch, calls in zip(microbatches, self._calls(microbatches), strict=True):
+            self._num_calls = calls
+            found.append(self._outputs(microbatch, topk))
+            self.ranks.step()
+        reshard(self._root)
+        if self.value_head is not None:
+            reshard(self.value_head)
+        return found
+
+    def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
+        for index, (microbatch, calls) in enumerate(zip(microbatches, self._calls(microbatches), strict=True)):
+            self._num_calls = calls
+            is_last = index == len(microbatches) - 1
+            for module in (self._root, self.value_head):
+                if isinstance(module, FSDPModule):
+                    module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
+            backward(loss_fn(microbatch, self._outputs(microbatch, asked_of_policy(microbatch))))
+            self.ranks.step()
+
+    def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
+        """All ranks take part; those that are not rank 0 keep nothing."""
+        if self.ranks.is_main:
+            yield from bucketed(self._full(), bucket_bytes)
+            return
+        for _ in self._full():
+            pass
+        yield Bucket({}, is_last=True)
+
+    def move_to(self, device: torch.device) -> None:
+        if not self.is_offloaded:
+            super().move_to(device)
+
+    @torch.no_grad()
+    def _full(self) -> Iterator[tuple[str, Tensor]]:
+        yield from merged_parameters(self.model, whole)
+
+    def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
+        """How often the model is called for each microbatch: as often as the rank that needs most."""
+        if self.form == "packed":
+            return [1] * len(microbatches)
+        lengths = [(microbatch.lengths - 1).clamp(min=1).tolist() for microbatch in microbatches]
+        return self.ranks.max_each([len(rectangles(rows, RECTANGLE_OVERHEAD_TOKENS)) for rows in lengths])
+
+    def _outputs(self, experience: Experience, more: More = 0) -> Outputs:
+        # Tensors, not Outputs: FSDP looks through what it knows for where the backward will begin.
+        return Outputs(*self._root.run_inside(self._tensors, experience, more))
+
+    def _tensors(self, experience: Experience, more: More) -> tuple[Tensor | None, ...]:
+        outputs = super()._outputs(experience, more)
+        return tuple(getattr(outputs, field.name) for field in fields(outputs))
+
+    def _choose(self, experience: Experience) -> tuple[Form, list[SharedPrompt]]:
+        assert self.form is not None
+        return self.form, []
+
+    def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
+        num = 0
+        for rectangle in super()._token_rectangles(experience):
+            yield rectangle
+            num += 1
+        nothing = torch.zeros(0, dtype=torch.int64, device=experience.token_ids.device)
+        for _ in range(self._num_calls - num):
+            yield nothing, experience.token_ids[:1, :1]
+
+
+def whole(value: Tensor) -> Tensor:
+    """The whole tensor of a shard, which all ranks ask for at once; another tensor as it is. Without gradient."""
+    found: Tensor = value.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found
