@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import secrets
 import signal
 import socket
 import sys
@@ -20,7 +19,7 @@ import yaml
 from lightrl.cli import reported
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
-from lightrl.rollout.sglang.command import devices_of_servers
+from lightrl.rollout.sglang.command import devices_of_servers, usable_token
 from lightrl.rollout.sglang.fleet import ServerFleet
 from lightrl.rollout.sglang.server import SGLangServer, free_port, write_model_folder
 
@@ -74,7 +73,7 @@ def serve(
         EngineError: if a server does not get ready, or is given up later.
     """
     shares = devices_of_servers(servers, tp, devices)
-    token = token or secrets.token_urlsafe(32)
+    token = usable_token(token)
     ended = until or threading.Event()
     given_up: list[str] = []
 

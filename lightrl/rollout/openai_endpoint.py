@@ -52,7 +52,7 @@ class OpenAIEndpoint:
 
     def __init__(self, *, max_sessions: int = 64) -> None:
         self.max_sessions = max_sessions
-        self.api_key = secrets.token_urlsafe(32)
+        self.api_key = secrets.token_hex(32)  # never begins with "-", so it can be a command's argument
         self._sessions: dict[str, AgentSession] = {}
         self._has_warned: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None

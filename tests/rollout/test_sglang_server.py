@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -236,8 +237,13 @@ def test_servers_listen_on_the_loopback_and_refuse_requests_without_the_token(sm
 def test_each_server_has_a_token_of_its_own_unless_given(small_server):
     first, second, third = small_server(), small_server(), small_server(token="mine")
     assert len({first.token, second.token}) == 2
-    assert len(first.token) > 30
+    assert re.fullmatch("[0-9a-f]{64}", first.token)
     assert third.token == "mine"
+
+
+def test_a_token_that_sglang_takes_for_an_option_is_refused(small_server):
+    with pytest.raises(ValueError, match=r"begins with '-', which SGLang takes for an option"):
+        small_server(token="-mine")
 
 
 def test_the_token_is_in_no_command_line_and_in_files_of_this_user_only(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -130,6 +131,22 @@ def command_line(
         *(python.path, "-m", python.module, "--model-path", str(model_folder)),
         *("--host", host, "--port", str(port), "--config", str(secrets_file), *flags(settings)),
     ]
+
+
+def usable_token(token: str | None) -> str:
+    """The token that a server is given, a random one where there is none.
+
+    SGLang's argument parser takes what begins with `-` for the name of an option, in its secrets file too.
+
+    Raises:
+        ValueError: if the token begins with `-`.
+    """
+    if token is not None and token.startswith("-"):
+        raise ValueError(
+            "The server's token begins with '-', which SGLang takes for an option, expected another first character. "
+            "Change token= or LIGHTRL_SERVER_TOKEN, or leave it out for a random one."
+        )
+    return token or secrets.token_hex(32)
 
 
 def context_args(model_folder: Path) -> dict[str, Any]:

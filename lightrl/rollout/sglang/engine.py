@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from lightrl.pictures import Pictures, data_url, refusal
 from lightrl.rollout.engine import Completion, RolloutEngine
 from lightrl.rollout.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
 from lightrl.rollout.sglang.client import SGLangClient
+from lightrl.rollout.sglang.command import usable_token
 from lightrl.rollout.sglang.home_loop import HomeLoop
 from lightrl.rollout.sglang.loading import Loading
 from lightrl.rollout.sglang.members import Members
@@ -401,7 +401,7 @@ class SGLangEngine(RolloutEngine):
         assert self.num_servers is not None
         assert self._scratch is not None
         folder = write_model_folder(config, Path(self._scratch.name) / "model")
-        self._token = self._token or secrets.token_urlsafe(32)
+        self._token = usable_token(self._token)
         saver = {"enable_memory_saver": True} if self.placement == "colocated" and torch.cuda.is_available() else {}
         args = {"load_format": "dummy", **saver, **self.server_args}
         if self.tp > 1:

@@ -11,7 +11,6 @@ import http.client
 import json
 import logging
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -25,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 from lightrl.errors import EngineError, EngineTimeout
 from lightrl.pictures import auto_model
 from lightrl.rollout.sglang import watch as server_watch
-from lightrl.rollout.sglang.command import SGLangPython, command_line, context_args, find_python
+from lightrl.rollout.sglang.addresses import TOKEN_VARIABLE
+from lightrl.rollout.sglang.command import SGLangPython, command_line, context_args, find_python, usable_token
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "LIGHTRL_SERVER_TOKEN"
 _POLL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
 _TAIL_BYTES = 3000
@@ -53,7 +52,7 @@ class SGLangServer:
         python: of an environment with SGLang; see `find_python` for what None finds.
         host: address to listen on. Think of who can reach it before you say another than the loopback.
         port: None for a free one at each start.
-        token: that requests must carry; None for a random one.
+        token: that requests must carry; None for a random one. It cannot begin with `-`.
         args: SGLang's own arguments by their own names, for example `{"mem_fraction_static": 0.6, "tp_size": 2}`.
         devices: the GPUs it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
         seed: SGLang's `random_seed`.
@@ -99,7 +98,7 @@ class SGLangServer:
                 "write_model_folder."
             )
         self.name = name
-        self.token = token or secrets.token_urlsafe(32)
+        self.token = usable_token(token)
         self.host = host
         self.port = port or 0  # of the latest start
         self.startup_timeout_s = startup_timeout_s
