@@ -358,6 +358,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                     remove_checkpoint(part)
                     part.mkdir(parents=True)
                     (part / META_FILE).write_bytes(rest.getbuffer())
+                dist.barrier(group=self._save_group)  # else a rank that is ahead makes the folder first
                 dcp.state_dict_saver.save(state, checkpoint_id=part, process_group=self._save_group)
                 if self.is_global_zero:  # all have written: the last thing that a save does is a reduction
                     publish(part, place)

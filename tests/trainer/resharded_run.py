@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from lightrl import PPO, FSDP2Strategy, HuggingFaceExport, LoRA, ModelSpec, Parallel3DStrategy, Sampling, Trajectory
 from lightrl.errors import LightRLError
 from lightrl.lora import merged_parameters
-from lightrl.strategies import AtomicCheckpointIO, whole
+from lightrl.strategies import AtomicCheckpointIO, fsdp2, whole
 
 # Two layers and two key-value heads, so that it can be split both ways.
 SPEC = ModelSpec(
@@ -69,6 +70,22 @@ def play(
     )
     trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
     return {"updates": module.updates, "weights": {} if "strategy" in spread else weights_of(module)}
+
+
+@contextlib.contextmanager
+def slow_main_rank() -> Iterator[None]:
+    """Rank 0 takes long before it makes a checkpoint's folder; the others would be at their parts of it long before."""
+    remove = fsdp2.remove_checkpoint
+
+    def remove_slowly(path: Path) -> None:
+        remove(path)
+        time.sleep(0.5)
+
+    fsdp2.remove_checkpoint = remove_slowly  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        fsdp2.remove_checkpoint = remove  # type: ignore[attr-defined]
 
 
 def weights_of(module: Any) -> dict[str, Tensor]:
@@ -137,7 +154,8 @@ def work(size: int, folder: Path) -> dict[str, Any]:
         found["two ranks"] = play(folder, "two ranks", devices=2, strategy=FSDP2Strategy(save_async=True))
         found["dry runs"] = [dry_run(folder), dry_run(folder, Forgets())]
         found["refusal"] = refusal_of_another_model(folder)
-        found["adapters"] = play(folder, "adapters", settings=ADAPTED, devices=2, strategy="FSDP2Strategy")
+        with slow_main_rank():
+            found["adapters"] = play(folder, "adapters", settings=ADAPTED, devices=2, strategy="FSDP2Strategy")
         return found
     stages, tensors = {"pp": 2, "dp": 2, "tp": 1}, {"pp": 1, "dp": 2, "tp": 2}
     for name, settings in (("split", {}), ("on the body", ON_BODY)):
