@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from lightrl.dataflow import ModelCall
@@ -118,6 +119,15 @@ class GRPO(RLModule):
                 "what is held against a bound, expected decoupled=True and importance_cap or importance_floor with "
                 "them. Set these, or leave those out."
             )
+        weighs = (importance_cap, importance_floor, importance_mode, importance_level) != (None, None, "mask", "token")
+        if weighs and not decoupled:
+            raise ValueError(
+                f"importance_cap={importance_cap}, importance_floor={importance_floor}, importance_mode="
+                f"{importance_mode!r} and importance_level={importance_level!r} are of the decoupled loss, expected "
+                "decoupled=True with them. Set it, or leave them out."
+            )
+        if ratio_level not in ("token", "sequence"):
+            raise ValueError(f"ratio_level={ratio_level!r}, expected token or sequence. Choose one of them.")
         if overlong_buffer_tokens and self.workflow is not None:
             raise ValueError(
                 f"overlong_buffer_tokens={overlong_buffer_tokens} compares a trajectory with the limit of one "
@@ -151,6 +161,7 @@ class GRPO(RLModule):
         self.overlong_penalty_factor = overlong_penalty_factor
         self.needs_proximal_logprobs = decoupled and not approximate_proximal
         self.needs_entropy_gradient = entropy_coef != 0
+        self._check_with_one_token()
 
     def models(self) -> dict[str, ModelSpec]:
         models = super().models()
@@ -178,12 +189,7 @@ class GRPO(RLModule):
         """The rewards less the penalty on overlong completions, [B]."""
         if not self.overlong_buffer_tokens:
             return experience.rewards
-        return experience.rewards + overlong_penalty(
-            experience.loss_mask.sum(1),
-            self.sampling.max_new_tokens,
-            self.overlong_buffer_tokens,
-            self.overlong_penalty_factor,
-        )
+        return experience.rewards + self._overlong_penalty(experience.loss_mask.sum(1))
 
     def advantages(self, experience: Experience) -> Tensor:
         return group_advantages(
@@ -206,17 +212,7 @@ class GRPO(RLModule):
             ),
         }
         if self.decoupled:
-            weights = importance_weights(
-                center,
-                experience.behavior_logprobs,
-                experience.loss_mask,
-                cap=self.importance_cap,
-                mode=self.importance_mode,
-                level=self.importance_level,
-                floor=self.importance_floor,
-                metric=self.importance_metric,
-                aggregation=self.importance_aggregation,
-            )
+            weights = self._importance_weights(center, experience.behavior_logprobs, experience.loss_mask)
             loss = loss * weights
             metrics["importance_weights"] = weights
             metrics["importance_dropped_fraction"] = (weights == 0).float()
@@ -232,6 +228,16 @@ class GRPO(RLModule):
         if self.entropy_coef:
             loss = loss - self.entropy_coef * outputs.entropy
         return {"loss": loss, **metrics}
+
+    def _check_with_one_token(self) -> None:
+        """Asks the equations, which refuse settings that they cannot use, before anything is loaded or rolled out."""
+        one = torch.ones(1, 1)
+        clipped_ratio_loss(one, one, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
+        kl(one, one, estimator=self.kl_estimator)
+        self._importance_weights(one, one, one.bool())
+        group_advantages(one[0], one[0], mean=self.advantage_mean, std=self.advantage_std)
+        if self.overlong_buffer_tokens:
+            self._overlong_penalty(one[0])
 
     def center(self, experience: Experience, outputs: Outputs) -> Tensor:
         """The logprobs that the clip is centered on, [B, T], without gradient."""
@@ -261,4 +267,22 @@ class GRPO(RLModule):
         assert experience.advantages is not None
         return clipped_ratio_loss(
             ratio, experience.advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
+        )
+
+    def _importance_weights(self, proximal_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+        return importance_weights(
+            proximal_logprobs,
+            behavior_logprobs,
+            loss_mask,
+            cap=self.importance_cap,
+            mode=self.importance_mode,
+            level=self.importance_level,
+            floor=self.importance_floor,
+            metric=self.importance_metric,
+            aggregation=self.importance_aggregation,
+        )
+
+    def _overlong_penalty(self, lengths: Tensor) -> Tensor:
+        return overlong_penalty(
+            lengths, self.sampling.max_new_tokens, self.overlong_buffer_tokens, self.overlong_penalty_factor
         )

@@ -134,6 +134,13 @@ class PPO(GRPO):
             )
         if reference_decay is not None and not 0 <= reference_decay <= 1:
             raise ValueError(f"reference_decay={reference_decay}, expected 0 to 1. Mend it.")
+        if reference_decay is not None and self.policy_spec.lora is not None:
+            raise ValueError(
+                f"reference_decay={reference_decay} moves a reference towards all of the policy's weights, but lora "
+                "trains none of them, expected one of the two. Leave reference_decay out, or train all weights."
+            )
+        if stop_kl_nats is not None and stop_kl_nats <= 0:
+            raise ValueError(f"stop_kl_nats={stop_kl_nats}, expected more than 0 or None. Raise it.")
         if stop_ratio is not None and stop_ratio <= 1:
             raise ValueError(f"stop_ratio={stop_ratio}, expected more than 1. Raise it.")
         self.shares_body = critic == "shared"
@@ -154,6 +161,9 @@ class PPO(GRPO):
         self.reference_decay = reference_decay
         self.stop_kl_nats = stop_kl_nats
         self.stop_ratio = stop_ratio
+        one = torch.ones(1, 1)  # of which the equations refuse what they cannot use, before anything is loaded
+        gae(one, one, one.bool(), gamma, lam)
+        value_loss(one, one, one, clip=value_clip, huber_delta=huber_delta)
 
     # ------------------------------------------------------------------ models and calls
 
@@ -165,6 +175,8 @@ class PPO(GRPO):
 
     def configure_model(self) -> None:
         super().configure_model()
+        if self.reference_decay is not None:
+            self._check_reference_is_like_the_policy()
         if self.shares_body and self.value_head is None:
             policy: Any = self.policy
             weight = policy.get_output_embeddings().weight
@@ -255,8 +267,8 @@ class PPO(GRPO):
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether this iteration trains the critic alone."""
-        return self.weight_version < self.critic_warmup_iterations
+        """Whether this iteration trains the critic alone; False outside a run, where a plan shows all that there is."""
+        return self._trainer is not None and self.weight_version < self.critic_warmup_iterations
 
     def is_update_the_last(self, metrics: dict[str, float]) -> bool:
         if self.is_warming_up:
@@ -268,6 +280,20 @@ class PPO(GRPO):
         return self.stop_ratio is not None and not 1 / self.stop_ratio <= ratio <= self.stop_ratio
 
     # ------------------------------------------------------------------ after the update
+
+    def _check_reference_is_like_the_policy(self) -> None:
+        models: Any = self
+        shapes = [
+            {name: tuple(value.shape) for name, value in model.named_parameters()}
+            for model in (models.reference, models.policy)
+        ]
+        apart = sorted(name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name))
+        if apart:
+            raise ValueError(
+                f"reference_decay={self.reference_decay} moves the reference towards the policy, but {apart[0]!r} is "
+                f"{shapes[0].get(apart[0])} in the one and {shapes[1].get(apart[0])} in the other, expected equal "
+                "models. Give the checkpoint that training starts from."
+            )
 
     @torch.no_grad()
     def on_policy_updated(self, weight_version: int) -> None:

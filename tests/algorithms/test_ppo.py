@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -18,12 +19,13 @@ from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
 from lightrl.algorithms import GRPO, PPO
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.experience import Experience
+from lightrl.lora import LoRA
 from lightrl.models import ModelSpec
 
 
 def ppo(**settings: Any) -> PPO:
     defaults: dict[str, Any] = {"reward": len, "whiten_advantages": False, "sampling": Sampling(max_new_tokens=8)}
-    return PPO(tiny_spec(), **{**defaults, **settings})
+    return PPO(settings.pop("policy", tiny_spec()), **{**defaults, **settings})
 
 
 def experience_of(seed: int = 0, **changes: Any) -> Experience:
@@ -128,6 +130,18 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
             r"kl_estimator='k1' in the loss does nothing",
         ),
         ({"stop_ratio": 0.5}, r"stop_ratio=0\.5, expected more than 1"),
+        ({"stop_kl_nats": -1}, "stop_kl_nats=-1, expected more than 0"),
+        ({"gamma": 2}, "gamma=2, expected 0 to 1"),
+        ({"huber_delta": -1}, "huber_delta=-1, expected more than 0"),
+        (
+            {
+                "policy": replace(tiny_spec(), lora=LoRA(rank=2)),
+                "kl_coef": 0.1,
+                "reference": tiny_spec(),
+                "reference_decay": 0.9,
+            },
+            "reference_decay=0.9 moves a reference towards all of the policy's weights, but lora trains none",
+        ),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -180,8 +194,10 @@ def test_the_value_loss_of_a_shared_body_has_its_weight() -> None:
 
 def test_a_warming_critic_learns_alone() -> None:
     module = make_module("PPO", critic_warmup_iterations=1)
-    gradient, _ = minibatch_gradient(module, random_experience())
-    assert {name.split(".")[0] for name in gradient} == {"critic"}
+    for weight_version, roles in ((0, {"critic"}), (1, {"policy", "critic"})):
+        module._trainer = SimpleNamespace(weight_version=weight_version)
+        gradient, _ = minibatch_gradient(module, random_experience())
+        assert {name.split(".")[0] for name in gradient} == roles
 
 
 def test_further_updates_are_left_out_where_the_policy_has_moved_too_far() -> None:
@@ -311,6 +327,12 @@ def test_each_role_is_clipped_by_itself(tmp_path: Path) -> None:
     assert groups == [(0.01, module.weight_decay), (0.5, 0.2)]
     assert norms
     assert norms[0] == pytest.approx([1e-3, 1e-3], rel=1e-2)
+
+
+def test_a_moving_reference_has_the_policys_shape() -> None:
+    module = ppo(kl_coef=0.1, reference=tiny_spec("llama"), reference_decay=0.9)
+    with pytest.raises(ValueError, match=r"reference_decay=0\.9 moves .* but '.*' is .* in the one and"):
+        module.configure_model()
 
 
 def test_the_reference_follows_the_policy(tmp_path: Path) -> None:

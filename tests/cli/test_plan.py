@@ -29,6 +29,11 @@ def test_the_text_says_roles_and_where_calls_run() -> None:
     assert "reference" not in text
 
 
+def test_a_critic_that_warms_up_first_hides_no_update() -> None:
+    graph = PPO(tiny_spec(), reward=len, critic_warmup_iterations=10).data_flow()
+    assert [call.name for call in graph.of_kind("train")] == ["policy_update", "critic_update"]
+
+
 def test_the_text_says_which_ranks_a_role_has() -> None:
     critic = replace(tiny_spec(), mesh=RoleMesh(4, 2, tp=2))
     text = plan_text(module := PPO(tiny_spec(), reward=len, critic=critic), module.data_flow())
