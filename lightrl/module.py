@@ -154,6 +154,11 @@ class RLModule(L.LightningModule):
                 f"policy has url={self.policy_spec.url!r}, expected path or config: it is trained here. Give its path; "
                 "servers that write its rollouts are trainer.engine's."
             )
+        if self.policy_spec.frozen:
+            raise ValueError(
+                "policy has frozen=True, expected false: it is what an update trains. To keep its weights give it "
+                "lr: 0; frozen is for a critic."
+            )
         self.reward_source = reward
         self.reward_model_spec = (
             None if reward_model is None else dataclasses.replace(ModelSpec.of(reward_model), head="scalar")
@@ -370,8 +375,13 @@ class RLModule(L.LightningModule):
         for role, items in {"policy": rest, **parameters}.items():
             spec = self.models()[role]
             decay = {} if spec.weight_decay is None else {"weight_decay": spec.weight_decay}
-            groups.append({"params": items, "lr": spec.lr or self.lr, **decay})
+            groups.append({"params": items, "lr": self.lr_of(role), **decay})
         return groups
+
+    def lr_of(self, role: str) -> float:
+        """The learning rate of a trained role: its own, which may be 0, or the module's."""
+        own = self.models()[role].lr
+        return self.lr if own is None else own
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -462,8 +472,7 @@ class RLModule(L.LightningModule):
             if role == "reward_model" and is_silent(model):
                 raise untrained_reward_model(spec)
             setattr(self, role, model)
-            if role == "policy":
-                self._check_vocabulary(model)
+            self._check_vocabulary(role, model)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         raise RuntimeError(NEEDS_OUR_TRAINER)
@@ -513,12 +522,13 @@ class RLModule(L.LightningModule):
                 sources[name] = [int(item) for item in (value if isinstance(value, Sequence) else [value])]
         return {name: ids for name, ids in sources.items() if ids}
 
-    def _check_vocabulary(self, policy: PreTrainedModel) -> None:
-        rows = policy.get_input_embeddings().weight.shape[0]
+    def _check_vocabulary(self, role: str, model: PreTrainedModel) -> None:
+        rows = model.get_input_embeddings().weight.shape[0]
         if len(self.tokenizer) > rows:
             raise ValueError(
-                f"The tokenizer has {len(self.tokenizer)} tokens but the model's vocabulary has {rows}, expected at "
-                "most as many. Use the tokenizer that the model was made with, or a config with a larger vocab_size."
+                f"The policy's tokenizer has {len(self.tokenizer)} tokens but the vocabulary of the {role} has {rows}, "
+                "expected at most as many: all models read the same tokens. Use models and the tokenizer that were "
+                "made for each other, or a config with a larger vocab_size."
             )
 
     def _log_evaluation(self, stage: str, groups: list[Group]) -> None:

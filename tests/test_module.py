@@ -9,7 +9,7 @@ from tiny import FAMILIES, VOCABULARY, char_tokenizer, random_experience, tiny_m
 from torch import Tensor
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer, Trajectory
-from lightrl.algorithms import GRPO
+from lightrl.algorithms import GRPO, PPO
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.models import ModelSpec, Outputs
@@ -153,8 +153,10 @@ def test_a_tokenizer_without_an_end_token_is_refused_unless_a_stop_token_is_give
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
     spec = ModelSpec(config={**FAMILIES["qwen3"], "vocab_size": 11}, tokenizer="tiny.char_tokenizer")
-    with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the model's vocabulary has 11"):
+    with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the policy has 11"):
         module(policy=spec).configure_model()
+    with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the reference has 11"):
+        GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=spec).configure_model()
 
 
 def test_the_context_bounds_the_prompt() -> None:
@@ -178,6 +180,17 @@ def test_only_the_policy_is_trained() -> None:
     assert not any(value.requires_grad for value in made.reference.parameters())
     optimizer = GRPO.configure_optimizers(made)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(made.policy.parameters()))
+
+
+def test_a_roles_learning_rate_may_be_0() -> None:
+    made = PPO(tiny_spec(lr=0.0), critic=tiny_spec(lr=0.5), reward=judge, lr=0.1)
+    made.configure_model()
+    assert [group["lr"] for group in made.parameter_groups()] == [0.0, 0.5]
+
+
+def test_a_frozen_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"policy has frozen=True, expected false: .* give it lr: 0"):
+        module(policy=tiny_spec(frozen=True))
 
 
 def test_the_reference_is_not_saved_and_comes_back_from_its_source() -> None:

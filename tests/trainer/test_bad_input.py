@@ -28,7 +28,7 @@ def test_a_missing_model_folder_is_named() -> None:
         (ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer_without_end"), "no end token, expected eos_token. Set"),
         (
             ModelSpec(config=CONFIG, tokenizer="tiny_run.large_tokenizer"),
-            "22 tokens but the model's vocabulary has 8, expected at most as many. Use",
+            "22 tokens but the vocabulary of the policy has 8, expected at most as many",
         ),
     ],
     ids=["no end token", "another vocabulary"],
