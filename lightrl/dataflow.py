@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightrl.experience import ROLLOUT_FIELDS
+
+Kind = Literal["generate", "infer", "train"]
 
 ROLLOUT_CALLS = ("generate", "reward")  # the controller runs them, trajectory by trajectory
 ADVANTAGES = "advantages"
@@ -38,7 +40,7 @@ class ModelCall:
 
     name: str  # unique within a module
     role: str | None = None  # the key of `RLModule.models()`; None: no model of ours, runs beside the others
-    kind: Literal["generate", "infer", "train"] = "infer"
+    kind: Kind = "infer"
     inputs: tuple[str, ...] = ()  # keys that must be there
     outputs: tuple[str, ...] = ()  # keys that it fills in; a new name becomes an extra
     microbatch_tokens: int | None = None  # None: the module's
@@ -48,6 +50,38 @@ class ModelCall:
     adapters_off: bool = False  # the role's model as it was before it got its LoRA adapters
     on_all_ranks: bool = False  # a function that each rank runs for itself, in the trainer's thread
     topk: int = 0  # of so many likeliest tokens too: the outputs have teacher_topk_ids and teacher_topk_logprobs
+
+    def __post_init__(self) -> None:
+        for name in ("inputs", "outputs", "after"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise TypeError(
+                    f"Model call {self.name!r} has {name}={value!r}, expected a tuple of names. Write ({value!r},), "
+                    "with the comma."
+                )
+        if self.kind not in get_args(Kind):
+            raise ValueError(
+                f"Model call {self.name!r} has kind={self.kind!r}, expected one of {', '.join(get_args(Kind))}. "
+                "Mend it."
+            )
+        if self.microbatch_tokens is not None and self.microbatch_tokens < 1:
+            raise ValueError(
+                f"Model call {self.name!r} has microbatch_tokens={self.microbatch_tokens}, expected at least 1, or "
+                "None for the module's. Raise it."
+            )
+        if self.kind == "infer" and self.role is not None and self.run is None:
+            self._check_outputs_of_a_forward()
+
+    def _check_outputs_of_a_forward(self) -> None:
+        further = ("teacher_topk_ids", "teacher_topk_logprobs") if self.topk else ()
+        outputs = tuple(self.outputs)
+        if outputs and outputs in ((outputs[0], *further), ("values", "bootstrap_values")):
+            return
+        raise ValueError(
+            f"Model call {self.name!r} is a forward of {self.role!r} with outputs {list(outputs)}, expected one key"
+            f"{''.join(f', then {key}' for key in further)}: a forward gives one tensor. Make a call for each, or give "
+            "it run= a function."
+        )
 
 
 class DataFlowGraph:
@@ -87,7 +121,7 @@ class DataFlowGraph:
     def __getitem__(self, name: str) -> ModelCall:
         return next(call for call in self.calls if call.name == name)
 
-    def of_kind(self, kind: Literal["generate", "infer", "train"]) -> list[ModelCall]:
+    def of_kind(self, kind: Kind) -> list[ModelCall]:
         return [call for call in self.calls if call.kind == kind]
 
     def _find_producers(self, calls: list[ModelCall]) -> dict[str, str]:

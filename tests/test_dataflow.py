@@ -76,3 +76,27 @@ def test_what_waits_for_nobody_beside_the_trainer_comes_first() -> None:
 def test_calls_that_make_no_graph_are_refused(calls: list[ModelCall], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         graph(*calls)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"outputs": "style", "run": len}, r"outputs='style', expected a tuple of names. Write \('style',\)"),
+        ({"inputs": "token_ids", "outputs": ("x",), "run": len}, "inputs='token_ids', expected a tuple"),
+        ({"kind": "judge", "run": len}, "kind='judge', expected one of generate, infer, train"),
+        ({"outputs": ("x",), "run": len, "microbatch_tokens": 0}, "microbatch_tokens=0, expected at least 1"),
+        ({"role": "policy"}, r"forward of 'policy' with outputs \[\], expected one key"),
+        (
+            {"role": "policy", "outputs": ("x", "y")},
+            r"with outputs \['x', 'y'\], expected one key: a forward gives one",
+        ),
+        (
+            {"role": "policy", "outputs": ("x",), "topk": 4},
+            "expected one key, then teacher_topk_ids, then teacher_topk_l",
+        ),
+    ],
+    ids=["no comma", "no comma in inputs", "kind", "no tokens", "no output", "two outputs", "likeliest tokens unnamed"],
+)
+def test_a_call_that_cannot_run_is_refused_where_it_is_made(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        ModelCall("style", **settings)
