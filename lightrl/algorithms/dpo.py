@@ -40,6 +40,7 @@ class DPO(SupervisedModule):
         kwargs: those of SupervisedModule.
     """
 
+    batch_type = PairBatch
     log_room = "dpo"
     preference_loss: PreferenceLoss = "sigmoid"
 

@@ -31,6 +31,8 @@ class SFT(SupervisedModule):
     `val/token_accuracy_fraction` (how often the likeliest token is the right one), each averaged over tokens.
     """
 
+    batch_type = ChatBatch
+
     policy: PreTrainedModel
 
     def configure_model(self) -> None:

@@ -16,12 +16,16 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightrl.data import ChatBatch, PairBatch
 from lightrl.model_folder import fill_in, keep_trained
 from lightrl.models import ModelSpec, ParallelModel
 from lightrl.strategies import LogprobSettings, Parallel3DStrategy, check_strategy, parallel_model, ranks_of, run_inside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+_MADE_BY = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 
 
 class SupervisedModule(L.LightningModule):
@@ -41,6 +45,8 @@ class SupervisedModule(L.LightningModule):
 
     # The attribute that holds the trained model; what HuggingFaceExport writes.
     trained_role: str = "policy"
+    # What `measure` understands.
+    batch_type: type[Any] = object
     # Before the slash of what is logged per step.
     log_room: str = "train"
 
@@ -159,7 +165,17 @@ class SupervisedModule(L.LightningModule):
         self._log_means(stage, means, on_step=False, batch_size=number)
 
     def means(self, measure: Callable[[Any], dict[str, Tensor]], batch: Any) -> tuple[dict[str, Tensor], int]:
-        """What to log and minimize, and over how many numbers: the mean over ranks of what each gets is the batch's."""
+        """What to log and minimize, and over how many numbers: the mean over ranks of what each gets is the batch's.
+
+        Raises:
+            TypeError: if the batch is another module's.
+        """
+        if not isinstance(batch, self.batch_type):
+            made_by = _MADE_BY.get(self.batch_type, "a data module that makes them")
+            raise TypeError(
+                f"{type(self).__name__} got a batch of type {type(batch).__name__}, expected "
+                f"{self.batch_type.__name__}. Use {made_by} as the data."
+            )
         ranks = ranks_of(self.trainer.strategy)
         if ranks.dp_size == 1:
             measured = measure(batch)

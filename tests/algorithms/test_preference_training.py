@@ -13,7 +13,7 @@ from tiny import FAMILIES, slow_outputs, tiny_spec
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import lightrl
-from lightrl.algorithms import DPO, IPO, RewardModel
+from lightrl.algorithms import DPO, IPO, SFT, RewardModel
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import HuggingFaceExport
 from lightrl.data import PairBatch, PreferenceDataModule
@@ -90,6 +90,16 @@ def test_a_policy_that_is_its_reference_has_margin_zero(tmp_path: Path, kind: ty
     measured = attached(kind(tiny_spec()), tmp_path).measure(make_batch())
     assert measured["margin_nats"].tolist() == pytest.approx([0.0, 0.0], abs=1e-5)
     assert measured["loss"].tolist() == pytest.approx([loss] * 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("make", [SFT, RewardModel, DPO], ids=lambda make: make.__name__)
+def test_batches_of_another_data_module_are_refused_and_the_right_one_is_named(make: Any, tmp_path: Path) -> None:
+    module = attached(make(tiny_spec()), tmp_path)
+    batch, right = (
+        (make_batch(), "SFTDataModule") if make is SFT else ([Prompt("a", token_ids=[3])], "PreferenceDataModule")
+    )
+    with pytest.raises(TypeError, match=rf"{make.__name__} got a batch of type \w+, expected \w+Batch. Use {right}"):
+        module.training_step(batch, 0)
 
 
 def test_with_adapters_the_policy_without_them_is_the_reference(tmp_path: Path) -> None:
