@@ -38,8 +38,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from benchmarks.report import PeakMemory, Report
+from lightrl.rollout.sglang.held_port import HeldPort
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm, SharedBucket, WeightFolder, bucketed
-from lightrl.weights.broadcast import free_port
 from lightrl.weights.shared_memory import PART_BYTES
 
 MIB = 2**20
@@ -83,7 +83,7 @@ def gathered(shards: dict[str, Any], is_main: bool) -> Iterator[tuple[str, Tenso
 
 
 def train(
-    rank: int, ports: tuple[int, int], way: str, options: argparse.Namespace, questions: Any, answers: Any, results: Any
+    rank: int, ports: Sequence[int], way: str, options: argparse.Namespace, questions: Any, answers: Any, results: Any
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=2)
@@ -233,7 +233,8 @@ def transferred(name: str, options: argparse.Namespace, num_rows: int) -> list[d
     """What rank 0 measured of one transport, in processes of its own."""
     context = mp.get_context("forkserver")  # a spawned process imports for seconds
     context.set_forkserver_preload(["lightrl.weights", "torch.distributed.tensor", "transformers"])
-    ports, questions, answers, rows = (free_port(), free_port()), context.Queue(), context.Queue(), context.Queue()
+    held = [HeldPort("127.0.0.1"), HeldPort("127.0.0.1")]
+    ports, questions, answers, rows = [port.number for port in held], context.Queue(), context.Queue(), context.Queue()
     workers = [context.Process(target=receive, args=(ports[1], options.mib, questions, answers), daemon=True)]
     workers += [
         context.Process(target=train, args=(rank, ports, name, options, questions, answers, rows), daemon=True)
@@ -251,6 +252,8 @@ def transferred(name: str, options: argparse.Namespace, num_rows: int) -> list[d
         if worker.exitcode != 0:
             worker.kill()
             raise SystemExit(f"A process of the benchmark ended with {worker.exitcode}, expected 0.")
+    for port in held:
+        port.close()
     return found
 
 

@@ -21,7 +21,7 @@ from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
 from lightrl.rollout.sglang.command import devices_of_servers, usable_token
 from lightrl.rollout.sglang.fleet import ServerFleet
-from lightrl.rollout.sglang.server import SGLangServer, free_port, write_model_folder
+from lightrl.rollout.sglang.server import SGLangServer, write_model_folder
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def serve(
                     name=f"server {index}",
                     python=sglang_python,
                     host=host,
-                    port=free_port(host) if port is None else port + index,
+                    port=0 if port is None else port + index,
                     token=token,
                     args={**args, **(server_args or {})},
                     devices=share or None,

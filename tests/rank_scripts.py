@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from lightrl.rollout.sglang.held_port import HeldPort
 
 TESTS = Path(__file__).parent
 
@@ -62,10 +63,10 @@ def fork_runs(sizes: Sequence[int], play: Callable[[int], None]) -> int:
         sizes: numbers of ranks, one run each.
         play: called on each rank, with the number of its run's ranks.
     """
-    children = []
+    children, ports = [], []
     for size in sizes:
-        port = _free_port()
-        children += [_fork(size, rank, port, play) for rank in range(size)]
+        ports.append(HeldPort("127.0.0.1"))  # of rank 0's store, which comes seconds later
+        children += [_fork(size, rank, ports[-1].number, play) for rank in range(size)]
     failed = False
     while children:
         child, status = os.wait()
@@ -74,6 +75,8 @@ def fork_runs(sizes: Sequence[int], play: Callable[[int], None]) -> int:
         if status:
             for other in children:
                 os.kill(other, 9)
+    for port in ports:
+        port.close()
     return int(failed)
 
 
@@ -102,9 +105,3 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
-
-
-def _free_port() -> int:
-    with socket.socket() as asked:
-        asked.bind(("127.0.0.1", 0))
-        return int(asked.getsockname()[1])

@@ -27,11 +27,12 @@ class BroadcastGroup:
     """Makes the group and broadcasts tensors from rank 0; every call blocks and has the group's deadline.
 
     Args:
-        host, port: where rank 0 keeps the store; see `free_port`.
+        host, port: where rank 0 keeps the store.
         rank, world_size: of this process, and of all members together.
         name: of the group; each group of a process needs another.
         backend: `nccl` between GPUs, `gloo` for the CPU.
         timeout_s: for the others to come, and for each transfer.
+        listener: rank 0's, at this port; see `listen`. It is the store's from here on.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class BroadcastGroup:
         name: str,
         backend: str = "gloo",
         timeout_s: float = 120.0,
+        listener: socket.socket | None = None,
     ) -> None:
         self.name = name
         self.world_size = world_size
@@ -53,8 +55,9 @@ class BroadcastGroup:
         timeout = timedelta(seconds=timeout_s)
         with self._translated("did not come together"):
             store = dist.TCPStore(  # type: ignore[attr-defined]
-                host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True
-            )
+                host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True,
+                master_listen_fd=None if listener is None else listener.detach(),
+            )  # fmt: skip
             self._group: Any
             self._group, _ = c10d._new_process_group_helper(
                 world_size, rank, [], backend, c10d.PrefixStore(name, store), group_name=group_name, timeout=timeout
@@ -98,9 +101,14 @@ def flattened(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody uses at this moment."""
-    with socket.socket() as found:
-        found.bind((host, 0))
-        port: int = found.getsockname()[1]
-        return port
+def listen(host: str = "127.0.0.1") -> socket.socket:
+    """A socket of rank 0 that listens at a free port: whoever joins finds it, and the port is nobody else's.
+
+    On the loopback where `host` is there, else on all of this machine's addresses, since `host` may be one that only
+    others know it by.
+    """
+    if host in ("127.0.0.1", "localhost"):
+        return socket.create_server((host, 0))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))

@@ -1,5 +1,6 @@
 """The command from the outside: what is parsed, built, run, written and said."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from parsed import parsed
 import lightrl
 from lightrl.__main__ import COMMANDS, main
 from lightrl.cli import default_loggers, last_checkpoint
-from lightrl.weights.broadcast import free_port
+from lightrl.rollout.sglang.held_port import HeldPort
 
 
 def printed_config(capsys, *args):
@@ -184,9 +185,10 @@ def test_an_error_during_the_run_says_where_the_traceback_is_and_exits_with_1(se
 
 
 def test_a_server_that_is_not_there_is_said_in_words_alone(settings, config, capfd):
-    init_args = {"urls": [f"http://127.0.0.1:{free_port()}"], "startup_timeout_s": 0.1}
-    settings["trainer"]["engine"] = {"class_path": "SGLangEngine", "init_args": init_args}
-    assert main(["fit", "--config", config(settings)]) == 1
+    with contextlib.closing(HeldPort("127.0.0.1")) as silent:
+        init_args = {"urls": [f"http://127.0.0.1:{silent.number}"], "startup_timeout_s": 0.1}
+        settings["trainer"]["engine"] = {"class_path": "SGLangEngine", "init_args": init_args}
+        assert main(["fit", "--config", config(settings)]) == 1
     said = capfd.readouterr().err
     assert "refused the connection, nothing listens there" in said
     assert "caused by" not in said

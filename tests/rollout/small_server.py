@@ -1,7 +1,8 @@
 """A server of a few lines, in place of SGLang: `python small_server.py PORT [word ...]`; it starts at once.
 
 Words: `never_ready`, `dies` (at once, after a last line), `stubborn` (ignores SIGTERM), `child` (starts a process that
-ignores SIGTERM, in a session of its own; its id is at /child), `dies_after_1` (a second after its start).
+ignores SIGTERM, in a session of its own; its id is at /child), `dies_after_1` (a second after its start), `late`
+(listens a second after its start).
 """
 
 import http.server
@@ -42,5 +43,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 if "dies_after_1" in words:
     threading.Thread(target=lambda: (time.sleep(1), os._exit(3)), daemon=True).start()
+if "late" in words:
+    time.sleep(1)
 sys.stderr.write("listening\n")
 http.server.ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,14 @@ import pytest
 from lightrl.errors import EngineTimeout, EngineUnreachable
 from lightrl.rollout.sglang.client import ServerRefused, SGLangClient
 from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
-from lightrl.weights.broadcast import free_port
+from lightrl.rollout.sglang.held_port import HeldPort
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Nobody listens there, and nobody will."""
+    with contextlib.closing(HeldPort("127.0.0.1")) as held:
+        yield held.number
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +75,9 @@ def test_a_server_that_hangs_is_named_at_the_deadline_with_what_it_last_answered
         ask(server.url, hang)
 
 
-def test_nobody_there_is_said_after_the_retries() -> None:
+def test_nobody_there_is_said_after_the_retries(silent_port: int) -> None:
     with pytest.raises(EngineUnreachable, match="has never answered"):
-        ask(f"http://127.0.0.1:{free_port()}", lambda client: client.model_info(), num_retries=1)
+        ask(f"http://127.0.0.1:{silent_port}", lambda client: client.model_info(), num_retries=1)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +87,9 @@ def test_nobody_there_is_said_after_the_retries() -> None:
         pytest.param("nobody.invalid", r"no machine named 'nobody\.invalid' is known", id="no such name"),
     ],
 )
-def test_an_address_that_does_not_work_is_said_in_words(host: str, reason: str) -> None:
+def test_an_address_that_does_not_work_is_said_in_words(host: str, reason: str, silent_port: int) -> None:
     with pytest.raises(EngineUnreachable, match=reason) as caught:
-        ask(f"http://{host}:{free_port()}", lambda client: client.model_info(), num_retries=0)
+        ask(f"http://{host}:{silent_port}", lambda client: client.model_info(), num_retries=0)
     assert "Connector" not in str(caught.value)
 
 

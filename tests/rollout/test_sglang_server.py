@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -30,8 +31,9 @@ from lightrl.rollout.sglang.command import (
     flags,
 )
 from lightrl.rollout.sglang.fleet import RestartPolicy, ServerFleet
-from lightrl.rollout.sglang.server import SGLangServer, free_port, write_model_folder
+from lightrl.rollout.sglang.server import SGLangServer, write_model_folder
 
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems hold no port for somebody else")
 SMALL_SERVER = str(Path(__file__).with_name("small_server.py"))
 
 
@@ -155,6 +157,49 @@ def test_a_program_that_is_not_there_is_an_error_with_its_name(tmp_path):
     with pytest.raises(EngineError, match=r"(?s)exit code 127.*No such file or directory: '/nowhere/sglang'"):
         server.wait_ready()
     server.stop()
+
+
+# ---------------------------------------------------------------------- its port
+
+
+@ON_LINUX
+def test_nobody_else_gets_the_port_of_a_server_that_is_starting(small_server):
+    server = small_server("late")
+    server.start()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((server.host, server.port))
+    server.wait_ready()
+    assert ask(server)["pid"]
+    server.stop()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # there were connections
+        other.bind((server.host, server.port))
+        other.listen()
+
+
+def test_a_port_at_which_another_server_answers_is_refused_at_once(small_server):
+    other = small_server()
+    other.start()
+    other.wait_ready()
+    server = small_server(port=other.port)
+    with pytest.raises(EngineError, match=rf"No server can listen at 127.0.0.1:{other.port}: .*Change host or port"):
+        server.start()
+    assert not server.is_alive()
+
+
+def test_a_port_is_kept_from_the_first_start_on_where_zero_was_given(small_server):
+    kept, new = small_server(port=0), small_server()
+    urls = []
+    for _ in range(2):
+        for server in (kept, new):
+            server.start()
+            server.wait_ready()
+            urls.append(server.url)
+            os.kill(ask(server)["pid"], signal.SIGKILL)
+            wait_until(lambda server=server: not server.is_alive())
+            server.stop()
+    assert urls[0] == urls[2]
+    assert urls[1] != urls[3]
 
 
 # ---------------------------------------------------------------------- no orphans
@@ -364,11 +409,6 @@ def test_the_context_has_room_for_what_sglang_keeps_back(tmp_path):
     assert context_args(folder) == {"context_length": 264}
     given = SGLangServer(folder, python=sys.executable, args={"context-length": 100})
     assert given._args["context_length"] == 100
-
-
-def test_free_ports_are_handed_out_once():
-    ports = [free_port() for _ in range(50)]
-    assert len(set(ports)) == 50
 
 
 # ---------------------------------------------------------------------- several

@@ -1,26 +1,36 @@
 """Broadcast between real processes on gloo: the same tensors arrive, and a lost member is an error, not a hang."""
 
 import multiprocessing
+import socket
 
+import psutil
 import pytest
 import torch
 from weight_cases import die_in_broadcast, parameters, receive_broadcast
 
 from lightrl.errors import WeightSyncError
 from lightrl.weights import BroadcastGroup, ServerForm, bucketed
-from lightrl.weights.broadcast import flattened, free_port
+from lightrl.weights.broadcast import flattened, listen
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
+def leading(listener: socket.socket, *, world_size: int, name: str = "test", timeout_s: float = 60) -> BroadcastGroup:
+    """Of rank 0."""
+    port = listener.getsockname()[1]
+    arguments = {"rank": 0, "world_size": world_size, "name": name, "timeout_s": timeout_s, "listener": listener}
+    return BroadcastGroup("127.0.0.1", port, **arguments)
+
+
 def test_two_receivers_get_two_rounds_bit_for_bit_while_another_group_is_open():
-    port, answers = free_port(), SPAWN.Queue()
+    listener, answers = listen(), SPAWN.Queue()
+    port = listener.getsockname()[1]
     arguments = [(port, rank, 3, torch.bfloat16, answers) for rank in (1, 2)]
     receivers = [SPAWN.Process(target=receive_broadcast, args=a, daemon=True) for a in arguments]
     for receiver in receivers:
         receiver.start()
-    group = BroadcastGroup("127.0.0.1", port, rank=0, world_size=3, name="test", timeout_s=60)
-    alone = BroadcastGroup("127.0.0.1", free_port(), rank=0, world_size=1, name="alone", timeout_s=60)
+    group = leading(listener, world_size=3)
+    alone = leading(listen(), world_size=1, name="alone")
     form = ServerForm(torch.bfloat16)
     for round_ in range(2):
         sent = parameters(seed=round_)
@@ -38,10 +48,10 @@ def test_two_receivers_get_two_rounds_bit_for_bit_while_another_group_is_open():
 
 
 def test_a_member_that_dies_ends_the_broadcast_with_an_error():
-    port = free_port()
-    receiver = SPAWN.Process(target=die_in_broadcast, args=(port,), daemon=True)
+    listener = listen()
+    receiver = SPAWN.Process(target=die_in_broadcast, args=(listener.getsockname()[1],), daemon=True)
     receiver.start()
-    group = BroadcastGroup("127.0.0.1", port, rank=0, world_size=2, name="test", timeout_s=30)
+    group = leading(listener, world_size=2, timeout_s=30)
     receiver.join(30)
     with pytest.raises(WeightSyncError, match=r"group 'test' .* with 2 members"):
         group.broadcast([torch.zeros(2**22)])
@@ -50,7 +60,24 @@ def test_a_member_that_dies_ends_the_broadcast_with_an_error():
 
 def test_members_that_do_not_come_are_an_error_at_the_deadline():
     with pytest.raises(WeightSyncError, match="did not come together within 1 s"):
-        BroadcastGroup("127.0.0.1", free_port(), rank=0, world_size=2, name="test", timeout_s=1)
+        leading(listen(), world_size=2, timeout_s=1)
+
+
+def test_a_group_on_the_loopback_listens_there_alone_from_before_it_is_made():
+    listener = listen()
+    host, port = listener.getsockname()
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server((host, port))
+    group = leading(listener, world_size=1)
+    listening = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
+    group.close()
+
+
+def test_a_group_whose_host_others_name_listens_at_all_addresses():
+    with listen("trainer-0.cluster") as listener:
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1])).close()
 
 
 def test_flattened_bytes_are_those_of_the_tensors_in_order():

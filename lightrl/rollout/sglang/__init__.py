@@ -10,7 +10,7 @@ Reading order:
     sync.py          new weights into paused servers, verified; sync_report.py  who is left, and what became of each
       transports.py  how the bytes get there: disk, broadcast, shared memory; bucket_feed.py  from thread to loop
       memory.py      what a colocated server has released
-    server.py        one server process, started and ended: command.py  how it is called
+    server.py        one server process, started and ended: command.py  how it is called; held_port.py  its port
       watch.py       the process in between that ends it whatever happens here
       fleet.py       several of them, restarted when they die
     scoring.py       a teacher's logprobs or a reward model's numbers, from a server that has it

@@ -11,7 +11,6 @@ import http.client
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from lightrl.pictures import auto_model
 from lightrl.rollout.sglang import watch as server_watch
 from lightrl.rollout.sglang.addresses import TOKEN_VARIABLE
 from lightrl.rollout.sglang.command import SGLangPython, command_line, context_args, find_python, usable_token
+from lightrl.rollout.sglang.held_port import HeldPort
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -36,22 +36,21 @@ _POLL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
 _TAIL_BYTES = 3000
 _KILL_WAIT_S = 10.0  # for the watch process to end what is left
-_handed_out: set[int] = set()
 
 
 class SGLangServer:
     """A server process on this machine; may be started again after it ended, then on a new port unless one was given.
 
     Invariants: it listens on the loopback unless `host` says otherwise, and asks for a token on every route that
-    matters; the token is in no command line and no log that another user can read; no process of it outlives this one,
-    not even after `kill -9` of this one.
+    matters; the token is in no command line and no log that another user can read; its port is nobody else's from its
+    start to its end (see `HeldPort`); no process of it outlives this one, not even after `kill -9` of this one.
 
     Args:
         model_folder: with config.json, and weights unless `args` has `load_format: dummy`; see `write_model_folder`.
         name: for messages, for example `server 0`.
         python: of an environment with SGLang; see `find_python` for what None finds.
         host: address to listen on. Think of who can reach it before you say another than the loopback.
-        port: None for a free one at each start.
+        port: None for a free one at each start, 0 for one that it keeps from its first start on.
         token: that requests must carry; None for a random one. It cannot begin with `-`.
         args: SGLang's own arguments by their own names, for example `{"mem_fraction_static": 0.6, "tp_size": 2}`.
         devices: the GPUs it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
@@ -59,7 +58,7 @@ class SGLangServer:
         environment: further variables for the server.
         log_file: its output, appended; None for a file in a temporary folder.
         command: another program than SGLang, with `{port}` where its port belongs, for tests; it finds the token in
-            the variable LIGHTRL_SERVER_TOKEN.
+            the variable LIGHTRL_SERVER_TOKEN. Its socket must set SO_REUSEADDR, as those of most servers do.
         startup_timeout_s: how long it may take to be ready.
         stop_timeout_s: how long it may take to end by itself when asked to; then it is killed.
 
@@ -104,7 +103,8 @@ class SGLangServer:
         self.startup_timeout_s = startup_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._model_folder = Path(model_folder).absolute()
-        self._fixed_port = port
+        self._keeps_port = port is not None
+        self._held_port: HeldPort | None = None  # while the process runs
         self._python: SGLangPython | None = find_python(python) if command is None else None
         defaults = {"random_seed": seed, **(context_args(Path(model_folder)) if command is None else {})}
         self._args = {**defaults, **{key.replace("-", "_"): value for key, value in (args or {}).items()}}
@@ -134,13 +134,16 @@ class SGLangServer:
 
         Raises:
             RuntimeError: if it is running.
+            EngineError: if its port is taken.
         """
         with self._lock:
             if self.is_alive():
                 raise RuntimeError(
                     f"{self.name} is running at {self.url}, expected it to be stopped. Call stop() first."
                 )
-            self.port = self._fixed_port or free_port(self.host)
+            held_port = HeldPort(self.host, self.port if self._keeps_port else 0)
+            self._let_go_of_port()  # now, so that the next one is another
+            self._held_port, self.port = held_port, held_port.number
             if self.log_file is None:
                 self.log_file = Path(tempfile.mkdtemp(prefix="lightrl-server-")) / "server.log"
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -217,18 +220,8 @@ class SGLangServer:
             grace_s: seconds to end by itself; `stop_timeout_s` if None, 0 kills it at once.
         """
         with self._lock:
-            process = self._process
-            if process is None or process.stdin is None or process.stdin.closed:
-                return
-            grace_s = self._stop_timeout_s if grace_s is None else grace_s
-            with contextlib.suppress(BrokenPipeError):  # it has ended
-                process.stdin.write(f"{grace_s}".encode())
-            process.stdin.close()
-            try:
-                process.wait(grace_s + _KILL_WAIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()  # with it goes the server: Linux kills a child of a process that asked for it
-                process.wait()
+            self._end_process(self._stop_timeout_s if grace_s is None else grace_s)
+            self._let_go_of_port()
 
     @property
     def command(self) -> str:
@@ -249,6 +242,23 @@ class SGLangServer:
         said = self.log_tail()
         last = f"It printed last:\n{said}" if said else "It printed nothing."
         return f"Command: {self.command}\nLog: {self.log_file}\n{last}"
+
+    def _end_process(self, grace_s: float) -> None:
+        process = self._process
+        if process is None or process.stdin is None or process.stdin.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            process.stdin.write(f"{grace_s}".encode())
+        process.stdin.close()
+        try:
+            process.wait(grace_s + _KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # with it goes the server: Linux kills a child of a process that asked for it
+            process.wait()
+
+    def _let_go_of_port(self) -> None:
+        if self._held_port is not None:
+            self._held_port.close()
 
     def _command(self, secrets_file: str) -> list[str]:
         if self._custom_command is not None:
@@ -285,17 +295,6 @@ class SGLangServer:
             return None
         finally:
             connection.close()
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now, and that this process has not handed out before."""
-    while True:
-        with socket.socket() as listener:
-            listener.bind((host, 0))
-            port = int(listener.getsockname()[1])
-        if port not in _handed_out:
-            _handed_out.add(port)
-            return port
 
 
 def write_model_folder(

@@ -22,7 +22,7 @@ from lightrl.rollout.sglang.bucket_feed import in_thread
 from lightrl.rollout.sglang.client import SGLangClient
 from lightrl.rollout.sglang.sync_report import Fleet
 from lightrl.weights import BroadcastGroup, Bucket, HostCopy, ServerForm, SharedBucket, WeightFolder, bucketed
-from lightrl.weights.broadcast import free_port
+from lightrl.weights.broadcast import listen
 from lightrl.weights.disk import is_whole
 from lightrl.weights.shared_memory import LOAD_FORMAT, PART_BYTES
 
@@ -226,12 +226,13 @@ class BroadcastTransport(_Streaming):
         fleet.check_some_left()
         offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
         world_size = 1 + sum(sizes.values())
-        name, port = f"lightrl-{os.getpid()}-{next(_GROUP_NUMBERS)}", free_port(self.host)
+        name, listener = f"lightrl-{os.getpid()}-{next(_GROUP_NUMBERS)}", listen(self.host)
+        port = listener.getsockname()[1]
         joining = asyncio.ensure_future(
             in_thread(
                 lambda: BroadcastGroup(
                     self.host, port, rank=0, world_size=world_size, name=name, backend=self.backend,
-                    timeout_s=self.transfer_timeout_s,
+                    timeout_s=self.transfer_timeout_s, listener=listener,
                 )
             )
         )  # fmt: skip
