@@ -241,7 +241,7 @@ class Experience:
         if odd is not None:
             raise ValueError(
                 f"Group {odd} has {len(groups[odd])} trajectories, expected an even number with loss_unit='pair'. "
-                "Drop incomplete groups, or set another group_size."
+                "Leave its last one out, or set another group_size."
             )
         pairs = [rows[start : start + 2] for rows in groups.values() for start in range(0, len(rows), 2)]
         return sorted(pairs)

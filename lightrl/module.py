@@ -86,7 +86,8 @@ class RLModule(L.LightningModule):
     needs_entropy_gradient: bool = True
     # Whether `advantages` compares the trajectories of a group; then a group of one is refused.
     compares_groups: bool = True
-    # What the loss reads as a whole, so that neither minibatches nor microbatches part it.
+    # What the loss reads as a whole, so that neither minibatches nor microbatches part it. With pairs, a group that
+    # loses a trajectory is drawn again.
     loss_unit: LossUnit = "trajectory"
     # Weight of the value loss beside the policy's, where both share a body.
     value_coef: float = 0.5
@@ -153,6 +154,11 @@ class RLModule(L.LightningModule):
             raise ValueError(
                 f"policy has url={self.policy_spec.url!r}, expected path or config: it is trained here. Give its path; "
                 "servers that write its rollouts are trainer.engine's."
+            )
+        if self.loss_unit == "pair" and group_size % 2:
+            raise ValueError(
+                f"group_size={group_size} cannot be cut into pairs, expected an even number with loss_unit='pair'. Set "
+                "another."
             )
         if self.policy_spec.frozen:
             raise ValueError(

@@ -55,7 +55,8 @@ def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
     lines = [f"{type(module).__name__}: {len(graph.calls)} calls per iteration", "", "roles"]
     for role, spec in module.models().items():
         source = spec.path or spec.url or f"random {(spec.config or {}).get('model_type')}"
-        state = f"trained, lr {module.lr_of(role):g}" if role in trained else "frozen"
+        state = "follows the policy" if role in module.saved_roles() else "frozen"
+        state = f"trained, lr {module.lr_of(role):g}" if role in trained else state
         notes = [state, *(["one number per position"] if spec.head == "scalar" else [])]
         notes += ["waits in CPU memory between uses"] if spec.offload else []
         notes += [_mesh_text(spec.mesh)] if spec.mesh is not None else []

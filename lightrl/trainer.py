@@ -412,6 +412,8 @@ class Trainer(L.Trainer):
                 settings["incomplete_groups"] = callback.incomplete_groups
                 settings["oversample_fraction"] = callback.oversample_fraction
                 settings["max_dropped_groups"] = callback.max_dropped_groups_per_iteration
+        if self.lightning_module.loss_unit == "pair" and settings.get("incomplete_groups", "train") == "train":
+            settings["incomplete_groups"] = "redraw"  # an odd number of trajectories has no pairs
         return settings
 
     def _close_rollout(self) -> None:

@@ -57,6 +57,14 @@ def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any], mes
         module(**settings)
 
 
+def test_groups_that_cannot_be_cut_into_pairs_are_refused() -> None:
+    class InPairs(Reinforce):
+        loss_unit = "pair"
+
+    with pytest.raises(ValueError, match="group_size=3 cannot be cut into pairs, expected an even number"):
+        InPairs(tiny_spec(), group_size=3)
+
+
 def test_a_module_without_a_reward_is_refused() -> None:
     with pytest.raises(TypeError, match=r"GRPO has no reward, expected one\. Write `def reward"):
         GRPO(tiny_spec())

@@ -34,6 +34,14 @@ def test_a_critic_that_warms_up_first_hides_no_update() -> None:
     assert [call.name for call in graph.of_kind("train")] == ["policy_update", "critic_update"]
 
 
+def test_a_moving_reference_is_not_called_frozen() -> None:
+    fixed, moving = (
+        PPO(tiny_spec(), reward=len, kl_coef=0.1, reference=tiny_spec(), reference_decay=decay) for decay in (None, 0.9)
+    )
+    assert "  reference      random qwen3: frozen" in plan_text(fixed, fixed.data_flow())
+    assert "  reference      random qwen3: follows the policy" in plan_text(moving, moving.data_flow())
+
+
 def test_the_text_says_which_ranks_a_role_has() -> None:
     critic = replace(tiny_spec(), mesh=RoleMesh(4, 2, tp=2))
     text = plan_text(module := PPO(tiny_spec(), reward=len, critic=critic), module.data_flow())

@@ -130,3 +130,23 @@ def test_both_are_configured_by_constructor_arguments_in_yaml() -> None:
     assert sampling.group_filter.max_success == 0.9
     assert sampling.group_filter.rule is too_short
     assert curriculum.curriculum.solved_times == 5
+
+
+@pytest.mark.parametrize("callbacks", [(), (DynamicSampling(drop_zero_variance=False),)], ids=["alone", "with rules"])
+def test_a_failed_reward_does_not_part_a_pair(tmp_path: Path, callbacks: tuple[Callback, ...]) -> None:
+    """An odd group has no pairs, so it is drawn again."""
+    failed: list[str] = []
+
+    class InPairs(TinyGRPO):
+        loss_unit = "pair"
+
+        def reward(self, trajectory: Trajectory) -> Any:
+            if not failed:
+                failed.append(trajectory.prompt.id)
+                raise RuntimeError("the judge is away")
+            return super().reward(trajectory)
+
+    module = InPairs()
+    make_trainer(tmp_path, callbacks=list(callbacks), max_steps=2).fit(module, Digits())
+    assert failed
+    assert [len(experience) for experience in module.experiences] == [BATCH_SIZE * GROUP_SIZE] * 2
