@@ -10,16 +10,17 @@ in two updates. The curve is the mean reward of what is trained on: sampled, not
 M2PO; the first two also at a third of the learning rate, in two and in four updates. These run longer and over more
 seeds, for what staleness does shows late; the table's last lines compare them with naive, seed by seed.
 
-Each run is a process of its own, one after another, and leaves a file in the output folder; a run whose file is there
-is not repeated, so more seeds or algorithms can be added, and a killed benchmark goes on. `curves.csv` has a line per
-algorithm, seed and iteration; `curves.png` a panel per algorithm, with GRPO, or the naive
-loss of the late ones, in gray.
+Each run is a process of its own, one after another, and leaves a file in the output folder; a run whose file is there,
+or that `curves.csv` has, is not repeated, so more seeds or algorithms can be added, and a killed benchmark goes on. To
+repeat one, take its lines out of `curves.csv` and remove its file in `runs/`. `curves.csv` has a line per algorithm,
+seed and iteration; `curves.png` a panel per algorithm, with GRPO, or the naive loss of the late ones, in gray.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import logging
 import os
 import statistics
@@ -28,7 +29,7 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--late-seeds", type=int, default=6, help="of those 8 versions late")
     parser.add_argument("--late-iterations", type=int, default=120)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/algorithms"))
+    parser.add_argument("--out", type=Path, help="benchmarks/algorithms; with --quick runs/algorithms_quick")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="seconds; numbers without meaning")
     parser.add_argument("--run", nargs=2, metavar=("ALGORITHM", "SEED"), help=argparse.SUPPRESS)  # one, in this process
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.iterations = options.late_iterations = 2
         options.seeds = options.late_seeds = 1
+    options.out = options.out or Path("runs/algorithms_quick" if options.quick else "benchmarks/algorithms")
     if options.run:
         train(options.run[0], int(options.run[1]), options)
         return
@@ -102,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         late_iterations=options.late_iterations,
         trajectories_per_iteration=TRAJECTORIES,
     )
+    unpack_runs(options.out)
     start = make_start(options.out, steps=2 if options.quick else 100)
     for seed in range(max(options.seeds, options.late_seeds)):
         for name in names:
@@ -119,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 last_reward=round(last_reward(rewards), 3),
                 seconds=round(time.perf_counter() - before, 1),
             )
-    rows = read_runs(options.out, names)
+    rows = read_runs(options.out, list(ALGORITHMS))
     with (options.out / "curves.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -189,14 +192,7 @@ def train(name: str, seed: int, options: argparse.Namespace) -> None:
         **trainer_settings(options.out, options.iterations), callbacks=callbacks, limit_val_batches=0
     )
     trainer.fit(module, LargestDigit(batch_size=TRAJECTORIES // group_size))
-    path = run_file(options.out, name, seed)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows({"algorithm": name, "seed": seed, **row} for row in curve.rows)
-    unfinished.replace(path)
+    write_run(run_file(options.out, name, seed), ({"algorithm": name, "seed": seed, **row} for row in curve.rows))
 
 
 def make_curve() -> Any:
@@ -247,6 +243,27 @@ def read_runs(out: Path, names: Sequence[str]) -> list[dict[str, str]]:
         with path.open(newline="") as file:
             rows += [row for row in csv.DictReader(file) if row["algorithm"] in names]
     return sorted(rows, key=lambda row: (names.index(row["algorithm"]), int(row["seed"]), int(row["iteration"])))
+
+
+def unpack_runs(out: Path) -> None:
+    """The files of the runs that `curves.csv` has, where they are missing, as in a fresh checkout."""
+    if not (out / "curves.csv").exists():
+        return
+    with (out / "curves.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for (name, seed), run in itertools.groupby(rows, key=lambda row: (row["algorithm"], int(row["seed"]))):
+        if not run_file(out, name, seed).exists():
+            write_run(run_file(out, name, seed), run)
+
+
+def write_run(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    unfinished.replace(path)
 
 
 def mean_and_spread(rows: Sequence[dict[str, str]], name: str) -> tuple[list[int], list[float], list[float]]:

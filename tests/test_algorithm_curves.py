@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,11 +53,15 @@ def test_the_benchmark_writes_curves_and_does_not_repeat_a_run(
     command = ["--quick", "--out", str(tmp_path), "--algorithms"]
     algorithms.main([*command, "decoupled"])
     assert '"measurement": "decoupled"' in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "runs")  # as in a fresh checkout, which has the curves alone
     algorithms.main([*command, "decoupled"])
     assert '"measurement"' not in capsys.readouterr().out
+    algorithms.main([*command, "GRPO"])  # keeps what is there
     with (tmp_path / "curves.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["algorithm"], row["seed"], row["iteration"]) for row in rows] == [
+        ("GRPO", "0", "1"),
+        ("GRPO", "0", "2"),
         ("decoupled", "0", "1"),
         ("decoupled", "0", "2"),
     ]
