@@ -357,8 +357,17 @@ def _chain(error: BaseException) -> str:
 
 def _unwrapped(error: BaseException) -> BaseException:
     """The error of a constructor, without the types that jsonargparse tried it for."""
+    if not _raised_in(error, jsonargparse):
+        return error
+    tried = [_unwrapped(one) for one in _tried(error)]
+    return next((one for one in tried if not _raised_in(one, jsonargparse)), tried[0] if tried else error)
+
+
+def _tried(error: BaseException) -> list[BaseException]:
+    """What each type said of a value that may have several: jsonargparse names the first one's alone as the cause."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     cause = error.__cause__ or error.__context__
-    return _unwrapped(cause) if cause is not None and _raised_in(error, jsonargparse) else error
+    return frame.f_locals.get("exceptions") or ([] if cause is None else [cause])
 
 
 def _raised_in(error: BaseException, package: ModuleType) -> bool:

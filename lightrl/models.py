@@ -172,7 +172,8 @@ class ModelSpec:
         if (self.path is None) + (self.config is None) + (self.url is None) != 2:
             raise ValueError(
                 f"ModelSpec got path={self.path!r}, config={self.config!r} and url={self.url!r}, expected exactly one "
-                "of them. Give path for a checkpoint, config for random weights, url for a server that has the model."
+                "of them. Give path for a checkpoint, config for random weights, url for a server that has the model; "
+                "null takes out what an earlier configuration file gave."
             )
         if self.url is not None and self.mesh is not None:
             raise ValueError(

@@ -166,6 +166,12 @@ def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_p
         pytest.param(["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches=2, expected 1", id="set-up"),
         pytest.param(["--ckpt_path", "nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist", id="checkpoint"),
         pytest.param(["--model.reward", "tiny_task.exat"], "Did you mean 'exact'", id="reward"),
+        pytest.param(
+            ["--model.policy.path", "some/model"], "lightrl: ModelSpec got path='some/model'", id="of a union"
+        ),
+        pytest.param(
+            ["--model.policy.lora.rank", "0"], "lightrl: lora.rank=0, expected at least 1", id="deep in a union"
+        ),
     ],
 )
 def test_what_a_user_can_mend_is_one_message_and_exit_code_2(settings, config, capfd, flags, message):
