@@ -207,9 +207,7 @@ class GRPO(RLModule):
         loss = self.policy_loss(ratio, experience, outputs)
         metrics = {
             "ratio": ratio.detach(),
-            "clipped_fraction": is_clipped(
-                ratio, experience.advantages, clip_low=self.clip_low, clip_high=self.clip_high
-            ),
+            "clipped_fraction": self.is_clipped(ratio, experience.advantages),
         }
         if self.decoupled:
             weights = self._importance_weights(center, experience.behavior_logprobs, experience.loss_mask)
@@ -261,6 +259,10 @@ class GRPO(RLModule):
         if self.ratio_level == "sequence":
             return sequence_ratio(logprobs, center, loss_mask)
         return policy_ratio(logprobs, center)
+
+    def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """1 where the clip of `policy_loss` acts, 0 elsewhere, [B, T]."""
+        return is_clipped(ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """The policy's part of the loss, [B, T]."""

@@ -134,6 +134,10 @@ class CISPO(GRPO):
         super().__init__(policy, clip_low=clip_low, clip_high=clip_high, **kwargs)
         _refuse(self, ratio_level="token", dual_clip=None)
 
+    def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Where the weight is bounded, whatever the advantage's sign; the token learns all the same."""
+        return ((ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)).to(ratio.dtype)
+
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         assert experience.advantages is not None
         return cispo_loss(

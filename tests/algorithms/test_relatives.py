@@ -103,6 +103,13 @@ def test_cispo_weighs_the_policy_gradient_by_the_clipped_ratio() -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
 
 
+def test_cispo_counts_bounded_weights_whatever_the_advantages_sign() -> None:
+    ratio, advantages = torch.tensor([[0.7, 0.9, 1.4, 1.4]]), torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+    module = CISPO(tiny_spec(), reward=len, clip_low=0.2, clip_high=0.3)
+    assert module.is_clipped(ratio, advantages).tolist() == [[1, 0, 1, 1]]
+    assert DAPO(tiny_spec(), reward=len).is_clipped(ratio, advantages).tolist() == [[0, 0, 1, 0]]
+
+
 @pytest.mark.parametrize("setting", [{"ratio_level": "sequence"}, {"dual_clip": 3.0}], ids=str)
 def test_cispo_refuses_what_its_loss_does_not_read(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"CISPO got {next(iter(setting))}"):
