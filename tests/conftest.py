@@ -1,9 +1,15 @@
-"""Puts tests/ on the import path, for tiny.py; one thread for each of pytest's workers, which share the cores."""
+"""Puts tests/ on the import path, for tiny.py; one thread for each of pytest's workers, which share the cores.
+
+Agents' clients obey `http_proxy`, which would look for the tests' servers on the proxy's machine.
+"""
+
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

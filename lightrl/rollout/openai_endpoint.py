@@ -14,6 +14,7 @@ import hmac
 import json
 import logging
 import secrets
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -68,6 +69,7 @@ class OpenAIEndpoint:
         """
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._serving is None or self._serving.done():
+            _warn_of_proxy()
             self._loop, self._port = loop, loop.create_future()
             self._slots = asyncio.Semaphore(self.max_sessions)
             self._serving = loop.create_task(self._serve(self._port), name="lightrl-openai-endpoint")
@@ -201,6 +203,21 @@ class OpenAIEndpoint:
                     "all requests alike. Leave it out, or set it in the run's sampling.",
                     name,
                 )
+
+
+def _warn_of_proxy() -> None:
+    """OpenAI's clients obey the environment's proxy, which would look for 127.0.0.1 on a machine of its own."""
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get("http") or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(_HOST):
+        log.warning(
+            "Agents ask this process at %s, but the environment sends HTTP requests to the proxy %s, expected NO_PROXY "
+            "to except this machine. Run `export NO_PROXY=%s,localhost` first, or make the agent's client without "
+            "proxies.",
+            _HOST,
+            proxy,
+            _HOST,
+        )
 
 
 async def _stream(request: web.Request, chunks: Iterator[dict[str, Any]]) -> web.StreamResponse:

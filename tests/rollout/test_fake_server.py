@@ -48,6 +48,13 @@ def test_a_script_starts_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
+def test_the_fake_server_is_asked_past_any_proxy(server: FakeServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("http_proxy", "http://127.0.0.1:9"), ("no_proxy", ""), ("NO_PROXY", "")):
+        monkeypatch.setenv(name, value)
+    assert "requests" in server.stats()
+    assert "model_path" in ask(server, lambda client: client.model_info())
+
+
 def test_an_abort_returns_what_was_written_and_hits_every_rid_that_begins_so(server: FakeServerProcess) -> None:
     async def scenario(client: SGLangClient) -> list[Any]:
         tasks = [asyncio.create_task(client.generate(body(rid, max_new_tokens=1000))) for rid in ("req1", "req10")]

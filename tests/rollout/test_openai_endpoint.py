@@ -44,6 +44,13 @@ def talk_once(prompt: Prompt, base_url: str, api_key: str) -> float:
     return float(answer.choices[0].message.content == "hello")
 
 
+def talk_past_proxies(prompt: Prompt, base_url: str, api_key: str) -> float:
+    http_client = DefaultHttpxClient(verify=False, trust_env=False)
+    with OpenAI(base_url=base_url, api_key=api_key, http_client=http_client) as client:
+        client.chat.completions.create(model="policy", messages=[user("hi")])
+    return 1.0
+
+
 def is_open(base_url: str) -> bool:
     with socket.socket() as tried:
         return tried.connect_ex(("127.0.0.1", urlsplit(base_url).port or 0)) == 0
@@ -62,6 +69,18 @@ def test_a_sync_agent_runs_in_a_thread_and_returns_its_reward() -> None:
 
 def test_an_agent_may_be_given_by_its_dotted_path() -> None:
     assert play("test_openai_endpoint.talk_once", scripted("hello")).completion == "hello"
+
+
+@pytest.mark.parametrize(("excepted", "num_warnings"), [("", 1), ("localhost,127.0.0.1", 0)])
+def test_a_proxy_that_would_take_the_agents_requests_is_warned_of(
+    excepted: str, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (("http_proxy", "http://proxy.example:3128"), ("no_proxy", excepted), ("NO_PROXY", excepted)):
+        monkeypatch.setenv(name, value)
+    play("test_openai_endpoint.talk_past_proxies", scripted("hello"))
+    said = [record.message for record in caplog.records if "http://proxy.example:3128" in record.message]
+    assert len(said) == num_warnings
+    assert all("export NO_PROXY=127.0.0.1,localhost" in text for text in said)
 
 
 def test_a_stream_gives_the_same_text_finish_and_usage_as_a_whole_answer() -> None:

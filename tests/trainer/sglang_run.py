@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import urllib.request
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import CONFIG, Digits, TinyGRPO, make_trainer
 
 from lightrl import SGLangEngine
+from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
 from lightrl.weights import Bucket
 
 MAX_STEPS = 4
@@ -31,9 +31,10 @@ class StickingEngine(SGLangEngine):
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         if weight_version == KILLED_AT:
-            fault = b'{"kind": "slow", "path": "/update_weights_from_disk", "seconds": 60}'
             assert self.fleet is not None
-            urllib.request.urlopen(f"{self.fleet.urls[0]}/fake/faults", data=fault).close()
+            server = FakeServerProcess()
+            server.port = self.fleet.servers[0].port
+            server.fault("slow", "/update_weights_from_disk", seconds=60)
             (self.folder / "reached").touch()
         super().load_weights(buckets, weight_version=weight_version)
 

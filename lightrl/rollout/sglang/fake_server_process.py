@@ -13,6 +13,8 @@ from typing import Any
 
 from lightrl.errors import EngineTimeout, EngineUnreachable
 
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # http_proxy leads away from this machine
+
 
 class FakeServerProcess:
     """`with FakeServerProcess(...) as server:` and an engine with `urls=[server.url]`.
@@ -110,5 +112,5 @@ class FakeServerProcess:
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data=data), timeout=10) as answer:
+        with _open(urllib.request.Request(self.url + path, data=data), timeout=10) as answer:
             return json.loads(answer.read())  # type: ignore[no-any-return]
