@@ -124,7 +124,9 @@ class RolloutMetrics(RLCallback):
         _log(module, experience_metrics(experience, weight_version))
 
         # Advantages of one's own may teach where groups have no variance: against the batch's mean, say.
+        # A teacher's likeliest tokens teach without any.
         teaches = experience.advantages is None or bool(experience.advantages[experience.loss_mask].any())
+        teaches = teaches or "teacher_topk_ids" in experience.extras
         is_flat = not teaches and all(_is_flat(group) for group in self._groups if group.trajectories)
         self._num_flat_iterations = self._num_flat_iterations + 1 if is_flat else 0
         if self._num_flat_iterations == self.zero_variance_patience and trainer.is_global_zero:

@@ -124,6 +124,21 @@ def test_zero_variance_warns_once_and_again_only_after_it_recovered(caplog: pyte
     assert "last 3 iterations" in caplog.messages[0]
 
 
+@pytest.mark.parametrize("has_teacher", [False, True], ids=["rewards alone", "a teacher's likeliest tokens"])
+def test_what_a_teacher_says_teaches_without_variance(has_teacher: bool, caplog: pytest.LogCaptureFixture) -> None:
+    groups, metrics = groups_of([[0.0], [0.0]]), RolloutMetrics(zero_variance_patience=1)
+    experience = Experience.from_trajectories([item for group in groups for item in group.trajectories])
+    found = {"advantages": torch.zeros(experience.token_ids.shape)}
+    if has_teacher:
+        found["teacher_topk_ids"] = experience.token_ids[..., None]
+    trainer: Any = SimpleNamespace(weight_version=0, is_global_zero=True)
+    module: Any = SimpleNamespace(log=lambda *args, **kwargs: None)
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        metrics.on_rollout_end(trainer, module, groups)
+        metrics.on_experience_ready(trainer, module, experience.with_tensors(found))
+    assert bool(caplog.messages) is not has_teacher
+
+
 def test_the_count_of_flat_iterations_survives_a_resume() -> None:
     before, after = RolloutMetrics(), RolloutMetrics()
     run(lambda _: groups_of([[0.0, 0.0]]), before, num_iterations=2)
