@@ -137,7 +137,9 @@ class RLModule(L.LightningModule):
             raise ValueError(
                 f"loss_reduction={loss_reduction!r}, expected token, sequence or fixed. Choose one of them."
             )
-        if reward is None and type(self).reward is RLModule.reward and reward_model is not None:
+        # Whether the reward model's number is all of the reward; then a rollout knows none yet.
+        self.is_judged_later = reward is None and type(self).reward is RLModule.reward and reward_model is not None
+        if self.is_judged_later:
             reward = _judged_later
         if reward is None and type(self).reward is RLModule.reward:
             raise TypeError(

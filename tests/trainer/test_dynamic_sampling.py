@@ -10,9 +10,9 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
+from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, are_equal, make_trainer, weights
 
-from lightrl import DynamicSampling, PromptCurriculum, StalenessControl, Trajectory
+from lightrl import GRPO, DynamicSampling, PromptCurriculum, Sampling, StalenessControl, Trajectory
 from lightrl.data import SuccessRateCurriculum
 from lightrl.errors import RolloutError
 
@@ -106,6 +106,9 @@ def test_settings_are_refused_before_the_run(tmp_path: Path) -> None:
         DynamicSampling(rule="no.such.rule")
     with pytest.raises(ValueError, match="several DynamicSampling"):
         make_trainer(tmp_path, callbacks=[DynamicSampling(), DynamicSampling()]).fit(HalfSolved(), Digits())
+    judged_later = GRPO(POLICY, reward_model=POLICY, group_size=4, sampling=Sampling(max_new_tokens=6))
+    with pytest.raises(ValueError, match="drops every group where a reward model is all of the reward"):
+        make_trainer(tmp_path, callbacks=[DynamicSampling()]).fit(judged_later, Digits())
     with pytest.raises(ValueError, match="drops every group of group_size=1"):
         make_trainer(tmp_path, callbacks=[DynamicSampling()]).fit(
             HalfSolved(group_size=1, advantage_mean="batch", advantage_std="batch"), Digits()
