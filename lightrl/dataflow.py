@@ -20,7 +20,7 @@ from lightrl.experience import ROLLOUT_FIELDS
 
 Kind = Literal["generate", "infer", "train"]
 
-ROLLOUT_CALLS = ("generate", "reward")  # the controller runs them, trajectory by trajectory
+GENERATE, REWARD = "generate", "reward"  # the controller runs them, trajectory by trajectory
 ADVANTAGES = "advantages"
 
 
@@ -123,6 +123,19 @@ class DataFlowGraph:
 
     def of_kind(self, kind: Kind) -> list[ModelCall]:
         return [call for call in self.calls if call.kind == kind]
+
+    def beside_rewards(self) -> set[str]:
+        """Names of the infer calls that can run while rewards are awaited; all others come after the rewards.
+
+        None where something else than the advantages reads rewards: it would have to wait for these, too.
+        """
+        late = {REWARD}
+        for call in self.of_kind("infer"):  # in an order in which they can run
+            if late.intersection(self.edges[call.name]):
+                late.add(call.name)
+        if any(REWARD in self.edges[name] for name in late - {ADVANTAGES}):
+            return set()
+        return {call.name for call in self.of_kind("infer")} - late
 
     def _find_producers(self, calls: list[ModelCall]) -> dict[str, str]:
         producers: dict[str, str] = {}

@@ -72,8 +72,12 @@ class Experience:
                 )
 
     @classmethod
-    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Experience:
+    def from_trajectories(cls, trajectories: Sequence[Trajectory], *, are_judged: bool = True) -> Experience:
         """Pads on the right to the longest trajectory; rows in the order given.
+
+        Args:
+            trajectories: with their rewards.
+            are_judged: False where rewards may still be awaited: then all are NaN until `judged` sets them.
 
         Raises:
             ValueError: if there is no trajectory, or one has no reward, lists of unequal length, or a first token that
@@ -82,29 +86,42 @@ class Experience:
         if not trajectories:
             raise ValueError("No trajectories, expected at least one. Every group of this iteration was dropped.")
         unjudged = [item.prompt.id for item in trajectories if item.reward is None]
-        if unjudged:
+        if unjudged and are_judged:
             raise ValueError(f"Prompt {unjudged[0]!r} has a trajectory without a reward, expected a float. Judge it.")
         for item in trajectories:
             _check_tokens(item)
-        width = max(len(item.token_ids) for item in trajectories)
-
-        def rows(values: list[list[_T]], fill: _T, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([row + [fill] * (width - len(row)) for row in values], dtype=dtype)
-
-        token_rewards = None
-        if any(item.rewards is not None for item in trajectories):
-            token_rewards = rows([_token_rewards(item) for item in trajectories], 0.0, torch.float32)
-        return cls(
-            token_ids=rows([item.token_ids for item in trajectories], 0, torch.int64),
-            loss_mask=rows([item.loss_mask for item in trajectories], False, torch.bool),
-            behavior_logprobs=rows([item.behavior_logprobs for item in trajectories], 0.0, torch.float32),
-            weight_versions=rows([item.weight_versions for item in trajectories], -1, torch.int64),
-            rewards=torch.tensor([item.reward for item in trajectories], dtype=torch.float32),
+        written = cls(
+            token_ids=_rows([item.token_ids for item in trajectories], 0, torch.int64),
+            loss_mask=_rows([item.loss_mask for item in trajectories], False, torch.bool),
+            behavior_logprobs=_rows([item.behavior_logprobs for item in trajectories], 0.0, torch.float32),
+            weight_versions=_rows([item.weight_versions for item in trajectories], -1, torch.int64),
+            rewards=torch.full((len(trajectories),), torch.nan, dtype=torch.float32),
             group_ids=torch.tensor([item.group_id for item in trajectories], dtype=torch.int64),
             is_truncated=torch.tensor([item.is_truncated for item in trajectories], dtype=torch.bool),
             lengths=torch.tensor([len(item.token_ids) for item in trajectories], dtype=torch.int64),
-            token_rewards=token_rewards,
         )
+        return written.judged(trajectories) if are_judged else written
+
+    def judged(self, trajectories: Sequence[Trajectory]) -> Self:
+        """The rows whose trajectory has a reward, with it.
+
+        Args:
+            trajectories: those of the rows, in order.
+
+        Raises:
+            ValueError: if none has a reward, or rewards per token are not one for each token.
+        """
+        kept = [row for row, item in enumerate(trajectories) if item.reward is not None]
+        if not kept:
+            raise ValueError("No trajectory has a reward, expected at least one. Mend the reward function.")
+        found = self if len(kept) == len(self) else self.select(kept)
+        items = [trajectories[row] for row in kept]
+        for item in items:
+            _check_tokens(item)
+        rewards = {"rewards": torch.tensor([item.reward for item in items], dtype=torch.float32)}
+        if any(item.rewards is not None for item in items):
+            rewards["token_rewards"] = _rows([_token_rewards(item) for item in items], 0.0, torch.float32)
+        return found.with_tensors({name: value.to(self.token_ids.device) for name, value in rewards.items()})
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -324,6 +341,12 @@ def packed(sizes: Sequence[int], max_size: int) -> list[list[int]]:
         best[part].append(index)
         bisect.insort(rooms, (room - sizes[index], part))
     return alike if len(alike) <= len(best) else best
+
+
+def _rows(values: list[list[_T]], fill: _T, dtype: torch.dtype) -> Tensor:
+    """[B, T] of lists, padded to the longest."""
+    width = max(len(row) for row in values)
+    return torch.tensor([row + [fill] * (width - len(row)) for row in values], dtype=dtype)
 
 
 def _check_tokens(trajectory: Trajectory) -> None:

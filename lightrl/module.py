@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightrl.dataflow import ADVANTAGES, ROLLOUT_CALLS, DataFlowGraph, ModelCall
+from lightrl.dataflow import ADVANTAGES, GENERATE, REWARD, DataFlowGraph, ModelCall
 from lightrl.experience import ROLLOUT_FIELDS, Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.model_folder import fill_in, keep_trained
@@ -335,8 +335,8 @@ class RLModule(L.LightningModule):
         judged = ("rewards", "token_rewards")
         written = tuple(sorted(ROLLOUT_FIELDS.difference(judged)))
         rollout = [
-            ModelCall(ROLLOUT_CALLS[0], "policy", "generate", (), written),
-            ModelCall(ROLLOUT_CALLS[1], None, "infer", ("token_ids",), judged, run=self.reward),
+            ModelCall(GENERATE, "policy", "generate", (), written),
+            ModelCall(REWARD, None, "infer", ("token_ids",), judged, run=self.reward),
         ]
         late = _later_than_advantages(calls, self.advantage_keys)
         scored = tuple(key for call in calls for key in call.outputs if call.name not in late)

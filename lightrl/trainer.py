@@ -317,6 +317,9 @@ class Trainer(L.Trainer):
             if num_iterations != float("inf"):
                 total_groups = int(num_iterations) * groups_per_iteration
             self._check_sizes(module, groups_per_iteration)
+        choice = self._choice_of_groups()
+        needs_rewards_early = staleness.max_staleness > 0 or bool(choice)
+        judges_later = is_fit and not needs_rewards_early and bool(module.data_flow().beside_rewards())
         folder = Path(self.log_dir or self.default_root_dir)  # on all ranks: it is a collective
         start = functools.partial(
             self._start_rollout,
@@ -326,13 +329,20 @@ class Trainer(L.Trainer):
             groups_per_iteration=groups_per_iteration,
             prompts=prompts,
             total_groups=total_groups,
+            judges_later=judges_later,
+            **choice,
         )
         ranks = self.rollout_loop.ranks
         if ranks.size == 1:
             self.rollout = start()
         else:
-            bound = staleness.max_staleness
-            self.rollout = SharedRollout(start, ranks, run_seed=self.run_seed, max_staleness=bound)
+            self.rollout = SharedRollout(
+                start,
+                ranks,
+                run_seed=self.run_seed,
+                max_staleness=staleness.max_staleness,
+                judges_later=judges_later,
+            )
         if is_fit:
             self.rollout_loop.restore_rollout()
         self._say_what_runs(module, staleness.max_staleness, groups_per_iteration if is_fit else None)
@@ -378,7 +388,6 @@ class Trainer(L.Trainer):
             rollout_timeout_s=staleness.rollout_timeout_s,
             loop_timeout_s=staleness.loop_timeout_s,
             max_failed_fraction=module.max_failed_fraction,
-            **self._choice_of_groups(),
             **settings,
         )
 

@@ -3,7 +3,7 @@
 One iteration calls, in this order:
 
     on_train_batch_start                                        (Lightning's)
-      on_rollout_start → on_rollout_progress … → on_rollout_end
+      on_rollout_start → on_rollout_progress … → on_rollout_end → on_rewards_ready
       on_experience_ready                                       scored, advantages set
       on_minibatch_start → on_minibatch_end …                   once per update
       on_policy_updated → on_weights_synced
@@ -39,7 +39,13 @@ class RLCallback(Callback):
         """Called a few times a second while waiting: `done` of this iteration's `total` trajectories are finished."""
 
     def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
-        """Called when the iteration's groups are taken; their rewards are set."""
+        """Called when the iteration's groups are taken; some rewards may be None and still be awaited."""
+
+    def on_rewards_ready(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
+        """Called when the rewards of the iteration's groups are set; those that failed have left their groups.
+
+        On-policy that may be after the models have scored the trajectories, else right after `on_rollout_end`.
+        """
 
     def on_experience_ready(
         self, trainer: L.Trainer, module: L.LightningModule, experience: Experience

@@ -74,7 +74,8 @@ class RolloutMetrics(RLCallback):
     | rollout/tokens_per_s | tokens written, over the time there was to write them (below) |
     | staleness/mean_versions, staleness/max_versions | weight version at use minus oldest version in a trajectory |
     | update/tokens_per_s | loss tokens, over `time/update_s` |
-    | time/<phase>_s | rollout (waiting for groups), score, update, sync |
+    | time/<phase>_s | rollout (waiting for groups), score, update, sync; on-policy perhaps rewards (waiting for those
+      that were not there when the models had scored) |
 
     There was `time/rollout_s` to write when on-policy, the whole iteration when rollouts overlap the update. The loop
     logs the loss and its metrics as `policy/<name>`.
@@ -109,6 +110,7 @@ class RolloutMetrics(RLCallback):
         self._overlapped_s = None if self._rollout_ended_s is None else now - self._rollout_ended_s
         self._rollout_ended_s = now
 
+    def on_rewards_ready(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
         values = reward_metrics(groups)
         values["rollout/dropped_trajectories"] = float(sum(self._num_dropped.values()))
         for reason, num in self._num_dropped.items():

@@ -78,7 +78,7 @@ class TrajectoryLog(RLCallback):
         writes = trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False)
         self._folder = Path(run_folder) / "trajectories" if writes else None
 
-    def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
+    def on_rewards_ready(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
         self._trajectories = [trajectory for group in groups for trajectory in group.trajectories]
 
     def on_experience_ready(self, trainer: L.Trainer, module: L.LightningModule, experience: Experience) -> None:

@@ -42,27 +42,67 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
                     lists.append(array(code, values).tobytes())
             record["trajectories"].append(rest)
         records.append(record)
-    head = json.dumps(records).encode()
-    return b"".join([len(head).to_bytes(8, "little"), head, *lists])
+    return _joined(records, lists)
+
+
+def rewards_to_bytes(groups: Sequence[Group]) -> bytes:
+    """What `set_rewards` gives the same groups of another rank their rewards from."""
+    records: list[list[list[Any]]] = []
+    lists: list[bytes] = []
+    for group in groups:
+        items = group.trajectories
+        records.append([[item.sample, item.reward, item.metrics, item.rewards is not None] for item in items])
+        lists += [array(_LISTS["rewards"], item.rewards).tobytes() for item in items if item.rewards is not None]
+    return _joined(records, lists)
+
+
+def set_rewards(groups: Sequence[Group], data: bytes) -> None:
+    """Sets the rewards that `rewards_to_bytes` wrote; takes trajectories that have none out of their groups."""
+    records, start = _head(data)
+    for group, record in zip(groups, records, strict=True):
+        items = {item.sample: item for item in group.trajectories}
+        group.trajectories = []
+        for sample, reward, metrics, is_per_token in record:
+            item = items[sample]
+            item.reward, item.metrics = reward, metrics
+            if is_per_token:
+                item.rewards, start = _numbers(data, start, "rewards", len(item.token_ids))
+            group.trajectories.append(item)
 
 
 def groups_from_bytes(data: bytes) -> list[Group]:
     """The groups of `groups_to_bytes`; the trajectories of a group share its prompt."""
-    start = 8 + int.from_bytes(data[:8], "little")
+    records, start = _head(data)
     groups: list[Group] = []
-    for record in json.loads(data[8:start]):
+    for record in records:
         group = Group(record["id"], Prompt.from_json(record["prompt"]))
         for rest in record["trajectories"]:
             own_prompt = rest.pop("prompt", None)
             lists: dict[str, Any] = {"rewards": None}
             for name, num in rest.pop("num_tokens").items():
-                values = array(_LISTS[name])
-                end = start + num * values.itemsize
-                values.frombytes(data[start:end])
-                start = end
-                lists[name] = [bool(value) for value in values] if name == "loss_mask" else values.tolist()
+                values, start = _numbers(data, start, name, num)
+                lists[name] = [bool(value) for value in values] if name == "loss_mask" else values
             rest["turns"] = [Turn(**turn) for turn in rest["turns"]]
             prompt = group.prompt if own_prompt is None else Prompt.from_json(own_prompt)
             group.trajectories.append(Trajectory(prompt=prompt, **lists, **rest))
         groups.append(group)
     return groups
+
+
+def _joined(records: list[Any], lists: list[bytes]) -> bytes:
+    head = json.dumps(records).encode()
+    return b"".join([len(head).to_bytes(8, "little"), head, *lists])
+
+
+def _head(data: bytes) -> tuple[list[Any], int]:
+    """The JSON, and where the lists begin."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:start]), start
+
+
+def _numbers(data: bytes, start: int, name: str, num: int) -> tuple[list[Any], int]:
+    """The next list, and where the one after it begins."""
+    values = array(_LISTS[name])
+    end = start + num * values.itemsize
+    values.frombytes(data[start:end])
+    return values.tolist(), end

@@ -2,6 +2,8 @@
 
     take groups → Experience → score, advantages → minibatches → version + 1 → weights out
 
+On-policy the last rewards are awaited while the calls run that need none (`RolloutController(judges_later)`).
+
 It takes the place of `trainer.fit_loop.epoch_loop.automatic_optimization`, whose `run` Lightning calls once for each
 training batch. One batch is one iteration is one `global_step` is one weight version. A module that is no RLModule goes
 through Lightning's own code untouched.
@@ -33,7 +35,7 @@ from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.module import RLModule
 from lightrl.pictures import with_pictures
 from lightrl.strategies import Ranks, is_on_all_ranks, ranks_of
-from lightrl.trajectory import Group, sampling_seed
+from lightrl.trajectory import Group, Trajectory, sampling_seed
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,7 +60,7 @@ class RolloutLoop(_AutomaticOptimization):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self.num_updates = 0  # optimizer steps; the fit's `global_step` counts iterations
-        self.phase_seconds: dict[str, float] = {}  # of the present iteration: rollout, score, update, sync
+        self.phase_seconds: dict[str, float] = {}  # of the present iteration: rollout, score, rewards, update, sync
         self.gate = InterruptGate()
         self.guard = GradientGuard()
         self.why_no_checkpoint: str | None = None  # what makes a checkpoint wrong at this moment
@@ -107,17 +109,13 @@ class RolloutLoop(_AutomaticOptimization):
             groups: list[Group] = trainer.rollout.take(self.weight_version, on_wait=self._on_wait)
         self.report_drops()
         trainer.call_rl_hook("on_rollout_end", groups)
+        if not trainer.rollout.judges_later:
+            trainer.call_rl_hook("on_rewards_ready", groups)
         return groups
 
     def _learn(self, module: RLModule, groups: list[Group], batch_idx: int) -> None:
         trainer: Any = self.trainer
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        experience = with_pictures(Experience.from_trajectories(trajectories), trajectories, module.pictures)
-        experience = experience.to(module.device)
-        with self._phase("score"), self.logging_allowed(module):
-            context = trainer.precision_plugin.forward_context
-            experience = score(module, experience, trajectories, forward_context=context, ranks=self.ranks)
-        experience = self._offer(experience)
+        experience = self._offer(self._score(module, groups))
         self.why_no_checkpoint = "an update is in progress or failed"
         with self._phase("update"):
             self._update(module, experience, batch_idx)
@@ -129,6 +127,33 @@ class RolloutLoop(_AutomaticOptimization):
         with self._phase("sync"):
             trainer.call_rl_hook("on_policy_updated", self.weight_version)
         self.why_no_checkpoint = None
+
+    def _score(self, module: RLModule, groups: list[Group]) -> Experience:
+        """With what the model calls gave, rewards and advantages."""
+        trainer: Any = self.trainer
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        experience = Experience.from_trajectories(trajectories, are_judged=not trainer.rollout.judges_later)
+        experience = with_pictures(experience, trajectories, module.pictures).to(module.device)
+        scored: set[str] = set()
+        if trainer.rollout.judges_later:
+            graph = module.data_flow()
+            scored = graph.beside_rewards()
+            later = {call.name for call in graph.calls} - scored
+            experience = self._run_calls(module, experience, trajectories, left_out=later)
+            with self._phase("rewards"):
+                trainer.rollout.wait_for_rewards(groups, on_wait=self._on_wait_evaluation)
+            self.report_drops()
+            experience = experience.judged(trajectories)
+            trajectories = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+            trainer.call_rl_hook("on_rewards_ready", [group for group in groups if group.trajectories])
+        return self._run_calls(module, experience, trajectories, left_out=scored)
+
+    def _run_calls(
+        self, module: RLModule, experience: Experience, trajectories: list[Trajectory], *, left_out: set[str]
+    ) -> Experience:
+        context = self.trainer.precision_plugin.forward_context
+        with self._phase("score"), self.logging_allowed(module):
+            return score(module, experience, trajectories, forward_context=context, ranks=self.ranks, left_out=left_out)
 
     def _update(self, module: RLModule, experience: Experience, batch_idx: int) -> None:
         trainer: Any = self.trainer

@@ -27,7 +27,7 @@ def run_calls(
     run: Callable[[ModelCall, _State], _Found],
     add: Callable[[_State, _Found], _State],
     *,
-    done: Collection[str] = (),
+    left_out: Collection[str] = (),
     runs_here: Callable[[ModelCall], bool] = lambda call: True,
     share: Callable[[ModelCall, _Found], _Found] | None = None,
     on_wait: Callable[[], None] = lambda: None,
@@ -44,7 +44,7 @@ def run_calls(
         graph: its train calls are left out.
         start: an Experience; `add(experience, tensors)` gives one with more keys.
         run: gives the outputs of a call by key; called from several threads at once.
-        done: names of calls whose outputs `start` has.
+        left_out: names of calls whose outputs `start` has, or that run later.
         runs_here: whether this rank is one of those that run a call.
         share: gives every rank what the ranks that ran the call have; all ranks call it, in the same order. None for
             one rank, which takes the trainer's calls in the order in which they become ready.
@@ -53,7 +53,7 @@ def run_calls(
     Raises:
         TrainingError: if a call misses its deadline.
     """
-    calls = [call for call in graph.of_kind("infer") if call.name not in done]
+    calls = [call for call in graph.of_kind("infer") if call.name not in left_out]
     execution = _Execution(graph, calls, start, run, add, runs_here, on_wait)
     execution.start_ready()
     own = [call for call in calls if not runs_beside(call)]

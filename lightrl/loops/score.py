@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightrl.dataflow import ADVANTAGES, ROLLOUT_CALLS, ModelCall, runs_beside
+from lightrl.dataflow import ADVANTAGES, GENERATE, REWARD, ModelCall, runs_beside
 from lightrl.experience import ROLLOUT_FIELDS, Experience
 from lightrl.functional import on_last_loss_token
 from lightrl.loops.asked_once import asked_once
@@ -32,6 +32,7 @@ def score(
     *,
     forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ranks: Ranks | None = None,
+    left_out: Collection[str] = (),
 ) -> Experience:
     """Experience with the outputs of the module's score calls and its advantages, [B, T].
 
@@ -43,6 +44,7 @@ def score(
             dtype of what `advantages` creates.
         ranks: who else has this Experience. Each infers its share of the rows, for the roles that it holds; a module's
             own calls run on rank 0 only, since a judge may say something else the second time.
+        left_out: names of calls whose outputs `experience` has, or that run later.
     """
     rows = list(trajectories)
     ranks = ranks or Ranks()
@@ -76,7 +78,7 @@ def score(
         experience,
         run,
         Experience.with_tensors,
-        done=ROLLOUT_CALLS,
+        left_out={GENERATE, REWARD, *left_out},
         runs_here=runs_here,
         share=share if ranks.size > 1 else None,
         on_wait=ranks.step,
@@ -223,7 +225,8 @@ def _own_outputs(call: ModelCall, result: Any, experience: Experience) -> dict[s
     """What a call's own function returned, by key.
 
     Raises:
-        ValueError: if it is not a tensor for each of the call's outputs, with a row for each trajectory.
+        ValueError: if it is not a tensor for each of the call's outputs, with a row for each trajectory, or has NaN
+            where the rewards are NaN, since they are still awaited.
     """
     found = dict(result) if isinstance(result, Mapping) else {call.outputs[0]: result} if len(call.outputs) == 1 else {}
     if set(found) != set(call.outputs):
@@ -238,6 +241,11 @@ def _own_outputs(call: ModelCall, result: Any, experience: Experience) -> dict[s
             raise ValueError(
                 f"Model call {call.name!r} returned {name!r} as {shape}, expected a tensor [B] = {(num,)} or [B, T] = "
                 f"{(num, width)}. Give one number for each trajectory or token, in the rows' order."
+            )
+        if "rewards" not in call.inputs and value.isnan().any() and experience.rewards.isnan().any():
+            raise ValueError(
+                f"Model call {call.name!r} returned NaN in {name!r} while rewards are still awaited, expected numbers. "
+                "If it reads rewards, name 'rewards' in its inputs: it then runs when they are there."
             )
     return {name: value.detach() for name, value in found.items()}
 

@@ -12,13 +12,13 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl import errors
 from lightrl.errors import LightRLError, RolloutError
-from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes
+from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes, rewards_to_bytes, set_rewards
 from lightrl.rollout import RolloutController
 from lightrl.rollout.drop_tally import Drop
 from lightrl.strategies import Message, Ranks, mark_as_on_all_ranks
@@ -28,6 +28,7 @@ from lightrl.weights import Bucket
 HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
 
 OnWait = Callable[[int, int], None]
+_Groups = TypeVar("_Groups", bound=Sequence[Group])
 
 
 class _SeenEngine:
@@ -42,16 +43,23 @@ class SharedRollout:
     Args:
         start: makes the controller, on rank 0 alone; the others wait for it here, and have its errors.
         ranks: who else there is.
-        run_seed, max_staleness: the controller's.
+        run_seed, max_staleness, judges_later: the controller's.
     """
 
     def __init__(
-        self, start: Callable[[], RolloutController], ranks: Ranks, *, run_seed: int, max_staleness: int
+        self,
+        start: Callable[[], RolloutController],
+        ranks: Ranks,
+        *,
+        run_seed: int,
+        max_staleness: int,
+        judges_later: bool = False,
     ) -> None:
         self.controller: RolloutController | None = None
         self.ranks = ranks
         self.run_seed = run_seed
         self.max_staleness = max_staleness
+        self.judges_later = judges_later
         self._seen_engine = _SeenEngine()
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()
@@ -76,8 +84,21 @@ class SharedRollout:
         """As RolloutController.take, with the same groups on each rank."""
         controller = self.controller
         if controller is None:
-            return self._follow(on_wait)
-        return self._lead(lambda look: controller.take(weight_version, on_wait=look), on_wait)
+            return groups_from_bytes(self._follow(on_wait))
+        return self._lead(lambda look: controller.take(weight_version, on_wait=look), groups_to_bytes, on_wait)
+
+    def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
+        """As RolloutController.wait_for_rewards, with the same rewards on each rank's groups."""
+        controller = self.controller
+        if controller is None:
+            set_rewards(groups, self._follow(on_wait))
+            return
+
+        def wait(look: OnWait) -> Sequence[Group]:
+            controller.wait_for_rewards(groups, on_wait=look)
+            return groups
+
+        self._lead(wait, rewards_to_bytes, on_wait)
 
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
@@ -85,9 +106,11 @@ class SharedRollout:
         """As RolloutController.evaluate, of rank 0's prompts, with the same groups on each rank."""
         controller = self.controller
         if controller is None:
-            return self._follow(on_wait)
+            return groups_from_bytes(self._follow(on_wait))
         return self._lead(
-            lambda look: controller.evaluate(prompts, sampling=sampling, num_samples=num_samples, on_wait=look), on_wait
+            lambda look: controller.evaluate(prompts, sampling=sampling, num_samples=num_samples, on_wait=look),
+            groups_to_bytes,
+            on_wait,
         )
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
@@ -149,7 +172,10 @@ class SharedRollout:
 
     # ------------------------------------------------------------------ messages
 
-    def _lead(self, roll_out: Callable[[OnWait], list[Group]], on_wait: OnWait | None) -> list[Group]:
+    def _lead(
+        self, work: Callable[[OnWait], _Groups], to_bytes: Callable[[_Groups], bytes], on_wait: OnWait | None
+    ) -> _Groups:
+        """On rank 0: does the work, and tells the others how far it is and what came of it."""
         told_s = time.monotonic()
 
         def look(done: int, total: int) -> None:
@@ -164,7 +190,7 @@ class SharedRollout:
         with self._telling():
             if on_wait is not None:
                 on_wait(0, 0)  # a Ctrl-C from before this call
-            groups = roll_out(look)
+            groups = work(look)
             drops = self.controller.drain_drops()
             news: dict[str, Any] = {
                 "drops": [[drop.reason, drop.message, drop.prompt_id] for drop in drops],
@@ -172,13 +198,14 @@ class SharedRollout:
                 "progress": self.controller.progress(),
             }
             head = json.dumps(news).encode()
-            payload = len(head).to_bytes(8, "little") + head + groups_to_bytes(groups)
+            payload = len(head).to_bytes(8, "little") + head + to_bytes(groups)
         self.ranks.send(Message("data", payload=payload))
         self._drops += drops
         self._group_drops.update(news["group_drops"])
         return groups
 
-    def _follow(self, on_wait: OnWait | None) -> list[Group]:
+    def _follow(self, on_wait: OnWait | None) -> bytes:
+        """On the others: waits for what rank 0's work came to."""
         while True:
             message = self.ranks.receive()
             self._raise_if_error(message)
@@ -191,7 +218,7 @@ class SharedRollout:
         self._drops += [Drop(*drop) for drop in news["drops"]]
         self._group_drops.update(news["group_drops"])
         self._progress = news["progress"]
-        return groups_from_bytes(message.payload[end:])
+        return message.payload[end:]
 
     @contextlib.contextmanager
     def _telling(self) -> Any:

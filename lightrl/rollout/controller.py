@@ -69,6 +69,10 @@ class _Wait:
     for_whom: str = "the first trajectory"
     last_news: float = field(default_factory=time.monotonic)  # seconds, when a trajectory that it waits for was done
 
+    def count(self) -> None:
+        self.done += 1
+        self.last_news = time.monotonic()
+
 
 class RolloutController:
     """Keeps as many groups in flight as the staleness bound allows, and hands finished ones to the loop.
@@ -98,6 +102,8 @@ class RolloutController:
         oversample_fraction: of P: so many more groups are started than needed. Of those still in flight, the ones that
             would hold a batch back are given up, the others carried over; on-policy that is all of them.
         loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for so long.
+        judges_later: on-policy, `take` gives groups that are written, and `judge` waits for their rewards; then neither
+            `curriculum` nor `group_filter` can know them.
     """
 
     def __init__(
@@ -123,6 +129,7 @@ class RolloutController:
         incomplete_groups: Literal["train", "redraw", "drop"] = "train",
         oversample_fraction: float = 0.0,
         loop_timeout_s: float = 60.0,
+        judges_later: bool = False,
     ) -> None:
         _check_bounds(
             group_size=(group_size, 1, math.inf),
@@ -135,9 +142,16 @@ class RolloutController:
             oversample_fraction=(oversample_fraction, 0, 10),
             loop_timeout_s=(loop_timeout_s, 1e-3, threading.TIMEOUT_MAX),
         )
+        chooses_by_reward = curriculum or group_filter or incomplete_groups != "train" or oversample_fraction
+        if judges_later and (max_staleness or chooses_by_reward):
+            raise ValueError(
+                "judges_later is set beside max_staleness, curriculum, group_filter, incomplete_groups or "
+                "oversample_fraction, which need rewards before a group is taken, expected none of them. Leave it out."
+            )
         self.engine = engine
         self.workflow = workflow
         self.judge = judge
+        self.judges_later = judges_later
         self.sampling = sampling
         self.run_seed = run_seed
         self.group_size = group_size
@@ -160,6 +174,7 @@ class RolloutController:
         self._finished: dict[int, Group] = {}
         self._oldest_versions: dict[int, int] = {}  # of finished groups: each has many tokens to look at
         self._taken: list[Group] = []
+        self._judging: dict[tuple[int, int], asyncio.Task[bool]] = {}  # by group and sample, of groups not waited for
         self._tally = DropTally(
             group_size=group_size,
             groups_per_iteration=groups_per_iteration,
@@ -186,7 +201,8 @@ class RolloutController:
     def take(self, weight_version: int, *, on_wait: Callable[[int, int], None] | None = None) -> list[Group]:
         """The next P groups to train on, in stream order; they stay in `state_dict` until `commit`.
 
-        Without a `commit` in between, the groups of the last `take` are candidates again.
+        They are judged, unless `judges_later`. Without a `commit` in between, the groups of the last `take` are
+        candidates again.
 
         Args:
             weight_version: the trainer's version now, v.
@@ -200,6 +216,21 @@ class RolloutController:
         wait = _Wait(self.groups_per_iteration * self.group_size)
         who = f"The loop at weight version {weight_version}"
         return self._wait_for(self._take(weight_version, wait), wait, on_wait, who)
+
+    def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: Callable[[int, int], None] | None = None) -> None:
+        """With `judges_later`: sets the rewards of the groups that the last `take` gave.
+
+        A trajectory whose reward failed is taken out of its group, which may be empty then; `drain_drops` tells why.
+
+        Args:
+            groups: of `take`.
+            on_wait: called with (trajectories judged, trajectories) about ten times a second; may raise.
+
+        Raises:
+            RolloutError: if nothing is judged for `rollout_timeout_s`, or if too many fail.
+        """
+        wait = _Wait(sum(len(group.trajectories) for group in groups), for_whom="the rewards")
+        self._wait_for(self._await_rewards(groups, wait), wait, on_wait, "The loop")
 
     def commit(self) -> None:
         """The groups of the last `take` have been trained on: forget them."""
@@ -347,6 +378,8 @@ class RolloutController:
             self._check_versions(weight_version)
         self._finished.update((group.id, group) for group in self._taken)
         self._taken = []
+        if not self.judges_later:
+            await self._judge_restored(wait)
         self._give_back_overdue(weight_version)
         self._take_wait = wait
         self._pump_soon()
@@ -377,6 +410,50 @@ class RolloutController:
         finally:
             if self._take_wait is wait:  # else a later `take` has begun
                 self._take_wait = None
+
+    async def _await_rewards(self, groups: Sequence[Group], wait: _Wait) -> None:
+        """Starts what has not begun; waits for all, or for the first error."""
+        tasks: dict[tuple[int, int], asyncio.Task[bool]] = {}
+        for group in groups:
+            for item in group.trajectories:
+                key = (group.id, item.sample)
+                if item.reward is not None:
+                    wait.done += 1
+                    self._judging.pop(key, None)
+                    continue
+                tasks[key] = self._judging.get(key) or self._start_judging(item, group.prompt)
+                tasks[key].add_done_callback(lambda task: wait.count())
+        if not tasks:
+            return
+        done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()  # raises what it raised
+        for key, task in tasks.items():
+            self._judging.pop(key, None)
+            self._tally.count_trajectory(is_failed=not task.result())
+        self._tally.begin_iteration()
+        for group in groups:
+            group.trajectories = [item for item in group.trajectories if item.reward is not None]
+
+    async def _judge_restored(self, wait: _Wait) -> None:
+        """The rewards of a checkpoint's groups that an earlier run, which judged later, was still waiting for."""
+        groups = [group for group in self._finished.values() if any(item.reward is None for item in group.trajectories)]
+        await self._await_rewards(groups, wait)
+        for group in groups:
+            if not group.trajectories:
+                del self._finished[group.id]
+                self._queued.append(group.id)
+
+    def _start_judging(self, trajectory: Trajectory, prompt: Prompt) -> asyncio.Task[bool]:
+        task = self._loop.create_task(self._judge(trajectory, prompt))
+        task.add_done_callback(self._on_judged)
+        self._judging[trajectory.group_id, trajectory.sample] = task
+        return task
+
+    def _on_judged(self, task: asyncio.Task[bool]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
 
     def _check_versions(self, weight_version: int) -> None:
         served = self.engine.weight_version
@@ -511,7 +588,7 @@ class RolloutController:
         redraws = self._redraws.get(position)
         seed_name = f"{position}:{prompt.id}" + (f":{redraws}" if redraws else "")
         for sample in range(self.group_size):
-            task = self._loop.create_task(self._trajectory(prompt, position, sample, self.sampling, seed_name))
+            task = self._loop.create_task(self._training_trajectory(prompt, position, sample, seed_name))
             running.tasks.append(task)
             task.add_done_callback(lambda done, item=running: self._on_done(item, done))  # type: ignore[misc]
 
@@ -622,10 +699,27 @@ class RolloutController:
 
     # ------------------------------------------------------------------ on the event loop: one trajectory
 
+    async def _training_trajectory(
+        self, prompt: Prompt, group_id: int, sample: int, seed_name: str
+    ) -> Trajectory | None:
+        if not self.judges_later:
+            return await self._trajectory(prompt, group_id, sample, self.sampling, seed_name)
+        trajectory = await self._write(prompt, group_id, sample, self.sampling, seed_name)
+        if trajectory is not None:
+            self._start_judging(trajectory, prompt)
+        return trajectory
+
     async def _trajectory(
         self, prompt: Prompt, group_id: int, sample: int, sampling: Sampling, seed_name: str
     ) -> Trajectory | None:
         """One interaction, judged; None if it was dropped. Waits for the workflow, then for the judge."""
+        trajectory = await self._write(prompt, group_id, sample, sampling, seed_name)
+        return trajectory if trajectory is not None and await self._judge(trajectory, prompt) else None
+
+    async def _write(
+        self, prompt: Prompt, group_id: int, sample: int, sampling: Sampling, seed_name: str
+    ) -> Trajectory | None:
+        """One interaction without its reward; None if it was dropped."""
         try:
             trajectory = await play_trajectory(
                 prompt,
@@ -636,15 +730,21 @@ class RolloutController:
                 session=f"{seed_name}/{sample}",
                 was_given_up=lambda: self._is_closing or asyncio.current_task() in self._given_up,
             )
-            trajectory.group_id, trajectory.sample = group_id, sample
-            (await judge_trajectory(self.judge, trajectory)).apply_to(trajectory)
-        except RewardError as error:
-            self._tally.drop(f"reward_{error.reason}", str(error), prompt)
+        except (RewardError, RolloutError) as error:
+            self._tally.drop_failed(error, prompt)
             return None
-        except RolloutError as error:
-            self._tally.drop("rollout", str(error), prompt)
-            return None
+        trajectory.group_id, trajectory.sample = group_id, sample
         return trajectory
+
+    async def _judge(self, trajectory: Trajectory, prompt: Prompt) -> bool:
+        """Sets the reward; False if the trajectory was dropped."""
+        try:
+            judgment = await judge_trajectory(self.judge, trajectory)
+        except (RewardError, RolloutError) as error:
+            self._tally.drop_failed(error, prompt)
+            return False
+        judgment.apply_to(trajectory)
+        return True
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: _Wait
@@ -653,10 +753,6 @@ class RolloutController:
         groups = [Group(index, prompt) for index, prompt in enumerate(prompts)]
         rows: list[list[asyncio.Task[Trajectory | None]]] = [[] for _ in groups]
 
-        def on_done(task: asyncio.Task[Trajectory | None]) -> None:
-            wait.done += 1
-            wait.last_news = time.monotonic()
-
         try:
             async with self._wave():
                 for group, row in zip(groups, rows, strict=True):
@@ -664,7 +760,7 @@ class RolloutController:
                         seed_name = f"validation:{group.prompt.id}"
                         run = self._trajectory(group.prompt, group.id, sample, sampling, seed_name)
                         row.append(self._loop.create_task(run))
-                        row[-1].add_done_callback(on_done)
+                        row[-1].add_done_callback(lambda task: wait.count())
             tasks = [task for row in rows for task in row]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
             for task in done:

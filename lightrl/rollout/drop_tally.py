@@ -6,7 +6,7 @@ import collections
 import contextlib
 from dataclasses import dataclass
 
-from lightrl.errors import RolloutError
+from lightrl.errors import RewardError, RolloutError
 from lightrl.rollout.group_filter import ADVICE, OTHER_ADVICE
 from lightrl.trajectory import Group, Prompt
 
@@ -68,6 +68,10 @@ class DropTally:
         """A trajectory is left out."""
         self.last = Drop(reason, message, prompt.id)
         self._drops.append(self.last)
+
+    def drop_failed(self, error: RewardError | RolloutError, prompt: Prompt) -> None:
+        """A trajectory is left out because its rollout or its reward raised this."""
+        self.drop(f"reward_{error.reason}" if isinstance(error, RewardError) else "rollout", str(error), prompt)
 
     def drop_all(self, group: Group, reason: str, message: str) -> None:
         """The trajectories that a group still has are left out."""

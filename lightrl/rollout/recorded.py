@@ -23,6 +23,7 @@ class RecordedRollout:
 
     is_recorded = True  # what the trajectories' versions count is another run's business
     max_staleness = 0
+    judges_later = False
 
     def __init__(self, iterations: Sequence[list[Group]], *, run_seed: int) -> None:
         self.iterations = iterations

@@ -94,6 +94,7 @@ class PlayedModule(L.LightningModule):
         trajectories = [item for group in groups for item in group.trajectories]
         hook("on_rollout_progress", 1, len(trajectories))
         hook("on_rollout_end", groups)
+        hook("on_rewards_ready", groups)
         experience = Experience.from_trajectories(trajectories)
         advantages = (experience.rewards - experience.rewards.mean())[:, None] * experience.loss_mask
         experience = replace(experience, advantages=advantages)

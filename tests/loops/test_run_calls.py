@@ -127,7 +127,8 @@ def test_what_is_done_is_not_run_again() -> None:
         ran.append(call.name)
         return dict.fromkeys(call.outputs, 1)
 
-    run_calls(graph(own("judge"), AFTER, REFERENCE), {}, run, lambda state, more: {**state, **more}, done=("judge",))
+    calls = graph(own("judge"), AFTER, REFERENCE)
+    run_calls(calls, {}, run, lambda state, more: {**state, **more}, left_out=("judge",))
     assert ran == ["reference", "after"]
 
 

@@ -1,12 +1,13 @@
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny import random_experience, random_trajectories
 
 from lightrl.experience import Experience
-from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes
+from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes, rewards_to_bytes, set_rewards
 from lightrl.strategies import rank_watch
 from lightrl.strategies.rank_watch import RankState, RankWatch, find_behind, hang_message
 from lightrl.strategies.ranks import Ranks, masked_row, nearest_divisors
@@ -82,6 +83,21 @@ def test_groups_are_the_same_after_their_way_over_bytes() -> None:
     trajectories[0].rewards = [0.1] * len(trajectories[0].token_ids)
     groups = [Group(7, trajectories[0].prompt, trajectories[:3]), Group(9, trajectories[3].prompt, [])]
     assert groups_from_bytes(groups_to_bytes(groups)) == groups
+
+
+def test_rewards_are_the_same_after_their_way_over_bytes() -> None:
+    trajectories = random_trajectories()[:4]
+    trajectories[0].rewards = [0.1 * index for index in range(len(trajectories[0].token_ids))]
+    written = [
+        Group(7, trajectories[0].prompt, [replace(item, sample=index, reward=None, rewards=None, metrics={})])
+        for index, item in enumerate(trajectories)
+    ]
+    for index, item in enumerate(trajectories):
+        item.sample, item.metrics = index, {"accuracy": 0.1 * index}
+    judged = [Group(7, trajectories[0].prompt, [item]) for item in trajectories]
+    judged[2].trajectories = []  # its reward failed
+    set_rewards(written, rewards_to_bytes(judged))
+    assert written == judged
 
 
 # ---------------------------------------------------------------------- who hangs, who has failed

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import Digits, TinyGRPO, make_trainer, our_threads
 
-from lightrl import LocalEngine, RLCallback, Sampling, SGLangEngine
+from lightrl import LocalEngine, RLCallback, Sampling, SGLangEngine, Trajectory
 
 ITERATION = 2  # so many are done when the run stops
 STOP_S = 120.0
@@ -53,11 +53,44 @@ def main(folder: Path, place: str, url: str | None = None) -> None:
         enable_checkpointing=True,
         **flags,
     )
+    module: TinyGRPO
+    if place == "rewards":
+        module = SlowReward(folder, decoupled=True, num_minibatches=2, reward_timeout_s=STOP_S)
+    else:
+        module = TinyGRPO(reward="digit_reward.token_reward", num_minibatches=2)
     try:
-        trainer.fit(TinyGRPO(reward="digit_reward.token_reward", num_minibatches=2), datamodule=Digits())
+        trainer.fit(module, datamodule=Digits())
     finally:
         sys.stdout.flush()
         os.write(1, f"threads left: {our_threads()}\n".encode())
+
+
+class SlowReward(TinyGRPO):
+    """In one iteration the rewards of some trajectories do not come."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.folder = folder
+
+    async def reward(self, trajectory: Trajectory) -> Any:
+        if trajectory.newest_version == ITERATION and trajectory.sample == 1:
+            while not hasattr(self, "scored"):  # the last rewards are awaited when the models have scored
+                await asyncio.sleep(0.01)
+            (self.folder / "reached").touch()
+            await asyncio.sleep(STOP_S)
+        return super().reward(trajectory)
+
+    def on_rollout_end(self, groups: Any) -> None:
+        if self.trainer.global_step == ITERATION:
+            model: Any = self.parallel_models["policy"]
+            forward = model.forward
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                found = forward(*args, **kwargs)
+                self.scored = True
+                return found
+
+            model.forward = run
 
 
 class Stop(RLCallback):

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_scripts import leave
-from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
+from tiny_run import BATCH_SIZE, CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
-from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec
+from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, Trajectory
 from lightrl.lora import merged_parameters
 from lightrl.strategies import whole
 
@@ -36,6 +36,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_replicas": 2, "reshard_after_forward": False},
     ),
     "batch statistics": ({"num_minibatches": 2, "update_epochs": 2, "is_batch_wide": True}, {}),
+    "rewards that are awaited and fail, or are per token": (
+        {"num_minibatches": 2, "decoupled": True, "loses_some": True},
+        {},
+    ),
     "a checkpoint read tensor by tensor": ({"is_from_folder": True}, {}),
     "LoRA, with the model below the adapters as reference": (
         {"policy": replace(POLICY, lora=LoRA(rank=2)), "num_minibatches": 2, "microbatch_tokens": 20, "kl_coef": 0.1},
@@ -46,12 +50,27 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Recorded(TinyGRPO):
-    """Keeps the metrics of each update; `is_batch_wide` compares with the whole iteration instead of the group."""
+    """Keeps the metrics of each update.
 
-    def __init__(self, is_batch_wide: bool = False, **kwargs: Any) -> None:
+    `is_batch_wide` compares with the whole iteration instead of the group; with `loses_some` one reward of each
+    iteration raises.
+    """
+
+    def __init__(self, is_batch_wide: bool = False, loses_some: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.is_batch_wide = is_batch_wide
+        self.loses_some = loses_some
         self.updates: list[dict[str, float]] = []
+
+    def reward(self, trajectory: Trajectory) -> Any:
+        reward = super().reward(trajectory)
+        if not self.loses_some:
+            return reward
+        if trajectory.group_id % BATCH_SIZE == 1 and trajectory.sample == 2:
+            raise ValueError("no answer found")
+        if trajectory.sample == 1:
+            return {"rewards": [0.0] * (len(trajectory.token_ids) - 1) + [reward], "tries": trajectory.group_id}
+        return {"reward": reward, "tries": 0}
 
     def advantages(self, experience: Experience) -> Any:
         if not self.is_batch_wide:
@@ -87,6 +106,8 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
         "updates": module.updates,
         "weights": whole_weights(module),
         "engine": synced,
+        "has_token_rewards": [experience.token_rewards is not None for experience in module.experiences],
+        "num_trajectories": [len(experience) for experience in module.experiences],
         "token_ids": [experience.token_ids for experience in module.experiences],
         "behavior_logprobs": [experience.behavior_logprobs for experience in module.experiences],
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},

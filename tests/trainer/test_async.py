@@ -50,13 +50,15 @@ def test_an_update_starts_while_later_groups_run(max_staleness: int, tmp_path: P
     assert max(overlap.staleness) == max_staleness
 
 
-def test_rewards_of_later_groups_are_judged_while_the_trainer_scores(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_rewards_are_judged_while_the_trainer_scores(max_staleness: int, tmp_path: Path) -> None:
     """A reward ends only when a forward of the score phase has begun, and that forward only when the reward has."""
     judging, scoring = threading.Event(), threading.Event()
 
     class Overlapping(TinyGRPO):
         def reward(self, trajectory: Trajectory) -> Any:
-            if (trajectory.group_id, trajectory.sample) == (BATCH_SIZE, 0):  # the first of the next iteration
+            # On-policy the first of this iteration, else of the next.
+            if (trajectory.group_id, trajectory.sample) == (max_staleness * BATCH_SIZE, 0):
                 judging.set()
                 assert scoring.wait(60)
             return super().reward(trajectory)
@@ -74,7 +76,7 @@ def test_rewards_of_later_groups_are_judged_while_the_trainer_scores(tmp_path: P
             return run
 
     module = Overlapping(decoupled=True, num_minibatches=2, reward_workers=2)
-    callbacks = [StalenessControl(1)]
+    callbacks = [StalenessControl(max_staleness)]
     make_trainer(tmp_path, engine=FakeEngine(), max_steps=2, callbacks=callbacks).fit(module, datamodule=Digits())
     assert scoring.is_set()
     assert len(module.trained) == 2

@@ -86,15 +86,19 @@ def start(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The weights of the run that nobody interrupts."""
-    module = TinyGRPO(num_minibatches=2)
-    make_trainer(tmp_path_factory.mktemp("whole"), max_steps=4).fit(module, datamodule=Digits())
+    return weights_of_a_run(tmp_path_factory.mktemp("whole"))
+
+
+def weights_of_a_run(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    module = TinyGRPO(num_minibatches=2, **settings)
+    make_trainer(folder, max_steps=4).fit(module, datamodule=Digits())
     return weights(module)
 
 
-def assert_goes_on_from(folder: Path, whole: dict[str, torch.Tensor], num_done: int) -> None:
+def assert_goes_on_from(folder: Path, whole: dict[str, torch.Tensor], num_done: int, **settings: Any) -> None:
     checkpoint = folder / "last.ckpt"
     assert torch.load(checkpoint)["global_step"] == num_done
-    module = TinyGRPO(num_minibatches=2)
+    module = TinyGRPO(num_minibatches=2, **settings)
     trainer = make_trainer(folder, max_steps=4)
     trainer.fit(module, datamodule=Digits(), ckpt_path=checkpoint)
     assert len(module.trained) == 4 - num_done
@@ -118,6 +122,18 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(
     assert "Detected KeyboardInterrupt, attempting graceful shutdown" in run.text()
     assert "threads left: []" in run.text()
     assert_goes_on_from(run.folder, whole, PLACES[place])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 0)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_run_that_awaits_rewards_ends_at_once_and_goes_on_exactly(
+    number: int, code: int, start: Any, tmp_path: Path
+) -> None:
+    run = start("rewards")
+    run.wait_for("reached")
+    run.send(number)
+    assert run.exit_code() == code, run.text()
+    assert "threads left: ['reward-hook']" in run.text()  # a thread of this process cannot be killed
+    assert_goes_on_from(run.folder, weights_of_a_run(tmp_path, decoupled=True), 2, decoupled=True)
 
 
 def test_sigterm_takes_lightnings_path_and_leaves_a_checkpoint(start: Any, whole: dict[str, torch.Tensor]) -> None:

@@ -22,6 +22,7 @@ from lightrl.trajectory import Group
 HOOKS = [
     "on_rollout_start",
     "on_rollout_end",
+    "on_rewards_ready",
     "on_experience_ready",
     "on_minibatch_start",
     "on_minibatch_end",
@@ -52,6 +53,10 @@ class Recorder(RLCallback):
     def on_rollout_end(self, trainer: Any, module: Any, groups: list[Group]) -> None:
         self.note("on_rollout_end", groups)
         module.log("mine/end", 1.0)
+
+    def on_rewards_ready(self, trainer: Any, module: Any, groups: list[Group]) -> None:
+        assert all(item.reward is not None for group in groups for item in group.trajectories)
+        self.note("on_rewards_ready", groups)
 
     def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> None:
         self.note("on_experience_ready", experience)
@@ -90,6 +95,9 @@ class RecordingModule(TinyGRPO):
     def on_rollout_end(self, groups: list[Group]) -> None:
         self.recorder.note("on_rollout_end", groups)
 
+    def on_rewards_ready(self, groups: list[Group]) -> None:
+        self.recorder.note("on_rewards_ready", groups)
+
     def on_experience_ready(self, experience: Experience) -> None:
         self.recorder.note("on_experience_ready", experience)
 
@@ -116,16 +124,16 @@ def test_callbacks_and_module_see_every_hook_in_order_with_its_arguments(tmp_pat
     for calls in (recorder.calls, module.recorder.calls):
         assert [name for name, _ in calls] == ["on_weights_synced", *HOOKS, *HOOKS]
         assert calls[0][1] == (0,)
-        arguments = [args for _, args in calls[11:]]  # of iteration 1
-        groups, experience = arguments[1][0], arguments[2][0]
+        arguments = [args for _, args in calls[12:]]  # of iteration 1
+        groups, experience = arguments[1][0], arguments[3][0]
         assert [len(group.trajectories) for group in groups] == [GROUP_SIZE] * BATCH_SIZE
-        assert all(item.reward is not None for group in groups for item in group.trajectories)
+        assert arguments[2][0] == groups
         assert experience.advantages is not None
         assert experience.token_ids[0, :3].tolist() == groups[0].prompt.token_ids
-        assert [args[1:] for args in arguments[3:7]] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-        assert sum(len(args[0]) for args in arguments[3:7:2]) == BATCH_SIZE * GROUP_SIZE
-        assert {"loss", "ratio", "clipped_fraction", "entropy_nats", "grad_norm"} <= arguments[4][0].keys()
-        assert arguments[7:9] == [(2,), (2,)]
+        assert [args[1:] for args in arguments[4:8]] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+        assert sum(len(args[0]) for args in arguments[4:8:2]) == BATCH_SIZE * GROUP_SIZE
+        assert {"loss", "ratio", "clipped_fraction", "entropy_nats", "grad_norm"} <= arguments[5][0].keys()
+        assert arguments[8:10] == [(2,), (2,)]
     logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("mine/")}
     assert logged["mine/start"] == 1.0
     assert (logged["mine/end"], logged["mine/experience"], logged["mine/minibatch"], logged["mine/version"]) == (
@@ -218,7 +226,7 @@ def test_a_module_of_a_few_lines_learns(tmp_path: Path) -> None:
     logged: list[float] = []
 
     class Rewards(RLCallback):
-        def on_rollout_end(self, trainer: Any, module: Any, groups: list[Group]) -> None:
+        def on_rewards_ready(self, trainer: Any, module: Any, groups: list[Group]) -> None:
             rewards = [float(item.reward) for group in groups for item in group.trajectories]
             logged.append(sum(rewards) / len(rewards))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rank_scripts import finished, left_by, run
 from several_ranks_run import CASES, play, save_model
-from tiny_run import Digits, TinyGRPO, make_trainer
+from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer
 
 from lightrl import FSDP2Strategy
 
@@ -45,6 +45,15 @@ def test_two_ranks_learn_what_one_process_learns(name: str, two_ranks: Any, tmp_
     for key, weight in expected["weights"].items():
         difference = (found["weights"][key] - weight).abs().max()
         assert difference <= TOLERANCE * weight.abs().max(), key
+
+
+def test_rewards_that_rank_0_awaited_are_on_every_rank(two_ranks: Any) -> None:
+    for rank in two_ranks:
+        found = rank["rewards that are awaited and fail, or are per token"]
+        assert found["num_trajectories"] == [BATCH_SIZE * GROUP_SIZE - 1] * 3
+        assert all(found["has_token_rewards"])
+        assert found["metrics"]["rollout/dropped_trajectories_reward_raised"] == 1
+        assert found["metrics"]["rollout/tries"] > 0
 
 
 @pytest.mark.parametrize("name", CASES)

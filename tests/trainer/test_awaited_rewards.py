@@ -1,0 +1,208 @@
+"""On-policy the models score while rewards are awaited: the same run as if all rewards had been there before."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, are_equal, make_trainer, weights
+
+from lightrl import PPO, DynamicSampling, ModelCall, ModelSpec, RLCallback, StalenessControl, Trajectory
+from lightrl.dataflow import DataFlowGraph
+from lightrl.errors import RolloutError
+from lightrl.trajectory import Group
+
+
+class Seen(RLCallback):
+    """Which way a run takes, what it logs, what its hooks are given."""
+
+    def __init__(self) -> None:
+        self.judges_later: bool | None = None
+        self.logged: list[dict[str, float]] = []
+        self.drops: list[str] = []
+        self.sizes: list[list[int]] = []
+
+    def on_rollout_end(self, trainer: Any, module: Any, groups: list[Group]) -> None:
+        self.judges_later = trainer.rollout.judges_later
+
+    def on_rewards_ready(self, trainer: Any, module: Any, groups: list[Group]) -> None:
+        self.sizes.append([len(group.trajectories) for group in groups])
+
+    def on_trajectory_dropped(self, trainer: Any, module: Any, reason: str, message: str) -> None:
+        self.drops.append(reason)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.logged.append(
+            {name: value for name, value in found.items() if not name.startswith("time/") and "_per_s" not in name}
+        )
+
+
+class FailingSome(TinyGRPO):
+    """Every third group loses one trajectory, whose reward raises; some of the rewards are per token."""
+
+    def reward(self, trajectory: Trajectory) -> Any:
+        if trajectory.group_id % 3 == 1 and trajectory.sample == 2:
+            raise ValueError("no answer found")
+        value = super().reward(trajectory)
+        if trajectory.sample == 1:
+            return {"rewards": [0.0] * (len(trajectory.token_ids) - 1) + [value], "tries": trajectory.group_id}
+        return {"reward": value, "tries": trajectory.group_id}
+
+
+class FailingPPO(FailingSome, PPO):
+    def __init__(self) -> None:
+        reference = ModelSpec(config=POLICY.config, tokenizer=POLICY.tokenizer, seed=4)
+        super().__init__(kl_coef=0.1, reference=reference, num_minibatches=2)
+
+
+def played(module: TinyGRPO, folder: Path, *callbacks: Any, **flags: Any) -> Seen:
+    seen = Seen()
+    make_trainer(folder, callbacks=[seen, *callbacks], **flags).fit(module, datamodule=Digits())
+    return seen
+
+
+@pytest.mark.parametrize(
+    "kind", [FailingPPO, lambda: FailingSome(decoupled=True, num_minibatches=2)], ids=["PPO", "GRPO"]
+)
+def test_a_run_is_the_same_to_the_bit_whether_it_judges_later_or_not(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = kind()
+    seen = played(later, tmp_path)
+    assert seen.judges_later
+    assert seen.drops == ["reward_raised"] * 2
+    assert [4, 3] in seen.sizes
+    monkeypatch.setattr(DataFlowGraph, "beside_rewards", lambda self: set())
+    before = kind()
+    expected = played(before, tmp_path)
+    assert not expected.judges_later
+    assert are_equal(weights(later), weights(before))
+    assert seen.logged == expected.logged
+    assert (seen.drops, seen.sizes) == (expected.drops, expected.sizes)
+    for left, right in zip(later.experiences, before.experiences, strict=True):
+        assert left.tensors().keys() == right.tensors().keys()
+        for name, value in left.tensors().items():
+            assert torch.equal(value, right[name]), name
+
+
+@pytest.mark.parametrize(
+    "callback", [StalenessControl(1), DynamicSampling()], ids=["max_staleness above 0", "groups chosen by reward"]
+)
+def test_rewards_come_first_where_something_else_needs_them(callback: Any, tmp_path: Path) -> None:
+    assert not played(TinyGRPO(decoupled=True, num_minibatches=2), tmp_path, callback, max_steps=1).judges_later
+
+
+def test_rewards_come_first_where_a_call_reads_them(tmp_path: Path) -> None:
+    class Audited(TinyGRPO):
+        def score_calls(self) -> list[ModelCall]:
+            audit = ModelCall("audit", inputs=("rewards",), outputs=("audited",), run=self.audit)
+            return [*super().score_calls(), audit]
+
+        def audit(self, experience: Any, trajectories: list[Trajectory]) -> torch.Tensor:
+            assert [item.reward for item in trajectories] == pytest.approx(experience.rewards.tolist())
+            return experience.rewards
+
+    assert not played(Audited(decoupled=True, num_minibatches=2), tmp_path, max_steps=1).judges_later
+
+
+def test_a_call_that_reads_rewards_without_a_word_is_refused(tmp_path: Path) -> None:
+    class Silent(TinyGRPO):
+        def score_calls(self) -> list[ModelCall]:
+            call = ModelCall("doubled", outputs=("doubled",), run=lambda experience, _: 2 * experience.rewards)
+            return [*super().score_calls(), call]
+
+    with pytest.raises(ValueError, match=r"'doubled' while rewards are still awaited, .* name 'rewards' in its inputs"):
+        played(Silent(), tmp_path)
+
+
+def test_a_group_without_any_reward_is_left_out(tmp_path: Path) -> None:
+    class Failing(TinyGRPO):
+        def reward(self, trajectory: Trajectory) -> Any:
+            if trajectory.group_id == 1:
+                raise ValueError("no answer found")
+            return super().reward(trajectory)
+
+    module = Failing(decoupled=True, num_minibatches=2)
+    seen = played(module, tmp_path)
+    assert seen.judges_later
+    assert module.trained == [[0], [2, 3], [4, 5]]
+    assert seen.sizes == [[4], [4, 4], [4, 4]]
+    assert seen.logged[0]["rollout/dropped_trajectories_reward_raised"] == GROUP_SIZE
+
+
+class FailingAll(TinyGRPO):
+    def reward(self, trajectory: Trajectory) -> Any:
+        raise ValueError("no answer found")
+
+
+def test_too_many_failed_rewards_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match=r"5 of 8 .* at most max_failed_fraction=0.5 of them"):
+        played(FailingAll(decoupled=True, num_minibatches=2), tmp_path)
+    with pytest.raises(ValueError, match="No trajectory has a reward"):
+        played(FailingAll(decoupled=True, num_minibatches=2, max_failed_fraction=1.0), tmp_path)
+
+
+def test_a_reward_that_never_comes_is_named(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    class Silent(TinyGRPO):
+        def reward(self, trajectory: Trajectory) -> Any:
+            over.wait(60)
+            return super().reward(trajectory)
+
+    module = Silent(decoupled=True, num_minibatches=2, reward_timeout_s=60)
+    try:
+        with pytest.raises(RolloutError, match=r"waited for the rewards .* rollout_timeout_s=1"):
+            played(module, tmp_path, StalenessControl(rollout_timeout_s=1))
+    finally:
+        over.set()
+
+
+def test_each_trajectory_is_judged_once(tmp_path: Path) -> None:
+    judged: list[tuple[int, int]] = []
+
+    class Counting(TinyGRPO):
+        def reward(self, trajectory: Trajectory) -> Any:
+            judged.append((trajectory.group_id, trajectory.sample))
+            return super().reward(trajectory)
+
+    assert played(Counting(decoupled=True, num_minibatches=2), tmp_path).judges_later
+    assert sorted(judged) == [(group, sample) for group in range(3 * BATCH_SIZE) for sample in range(GROUP_SIZE)]
+
+
+@pytest.mark.parametrize("is_later", [True, False], ids=["awaits rewards", "has rewards first"])
+def test_a_checkpoint_keeps_groups_whose_rewards_are_awaited(
+    is_later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = threading.Event()
+    path = tmp_path / "amid.ckpt"
+
+    class Saving(TinyGRPO):
+        def reward(self, trajectory: Trajectory) -> Any:
+            if trajectory.newest_version == 1 and trajectory.sample == 1:
+                assert saved.wait(60)
+            return super().reward(trajectory)
+
+        def on_rollout_end(self, groups: list[Group]) -> None:
+            if self.trainer.global_step == 1:
+                self.trainer.save_checkpoint(path)
+                saved.set()
+
+    whole = Saving(decoupled=True, num_minibatches=2)
+    played(whole, tmp_path)
+    loops = torch.load(path)["loops"]["fit_loop"]
+    groups = loops["epoch_loop.automatic_optimization.state_dict"]["rollout"]["finished"]
+    unjudged = [[item["sample"] for item in group["trajectories"] if item["reward"] is None] for group in groups]
+    assert all(1 in samples for samples in unjudged)
+    assert len(unjudged) == BATCH_SIZE
+
+    if not is_later:
+        monkeypatch.setattr(DataFlowGraph, "beside_rewards", lambda self: set())
+    resumed = TinyGRPO(decoupled=True, num_minibatches=2)
+    make_trainer(tmp_path).fit(resumed, datamodule=Digits(), ckpt_path=path)
+    assert resumed.trained == whole.trained[1:]
+    assert are_equal(weights(resumed), weights(whole))
