@@ -143,8 +143,8 @@ class ModelSpec:
         trust_remote_code: runs the Python code of a hub repository; think before you say true.
         head: `vocabulary` for a language model; `scalar` for a critic or a reward model, one number per position, which
             `AutoModelForSequenceClassification` loads. A checkpoint without such a head gets one that says 0.
-        frozen: this role is not trained, though the algorithm trains it by default.
-        lr: learning rate of this role; None is the module's.
+        frozen: a critic that is not trained; the policy always is.
+        lr: learning rate of this role, which may be 0; None is the module's.
         weight_decay: of this role; None is the module's.
         offload: between uses the model waits in CPU memory; for roles that are not trained.
         mesh: ranks of its own for this role's model; None for all, split as the strategy says.

@@ -8,6 +8,7 @@ over the share, divided by the whole batch's number: the update is that of one p
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+# Settings of a ModelSpec that are not read here.
+_OF_ROLES = ("frozen", "lr", "weight_decay", "offload", "mesh")
 _MADE_BY = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 
 
@@ -66,6 +69,13 @@ class SupervisedModule(L.LightningModule):
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps={warmup_steps}, expected 0 or more. Raise it.")
         self.policy_spec = ModelSpec.of(policy)
+        defaults = {item.name: item.default for item in dataclasses.fields(ModelSpec)}
+        unread = [name for name in _OF_ROLES if getattr(self.policy_spec, name) != defaults[name]]
+        if unread:
+            raise ValueError(
+                f"{type(self).__name__}'s policy has {', '.join(unread)}, which only an RLModule's roles have, "
+                "expected none of them. Leave them out; lr and weight_decay are the module's."
+            )
         self.lr = lr
         self.betas = betas
         self.weight_decay = weight_decay

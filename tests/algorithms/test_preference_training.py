@@ -18,7 +18,7 @@ from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import HuggingFaceExport
 from lightrl.data import PairBatch, PreferenceDataModule
 from lightrl.lora import LoRA
-from lightrl.models import ModelSpec
+from lightrl.models import ModelSpec, RoleMesh
 from lightrl.trajectory import Prompt
 
 
@@ -90,6 +90,11 @@ def test_a_policy_that_is_its_reference_has_margin_zero(tmp_path: Path, kind: ty
     measured = attached(kind(tiny_spec()), tmp_path).measure(make_batch())
     assert measured["margin_nats"].tolist() == pytest.approx([0.0, 0.0], abs=1e-5)
     assert measured["loss"].tolist() == pytest.approx([loss] * 2, rel=1e-4)
+
+
+def test_settings_of_an_rlmodules_roles_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"SFT's policy has lr, mesh, which only an RLModule's roles have"):
+        SFT(tiny_spec(lr=0.1, mesh=RoleMesh(0)))
 
 
 @pytest.mark.parametrize("make", [SFT, RewardModel, DPO], ids=lambda make: make.__name__)
