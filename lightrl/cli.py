@@ -6,6 +6,7 @@ classes by their short name, a user's by a dotted path that starts in the workin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 import lightrl
 from lightrl.config_errors import UsageError, explain, nearest_files
+from lightrl.disk_errors import is_disk_full
 from lightrl.errors import EngineUnreachable, LightRLError
 from lightrl.module import RLModule
 from lightrl.strategies import is_on_all_ranks
@@ -326,7 +328,8 @@ def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
         return _say(str(error), code=2)
     except (LightRLError, *_MENDABLE) as error:
         cause = _unwrapped(error)
-        if debug or (watch.has_begun and not isinstance(error, LightRLError) and not _raised_in(cause, lightrl)):
+        is_ours = isinstance(error, LightRLError) or _raised_in(cause, lightrl)
+        if debug or (watch.has_begun and not is_ours and not is_disk_full(error)):
             raise
         if is_on_all_ranks(error) and vars(rank_zero_only).get("rank"):
             return 1  # rank 0 says it
@@ -350,6 +353,8 @@ def _chain(error: BaseException) -> str:
             file, number = _place(link)
             ours = not file or _raised_in(link, lightrl)
             said = text if ours else f"{type(link).__name__}: {text} ({file}:{number})"
+            if not (ours or lines) and is_disk_full(link):
+                said += ". Expected a disk with room. Free some, or write elsewhere: trainer.default_root_dir."
             lines.append(f"  caused by {said}" if lines else said)
         link = None if isinstance(link, EngineUnreachable) else link.__cause__  # it says in words what the client did
     return "\n".join(lines)
@@ -381,16 +386,16 @@ def _place(error: BaseException) -> tuple[str, int]:
 
 
 def _keep_traceback(folder: Path | None) -> str:
-    """Writes the traceback of the error being handled to the run's folder; says where."""
-    try:
-        if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="lightrl-"))
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "traceback.txt"
-        path.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
-    except OSError:
-        return traceback.format_exc()  # nowhere to write: better long than lost
-    return f"Full traceback: {path}"
+    """Writes the traceback of the error being handled to the run's folder, or else to a temporary one; says where."""
+    text = traceback.format_exc()
+    for place in (folder, None):
+        with contextlib.suppress(OSError):
+            place = place or Path(tempfile.mkdtemp(prefix="lightrl-"))
+            place.mkdir(parents=True, exist_ok=True)
+            path = place / "traceback.txt"
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            return f"Full traceback: {path}"
+    return text  # nowhere to write: better long than lost
 
 
 def _put_working_folder_first() -> None:

@@ -17,6 +17,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
+from lightrl.disk_errors import is_disk_full, write_problem
 from lightrl.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
 from lightrl.models import ModelSpec, scalar_head
 from lightrl.pictures import save_processor, sees_pictures
@@ -252,6 +255,14 @@ def replaced_folder(to: Path) -> Iterator[Path]:
         if place.exists():
             place.rename(replaced)
         unfinished.rename(place)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if not is_disk_full(error):
+            raise
+        raise OSError(
+            f"The model could not be exported to {to}: {write_problem(error, place)}, expected room for a whole model "
+            "beside the earlier export. Free some, or name another folder; the earlier export is still whole."
+        ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(replaced, ignore_errors=True)

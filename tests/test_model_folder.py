@@ -1,4 +1,4 @@
-"""Folders of models with a scalar head: transformers loads them without a word, SGLang finds the bias it looks for."""
+"""Model folders: whole or absent; transformers loads scalar heads without a word, SGLang finds the bias it wants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny import FAMILIES, random_experience
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from lightrl.model_folder import save_model
+from lightrl.model_folder import replaced_folder, save_model
 from lightrl.models import ModelSpec
 from lightrl.strategies import LogprobSettings, SingleModel
 
@@ -42,3 +42,20 @@ def test_a_bias_of_zero_lies_beside_the_heads_that_have_one_in_sglang(
     assert expected is not None
     assert torch.equal(found, expected)
     assert expected.any()
+
+
+def test_a_full_disk_is_said_in_words_and_leaves_the_earlier_export(tmp_path: Path) -> None:
+    def save(to: Path) -> None:
+        with replaced_folder(to) as folder:
+            (folder / "config.json").symlink_to("/dev/full")  # which accepts nothing
+            (folder / "config.json").write_text("{}")
+
+    to = tmp_path / "export"
+    to.mkdir()
+    (to / "config.json").write_text("{}")
+    said = rf"^The model could not be exported to {to}: the disk of '{tmp_path}' is full \(.* free\), expected .* Free"
+    with pytest.raises(OSError, match=said) as caught:
+        save(to)
+    assert caught.value.__suppress_context__
+    assert (to / "config.json").read_text() == "{}"
+    assert list(tmp_path.iterdir()) == [to]

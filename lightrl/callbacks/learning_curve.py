@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.disk_errors import write_problem
 
 if TYPE_CHECKING:
     import lightning as L
@@ -117,7 +118,12 @@ class LearningCurve(RLCallback):
             except ImportError as error:
                 log.warning("No learning curve was drawn, for matplotlib cannot be imported (%s). Install it.", error)
             except OSError as error:
-                log.warning("No learning curve was written to %s (%s). Free space on the disk.", run_folder, error)
+                problem = write_problem(error, run_folder / "learning_curve.png")
+                log.warning(
+                    "No learning curve was written to %s: %s, expected a disk with room. Mend that for the next run.",
+                    run_folder,
+                    problem,
+                )
         trainer.print("\n".join([f"Run folder: {run_folder}", *_contents(trainer, run_folder)]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.dataflow import ModelCall, follows_from_trajectories
+from lightrl.disk_errors import write_problem
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -113,21 +115,25 @@ class TrajectoryLog(RLCallback):
             {**stamp, "advantage": advantage, "trajectory": trajectory}
             for trajectory, advantage in zip(trajectories, advantages, strict=True)
         ]
+        content = b""
         try:
             lines = [
                 json.dumps(record, default=_fields, ensure_ascii=False) for record in records[: self.max_per_iteration]
             ]
-            self._folder.mkdir(parents=True, exist_ok=True)
             # A lone surrogate, which UTF-8 cannot hold, becomes \udxxx, as JSON calls it: it is read back as it was.
-            unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+            content = ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace")
+            self._folder.mkdir(parents=True, exist_ok=True)
+            unfinished.write_bytes(content)
             unfinished.replace(path)
         except (OSError, TypeError) as error:
             self._folder = None
+            with contextlib.suppress(OSError):
+                unfinished.unlink()  # half of it, on a disk that may be full
             log.warning(
-                "The trajectory log cannot write %s (%s), expected JSON-able prompts and a disk with room. It stops "
+                "The trajectory log cannot write %s: %s, expected JSON-able prompts and a disk with room. It stops "
                 "writing and the run goes on. Mend that, or raise TrajectoryLog's every_n_iterations.",
                 path,
-                error,
+                write_problem(error, path, len(content)),
             )
 
 

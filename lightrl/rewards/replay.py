@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightrl.disk_errors import write_problem
 from lightrl.errors import RewardError
 from lightrl.rewards.judge import Judge, make_judge
 from lightrl.rewards.judgment import Judgment
@@ -69,7 +70,11 @@ class FailureLog:
                 file.write(line)
         except (OSError, RewardError) as problem:
             self._num_left = 0
-            _logger.warning("%s cannot be written (%s); failed rewards are not logged any more.", self.path, problem)
+            _logger.warning(
+                "%s cannot be written: %s, expected a disk with room; failed rewards are not logged any more.",
+                self.path,
+                write_problem(problem, self.path),
+            )
 
 
 @dataclass(frozen=True)

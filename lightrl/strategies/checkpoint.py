@@ -30,7 +30,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.utils._pytree import tree_leaves
 
+from lightrl.disk_errors import cause_to_show, write_problem
 from lightrl.strategies.checkpoint_fit import check_optimizers
 
 if TYPE_CHECKING:
@@ -135,11 +137,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target = Path(path)
         if not self.save_async:
-            self._write(target, lambda file: torch.save(checkpoint, file))
+            self._write(target, lambda file: torch.save(checkpoint, file), num_tensor_bytes(checkpoint))
             return
         copy = io.BytesIO()
         torch.save(checkpoint, copy)
-        self._writes.add(lambda: self._write(target, lambda file: file.write(copy.getbuffer())))
+        content = copy.getbuffer()
+        self._writes.add(lambda: self._write(target, lambda file: file.write(content), len(content)))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         if "://" in str(path):
@@ -150,7 +153,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def teardown(self) -> None:
         self._writes.wait()
 
-    def _write(self, target: Path, write: Callable[[Any], Any]) -> None:
+    def _write(self, target: Path, write: Callable[[Any], Any], num_bytes: int) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
         try:
@@ -160,15 +163,33 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 os.fsync(file.fileno())
             publish(part, target)
         except (OSError, RuntimeError) as error:  # torch's writer makes a RuntimeError of a full disk
-            raise OSError(
-                f"Checkpoint {target} could not be written ({error}), expected a disk with room and the right to "
-                "write. Free some, or set another default_root_dir; a file that was there before is still whole."
-            ) from error
+            part.unlink(missing_ok=True)
+            raise write_error(error, target, "the right to write", num_bytes) from cause_to_show(error)
         finally:
             part.unlink(missing_ok=True)
         for left in target.parent.glob(f"{target.name}.*.part"):
             if not _is_alive(left.name.split(".")[-2]):
                 left.unlink(missing_ok=True)
+
+
+def write_error(error: BaseException, place: Path, asked: str, num_bytes: int | None = None) -> OSError:
+    """What to raise where a checkpoint could not be written to its place.
+
+    Args:
+        error: why.
+        place: of the checkpoint.
+        asked: what is expected of the disk beside room.
+        num_bytes: of the checkpoint, if they are known.
+    """
+    return OSError(
+        f"Checkpoint {place} could not be written: {write_problem(error, place, num_bytes)}. Expected a disk with room "
+        f"and {asked}. Free some, or set another default_root_dir; one that was there before is still whole."
+    )
+
+
+def num_tensor_bytes(tree: Any) -> int:
+    """Of all tensors in nested containers."""
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def publish(part: Path, place: Path) -> None:

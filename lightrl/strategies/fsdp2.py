@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import functools
 import io
+import shutil
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from torch.distributed.fsdp import (
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
+from lightrl.disk_errors import cause_to_show
 from lightrl.models import ParallelModel, RoleMesh
 from lightrl.strategies.checkpoint import (
     META_FILE,
@@ -50,6 +52,7 @@ from lightrl.strategies.checkpoint import (
     optimizer_state,
     publish,
     remove_checkpoint,
+    write_error,
 )
 from lightrl.strategies.checkpoint_fit import check_weights
 from lightrl.strategies.empty_model import empty_models, fill_model, spec_of
@@ -363,10 +366,9 @@ class FSDP2Strategy(ModelParallelStrategy):
                 if self.is_global_zero:  # all have written: the last thing that a save does is a reduction
                     publish(part, place)
             except (OSError, RuntimeError, CheckpointException) as error:
-                raise OSError(
-                    f"Checkpoint {place} could not be written ({error}), expected a disk with room that all ranks "
-                    "share. Free some, or set another default_root_dir; one that was there before is still whole."
-                ) from error
+                if self.is_global_zero:
+                    shutil.rmtree(part, ignore_errors=True)
+                raise write_error(error, place, "that all ranks share") from cause_to_show(error)
 
         if self.save_async:
             if self.root_device.type == "cpu":  # elsewhere it is a copy already

@@ -8,7 +8,6 @@ A bucket becomes a file at once, straight from the tensors' memory, so that no m
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import torch
 from torch import Tensor
 
+from lightrl.disk_errors import is_disk_full
 from lightrl.errors import WeightSyncError
 from lightrl.weights.bucket import Bucket
 from lightrl.weights.server_form import ServerForm
@@ -243,7 +243,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int) -> WeightSyncError:
     written = f"after {num_bytes / 2**20:.0f} MiB"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(error):
         return WeightSyncError(
             f"The disk of {str(root)!r} is full: weight version {weight_version} could not be written {written}, "
             "expected room for `keep` + 1 versions of the model. The old weights serve on. Free space there, or name "

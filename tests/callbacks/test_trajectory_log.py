@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,17 @@ def test_a_disk_that_refuses_ends_the_log_with_one_warning_not_the_run(
     assert trainer.global_step == 3
     assert len(caplog.messages) == 1
     assert "stops writing" in caplog.messages[0]
+
+
+def test_a_full_disk_is_said_in_words_and_half_a_file_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "trajectories"
+    folder.mkdir()
+    (folder / "iteration-000000.jsonl.tmp").symlink_to("/dev/full")  # which accepts nothing
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        run(lambda _: groups_of([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path)
+    said = rf"iteration-000000\.jsonl: the disk of '{folder}' is full \(.* free, 1 KiB to write\), expected"
+    assert re.search(said, caplog.messages[0])
+    assert list(folder.iterdir()) == []
 
 
 def test_a_prompt_that_json_cannot_hold_ends_the_log_not_the_run(

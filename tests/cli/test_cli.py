@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from parsed import parsed
 
 import lightrl
 from lightrl.__main__ import COMMANDS, main
-from lightrl.cli import default_loggers, last_checkpoint
+from lightrl.cli import default_loggers, last_checkpoint, reported
 from lightrl.rollout.sglang.held_port import HeldPort
 
 
@@ -198,6 +199,23 @@ def test_a_server_that_is_not_there_is_said_in_words_alone(settings, config, cap
     said = capfd.readouterr().err
     assert "refused the connection, nothing listens there" in said
     assert "caused by" not in said
+
+
+def test_a_full_disk_is_said_in_words_and_the_traceback_is_kept_elsewhere(tmp_path, capfd):
+    (tmp_path / "traceback.txt").symlink_to("/dev/full")  # which accepts nothing
+
+    def log_metrics(callbacks):
+        callbacks[0].has_begun, callbacks[0].folder = True, tmp_path
+        (tmp_path / "traceback.txt").write_text("as a logger of Lightning's fails")
+
+    assert reported(log_metrics) == 1
+    said = capfd.readouterr().err
+    assert "No space left on device" in said
+    assert "Expected a disk with room. Free some, or write elsewhere: trainer.default_root_dir." in said
+    kept = Path(said.rsplit("Full traceback: ", 1)[1].strip())
+    assert kept.parent != tmp_path
+    assert "log_metrics" in kept.read_text()
+    shutil.rmtree(kept.parent)
 
 
 def test_lightrl_debug_shows_the_exception_itself(settings, config, monkeypatch):
