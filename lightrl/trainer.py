@@ -21,6 +21,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.algorithms.supervised import SupervisedModule
@@ -178,7 +179,8 @@ class Trainer(L.Trainer):
     # ------------------------------------------------------------------ Lightning's stages
 
     def fit(self, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
-        with self._checked(model):
+        is_recorded = any(hasattr(given, "recorded_groups") for given in (*args, *kwargs.values()))
+        with self._checked(model, has_judge=not is_recorded):
             super().fit(model, *args, **kwargs)
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -194,8 +196,11 @@ class Trainer(L.Trainer):
             return super().predict(model, *args, **kwargs)
 
     @contextlib.contextmanager
-    def _checked(self, model: L.LightningModule | None) -> Iterator[None]:
-        """Refuses, before anything starts, what cannot train an RLModule; inside, Lightning's warnings fit one."""
+    def _checked(self, model: L.LightningModule | None, *, has_judge: bool = True) -> Iterator[None]:
+        """Refuses, before any model is built, what cannot train an RLModule; inside, Lightning's warnings fit one.
+
+        The judge starts here, on the main process, since that finds out whether there is such a reward function.
+        """
         module = self.lightning_module if model is None else model
         self._mute_checkpoints()  # until the stage runs: a run whose state is half restored has nothing to save
         with warnings.catch_warnings():
@@ -204,7 +209,14 @@ class Trainer(L.Trainer):
             if isinstance(module, RLModule | SupervisedModule):
                 for message, category in MEANT:
                     warnings.filterwarnings("ignore", message, category)
-            yield
+            try:
+                if isinstance(module, RLModule) and has_judge and vars(rank_zero_only)["rank"] == 0:
+                    self._judge = make_judge_of(module)
+                    self._judge.start()
+                yield
+            finally:
+                if self._judge is not None:  # the stage did not come so far that it was closed
+                    self._close_judge(self._judge)
 
     def _run_stage(self) -> Any:
         while self._muted:
@@ -358,14 +370,8 @@ class Trainer(L.Trainer):
     def _start_rollout(self, module: RLModule, failures: Path | None, **settings: Any) -> RolloutController:
         """Judge, engine and controller; on rank 0 only."""
         staleness = self._one_of(StalenessControl)
-        self._judge = make_judge(
-            module.reward_source if module.reward_source is not None else module.reward,
-            workers=module.reward_workers,
-            timeout_s=module.reward_timeout_s,
-            memory_limit_mib=module.reward_memory_mib,
-            recycle_after=module.reward_recycle_after,
-            search_paths=[str(Path.cwd())],
-        )
+        if self._judge is None:
+            self._judge = make_judge_of(module)
         if failures is not None:
             self._judge = FailureLog(self._judge, failures)
         self._judge.start()
@@ -520,3 +526,15 @@ class Trainer(L.Trainer):
         """Tensors made under Lightning's inference mode could not be loaded into in place later."""
         for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop, self.predict_loop):
             loop.inference_mode = False
+
+
+def make_judge_of(module: RLModule) -> Judge:
+    """What gives rewards to the trajectories of this module, not started."""
+    return make_judge(
+        module.reward_source if module.reward_source is not None else module.reward,
+        workers=module.reward_workers,
+        timeout_s=module.reward_timeout_s,
+        memory_limit_mib=module.reward_memory_mib,
+        recycle_after=module.reward_recycle_after,
+        search_paths=[str(Path.cwd())],
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import BATCH_SIZE, CONFIG, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
+from tiny_run import BATCH_SIZE, CONFIG, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, our_threads, weights
 from torch import Tensor
 
 from lightrl import GRPO, Experience, ModelSpec, Outputs, RLCallback, Sampling, Trajectory
@@ -91,11 +91,18 @@ def test_more_prompts_per_iteration_than_there_are_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("path", ["digit_reward.no_such_function", "no_such_module.reward"])
-def test_a_wrong_reward_path_is_named_and_leaves_no_worker(path: str, tmp_path: Path) -> None:
+def test_a_wrong_reward_path_is_named_before_a_model_is_built_and_leaves_no_worker(path: str, tmp_path: Path) -> None:
     module = TinyGRPO(reward=path)
-    with pytest.raises(ValueError, match=path.rpartition(".")[2]):
+    with pytest.raises(ValueError, match=rf"^reward='{path}': .*(has no|there is no module)"):
         make_trainer(tmp_path).fit(module, datamodule=Digits())
-    assert not module.trained
+    assert not hasattr(module, "policy")
+    assert not our_threads()
+
+
+def test_a_start_that_is_refused_later_ends_the_judge(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_minibatches=3 does not divide"):
+        make_trainer(tmp_path).fit(TinyGRPO(num_minibatches=3, reward="digit_reward.token_reward"), datamodule=Digits())
+    assert not our_threads()
 
 
 class Failing(TinyGRPO):

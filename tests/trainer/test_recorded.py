@@ -73,6 +73,12 @@ def replay(folder: Path, module: TinyGRPO, path: Path, **settings: Any) -> Any:
     return trainer
 
 
+def test_recorded_trajectories_need_no_reward_function(tmp_path: Path) -> None:
+    record(tmp_path, steps=1)
+    trainer = replay(tmp_path / "again", TinyGRPO(reward="no_such_module.reward"), tmp_path / "trajectories")
+    assert trainer.global_step == 1
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"num_minibatches": 2, "update_epochs": 2, "decoupled": True}, {"entropy_coef": 0.1, "lr_decay": "linear"}],
