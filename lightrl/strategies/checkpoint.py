@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._pytree import tree_leaves
 
 from lightrl.disk_errors import cause_to_show, write_problem
-from lightrl.strategies.checkpoint_fit import check_optimizers
+from lightrl.strategies.checkpoint_fit import check_named_optimizer, check_optimizers, parameter_of, refusal
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -281,17 +281,19 @@ def load_optimizers(
     strategy: Strategy, by_position: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any]
 ) -> None:
     """Gives optimizers of one process their state, by position as Lightning saves it, or by parameter name."""
-    states = checkpoint["optimizer_states"]
-    if not any(name.startswith("state.") for state in states for name in state):
-        check_optimizers(states, strategy.optimizers, _path_of(strategy))
+    states, where = checkpoint["optimizer_states"], _path_of(strategy)
+    if all("param_groups" in state for state in states):
+        check_optimizers(states, strategy.optimizers, where)
         by_position(checkpoint)
         return
     assert strategy.model is not None
+    if len(states) != len(strategy.optimizers):
+        raise ValueError(refusal(f"it has {len(states)} optimizers, this run {len(strategy.optimizers)}", where))
     # The two ends of a pipeline save a shared weight under both of its names.
     known = {name for name, _ in strategy.model.named_parameters()}
     for optimizer, state in zip(strategy.optimizers, states, strict=True):
-        own = {key: value for key, value in state.items() if key.partition(".")[2].rpartition(".")[0] in known}
-        load_optimizer_state(strategy.model, optimizer, own)
+        own = {key: value for key, value in state.items() if parameter_of(key) in known}
+        load_optimizer_state(strategy.model, optimizer, own, where)
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -300,10 +302,18 @@ def optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
         return get_optimizer_state_dict(model, plain, options=FLAT) if plain.param_groups else {}
 
 
-def load_optimizer_state(model: torch.nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-    """The inverse of `optimizer_state`."""
+def load_optimizer_state(
+    model: torch.nn.Module, optimizer: Any, state: dict[str, Any], where: str | Path | None
+) -> None:
+    """The inverse of `optimizer_state`.
+
+    Raises:
+        ValueError: if it is that of another optimizer; it names the checkpoint, which is at `where`.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
     with _without_empty_groups(optimizer) as plain:
         if plain.param_groups:
+            check_named_optimizer(state, plain, names, where)
             set_optimizer_state_dict(model, plain, optim_state_dict=state, options=FLAT)
 
 

@@ -54,7 +54,7 @@ from lightrl.strategies.checkpoint import (
     remove_checkpoint,
     write_error,
 )
-from lightrl.strategies.checkpoint_fit import check_weights
+from lightrl.strategies.checkpoint_fit import check_optimizer_names, check_weights
 from lightrl.strategies.empty_model import empty_models, fill_model, spec_of
 from lightrl.strategies.fsdp2_model import FSDP2Model
 from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors, watch_all
@@ -386,7 +386,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Weights and optimizers into place, from however many ranks; gives the rest. Roles not saved stay as loaded.
 
         Raises:
-            ValueError: if the folder is not whole or lacks a trained parameter.
+            ValueError: if the folder is not whole, or of other models or optimizers.
         """
         self._writes.wait()
         path = Path(self.broadcast(str(checkpoint_path)))
@@ -405,8 +405,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         for index, optimizer in enumerate(self.optimizers):
             key = f"optimizer_{index}"
             states = {key: optimizer_state(self.model, optimizer)}
+            there = {name.removeprefix(f"{key}.") for name in saved if name.startswith(f"{key}.")}
+            check_optimizer_names(there, states[key], optimizer, path)
             self._read(path, states)
-            load_optimizer_state(self.model, optimizer, states[key])
+            load_optimizer_state(self.model, optimizer, states[key], path)
         rest: dict[str, Any] = torch.load(path / META_FILE, weights_only=True)
         return rest
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from tiny import tiny_model
+from torch.optim import SGD, AdamW, Optimizer
 
 from lightrl.strategies import AtomicCheckpointIO, LogprobSettings, SingleModel, check_strategy, parallel_model
-from lightrl.strategies.checkpoint import publish
+from lightrl.strategies.checkpoint import load_optimizers, optimizer_state, publish
 
 
 class DiesWhenWritten:
@@ -85,6 +86,67 @@ def test_a_folder_takes_the_place_of_what_was_there(
     publish(part, place)
     assert [path.name for path in place.iterdir()] == ["new"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "last.ckpt"]
+
+
+# ---------------------------------------------------------------------- optimizers, by parameter name
+
+LAYERS = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+FIRST, SECOND = LAYERS.parameters()
+
+
+def resumed(saved: Optimizer, own: Optimizer) -> Optimizer:
+    """`own` with the state that several processes would have saved of `saved`."""
+    strategy = SingleDeviceStrategy(torch.device("cpu"))
+    strategy.model, strategy.optimizers = LAYERS, [own]
+    by_position = strategy.load_optimizer_state_dict
+    load_optimizers(strategy, by_position, {"optimizer_states": [optimizer_state(LAYERS, saved)]})
+    return own
+
+
+@pytest.mark.parametrize("own", [AdamW([FIRST, SECOND]), AdamW([{"params": [FIRST]}, {"params": [SECOND]}])])
+def test_settings_come_by_parameter_name_into_other_groups(own: Optimizer) -> None:
+    resumed(AdamW([FIRST, SECOND], lr=0.5), own)
+    assert {group["lr"] for group in own.param_groups} == {0.5}
+
+
+def test_an_optimizer_without_state_is_resumed_by_parameter_name() -> None:
+    own = resumed(SGD([FIRST, SECOND], lr=0.5), SGD([FIRST, SECOND], lr=0.1))
+    assert own.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "difference"),
+    [
+        pytest.param(
+            AdamW([FIRST, SECOND]),
+            SGD([FIRST, SECOND]),
+            "its optimizer's state has no dampening, momentum, nesterov, which SGD has",
+            id="another kind",
+        ),
+        pytest.param(
+            AdamW([FIRST]), AdamW([FIRST, SECOND]), r"its optimizer has not 1 of the parameters \(1.weight\)", id="more"
+        ),
+        pytest.param(
+            AdamW([{"params": [FIRST], "lr": 0.1}, {"params": [SECOND], "lr": 0.2}]),
+            AdamW([FIRST, SECOND]),
+            "one of this run's parameter groups has 0.weight, whose lr is 0.1 there, and 1.weight, whose lr is 0.2",
+            id="other groups",
+        ),
+    ],
+)
+def test_another_optimizer_is_refused_with_what_differs(saved: Optimizer, own: Optimizer, difference: str) -> None:
+    with pytest.raises(ValueError, match=rf"The checkpoint does not fit .*: {difference}\. Expected .* Resume with"):
+        resumed(saved, own)
+
+
+def test_another_number_of_optimizers_is_refused() -> None:
+    strategy = SingleDeviceStrategy(torch.device("cpu"))
+    strategy.model, strategy.optimizers = LAYERS, [SGD([FIRST]), SGD([SECOND])]
+    with pytest.raises(ValueError, match="it has 1 optimizers, this run 2"):
+        load_optimizers(strategy, print, {"optimizer_states": [optimizer_state(LAYERS, SGD([FIRST]))]})
+
+
+# ---------------------------------------------------------------------- strategies
 
 
 def test_a_single_device_gives_a_single_model() -> None:

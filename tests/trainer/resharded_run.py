@@ -120,18 +120,16 @@ class Forgets(Callback):
         self.seen = 1
 
 
-def refusal_of_another_model(folder: Path) -> str:
-    """What is said about a checkpoint whose weights have other shapes."""
-    wider = replace(SPEC, config={**SPEC.config, "intermediate_size": 24})  # type: ignore[dict-item]
+class ByGradients(TinyPPO):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameter_groups(), lr=0.1)
+
+
+def refusal(folder: Path, module: TinyPPO) -> str:
+    """What is said about the checkpoint of two ranks, whose models or optimizer are others than this module's."""
+    trainer = make_trainer(folder, max_steps=4, devices=2, strategy="FSDP2Strategy")
     try:
-        play(
-            folder,
-            "wider",
-            settings={"policy": wider},
-            ckpt_path=folder / "two ranks" / "step=2.ckpt",
-            devices=2,
-            strategy="FSDP2Strategy",
-        )
+        trainer.fit(module, datamodule=Digits(), ckpt_path=folder / "two ranks" / "step=2.ckpt")
     except ValueError as error:
         return str(error)
     return ""
@@ -153,7 +151,9 @@ def work(size: int, folder: Path) -> dict[str, Any]:
     if size == 2:
         found["two ranks"] = play(folder, "two ranks", devices=2, strategy=FSDP2Strategy(save_async=True))
         found["dry runs"] = [dry_run(folder), dry_run(folder, Forgets())]
-        found["refusal"] = refusal_of_another_model(folder)
+        wider = replace(SPEC, config={**SPEC.config, "intermediate_size": 24})  # type: ignore[dict-item]
+        found["another model"] = refusal(folder, TinyPPO(wider))
+        found["another optimizer"] = refusal(folder, ByGradients())
         with slow_main_rank():
             found["adapters"] = play(folder, "adapters", settings=ADAPTED, devices=2, strategy="FSDP2Strategy")
         return found

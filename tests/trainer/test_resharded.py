@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_scripts import finished, left_by, run
-from resharded_run import ADAPTED, ON_BODY, TinyPPO, play
+from resharded_run import ADAPTED, ON_BODY, ByGradients, TinyPPO, play
 from tiny_run import Digits, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -111,8 +111,17 @@ def test_the_command_exports_what_the_run_did(
 
 
 def test_two_ranks_refuse_the_checkpoint_of_another_model(two: dict[str, Any]) -> None:
-    assert "step=2.ckpt does not fit this configuration: its weights are others: 12 of another shape" in two["refusal"]
-    assert "mlp.gate_proj.weight [16, 16] there and [24, 16] here" in two["refusal"]
+    said = two["another model"]
+    assert "step=2.ckpt does not fit this configuration: its weights are others: 12 of another shape" in said
+    assert "mlp.gate_proj.weight [16, 16] there and [24, 16] here" in said
+
+
+def test_the_checkpoint_of_another_optimizer_is_refused(two: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    difference = "step=2.ckpt does not fit this configuration: its optimizer's state has no dampening, momentum, nester"
+    assert difference in two["another optimizer"]
+    trainer, checkpoint = make_trainer(tmp_path, max_steps=4), folder / "two ranks" / "step=2.ckpt"
+    with pytest.raises(ValueError, match=difference):
+        trainer.fit(ByGradients(), datamodule=Digits(), ckpt_path=checkpoint)
 
 
 def test_fast_dev_run_on_two_ranks_finds_what_a_resume_would_lose(two: dict[str, Any]) -> None:
