@@ -34,7 +34,7 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.data import prompt_source
-from lightrl.loops import ResumeCheck, RolloutLoop, SharedRollout
+from lightrl.loops import ResumeCheck, RolloutLoop, SharedRollout, StateBefore
 from lightrl.lora import LoRA
 from lightrl.models import ModelSpec
 from lightrl.module import RLModule
@@ -119,6 +119,7 @@ class Trainer(L.Trainer):
         self.rollout: AnyRollout | None = None  # while a stage of an RLModule runs
         self._judge: Judge | None = None
         self._engine_is_open = False
+        self._has_started = False  # the stage runs: models, state and rollouts are there
         self._muted: list[Any] = []  # checkpoint callbacks that must not save the exception that ended the last stage
         self._hook_calls: deque[tuple[str, tuple[Any, ...]]] = deque()
         self.rollout_loop = RolloutLoop(self)
@@ -181,7 +182,13 @@ class Trainer(L.Trainer):
     def fit(self, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
         is_recorded = any(hasattr(given, "recorded_groups") for given in (*args, *kwargs.values()))
         with self._checked(model, has_judge=not is_recorded):
-            super().fit(model, *args, **kwargs)
+            before, self._has_started = StateBefore(self), False
+            try:
+                super().fit(model, *args, **kwargs)
+            except BaseException:
+                if not self._has_started:
+                    before.give_back()
+                raise
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         with self._checked(model):
@@ -217,12 +224,14 @@ class Trainer(L.Trainer):
             finally:
                 if self._judge is not None:  # the stage did not come so far that it was closed
                     self._close_judge(self._judge)
+                self._checkpoint_connector._loaded_checkpoint = {}  # one that was refused; the next stage would read it
 
     def _run_stage(self) -> Any:
         while self._muted:
             self._muted.pop().save_on_exception = True
         module = self.lightning_module
         if not isinstance(module, RLModule):
+            self._has_started = True
             return super()._run_stage()
         try:
             try:
@@ -233,6 +242,7 @@ class Trainer(L.Trainer):
                         raise SIGTERMException
                     self._open_rollout(module)
                 self.rollout_loop.ranks.begin()
+                self._has_started = True
                 with self.rollout_loop.interrupts():
                     results = super()._run_stage()
                 if resume_check is not None:

@@ -8,6 +8,7 @@ Reading order:
     update.py         minibatches, microbatches, loss reduction, the optimizer step
     metrics.py        means, sums and bounds that do not depend on microbatches and ranks
     resume_check.py   fast_dev_run's check that a checkpoint restores everything
+    state_before.py   a start that fails leaves nothing of the checkpoint it restored
     interrupt.py      Ctrl-C waits for the end of an update
     shared_rollout.py rank 0's rollout controller as every rank sees it
     group_bytes.py    groups on their way from rank 0 to the others
@@ -18,5 +19,6 @@ May import: everything below; Lightning's private names, each listed in tests/te
 from lightrl.loops.resume_check import ResumeCheck
 from lightrl.loops.rollout_loop import RolloutLoop
 from lightrl.loops.shared_rollout import SharedRollout
+from lightrl.loops.state_before import StateBefore
 
-__all__ = ["ResumeCheck", "RolloutLoop", "SharedRollout"]
+__all__ = ["ResumeCheck", "RolloutLoop", "SharedRollout", "StateBefore"]

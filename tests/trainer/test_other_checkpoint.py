@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, are_equal, make_trainer, weights
 
 from lightrl import PPO, LoRA, Sampling
 
@@ -77,3 +77,62 @@ def test_after_a_refused_resume_a_run_saves_on_exceptions_again(checkpoint: Path
         trainer.fit(TinyGRPO(WIDER), datamodule=Digits(), ckpt_path=checkpoint)
     trainer.fit(TinyGRPO(), datamodule=Digits(), ckpt_path=checkpoint)
     assert save.save_on_exception is True
+
+
+START_FAILS = {
+    "at the weights": lambda: TinyGRPO(WIDER),
+    "at the optimizer": ByGradients,
+    "when all is restored": lambda: TinyGRPO(num_minibatches=3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning")
+@pytest.mark.parametrize("place", START_FAILS)
+def test_after_a_resume_that_fails_a_run_without_a_checkpoint_starts_afresh(
+    place: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, max_steps=2)
+    with pytest.raises(ValueError, match=r"does not (fit|divide)"):
+        trainer.fit(START_FAILS[place](), datamodule=Digits(), ckpt_path=checkpoint)
+    assert trainer.global_step == trainer.weight_version == 0
+    again, alone = TinyGRPO(), TinyGRPO()
+    trainer.fit(again, datamodule=Digits())
+    make_trainer(tmp_path, max_steps=2).fit(alone, datamodule=Digits())
+    assert len(again.trained) == 2
+    assert again.trained == alone.trained
+    assert are_equal(weights(again), weights(alone))
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_after_a_refused_stage_a_run_without_a_checkpoint_starts_afresh(
+    stage: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1)
+    with pytest.raises(ValueError, match="does not fit"):
+        getattr(trainer, stage)(TinyGRPO(WIDER), datamodule=Digits(), ckpt_path=checkpoint)
+    module = TinyGRPO()
+    trainer.fit(module, datamodule=Digits())
+    assert len(module.trained) == 1
+
+
+class Counts(Callback):
+    seen = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["seen"]
+
+
+def test_a_callback_has_nothing_of_a_refused_checkpoint(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=2, callbacks=[Counts()])
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    counts = Counts()
+    with pytest.raises(ValueError, match="does not fit"):
+        make_trainer(tmp_path, callbacks=[counts]).fit(ByGradients(), Digits(), ckpt_path=tmp_path / "a.ckpt")
+    assert counts.seen == 0
