@@ -149,6 +149,8 @@ class Members:
         answered_at = time.monotonic()
         while self.clients.get(url) is client:
             await asyncio.sleep(self._probe_interval_s)
+            if client.last_answer_at is None:  # `reach` waits for its first answer, and says so
+                continue
             state = self.pool.servers[url].state
             try:
                 await client.model_info(timeout_s=self._look_timeout_s, num_retries=0)
