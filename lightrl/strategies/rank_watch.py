@@ -10,6 +10,7 @@ many phases so far, how long without a step) in a store on rank 0, and looks the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ POLL_S = 0.5  # between two looks
 GRACE_S = 10.0  # for a main thread to end by itself, once another rank has failed
 
 _FAILURE = "failure"
+_STORE_IS_GONE = (RuntimeError, OSError)  # what the store's methods raise then
 
 
 class Store(Protocol):
@@ -127,18 +129,19 @@ class RankWatch:
     def fail(self, error: BaseException, timeout_s: float = 3.0) -> None:
         """Tells the others that this rank has failed, and waits a little until they know: the store may end with us."""
         lines = "".join(traceback.format_exception(error))
-        with self._lock:
-            if self._closed.is_set():
-                return
-            phase = self._phases[-1][0]
-            self._store.compare_set(_FAILURE, "", json.dumps([self._rank, f"failed in {phase!r}:\n{lines}"]))
-        keys = [f"knows/{rank}" for rank in range(self._size) if rank != self._rank]
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        with contextlib.suppress(*_STORE_IS_GONE):  # rank 0 ended first, and said why: this error follows from that
             with self._lock:
-                if self._store.check(keys):
+                if self._closed.is_set():
                     return
-            time.sleep(POLL_S / 5)
+                phase = self._phases[-1][0]
+                self._store.compare_set(_FAILURE, "", json.dumps([self._rank, f"failed in {phase!r}:\n{lines}"]))
+            keys = [f"knows/{rank}" for rank in range(self._size) if rank != self._rank]
+            deadline = time.monotonic() + timeout_s
+            while time.monotonic() < deadline:
+                with self._lock:
+                    if self._store.check(keys):
+                        return
+                time.sleep(POLL_S / 5)
 
     def close(self) -> None:
         """This rank has ended as planned, or is about to end by itself."""
@@ -163,7 +166,7 @@ class RankWatch:
             try:
                 with self._lock:
                     failure = self._look()
-            except (RuntimeError, OSError):  # the store, and with it rank 0, is gone
+            except _STORE_IS_GONE:
                 failure = "Rank 0 is gone, and the store with it. Its own output says why."
             if failure is not None:
                 self._end(failure)

@@ -142,6 +142,20 @@ def test_a_failure_ends_the_other_rank_and_says_why(capsys: pytest.CaptureFixtur
     assert "Rank 0 is here:" in text
 
 
+def test_a_rank_that_fails_since_rank_0_is_gone_raises_nothing_else() -> None:
+    class Gone:
+        """A store whose process has ended."""
+
+        def compare_set(self, *args: str) -> bytes:
+            raise torch.distributed.DistNetworkError("Broken pipe")
+
+        check = set = get = compare_set
+
+    watch = RankWatch(Gone(), 1, 2, end_process=lambda: None)
+    watch.fail(RuntimeError("connection closed by peer"))
+    watch.close()
+
+
 @pytest.mark.usefixtures("_quick_watch")
 def test_ranks_that_end_as_planned_end_nobody() -> None:
     store, ended = torch.distributed.HashStore(), threading.Event()
