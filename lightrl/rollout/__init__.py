@@ -9,7 +9,7 @@ Reading order:
     buffer.py        what may start and what may be trained on: pure functions
     prompt_cursor.py which prompt comes next; group_filter.py, drop_tally.py  which groups are replaced, and how many
     controller.py    keeps groups in flight and hands over batches; recorded.py hands over those of an earlier run
-      loop_thread.py, trajectory_task.py  its event loop; playing and judging one trajectory
+      loop_thread.py, trajectory_task.py, judging.py  its event loop; one trajectory; rewards, awaited when needed
     fake_engine.py   deterministic, slow or broken on request, for tests
     local_engine.py  the engine of a laptop: running_batch.py its slots, sampler.py logits to tokens and logprobs
       decoder.py, fast_decoder.py  what it decodes with: any Hugging Face model; Llama's shape, faster

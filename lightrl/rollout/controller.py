@@ -28,9 +28,10 @@ from lightrl.rollout.buffer import choose_batch, describe_waiting, find_overdue,
 from lightrl.rollout.drop_tally import Drop, DropTally
 from lightrl.rollout.engine import LivesOnLoop, RolloutEngine
 from lightrl.rollout.group_filter import success_rate
+from lightrl.rollout.judging import Judging
 from lightrl.rollout.loop_thread import LoopThread
 from lightrl.rollout.prompt_cursor import Curriculum, PromptCursor, Prompts
-from lightrl.rollout.trajectory_task import judge_trajectory, play_trajectory
+from lightrl.rollout.trajectory_task import play_trajectory
 from lightrl.rollout.workflow import Workflow
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.weights import Bucket
@@ -150,7 +151,6 @@ class RolloutController:
             )
         self.engine = engine
         self.workflow = workflow
-        self.judge = judge
         self.judges_later = judges_later
         self.sampling = sampling
         self.run_seed = run_seed
@@ -174,13 +174,13 @@ class RolloutController:
         self._finished: dict[int, Group] = {}
         self._oldest_versions: dict[int, int] = {}  # of finished groups: each has many tokens to look at
         self._taken: list[Group] = []
-        self._judging: dict[tuple[int, int], asyncio.Task[bool]] = {}  # by group and sample, of groups not waited for
         self._tally = DropTally(
             group_size=group_size,
             groups_per_iteration=groups_per_iteration,
             max_failed_fraction=max_failed_fraction,
             max_dropped_groups=max_dropped_groups,
         )
+        self._judging = Judging(judge, self._tally, self._fail)
         self._failure: BaseException | None = None
         self._take_wait: _Wait | None = None  # of the `take` in progress
         self._is_closing = False
@@ -230,7 +230,7 @@ class RolloutController:
             RolloutError: if nothing is judged for `rollout_timeout_s`, or if too many fail.
         """
         wait = _Wait(sum(len(group.trajectories) for group in groups), for_whom="the rewards")
-        self._wait_for(self._await_rewards(groups, wait), wait, on_wait, "The loop")
+        self._wait_for(self._judging.wait(groups, wait.count), wait, on_wait, "The loop")
 
     def commit(self) -> None:
         """The groups of the last `take` have been trained on: forget them."""
@@ -411,49 +411,14 @@ class RolloutController:
             if self._take_wait is wait:  # else a later `take` has begun
                 self._take_wait = None
 
-    async def _await_rewards(self, groups: Sequence[Group], wait: _Wait) -> None:
-        """Starts what has not begun; waits for all, or for the first error."""
-        tasks: dict[tuple[int, int], asyncio.Task[bool]] = {}
-        for group in groups:
-            for item in group.trajectories:
-                key = (group.id, item.sample)
-                if item.reward is not None:
-                    wait.done += 1
-                    self._judging.pop(key, None)
-                    continue
-                tasks[key] = self._judging.get(key) or self._start_judging(item, group.prompt)
-                tasks[key].add_done_callback(lambda task: wait.count())
-        if not tasks:
-            return
-        done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()  # raises what it raised
-        for key, task in tasks.items():
-            self._judging.pop(key, None)
-            self._tally.count_trajectory(is_failed=not task.result())
-        self._tally.begin_iteration()
-        for group in groups:
-            group.trajectories = [item for item in group.trajectories if item.reward is not None]
-
     async def _judge_restored(self, wait: _Wait) -> None:
         """The rewards of a checkpoint's groups that an earlier run, which judged later, was still waiting for."""
         groups = [group for group in self._finished.values() if any(item.reward is None for item in group.trajectories)]
-        await self._await_rewards(groups, wait)
+        await self._judging.wait(groups, wait.count)
         for group in groups:
             if not group.trajectories:
                 del self._finished[group.id]
                 self._queued.append(group.id)
-
-    def _start_judging(self, trajectory: Trajectory, prompt: Prompt) -> asyncio.Task[bool]:
-        task = self._loop.create_task(self._judge(trajectory, prompt))
-        task.add_done_callback(self._on_judged)
-        self._judging[trajectory.group_id, trajectory.sample] = task
-        return task
-
-    def _on_judged(self, task: asyncio.Task[bool]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._fail(error)
 
     def _check_versions(self, weight_version: int) -> None:
         served = self.engine.weight_version
@@ -706,7 +671,7 @@ class RolloutController:
             return await self._trajectory(prompt, group_id, sample, self.sampling, seed_name)
         trajectory = await self._write(prompt, group_id, sample, self.sampling, seed_name)
         if trajectory is not None:
-            self._start_judging(trajectory, prompt)
+            self._judging.begin(trajectory, prompt)
         return trajectory
 
     async def _trajectory(
@@ -714,7 +679,7 @@ class RolloutController:
     ) -> Trajectory | None:
         """One interaction, judged; None if it was dropped. Waits for the workflow, then for the judge."""
         trajectory = await self._write(prompt, group_id, sample, sampling, seed_name)
-        return trajectory if trajectory is not None and await self._judge(trajectory, prompt) else None
+        return trajectory if trajectory is not None and await self._judging.judge(trajectory, prompt) else None
 
     async def _write(
         self, prompt: Prompt, group_id: int, sample: int, sampling: Sampling, seed_name: str
@@ -735,16 +700,6 @@ class RolloutController:
             return None
         trajectory.group_id, trajectory.sample = group_id, sample
         return trajectory
-
-    async def _judge(self, trajectory: Trajectory, prompt: Prompt) -> bool:
-        """Sets the reward; False if the trajectory was dropped."""
-        try:
-            judgment = await judge_trajectory(self.judge, trajectory)
-        except (RewardError, RolloutError) as error:
-            self._tally.drop_failed(error, prompt)
-            return False
-        judgment.apply_to(trajectory)
-        return True
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: _Wait
