@@ -14,17 +14,28 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
+from waits import NUM_TOKENS, SLOWLY, until, until_written
 
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 from lightrl.rollout.sglang.client import ServerRefused, SGLangClient
 from lightrl.rollout.sglang.fake_server import KINDS, Fault
 from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
 
+UPDATE = "/update_weights_from_disk"
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServerProcess]:
-    with FakeServerProcess(seconds_per_token=0.005) as started:
+    with FakeServerProcess() as started:
         yield started
+
+
+@pytest.fixture
+def slow_server(server: FakeServerProcess) -> Iterator[FakeServerProcess]:
+    """A token now and then, until a test says `pace(0)`."""
+    server.pace(**SLOWLY)
+    yield server
+    server.pace(0)
 
 
 def ask(server: FakeServerProcess, question: Callable[[SGLangClient], Awaitable[Any]], **arguments: Any) -> Any:
@@ -55,60 +66,71 @@ def test_the_fake_server_is_asked_past_any_proxy(server: FakeServerProcess, monk
     assert "model_path" in ask(server, lambda client: client.model_info())
 
 
-def test_an_abort_returns_what_was_written_and_hits_every_rid_that_begins_so(server: FakeServerProcess) -> None:
+def test_an_abort_returns_what_was_written_and_hits_every_rid_that_begins_so(slow_server: FakeServerProcess) -> None:
     async def scenario(client: SGLangClient) -> list[Any]:
-        tasks = [asyncio.create_task(client.generate(body(rid, max_new_tokens=1000))) for rid in ("req1", "req10")]
-        await asyncio.sleep(0.1)
+        questions = [body(rid, max_new_tokens=NUM_TOKENS) for rid in ("req1", "req10")]
+        tasks = [asyncio.create_task(client.generate(question)) for question in questions]
+        await until_written(slow_server, 2)
         await client.abort("req1")
         return await asyncio.gather(*tasks)
 
-    for answer in ask(server, scenario):
+    for answer in ask(slow_server, scenario):
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 1000
+        assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < NUM_TOKENS
 
 
-def test_a_live_rid_is_refused_and_several_samples_lose_theirs(server: FakeServerProcess) -> None:
+def test_a_live_rid_is_refused_and_several_samples_lose_theirs(slow_server: FakeServerProcess) -> None:
     async def scenario(client: SGLangClient) -> list[Any]:
-        task = asyncio.create_task(client.generate(body("same")))
-        await asyncio.sleep(0.05)
+        task = asyncio.create_task(client.generate(body("same", max_new_tokens=NUM_TOKENS)))
+        await until_written(slow_server)
         with pytest.raises(ServerRefused, match="Duplicate"):
             await client.generate(body("same"))
-        await task
+        slow_server.pace(0)
+        assert len((await task)["output_ids"]) == NUM_TOKENS
         return await client.generate(body("mine", n=2, max_new_tokens=2))
 
-    assert "mine" not in [answer["meta_info"]["id"] for answer in ask(server, scenario)]
+    assert "mine" not in [answer["meta_info"]["id"] for answer in ask(slow_server, scenario)]
 
 
-def test_an_update_that_is_not_paused_waits_for_running_requests(server: FakeServerProcess, tmp_path: Path) -> None:
+def test_an_update_that_is_not_paused_waits_for_running_requests(
+    slow_server: FakeServerProcess, tmp_path: Path
+) -> None:
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
 
     async def scenario(client: SGLangClient) -> None:
-        task = asyncio.create_task(client.generate(body(max_new_tokens=40)))
-        await asyncio.sleep(0.05)
-        await client.update_weights_from_disk(str(tmp_path), weight_version="1")
-        assert task.done()
-        assert (await task)["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 40}]
+        task = asyncio.create_task(client.generate(body(max_new_tokens=NUM_TOKENS)))
+        await until_written(slow_server)
+        num_updates = slow_server.stats()["requests"].get(UPDATE, 0)
+        updating = asyncio.create_task(client.update_weights_from_disk(str(tmp_path), weight_version="1"))
+        await until(lambda: slow_server.stats()["requests"].get(UPDATE, 0) > num_updates)
+        before = sum(slow_server.stats()["written"])
+        await until(lambda: sum(slow_server.stats()["written"]) > before)
+        assert not updating.done()
+        slow_server.pace(0)
+        await updating
+        assert (await task)["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": NUM_TOKENS}]
         assert (await client.model_info())["weight_version"] == "1"
         await client.set_weight_version("default")
 
-    ask(server, scenario)
+    ask(slow_server, scenario)
 
 
-def test_spans_tell_versions_apart_after_a_paused_update(server: FakeServerProcess, tmp_path: Path) -> None:
+def test_spans_tell_versions_apart_after_a_paused_update(slow_server: FakeServerProcess, tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
 
     async def scenario(client: SGLangClient) -> Any:
-        task = asyncio.create_task(client.generate(body(max_new_tokens=60)))
-        await asyncio.sleep(0.1)
+        task = asyncio.create_task(client.generate(body(max_new_tokens=NUM_TOKENS)))
+        await until_written(slow_server)
         await client.pause("retract")
         await client.update_weights_from_disk(str(tmp_path), weight_version="2")
         await client.resume()
         await client.set_weight_version("2")
+        slow_server.pace(0)
         return await task
 
-    meta = ask(server, scenario)["meta_info"]
+    meta = ask(slow_server, scenario)["meta_info"]
     first, second = meta["weight_versions"]
-    assert (first["version"], first["start"], second["version"], second["end"]) == ("default", 0, "2", 60)
+    assert (first["version"], first["start"], second["version"], second["end"]) == ("default", 0, "2", NUM_TOKENS)
     assert first["end"] == second["start"] > 0
     assert meta["num_retractions"] == 1
 

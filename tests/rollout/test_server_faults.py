@@ -24,6 +24,7 @@ import torch
 from engine_contract import run
 from sync_cases import asked, version_of
 from transformers import AutoModelForCausalLM, Qwen3Config
+from waits import until
 
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.rollout.sglang.engine import SGLangEngine
@@ -91,13 +92,6 @@ def request(engine: SGLangEngine, number: int, num_tokens: int = NUM_TOKENS) -> 
 
 async def requests(engine: SGLangEngine, num: int = NUM_REQUESTS) -> list[Any]:
     return [group[0] for group in await asyncio.gather(*(request(engine, number) for number in range(num)))]
-
-
-async def until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LONGEST_S
-    while not is_true():
-        assert time.monotonic() < deadline, "it did not come true"
-        await asyncio.sleep(0.01)
 
 
 def wait_for_update(server: FakeServerProcess, path: str = UPDATE) -> None:

@@ -101,12 +101,16 @@ def test_a_server_that_hangs_up_is_said_in_words(server: FakeServerProcess) -> N
 
 def test_control_goes_on_while_all_connections_generate(server: FakeServerProcess) -> None:
     async def scenario(client: SGLangClient) -> None:
-        server.fault("slow", count=2, seconds=0.5)
+        before = server.stats()["requests"].get("/generate", 0)
+        server.fault("slow", seconds=600)
         tasks = [asyncio.create_task(client.generate({**body(), "rid": str(i) * 32})) for i in range(2)]
-        await asyncio.sleep(0.1)
-        await client.model_info(timeout_s=0.3)
-        assert not tasks[1].done()
-        await asyncio.gather(*tasks)
+        while server.stats()["requests"].get("/generate", 0) == before:
+            await asyncio.sleep(0.01)
+        await client.model_info(timeout_s=60)  # behind a generation it would wait for longer
+        assert not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     ask(server.url, scenario, max_connections=1)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version, run
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from waits import NUM_TOKENS, SLOWLY, until, until_written
 
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.rollout.sglang.addresses import addresses_from_environment
@@ -96,11 +97,17 @@ def test_each_token_is_that_of_its_version_on_two_servers(
 
 
 def test_many_requests_at_once_are_shared_by_the_servers(scripted: Callable[..., FakeServerProcess]) -> None:
-    servers = [scripted(delay_s=0.2), scripted(delay_s=0.2)]
+    servers = [scripted(**SLOWLY), scripted(**SLOWLY)]
     engine = engine_on(servers)
 
+    async def one(seed: int) -> list[Any]:
+        return await engine.generate([1, 2], Sampling(max_new_tokens=400, seed=seed), session=str(seed))
+
     async def scenario() -> list[Any]:
-        tasks = [engine.generate([1, 2], Sampling(max_new_tokens=4, seed=i), session=str(i)) for i in range(200)]
+        tasks = [asyncio.create_task(one(seed)) for seed in range(200)]
+        await until(lambda: sum(server.stats()["running"] for server in servers) == 200)
+        for server in servers:
+            server.pace(0)
         return await asyncio.gather(*tasks)
 
     assert len({tuple(group[0].token_ids) for group in run(scenario())}) == 200
@@ -143,20 +150,21 @@ def test_a_request_that_is_refused_is_not_asked_again(scripted: Callable[..., Fa
 def test_requests_of_a_lost_server_go_on_elsewhere_and_are_counted_once(
     end: str, scripted: Callable[..., FakeServerProcess]
 ) -> None:
-    lost, left = scripted(seconds_per_token=0.02), scripted(seconds_per_token=0.02)
+    lost, left = scripted(**SLOWLY), scripted(**SLOWLY)
     engine = engine_on([lost, left], hang_timeout_s=0.5)
 
     async def scenario() -> list[Any]:
         tasks = [
-            asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=25, seed=i), session=str(i)))
+            asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS, seed=i), session=str(i)))
             for i in range(20)
         ]
-        await asyncio.sleep(0.2)
+        await until_written(lost, 10)
         getattr(lost, end)()
+        left.pace(0)
         return await asyncio.gather(*tasks)
 
     groups = run(scenario())
-    assert [len(group[0].token_ids) for group in groups] == [25] * 20
+    assert [len(group[0].token_ids) for group in groups] == [NUM_TOKENS] * 20
     assert engine.pool.servers[lost.url].state == "lost"
     assert engine.queue_depths() == {"running": 0, "waiting": 0}
     engine.close()
@@ -165,12 +173,12 @@ def test_requests_of_a_lost_server_go_on_elsewhere_and_are_counted_once(
 def test_when_all_servers_are_dead_the_error_says_what_became_of_each(
     scripted: Callable[..., FakeServerProcess],
 ) -> None:
-    servers = [scripted(seconds_per_token=0.02), scripted(seconds_per_token=0.02)]
+    servers = [scripted(**SLOWLY), scripted(**SLOWLY)]
     engine = engine_on(servers)
 
     async def scenario() -> None:
-        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=1000), session="s", n=4))
-        await asyncio.sleep(0.1)
+        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s", n=4))
+        await until(lambda: sum(server.stats()["running"] for server in servers) == 4)
         for server in servers:
             server.kill()
         await task
@@ -185,18 +193,19 @@ def test_when_all_servers_are_dead_the_error_says_what_became_of_each(
 def test_an_interrupted_request_keeps_its_tokens_its_limits_and_the_order_of_versions(
     interrupt: str, scripted: Callable[..., FakeServerProcess]
 ) -> None:
-    server = scripted(seconds_per_token=0.01, vocab_size=10)
+    server = scripted(**SLOWLY, vocab_size=10)
     engine = engine_on([server], interrupt=interrupt)
-    sampling = Sampling(max_new_tokens=40, min_new_tokens=40, stop_token_ids=(1, 2, 3), seed=4)
+    sampling = Sampling(max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, stop_token_ids=(1, 2, 3), seed=4)
 
     async def scenario() -> Any:
         task = asyncio.create_task(engine.generate([1], sampling, session="s"))
-        await asyncio.sleep(0.15)
+        await until_written(server)
         await asyncio.to_thread(engine.load_weights, iter(WEIGHTS), weight_version=1)
+        server.pace(0)
         return (await task)[0]
 
     completion = run(scenario())
-    assert len(completion.token_ids) == 40
+    assert len(completion.token_ids) == NUM_TOKENS
     assert not set(completion.token_ids) & {1, 2, 3}
     assert completion.weight_versions == sorted(completion.weight_versions)
     assert set(completion.weight_versions) == {0, 1}
@@ -207,11 +216,12 @@ def test_an_interrupted_request_keeps_its_tokens_its_limits_and_the_order_of_ver
 def test_a_paused_server_goes_on_though_its_request_has_ended_meanwhile(
     scripted: Callable[..., FakeServerProcess],
 ) -> None:
-    engine = engine_on([scripted(seconds_per_token=0.01)])
+    server = scripted(**SLOWLY)
+    engine = engine_on([server])
 
     async def scenario() -> None:
-        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=5000), session="s"))
-        await asyncio.sleep(0.1)
+        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s"))
+        await until_written(server)
         await engine.pause()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -223,21 +233,21 @@ def test_a_paused_server_goes_on_though_its_request_has_ended_meanwhile(
 
 
 def test_a_resume_amid_a_load_does_not_let_the_server_go_on(scripted: Callable[..., FakeServerProcess]) -> None:
-    server = scripted(seconds_per_token=0.01)
+    server = scripted(**SLOWLY)
     engine = engine_on([server])
 
     async def scenario() -> Any:
-        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=40), session="s"))
-        await asyncio.sleep(0.1)
+        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s"))
+        await until_written(server)
         await engine.pause()
-        server.fault("slow", "/update_weights_from_disk", seconds=0.5)
+        server.fault("slow", "/update_weights_from_disk", seconds=2)
         loading = asyncio.create_task(asyncio.to_thread(engine.load_weights, iter(WEIGHTS), weight_version=1))
-        while not server.stats()["requests"].get("/update_weights_from_disk", 0) > 1:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.stats()["requests"].get("/update_weights_from_disk", 0) > 1)
         before = server.stats()["requests"]["/continue_generation"]
         await engine.resume()
         assert server.stats()["requests"]["/continue_generation"] == before
         await loading
+        server.pace(0)
         return (await task)[0]
 
     assert set(run(scenario()).weight_versions) == {0, 1}
@@ -246,13 +256,14 @@ def test_a_resume_amid_a_load_does_not_let_the_server_go_on(scripted: Callable[.
 
 def test_a_colocated_server_gives_its_memory_until_the_next_load(scripted: Callable[..., FakeServerProcess]) -> None:
     """The fake dies, as SGLang does, at a release while it runs and at a resume of what it has not released."""
-    server = scripted(seconds_per_token=0.01)
+    server = scripted(**SLOWLY)
     engine = engine_on([server], placement="colocated")
 
     async def scenario() -> Any:
-        running = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=40), session="s"))
-        await asyncio.sleep(0.1)
+        running = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s"))
+        await until_written(server)
         await asyncio.to_thread(engine.make_room)
+        server.pace(0)
         waiting = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="t"))
         await asyncio.sleep(0.1)
         assert not running.done()
@@ -286,16 +297,15 @@ def test_a_colocated_server_whose_load_fails_has_its_memory_and_old_weights_agai
 
 
 def test_a_cancelled_request_is_aborted_on_the_server(scripted: Callable[..., FakeServerProcess]) -> None:
-    server = scripted(seconds_per_token=0.01)
+    server = scripted(**SLOWLY)
     engine = engine_on([server])
 
     async def scenario() -> None:
-        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=5000), session="s"))
-        await asyncio.sleep(0.1)
+        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s"))
+        await until_written(server)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        while server.stats()["running"]:
-            await asyncio.sleep(0.01)
+        await until(lambda: not server.stats()["running"])
 
     run(scenario())
     assert server.stats()["requests"]["/abort_request"] == 1

@@ -13,7 +13,8 @@ Faults are asked for with `--fault KIND[:PATH[:COUNT[:SECONDS]]]` or by POST to 
 SECONDS), `slow` (SECONDS before the answer), `drop` (the connection, at once or after SECONDS), `error` (HTTP 500),
 `garbage` (no JSON), `hang` (no answer), `die` (the process, SECONDS into the request), `lose_update` (a weight update
 is acknowledged and not done), `wrong_version` (done, under another version). COUNT requests of PATH suffer it; -1 is
-all of them. GET `/fake/stats` counts requests.
+all of them. GET `/fake/stats` counts requests; POST `/fake/pace` changes a script's `seconds_per_token` from the next
+token on, for a test that acts amid a generation and waits for its end.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ class FakeServer:
             "/release_memory_occupation": self._release,
             "/resume_memory_occupation": self._take_back,
             "/fake/faults": self._add_fault,
+            "/fake/pace": self._set_pace,
         }
         for path, handler in routes.items():
             app.router.add_post(path, _json_handler(handler))
@@ -490,9 +492,16 @@ class FakeServer:
         self.faults.append(Fault(**body))
         return {"faults": [asdict(fault) for fault in self.faults]}
 
+    async def _set_pace(self, body: dict[str, Any]) -> Any:
+        if not isinstance(self.model, ScriptedModel):
+            raise _Refused("Only a script has a pace, not a model. Start the fake server without --model-path.")
+        self.model.seconds_per_token = float(body["seconds_per_token"])
+        return {}
+
     async def _stats(self, request: web.Request) -> web.Response:
         return web.json_response({
-            "requests": dict(self.counts), "running": len(self._runs), "most_running": self.most_running,
+            "requests": dict(self.counts), "running": len(self._runs),
+            "written": [len(run.token_ids) for run in self._runs.values()], "most_running": self.most_running,
             "processor_s": time.process_time(), "is_paused": not self._unpaused.is_set(),
             "is_bracketed": self._is_bracketed,
             "released": [tag for tag, count in self._released.items() if count],

@@ -77,8 +77,12 @@ class FakeServerProcess:
         """From here on, `count` requests of this path suffer this; see `lightrl.rollout.sglang.fake_server`."""
         self._ask("/fake/faults", {"kind": kind, "path": path, "count": count, "seconds": seconds})
 
+    def pace(self, seconds_per_token: float) -> None:
+        """Of a script, from the next token on; 0 writes what is left at once."""
+        self._ask("/fake/pace", {"seconds_per_token": seconds_per_token})
+
     def stats(self) -> dict[str, Any]:
-        """Requests by path, how many run, processor seconds."""
+        """Requests by path, how many run and what each of these has written, processor seconds."""
         return self._ask("/fake/stats")
 
     def freeze(self) -> None:
