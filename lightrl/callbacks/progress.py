@@ -129,6 +129,9 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         num = self._num_trajectories = sum(len(group.trajectories) for group in groups)
         self._show_phase("rollout", num, num)
 
+    def on_rewards_progress(self, trainer: L.Trainer, module: L.LightningModule, done: int, total: int) -> None:
+        self._show_phase("rewards", done, total)
+
     def on_minibatch_start(
         self, trainer: L.Trainer, module: L.LightningModule, minibatch: Experience, index: int, total: int
     ) -> None:

@@ -3,7 +3,8 @@
 One iteration calls, in this order:
 
     on_train_batch_start                                        (Lightning's)
-      on_rollout_start → on_rollout_progress … → on_rollout_end → on_rewards_ready
+      on_rollout_start → on_rollout_progress … → on_rollout_end
+      on_rewards_progress … → on_rewards_ready
       on_experience_ready                                       scored, advantages set
       on_minibatch_start → on_minibatch_end …                   once per update
       on_policy_updated → on_weights_synced
@@ -40,6 +41,9 @@ class RLCallback(Callback):
 
     def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
         """Called when the iteration's groups are taken; some rewards may be None and still be awaited."""
+
+    def on_rewards_progress(self, trainer: L.Trainer, module: L.LightningModule, done: int, total: int) -> None:
+        """Called a few times a second while rewards are awaited: those of `done` of the `total` trajectories are set."""
 
     def on_rewards_ready(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
         """Called when the rewards of the iteration's groups are set; those that failed have left their groups.

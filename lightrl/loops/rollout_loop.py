@@ -106,7 +106,7 @@ class RolloutLoop(_AutomaticOptimization):
         trainer: Any = self.trainer
         trainer.call_rl_hook("on_rollout_start")
         with self._phase("rollout"):
-            groups: list[Group] = trainer.rollout.take(self.weight_version, on_wait=self._on_wait)
+            groups: list[Group] = trainer.rollout.take(self.weight_version, on_wait=self._on_wait_rollout)
         self.report_drops()
         trainer.call_rl_hook("on_rollout_end", groups)
         if not trainer.rollout.judges_later:
@@ -141,7 +141,7 @@ class RolloutLoop(_AutomaticOptimization):
             later = {call.name for call in graph.calls} - scored
             experience = self._run_calls(module, experience, trajectories, left_out=later)
             with self._phase("rewards"):
-                trainer.rollout.wait_for_rewards(groups, on_wait=self._on_wait_evaluation)
+                trainer.rollout.wait_for_rewards(groups, on_wait=self._on_wait_rewards)
             self.report_drops()
             experience = experience.judged(trajectories)
             trajectories = [trajectory for trajectory in trajectories if trajectory.reward is not None]
@@ -259,7 +259,7 @@ class RolloutLoop(_AutomaticOptimization):
             ),
             sampling=trainer.with_stop_tokens(module.validation_sampling),
             num_samples=module.validation_group_size,
-            on_wait=self._on_wait_evaluation,
+            on_wait=self._on_wait,
         )
         self.report_drops()
         return JudgedGroups(groups)
@@ -354,13 +354,19 @@ class RolloutLoop(_AutomaticOptimization):
 
     # ------------------------------------------------------------------ while it waits
 
-    def _on_wait(self, done: int, total: int) -> None:
+    def _on_wait_rollout(self, done: int, total: int) -> None:
         trainer: Any = self.trainer
-        self._on_wait_evaluation(done, total)
+        self._on_wait(done, total)
         if total:
             trainer.call_rl_hook("on_rollout_progress", done, total)
 
-    def _on_wait_evaluation(self, done: int, total: int) -> None:
+    def _on_wait_rewards(self, done: int, total: int) -> None:
+        trainer: Any = self.trainer
+        self._on_wait(done, total)
+        if total:
+            trainer.call_rl_hook("on_rewards_progress", done, total)
+
+    def _on_wait(self, done: int, total: int) -> None:
         trainer: Any = self.trainer
         self.ranks.step()
         if trainer.received_sigterm or self.gate.is_terminated:

@@ -162,6 +162,24 @@ def test_a_reward_that_never_comes_is_named(tmp_path: Path) -> None:
         over.set()
 
 
+def test_who_waits_for_rewards_says_how_many_are_there(tmp_path: Path) -> None:
+    shown: list[tuple[int, int]] = []
+    is_shown = threading.Event()
+
+    class Shown(TinyGRPO):
+        def reward(self, trajectory: Trajectory) -> Any:
+            if trajectory.sample == GROUP_SIZE - 1:
+                assert is_shown.wait(60)
+            return super().reward(trajectory)
+
+        def on_rewards_progress(self, done: int, total: int) -> None:
+            shown.append((done, total))
+            is_shown.set()
+
+    played(Shown(decoupled=True, num_minibatches=2), tmp_path, max_steps=1)
+    assert 0 <= shown[0][0] < shown[0][1] == BATCH_SIZE * GROUP_SIZE
+
+
 def test_each_trajectory_is_judged_once(tmp_path: Path) -> None:
     judged: list[tuple[int, int]] = []
 
