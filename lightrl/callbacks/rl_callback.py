@@ -43,7 +43,7 @@ class RLCallback(Callback):
         """Called when the iteration's groups are taken; some rewards may be None and still be awaited."""
 
     def on_rewards_progress(self, trainer: L.Trainer, module: L.LightningModule, done: int, total: int) -> None:
-        """Called a few times a second while rewards are awaited: those of `done` of the `total` trajectories are set."""
+        """Called a few times a second while rewards are awaited: `done` of the `total` trajectories have theirs."""
 
     def on_rewards_ready(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
         """Called when the rewards of the iteration's groups are set; those that failed have left their groups.
