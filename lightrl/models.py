@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -22,6 +23,21 @@ from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def check_adamw(
+    *, lr: float | None = None, weight_decay: float | None = None, betas: Sequence[float] = (0.0, 0.0)
+) -> None:
+    """Refuses settings that AdamW cannot use, which torch does only when there is a model.
+
+    Raises:
+        ValueError: if one is out of its range.
+    """
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value}, expected a number from 0. Mend it.")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas={betas}, expected two numbers from 0 to below 1, (0.9, 0.95) for example. Mend them.")
 
 
 @dataclass(frozen=True)
@@ -191,6 +207,7 @@ class ModelSpec:
             raise ValueError(
                 f"dtype={self.dtype!r}, expected a torch dtype such as float32 or bfloat16. Mend its name."
             )
+        check_adamw(lr=self.lr, weight_decay=self.weight_decay)
         if self.path is not None and _looks_local(self.path) and not Path(self.path).is_dir():
             raise ValueError(
                 f"Model folder {self.path!r} does not exist, expected a folder with config.json or a hub name. "

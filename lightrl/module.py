@@ -20,7 +20,7 @@ from lightrl.dataflow import ADVANTAGES, GENERATE, REWARD, DataFlowGraph, ModelC
 from lightrl.experience import ROLLOUT_FIELDS, Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.model_folder import fill_in, keep_trained
-from lightrl.models import Metric, ModelSpec, Outputs, ParallelModel, is_silent, untrained_reward_model
+from lightrl.models import Metric, ModelSpec, Outputs, ParallelModel, check_adamw, is_silent, untrained_reward_model
 from lightrl.pictures import Pictures
 from lightrl.rewards import RewardPart
 from lightrl.rollout.sglang.scoring import ServedRewards, ServedScores
@@ -133,6 +133,12 @@ class RLModule(L.LightningModule):
             validation_group_size=validation_group_size,
             max_skipped_updates=max_skipped_updates,
         )
+        _check_at_least(0, warmup_iterations=warmup_iterations)
+        check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
+        if lr_decay not in ("constant", "linear"):
+            raise ValueError(f"lr_decay={lr_decay!r}, expected constant or linear. Choose one of them.")
+        if not 0 <= max_failed_fraction <= 1:
+            raise ValueError(f"max_failed_fraction={max_failed_fraction}, expected a fraction from 0 to 1. Mend it.")
         if loss_reduction not in ("token", "sequence", "fixed"):
             raise ValueError(
                 f"loss_reduction={loss_reduction!r}, expected token, sequence or fixed. Choose one of them."

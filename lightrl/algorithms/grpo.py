@@ -233,7 +233,9 @@ class GRPO(RLModule):
         clipped_ratio_loss(one, one, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
         kl(one, one, estimator=self.kl_estimator)
         self._importance_weights(one, one, one.bool())
-        group_advantages(one[0], one[0], mean=self.advantage_mean, std=self.advantage_std)
+        group_advantages(
+            one[0], one[0], mean=self.advantage_mean, std=self.advantage_std, leave_one_out=self.leave_one_out
+        )
         if self.overlong_buffer_tokens:
             self._overlong_penalty(one[0])
 

@@ -113,6 +113,12 @@ class PPO(GRPO):
             group_size=group_size,
             **kwargs,
         )
+        for name, at_least_zero in (
+            ("value_coef", value_coef),
+            ("critic_warmup_iterations", critic_warmup_iterations),
+        ):
+            if at_least_zero < 0:
+                raise ValueError(f"{name}={at_least_zero}, expected 0 or more. Raise it.")
         if reward_clip is not None and reward_clip <= 0:
             raise ValueError(f"reward_clip={reward_clip}, expected more than 0 or None. Raise it.")
         if self.kl_coef == 0 and (kl_target_nats is not None or reference_decay is not None):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightrl.data import ChatBatch, PairBatch
 from lightrl.model_folder import fill_in, keep_trained
-from lightrl.models import ModelSpec, ParallelModel
+from lightrl.models import ModelSpec, ParallelModel, check_adamw
 from lightrl.strategies import LogprobSettings, Parallel3DStrategy, check_strategy, parallel_model, ranks_of, run_inside
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class SupervisedModule(L.LightningModule):
         lr_decay: Literal["constant", "linear", "cosine"] = "cosine",
     ) -> None:
         super().__init__()
+        check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
         if lr_decay not in ("constant", "linear", "cosine"):
             raise ValueError(f"lr_decay={lr_decay!r}, expected constant, linear or cosine. Choose one of them.")
         if warmup_steps < 0:

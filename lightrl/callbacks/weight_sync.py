@@ -72,6 +72,8 @@ class WeightSync(RLCallback):
             raise ValueError(f"probe={probe}, expected 0 to 4 sequences. Lower it.")
         if probe_tokens < 2:
             raise ValueError(f"probe_tokens={probe_tokens}, expected at least 2: the first has no logprob. Raise it.")
+        if max_probe_nats is not None and max_probe_nats <= 0:
+            raise ValueError(f"max_probe_nats={max_probe_nats}, expected more than 0, or None. Raise it.")
         self.blocking = blocking
         self.num_probes = probe
         self.probe_tokens = probe_tokens

@@ -199,6 +199,7 @@ def test_the_overlong_penalty_comes_before_the_group_statistics() -> None:
         ({"dual_clip": 0.5}, "dual_clip=0.5, expected more than 1"),
         ({"ratio_level": "seq"}, "ratio_level='seq', expected token or sequence"),
         ({"advantage_std": "all"}, "std='all', expected 'group', 'batch' or None"),
+        ({"advantage_mean": None, "advantage_std": "batch", "leave_one_out": True}, "leave_one_out=True got mean=None"),
         ({"overlong_buffer_tokens": 100, "sampling": Sampling(max_new_tokens=8)}, "buffer_tokens=100, expected 1 to"),
         ({"group_size": 1}, "group_size=1 leaves nothing to compare"),
         ({"group_size": 1, "advantage_mean": None}, "group_size=1 leaves nothing to compare"),

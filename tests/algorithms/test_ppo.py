@@ -131,6 +131,8 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
         ),
         ({"stop_ratio": 0.5}, r"stop_ratio=0\.5, expected more than 1"),
         ({"stop_kl_nats": -1}, "stop_kl_nats=-1, expected more than 0"),
+        ({"value_coef": -0.1}, "value_coef=-0.1, expected 0 or more"),
+        ({"critic_warmup_iterations": -1}, "critic_warmup_iterations=-1, expected 0 or more"),
         ({"gamma": 2}, "gamma=2, expected 0 to 1"),
         ({"huber_delta": -1}, "huber_delta=-1, expected more than 0"),
         (

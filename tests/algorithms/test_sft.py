@@ -203,8 +203,13 @@ def test_decay_without_an_end_of_the_run_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"lr_decay": "sine"}, r"lr_decay='sine', expected constant"), ({"warmup_steps": -1}, r"warmup_steps=-1")],
-    ids=["unknown decay", "negative warm-up"],
+    [
+        ({"lr_decay": "sine"}, r"lr_decay='sine', expected constant"),
+        ({"warmup_steps": -1}, r"warmup_steps=-1"),
+        ({"lr": -1.0}, r"lr=-1\.0, expected a number from 0"),
+        ({"betas": (0.9,)}, r"betas=\(0\.9,\), expected two numbers"),
+    ],
+    ids=["unknown decay", "negative warm-up", "negative rate", "one beta"],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):

@@ -140,7 +140,7 @@ def test_the_first_token_has_no_logprob_to_compare():
     assert compare([[9.0, -1.0, -2.0]], [[0.0, -1.5, -2.5]]) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("settings", [{"probe": 5}, {"probe_tokens": 1}, {"bucket_mib": 0}])
+@pytest.mark.parametrize("settings", [{"probe": 5}, {"probe_tokens": 1}, {"bucket_mib": 0}, {"max_probe_nats": 0.0}])
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         WeightSync(**settings)
