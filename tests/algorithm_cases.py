@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import gradients, random_experience, tiny_spec
+from tiny import gradients, random_experience, slow_outputs, tiny_spec
 from torch import Tensor
 
 from lightrl.algorithms import (
@@ -128,6 +128,26 @@ def minibatch_gradient(
         model.forward_backward(microbatches, losses, Tensor.backward)
         metrics |= losses.metrics()
     return gradients(module), metrics
+
+
+def sequence_loss_by_hand(module: GRPO, minibatch: Experience, loss_of: Callable[[float, float], float]) -> float:
+    """Token by token, the mean over each trajectory's tokens and then over the trajectories.
+
+    Args:
+        module: its sampling temperature is 0.9.
+        minibatch: with advantages.
+        loss_of: of a token, from its ratio to the behavior policy and its advantage.
+    """
+    assert minibatch.advantages is not None
+    logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
+    total = 0.0
+    for row in range(len(minibatch)):
+        terms = []
+        for t in minibatch.loss_mask[row].nonzero()[:, 0].tolist():
+            ratio = float((logprobs[row, t] - minibatch.behavior_logprobs[row, t]).exp())
+            terms.append(loss_of(ratio, float(minibatch.advantages[row, t])))
+        total += sum(terms) / len(terms) / len(minibatch)
+    return total
 
 
 def assert_same(

@@ -22,6 +22,15 @@ from lightrl.trajectory import Prompt, Trajectory
 LETTERS = ["<pad>", "<eos>", "<unk>", *"0123456789=+- "]
 VOCABULARY = len(LETTERS)
 
+# A trainer that writes and says nothing; settings beside these win: `Trainer(**(QUIET | settings))`.
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
 # Weights of this size make peaked distributions, in which a wrong mask or shift cannot hide.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,

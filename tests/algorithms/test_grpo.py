@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm_cases import make_module, minibatch_gradient
+from algorithm_cases import make_module, minibatch_gradient, sequence_loss_by_hand
 from tiny import gradients, random_experience, slow_outputs, tiny_spec
 from torch import Tensor
 
@@ -42,16 +42,12 @@ def test_the_loss_equals_the_papers_formula_token_by_token() -> None:
     """Clip-higher around the behavior policy, each trajectory averaged over its tokens, then the trajectories."""
     module = make_module(clip_low=0.1, clip_high=0.3, loss_reduction="sequence", advantage_std=None)
     minibatch = random_experience()
-    logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
-    total = 0.0
-    for row in range(len(minibatch)):
-        terms = []
-        for t in minibatch.loss_mask[row].nonzero()[:, 0].tolist():
-            ratio = float((logprobs[row, t] - minibatch.behavior_logprobs[row, t]).exp())
-            advantage = float(minibatch.advantages[row, t])
-            terms.append(-min(ratio * advantage, min(max(ratio, 0.9), 1.3) * advantage))
-        total += sum(terms) / len(terms) / len(minibatch)
-    assert float(make_loss(module, minibatch)) == pytest.approx(total, rel=1e-4)
+    expected = sequence_loss_by_hand(
+        module,
+        minibatch,
+        lambda ratio, advantage: -min(ratio * advantage, min(max(ratio, 0.9), 1.3) * advantage),
+    )
+    assert float(make_loss(module, minibatch)) == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_decoupled_loss_is_centered_on_the_proximal_policy_and_weighted() -> None:

@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 from algorithm_cases import make_module, minibatch_gradient
-from tiny import random_experience, slow_outputs, tiny_spec
+from tiny import QUIET, random_experience, slow_outputs, tiny_spec
 from torch import Tensor
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
@@ -244,18 +244,9 @@ class FourPrompts(PromptDataModule):
 
 
 def fit(folder: Path, module: PPO, *callbacks: L.Callback, num_iterations: int = 2, **settings: Any) -> Trainer:
-    defaults: dict[str, Any] = {"enable_checkpointing": False, "logger": False}
     ckpt_path = settings.pop("ckpt_path", None)
-    trainer = Trainer(
-        engine=FakeEngine(),
-        accelerator="cpu",
-        max_steps=num_iterations,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        **{**defaults, **settings},
-    )
+    run = {"max_steps": num_iterations, "default_root_dir": folder, "callbacks": list(callbacks)}
+    trainer = Trainer(engine=FakeEngine(), **(QUIET | run | settings))
     trainer.fit(module, FourPrompts(), ckpt_path=ckpt_path, weights_only=None if ckpt_path is None else True)
     return trainer
 

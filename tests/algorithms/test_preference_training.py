@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from tiny import FAMILIES, slow_outputs, tiny_spec
+from tiny import FAMILIES, QUIET, slow_outputs, tiny_spec
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import lightrl
@@ -38,17 +38,8 @@ class Digits(PreferenceDataModule):
 
 
 def make_trainer(folder: Path, **settings: Any) -> lightrl.Trainer:
-    defaults: dict[str, Any] = {
-        "default_root_dir": folder,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "log_every_n_steps": 1,
-    }
-    return lightrl.Trainer(**{**defaults, **settings})
+    defaults = {"default_root_dir": folder, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+    return lightrl.Trainer(**(QUIET | defaults | settings))
 
 
 def make_batch() -> PairBatch:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm_cases import assert_same, make_module, minibatch_gradient
+from algorithm_cases import assert_same, make_module, minibatch_gradient, sequence_loss_by_hand
 from tiny import gradients, random_experience, slow_outputs, tiny_spec
 
 from lightrl.algorithms import (
@@ -207,18 +207,13 @@ def test_m2po_has_its_proximal_logprobs_even_for_a_single_update() -> None:
 
 
 def test_sapo_has_the_papers_loss_token_by_token() -> None:
+    def gated(ratio: float, advantage: float) -> float:
+        heat = 1.0 if advantage > 0 else 1.05
+        return -4 / heat / (1 + math.exp(-heat * (ratio - 1))) * advantage
+
     module, minibatch = make_module("SAPO"), random_experience()
-    logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
-    total = 0.0
-    for row in range(len(minibatch)):
-        terms = []
-        for t in minibatch.loss_mask[row].nonzero()[:, 0].tolist():
-            ratio = float((logprobs[row, t] - minibatch.behavior_logprobs[row, t]).exp())
-            advantage = float(minibatch.advantages[row, t])
-            heat = 1.0 if advantage > 0 else 1.05
-            terms.append(-4 / heat / (1 + math.exp(-heat * (ratio - 1))) * advantage)
-        total += sum(terms) / len(terms) / len(minibatch)
-    assert minibatch_gradient(module, minibatch)[1]["loss"] == pytest.approx(total, rel=1e-4)
+    expected = sequence_loss_by_hand(module, minibatch, gated)
+    assert minibatch_gradient(module, minibatch)[1]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(

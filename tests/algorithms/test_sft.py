@@ -5,6 +5,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from tiny import QUIET
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -55,16 +56,7 @@ class Sums(SFTDataModule):
 
 
 def make_trainer(tmp_path: Path, **settings) -> L.Trainer:
-    defaults = {
-        "default_root_dir": tmp_path,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return L.Trainer(**{**defaults, **settings})
+    return L.Trainer(**(QUIET | {"default_root_dir": tmp_path, "num_sanity_val_steps": 0} | settings))
 
 
 def make_batch() -> ChatBatch:

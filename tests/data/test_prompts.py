@@ -5,6 +5,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from tiny import QUIET
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.data import PromptDataModule
@@ -40,15 +41,7 @@ class CountingModule(L.LightningModule):
 
 
 def make_trainer(tmp_path: Path, **settings) -> L.Trainer:
-    defaults = {
-        "default_root_dir": tmp_path,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(**{**defaults, **settings})
+    return L.Trainer(**(QUIET | {"default_root_dir": tmp_path} | settings))
 
 
 class Numbers(PromptDataModule):

@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from algorithm_cases import ALGORITHMS, make_module
-from tiny import random_experience, tiny_spec
+from tiny import QUIET, random_experience, tiny_spec
 from torch import Tensor
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
@@ -234,17 +234,8 @@ class Counts(RLCallback):
 
 def fit(folder: Path, module: GRPO, *callbacks: L.Callback, num_iterations: int = 1, **settings: Any) -> Trainer:
     """Rolls out with FakeEngine, whose completions depend on nothing but their seed, so every run learns the same."""
-    defaults: dict[str, Any] = {"enable_checkpointing": False, "logger": False}
-    trainer = Trainer(
-        engine=FakeEngine(),
-        accelerator="cpu",
-        max_steps=num_iterations,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        **{**defaults, **settings},
-    )
+    run = {"max_steps": num_iterations, "default_root_dir": folder, "callbacks": list(callbacks)}
+    trainer = Trainer(engine=FakeEngine(), **(QUIET | run | settings))
     trainer.fit(module, FourPrompts())
     return trainer
 

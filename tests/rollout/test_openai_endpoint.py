@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,6 +36,18 @@ from lightrl.rollout.agent_workflow import AgentWorkflow
 from lightrl.rollout.controller import RolloutController
 from lightrl.rollout.fake_engine import FakeEngine
 from lightrl.trajectory import Prompt
+
+
+def says_hi() -> tuple[Callable[..., Coroutine[Any, Any, None]], list[str]]:
+    """An agent with one request; and the addresses that it was given."""
+    seen: list[str] = []
+
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        seen.append(base_url)
+        async with client_of(base_url, api_key) as client:
+            await ask(client, [user("hi")])
+
+    return agent, seen
 
 
 def talk_once(prompt: Prompt, base_url: str, api_key: str) -> float:
@@ -325,12 +338,7 @@ def test_what_is_still_asked_when_the_agent_returns_is_cancelled() -> None:
 
 @pytest.mark.parametrize("ticks", [1, 3, 10, 30, 100, None])
 def test_a_trajectory_cancelled_anywhere_leaves_no_request_port_or_thread(ticks: int | None) -> None:
-    seen: list[str] = []
-
-    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
-        seen.append(base_url)
-        async with client_of(base_url, api_key) as client:
-            await ask(client, [user("hi")])
+    agent, seen = says_hi()
 
     async def scenario() -> None:
         task = asyncio.ensure_future(workflow_of(agent).run(PROMPT, generate_with(engine)))
@@ -384,12 +392,7 @@ def test_closing_the_controller_ends_agents_requests_threads_and_port() -> None:
 
 
 def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_trajectory() -> None:
-    seen: list[str] = []
-
-    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
-        seen.append(base_url)
-        async with client_of(base_url, api_key) as client:
-            await ask(client, [user("hi")])
+    agent, seen = says_hi()
 
     async def scenario() -> None:
         await workflow.run(PROMPT, generate_with(engine))
