@@ -5,6 +5,7 @@ Shapes: B pairs, T tokens of the longest trajectory, padded on the right. Rows 2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from lightrl.data.chat import ChatRenderer, report_dropped
 from lightrl.data.prompts import PromptDataModule, Split
 from lightrl.data.rows import require_column
-from lightrl.data.stream import EpochLoader, epoch_order
+from lightrl.data.stream import EpochLoader, batches_in_order, epoch_order
 from lightrl.experience import Experience
 from lightrl.trajectory import Prompt
 
@@ -140,16 +141,8 @@ class PreferenceDataModule(PromptDataModule):
 
         return EpochLoader(-(-len(pairs) // size), batch_at, trainer=self.trainer)
 
-    def val_dataloader(self) -> EpochLoader[PairBatch]:
-        return self._evaluation_loader("validation")
-
-    def test_dataloader(self) -> EpochLoader[PairBatch]:
-        return self._evaluation_loader("test")
-
     def _evaluation_loader(self, split: Split) -> EpochLoader[PairBatch]:
-        pairs, size = self.pairs[split], self.validation_batch_size
-        num_batches = -(-len(pairs) // size)
-        return EpochLoader(num_batches, lambda epoch, index: _collate(pairs[index * size : (index + 1) * size]))
+        return batches_in_order(self.pairs[split], self.validation_batch_size, _collate)
 
     def _pair(self, prompt: Prompt, renderer: ChatRenderer) -> _Pair:
         assert prompt.token_ids is not None
@@ -188,7 +181,7 @@ class PreferenceDataModule(PromptDataModule):
         return kept
 
 
-def _collate(pairs: list[_Pair]) -> PairBatch:
+def _collate(pairs: Sequence[_Pair]) -> PairBatch:
     rows = [(pair.prompt_ids, completion) for pair in pairs for completion in (pair.chosen_ids, pair.rejected_ids)]
     lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion in rows])
     token_ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)

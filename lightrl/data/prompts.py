@@ -292,13 +292,16 @@ class PromptDataModule(L.LightningDataModule):
         return iteration_clock(self.prompt_stream, self.trainer)
 
     def val_dataloader(self) -> EpochLoader[Any]:
-        return prompt_batches(self.prompts["validation"], self.validation_batch_size)
+        return self._evaluation_loader("validation")
 
     def test_dataloader(self) -> EpochLoader[Any]:
-        return prompt_batches(self.prompts["test"], self.validation_batch_size)
+        return self._evaluation_loader("test")
 
     def predict_dataloader(self) -> EpochLoader[Any]:
         return self.test_dataloader()
+
+    def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
+        return prompt_batches(self.prompts[split], self.validation_batch_size)
 
     def _context(self) -> tuple[PreTrainedTokenizerBase, int | None]:
         module = self.trainer.lightning_module if self.trainer is not None else None

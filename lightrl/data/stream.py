@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import lightning as L
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 class RowOrder(Protocol):
@@ -162,10 +163,13 @@ def iteration_clock(stream: PromptStream, trainer: L.Trainer | None = None) -> E
 
 def prompt_batches(prompts: Sequence[Prompt], batch_size: int) -> EpochLoader[PromptBatch]:
     """A validation loader: lists of prompts in the order of the data, the last one shorter if need be."""
-    num_batches = -(-len(prompts) // batch_size)
-    return EpochLoader(
-        num_batches, lambda epoch, index: PromptBatch(prompts[index * batch_size : (index + 1) * batch_size])
-    )
+    return batches_in_order(prompts, batch_size, PromptBatch)
+
+
+def batches_in_order(items: Sequence[Item], batch_size: int, collate: Callable[[Sequence[Item]], T]) -> EpochLoader[T]:
+    """What `collate` makes of so many items after the other, the last batch smaller if need be."""
+    num_batches = -(-len(items) // batch_size)
+    return EpochLoader(num_batches, lambda epoch, index: collate(items[index * batch_size : (index + 1) * batch_size]))
 
 
 def epoch_order(num_rows: int, seed: int | str, epoch: int) -> list[int]:

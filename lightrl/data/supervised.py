@@ -6,6 +6,7 @@ Shapes: B chats, T tokens of the longest, padded on the right. A causal model ne
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from lightrl.data.chat import ChatRenderer, report_dropped
 from lightrl.data.mixture import DataSource
 from lightrl.data.prompts import PromptDataModule, Split
 from lightrl.data.rows import require_column
-from lightrl.data.stream import EpochLoader, RowOrder, epoch_order
+from lightrl.data.stream import EpochLoader, RowOrder, batches_in_order, epoch_order
 from lightrl.trajectory import Prompt
 
 # Batches of like length are cut from this many shuffled batches: most padding goes, most of the chance stays.
@@ -121,16 +122,8 @@ class SFTDataModule(PromptDataModule):
             trainer=trainer,
         )
 
-    def val_dataloader(self) -> EpochLoader[ChatBatch]:
-        return self._evaluation_loader("validation")
-
-    def test_dataloader(self) -> EpochLoader[ChatBatch]:
-        return self._evaluation_loader("test")
-
     def _evaluation_loader(self, split: Split) -> EpochLoader[ChatBatch]:
-        chats, size = self.chats[split], self.validation_batch_size
-        num_batches = -(-len(chats) // size)
-        return EpochLoader(num_batches, lambda epoch, index: _collate(chats[index * size : (index + 1) * size]))
+        return batches_in_order(self.chats[split], self.validation_batch_size, _collate)
 
     def _chat(self, prompt: Prompt, renderer: ChatRenderer) -> _Chat:
         assert self.answer_column is not None
@@ -177,7 +170,7 @@ def _batches(
     return [batches[index] for index in epoch_order(len(batches), seed + 1, epoch)] if shuffle else batches
 
 
-def _collate(chats: list[_Chat]) -> ChatBatch:
+def _collate(chats: Sequence[_Chat]) -> ChatBatch:
     lengths = [len(chat.prompt_ids) + len(chat.completion_ids) for chat in chats]
     token_ids = torch.zeros(len(chats), max(lengths), dtype=torch.int64)
     loss_mask = torch.zeros(len(chats), max(lengths), dtype=torch.bool)

@@ -163,16 +163,20 @@ class FSDP2Strategy(ModelParallelStrategy):
                     "ranks of a mesh. Leave them out, or use Parallel3DStrategy."
                 )
 
-    def setup_environment(self) -> None:
+    def _prepare_environment(self) -> None:
+        """Refuses what cannot be spread, before processes meet, and sets what Lightning's set-up reads."""
         self.check_sizes()
         if not hasattr(self.lightning_module, "parallel_models"):
             raise ValueError(
-                f"FSDP2Strategy got a {type(self.lightning_module).__name__}, expected an RLModule, whose models it "
-                "shards. Use Lightning's ModelParallelStrategy or ddp for other modules."
+                f"{type(self).__name__} got a {type(self.lightning_module).__name__}, expected an RLModule, whose "
+                "models it splits. Use Lightning's ModelParallelStrategy or ddp for other modules."
             )
         if self._process_group_backend is None and self.root_device.type == "cuda":
             self._process_group_backend = "cpu:gloo,cuda:nccl"
         self._data_parallel_size = self.num_processes * self.num_nodes
+
+    def setup_environment(self) -> None:
+        self._prepare_environment()
         if self.precision_plugin.precision == "bf16-mixed":
             self.precision_plugin = ShardedMixedPrecision()
         super().setup_environment()

@@ -124,15 +124,7 @@ class Parallel3DStrategy(FSDP2Strategy):
             check_sizes(spec.load_config(), pp, tp, *self._schedule_at(pp))
 
     def setup_environment(self) -> None:
-        self.check_sizes()
-        if not hasattr(self.lightning_module, "parallel_models"):
-            raise ValueError(
-                f"Parallel3DStrategy got a {type(self.lightning_module).__name__}, expected an RLModule, whose models "
-                "it splits. Use Lightning's ModelParallelStrategy or ddp for other modules."
-            )
-        if self._process_group_backend is None and self.root_device.type == "cuda":
-            self._process_group_backend = "cpu:gloo,cuda:nccl"
-        self._data_parallel_size = self.num_processes * self.num_nodes
+        self._prepare_environment()
         ModelParallelStrategy.setup_environment(self)
         destroy_groups_at_exit()
         sizes = (self.pp, self.dp_size, self.tp)
