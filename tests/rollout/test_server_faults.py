@@ -35,6 +35,7 @@ from lightrl.weights import Bucket, WeightFolder
 NUM_TOKENS = 20
 NUM_REQUESTS = 8
 PACE = {"seconds_per_token": 0.02}
+SLOWLY = {"seconds_per_token": 1.0}  # a request is under way for as long as a test needs it to be
 UPDATE = "/update_weights_from_disk"
 DEADLINES = {"probe_interval_s": 0.1, "hang_timeout_s": 0.5, "request_timeout_s": 5.0, "sync_timeout_s": 5.0}
 LONGEST_S = 30.0  # of anything here; a machine that is busy is no fault
@@ -141,13 +142,14 @@ def test_a_server_that_ends_while_idle_is_noticed_and_gets_no_request(end: str, 
 @ENDS
 def test_requests_of_a_server_that_ends_go_on_elsewhere(end: str, start: Start, measured: Any) -> None:
     expected = written(start)
-    doomed, left = start(**PACE), start(**PACE)
+    doomed, left = start(**SLOWLY), start(**SLOWLY)
     engine = engine_on([doomed, left])
 
     async def scenario() -> list[Any]:
         task = asyncio.create_task(requests(engine))
         await until(lambda: doomed.stats()["running"] == left.stats()["running"] == NUM_REQUESTS // 2)
         BY_NAME[end](doomed)
+        left.pace(0)
         with measured("all_done_s"):
             return await task
 
@@ -248,7 +250,7 @@ def test_a_broadcast_that_a_server_leaves_reaches_the_other_whole(
 
 @ENDS
 def test_when_all_servers_end_requests_say_what_became_of_each(end: str, start: Start, measured: Any) -> None:
-    servers = [start(**PACE), start(**PACE)]
+    servers = [start(**SLOWLY), start(**SLOWLY)]
     engine = engine_on(servers)
 
     async def scenario() -> None:
@@ -279,6 +281,19 @@ def test_when_all_servers_end_before_a_sync_it_says_so(end: str, start: Start, m
     assert engine.weight_version == 0
     with pytest.raises(EngineError, match="No server is left"):
         run(request(engine, 0))
+    engine.close()
+
+
+def test_a_sync_that_fails_names_the_server_too_that_was_lost_before(start: Start) -> None:
+    servers = [start(), start()]
+    engine = engine_on(servers)
+    servers[1].fault("error", "/pause_generation", count=-1)
+    servers[0].kill()
+    run(until(lambda: state(engine, servers[0]) == "lost"))
+    with pytest.raises(WeightSyncError, match="Weight version 1 reached no server") as caught:
+        engine.load_weights(weights(1), weight_version=1)
+    assert f"{servers[0].url}: it took no part: {servers[0].url} gave no answer" in str(caught.value)
+    assert f"{servers[1].url}: {servers[1].url} answered" in str(caught.value)
     engine.close()
 
 

@@ -113,7 +113,7 @@ class Loading:
         closing.join(self._request_timeout_s)
 
     def _load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        urls = self._home.call(self._begin(), self._sync_timeout_s + self._request_timeout_s)
+        urls, absent = self._home.call(self._begin(), self._sync_timeout_s + self._request_timeout_s)
         report: SyncReport | None = None
         try:
             report = load_from_thread(
@@ -126,6 +126,7 @@ class Loading:
                 timeout_s=self._sync_timeout_s,
                 verify=self._verify,
                 memory=self._memory,
+                report=SyncReport(weight_version, absent=absent),
             )
             self.weight_version = weight_version
         except SyncFailed as error:
@@ -161,15 +162,15 @@ class Loading:
 
     # ------------------------------------------------------------------ on the loop
 
-    async def _begin(self) -> list[str]:
-        """The servers that take part."""
+    async def _begin(self) -> tuple[list[str], dict[str, str]]:
+        """The servers that take part; and why the others do not."""
         urls = self._members.pool.urls("starting", "routable", "syncing")
         if not urls:
             raise EngineError(f"No server is left to load weights into: {self._members.pool.describe()}.")
         self._writer.lend(urls)
         if self._is_aborting:
             await self._writer.hold(urls, is_aborting=True, timeout_s=self._sync_timeout_s)
-        return urls
+        return urls, {url: item.reason for url, item in self._members.pool.servers.items() if url not in urls}
 
     async def _end(self, urls: Sequence[str], report: SyncReport | None) -> None:
         for url in urls:

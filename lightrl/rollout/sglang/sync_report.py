@@ -20,6 +20,7 @@ class SyncReport:
     weight_version: int  # that was to be loaded
     versions: dict[str, int] = field(default_factory=dict)  # address → the version it serves now
     lost: dict[str, str] = field(default_factory=dict)  # address → what happened; paused or gone, not to be routed to
+    absent: dict[str, str] = field(default_factory=dict)  # address → why it took no part: it was lost before
     rolled_back: dict[str, str] = field(default_factory=dict)  # address → why it serves the version before again
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # stage, pause, load, verify, resume
@@ -29,7 +30,8 @@ class SyncReport:
             f"{url} serves version {version}" + (f" again ({self.rolled_back[url]})" if url in self.rolled_back else "")
             for url, version in self.versions.items()
         ]
-        return "; ".join([*serve, *(f"{url}: {what}" for url, what in self.lost.items())])
+        gone = {**self.lost, **{url: f"it took no part: {why}" for url, why in self.absent.items()}}
+        return "; ".join([*serve, *(f"{url}: {what}" for url, what in gone.items())])
 
 
 class SyncFailed(WeightSyncError):
