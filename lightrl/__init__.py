@@ -15,6 +15,7 @@ The rooms, from the ground up (each imports only from those above it in this lis
     lora          adapters trained instead of weights
     models        what a role is and what its model can do
     model_folder  models as Hugging Face folders, whole or absent
+    vocabulary    all models of a module read the same token ids
     module        RLModule: the hooks a user writes
     data          prompts by position, chats for SFT
     strategies    where parameters and work live

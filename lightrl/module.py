@@ -26,6 +26,7 @@ from lightrl.rewards import RewardPart
 from lightrl.rollout.sglang.scoring import ServedRewards, ServedScores
 from lightrl.rollout.workflow import SingleTurn, Workflow
 from lightrl.trajectory import Group, Sampling, Trajectory
+from lightrl.vocabulary import check_size, check_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -475,7 +476,9 @@ class RLModule(L.LightningModule):
         for role, spec in self.models().items():
             if hasattr(self, role) or spec.url is not None:
                 continue
+            check_tokens(role, spec, self.policy_spec, self.tokenizer)
             model = spec.load_model()
+            check_size(role, model, self.tokenizer)
             if role not in self.trained_roles():
                 model.requires_grad_(False)
             elif spec.offload:
@@ -486,7 +489,6 @@ class RLModule(L.LightningModule):
             if role == "reward_model" and is_silent(model):
                 raise untrained_reward_model(spec)
             setattr(self, role, model)
-            self._check_vocabulary(role, model)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         raise RuntimeError(NEEDS_OUR_TRAINER)
@@ -535,15 +537,6 @@ class RLModule(L.LightningModule):
             if value is not None:
                 sources[name] = [int(item) for item in (value if isinstance(value, Sequence) else [value])]
         return {name: ids for name, ids in sources.items() if ids}
-
-    def _check_vocabulary(self, role: str, model: PreTrainedModel) -> None:
-        rows = model.get_input_embeddings().weight.shape[0]
-        if len(self.tokenizer) > rows:
-            raise ValueError(
-                f"The policy's tokenizer has {len(self.tokenizer)} tokens but the vocabulary of the {role} has {rows}, "
-                "expected at most as many: all models read the same tokens. Use models and the tokenizer that were "
-                "made for each other, or a config with a larger vocab_size."
-            )
 
     def _log_evaluation(self, stage: str, groups: list[Group]) -> None:
         judged = [group for group in groups if group.trajectories]

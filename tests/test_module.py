@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCABULARY, char_tokenizer, random_experience, tiny_model, tiny_spec
+from tiny import FAMILIES, LETTERS, VOCABULARY, char_tokenizer, random_experience, tiny_model, tiny_spec
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
-from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer, Trajectory
+from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer, Trajectory, vocabulary
 from lightrl.algorithms import GRPO, PPO
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
@@ -171,6 +175,34 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
         module(policy=spec).configure_model()
     with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the reference has 11"):
         GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=spec).configure_model()
+
+
+def tokenizer_of_another_family() -> Any:
+    tokens = {token: index for index, token in enumerate(LETTERS)}
+    tokens["3"], tokens["4"] = tokens["4"], tokens["3"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(tokens, unk_token="<unk>")), unk_token="<unk>", eos_token="<eos>"
+    )
+
+
+def test_a_role_that_reads_other_tokens_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = replace(tiny_spec(), tokenizer="test_module.tokenizer_of_another_family")
+    with pytest.raises(
+        ValueError, match=r"tokenizer of the reference .* other tokens at 2 of .* '4' at \d+ instead of"
+    ):
+        GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=other).configure_model()
+    monkeypatch.setattr(vocabulary, "MAX_OTHER_TOKENS", 0.2)  # as if these were two of many
+    GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=other).configure_model()
+    assert "tokenizer of the reference" in caplog.text
+
+
+def test_a_role_whose_folder_has_no_tokenizer_reads_the_policys(tmp_path: Path) -> None:
+    tiny_spec(seed=1).load_model().save_pretrained(tmp_path)
+    made = GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=str(tmp_path))
+    made.configure_model()
+    assert made.reference is not None
 
 
 def test_the_context_bounds_the_prompt() -> None:

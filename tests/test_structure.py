@@ -20,7 +20,7 @@ FLOORS = [
     {"rollout"},
     {"lora"},
     {"dataflow", "models"},
-    {"model_folder"},
+    {"model_folder", "vocabulary"},
     {"module", "data", "strategies"},
     {"algorithms", "loops", "callbacks"},
     {"trainer"},

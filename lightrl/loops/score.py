@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightrl.dataflow import ADVANTAGES, GENERATE, REWARD, ModelCall, runs_beside
+from lightrl.errors import LightRLError, TrainingError
 from lightrl.experience import ROLLOUT_FIELDS, Experience
 from lightrl.functional import on_last_loss_token
 from lightrl.loops.asked_once import asked_once
@@ -54,8 +55,7 @@ def score(
         if call.name == ADVANTAGES:
             return _advantages(module, seen)
         if call.run is not None:
-            ask = call.run
-            found = asked_once(call, rows, lambda: _own_outputs(call, ask(seen, rows), seen))
+            found = asked_once(call, rows, lambda: _own_outputs(call, _called(call, seen, rows), seen))
             return {key: value.to(seen.token_ids.device) for key, value in found.items()}
         with forward_context():
             return _infer(module, call, seen, ranks.of_role(_role(call)))
@@ -219,6 +219,24 @@ def _with_an_end(experience: Experience, has_end: Tensor) -> Experience:
     kept = ("rewards", "group_ids", "is_truncated", "pixel_values", "image_rows")
     others = {name: getattr(experience, name) for name in kept}
     return Experience(**others, **tensors, lengths=experience.lengths + has_end)
+
+
+def _called(call: ModelCall, experience: Experience, trajectories: list[Trajectory]) -> Any:
+    """What the call's own function returns.
+
+    Raises:
+        TrainingError: if it raises anything but an error of ours, which says itself where it comes from.
+    """
+    assert call.run is not None
+    try:
+        return call.run(experience, trajectories)
+    except LightRLError:
+        raise
+    except Exception as error:
+        raise TrainingError(
+            f"Model call {call.name!r} raised {type(error).__name__}: {error}, expected its outputs "
+            f"{list(call.outputs)}. Mend its function, or what it calls."
+        ) from error
 
 
 def _own_outputs(call: ModelCall, result: Any, experience: Experience) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightrl.algorithms import GRPO
 from lightrl.dataflow import ModelCall
+from lightrl.errors import TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.loops.score import accept_changes, score
@@ -251,6 +252,20 @@ def test_what_a_call_of_the_users_own_returns_is_checked(returned: Any, message:
     module.style = lambda *_: returned  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=message):
         score(module, random_experience(is_scored=False))
+
+
+def test_what_a_call_of_the_users_own_raises_names_the_call() -> None:
+    module = two_judges()
+
+    def ask(*_: Any) -> Any:
+        raise KeyError("score")
+
+    module.style = ask  # type: ignore[method-assign]
+    with pytest.raises(
+        TrainingError, match=r"Model call 'style' raised KeyError: 'score', expected its outputs"
+    ) as seen:
+        score(module, random_experience(is_scored=False))
+    assert isinstance(seen.value.__cause__, KeyError)
 
 
 def test_advantages_may_give_further_keys() -> None:
