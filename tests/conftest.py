@@ -1,6 +1,7 @@
 """Puts tests/ on the import path, for tiny.py; one thread for each of pytest's workers, which share the cores.
 
-Agents' clients obey `http_proxy`, which would look for the tests' servers on the proxy's machine.
+Agents' clients obey `http_proxy`, which would look for the tests' servers on the proxy's machine; within a Slurm
+job Lightning would expect the job's tasks.
 """
 
 import os
@@ -10,6 +11,8 @@ import torch
 
 torch.set_num_threads(1)
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
+for name in [name for name in os.environ if name.startswith("SLURM_")]:
+    del os.environ[name]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
