@@ -56,7 +56,7 @@ class RolloutMetrics(RLCallback):
 
     A group whose trajectories all got the same reward has no advantages: it costs a rollout and an update and teaches
     nothing. `rollout/zero_variance_fraction` is their share; when it is 1 for several iterations in a row, a warning
-    says so and why, once until it recovers.
+    says so and why, once until it recovers. A group of one compares nothing, so it is not counted.
 
     | name | meaning |
     |---|---|
@@ -65,7 +65,7 @@ class RolloutMetrics(RLCallback):
     | rollout/reward_model | mean of the reward model's numbers, before `reward_model_coef` |
     | rollout/accuracy_fraction | of the metric `accuracy`; where a reward gives none, reward ≥ 1 counts as correct |
     | rollout/<name> | mean of each further number that a reward or workflow left in `Trajectory.metrics` |
-    | rollout/zero_variance_fraction | of groups |
+    | rollout/zero_variance_fraction | of groups of two or more; left out where there is none, as in PPO |
     | rollout/length_tokens | mean number of tokens that the policy wrote |
     | rollout/truncated_fraction | ended by a length limit |
     | rollout/mixed_version_fraction | written by two or more weight versions |
@@ -129,7 +129,8 @@ class RolloutMetrics(RLCallback):
         # A teacher's likeliest tokens teach without any.
         teaches = experience.advantages is None or bool(experience.advantages[experience.loss_mask].any())
         teaches = teaches or "teacher_topk_ids" in experience.extras
-        is_flat = not teaches and all(_is_flat(group) for group in self._groups if group.trajectories)
+        comparable = _comparable(self._groups)
+        is_flat = not teaches and bool(comparable) and all(_is_flat(group) for group in comparable)
         self._num_flat_iterations = self._num_flat_iterations + 1 if is_flat else 0
         if self._num_flat_iterations == self.zero_variance_patience and trainer.is_global_zero:
             log.warning(explain_zero_variance(self._groups, self._num_flat_iterations))
@@ -179,12 +180,14 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
             if name != "accuracy":
                 named[name].append(value)
     rewards = [_reward(trajectory) for trajectory in trajectories]
+    comparable = _comparable(groups)
+    flat = {"rollout/zero_variance_fraction": statistics.fmean(map(_is_flat, comparable))} if comparable else {}
     return {
         **{f"rollout/{name}": statistics.fmean(values) for name, values in named.items()},
         "rollout/reward": statistics.fmean(rewards),
         "rollout/reward_std": float(torch.tensor(rewards).std(correction=0)),
         "rollout/accuracy_fraction": statistics.fmean(trajectory.accuracy for trajectory in trajectories),
-        "rollout/zero_variance_fraction": statistics.fmean(float(_is_flat(group)) for group in groups),
+        **flat,
     }
 
 
@@ -214,20 +217,17 @@ def experience_metrics(experience: Experience, weight_version: int) -> dict[str,
 
 
 def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
-    """Why no group has reward variance, and what to try; for a warning."""
-    groups = [group for group in groups if group.trajectories]
+    """Why no group of two or more has reward variance, and what to try; for a warning."""
+    groups = _comparable(groups)
     rewards = [_reward(group.trajectories[0]) for group in groups]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     correct_fraction = statistics.fmean(trajectory.accuracy for trajectory in trajectories)
     what = (
-        f"In each of the last {num_iterations} iterations all {len(groups)} groups have zero reward variance: within a "
-        "group every trajectory got the same reward"
+        f"In each of the last {num_iterations} iterations no group had any reward variance ({len(groups)} of two or "
+        "more): within a group every trajectory got the same reward"
     )
     effect = "All advantages are 0, so without a KL term the gradient is 0 and nothing is learnt. "
-    if all(len(group.trajectories) == 1 for group in groups):
-        what += ", for it has only one trajectory"
-        advice = "Raise group_size to 2 or more, or take the baseline over the batch."
-    elif all(len({tuple(item.completion_ids) for item in group.trajectories}) == 1 for group in groups):
+    if all(len({tuple(item.completion_ids) for item in group.trajectories}) == 1 for group in groups):
         what += ", for it wrote the same completion"
         advice = (
             "Sampling does not explore: raise the temperature, look at policy/entropy_nats, lower the learning rate."
@@ -256,6 +256,10 @@ def _log(module: L.LightningModule, values: Mapping[str, float]) -> None:
 def _reward(trajectory: Trajectory) -> float:
     assert trajectory.reward is not None, "the controller hands over judged trajectories only"
     return trajectory.reward
+
+
+def _comparable(groups: Iterable[Group]) -> list[Group]:
+    return [group for group in groups if len(group.trajectories) >= 2]
 
 
 def _is_flat(group: Group) -> bool:

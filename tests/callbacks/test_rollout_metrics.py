@@ -45,6 +45,11 @@ def test_groups_that_lost_all_trajectories_count_nowhere() -> None:
         reward_metrics([lost])
 
 
+def test_a_group_of_one_has_no_part_in_the_zero_variance_fraction() -> None:
+    assert reward_metrics(groups_of([[0.0], [0.5, 0.5], [1.0, 0.0]]))["rollout/zero_variance_fraction"] == 0.5
+    assert "rollout/zero_variance_fraction" not in reward_metrics(groups_of([[0.0], [1.0]]))
+
+
 def test_lengths_staleness_and_mixed_versions_worked_by_hand() -> None:
     experience = Experience.from_trajectories(
         [
@@ -124,9 +129,25 @@ def test_zero_variance_warns_once_and_again_only_after_it_recovered(caplog: pyte
     assert "last 3 iterations" in caplog.messages[0]
 
 
+@pytest.mark.parametrize(
+    ("rewards", "warnings"),
+    [
+        pytest.param([[0.0], [0.0]], 0, id="groups of one alone"),
+        pytest.param([[0.0], [0.0, 0.0]], 1, id="beside one that could be compared"),
+    ],
+)
+def test_a_group_of_one_is_no_reason_to_warn(
+    rewards: list[list[float]], warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        run(lambda _: groups_of(rewards), RolloutMetrics(), num_iterations=4)
+    assert len(caplog.messages) == warnings
+    assert all("no group had any reward variance (1 of two or more)" in message for message in caplog.messages)
+
+
 @pytest.mark.parametrize("has_teacher", [False, True], ids=["rewards alone", "a teacher's likeliest tokens"])
 def test_what_a_teacher_says_teaches_without_variance(has_teacher: bool, caplog: pytest.LogCaptureFixture) -> None:
-    groups, metrics = groups_of([[0.0], [0.0]]), RolloutMetrics(zero_variance_patience=1)
+    groups, metrics = groups_of([[0.0, 0.0]]), RolloutMetrics(zero_variance_patience=1)
     experience = Experience.from_trajectories([item for group in groups for item in group.trajectories])
     found = {"advantages": torch.zeros(experience.token_ids.shape)}
     if has_teacher:
@@ -134,7 +155,7 @@ def test_what_a_teacher_says_teaches_without_variance(has_teacher: bool, caplog:
     trainer: Any = SimpleNamespace(weight_version=0, is_global_zero=True)
     module: Any = SimpleNamespace(log=lambda *args, **kwargs: None)
     with caplog.at_level(logging.WARNING, logger="lightrl"):
-        metrics.on_rollout_end(trainer, module, groups)
+        metrics.on_rewards_ready(trainer, module, groups)
         metrics.on_experience_ready(trainer, module, experience.with_tensors(found))
     assert bool(caplog.messages) is not has_teacher
 
@@ -152,7 +173,6 @@ def test_the_count_of_flat_iterations_survives_a_resume() -> None:
         pytest.param([[0.0, 0.0], [0.0, 0.0]], "All fail", id="all fail"),
         pytest.param([[1.0, 1.0], [1.0, 1.0]], "All succeed", id="all succeed"),
         pytest.param([[1.0, 1.0], [0.0, 0.0]], "always or never", id="by prompt"),
-        pytest.param([[1.0], [0.0]], "only one trajectory", id="group of one"),
     ],
 )
 def test_the_warning_says_why_nothing_is_learnt(rewards: list[list[float]], why: str) -> None:
