@@ -3,6 +3,7 @@
 The rooms, from the ground up (each imports only from those above it in this list):
 
     errors        the exceptions of a run, as a tree
+    bounds        numbers of a configuration, refused by name
     disk_errors   why a file could not be written, in words
     dotted_path   functions that a configuration names
     trajectory    Prompt, Sampling, Trajectory, Group: plain Python

@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightrl.bounds import check_bounds
 from lightrl.dataflow import ADVANTAGES, GENERATE, REWARD, DataFlowGraph, ModelCall
 from lightrl.experience import ROLLOUT_FIELDS, Experience, LossUnit
 from lightrl.functional import group_advantages
@@ -124,7 +125,7 @@ class RLModule(L.LightningModule):
         max_skipped_updates: int = 5,
     ) -> None:
         super().__init__()
-        _check_at_least(
+        check_bounds(
             1,
             group_size=group_size,
             num_minibatches=num_minibatches,
@@ -133,13 +134,16 @@ class RLModule(L.LightningModule):
             reward_workers=reward_workers,
             validation_group_size=validation_group_size,
             max_skipped_updates=max_skipped_updates,
+            reward_memory_mib=reward_memory_mib,
+            reward_recycle_after=reward_recycle_after,
         )
-        _check_at_least(0, warmup_iterations=warmup_iterations)
+        check_bounds(0, warmup_iterations=warmup_iterations)
+        check_bounds(0, 1, max_failed_fraction=max_failed_fraction)
         check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
+        if not reward_timeout_s > 0:
+            raise ValueError(f"reward_timeout_s={reward_timeout_s}, expected more than 0 seconds. Raise it.")
         if lr_decay not in ("constant", "linear"):
             raise ValueError(f"lr_decay={lr_decay!r}, expected constant or linear. Choose one of them.")
-        if not 0 <= max_failed_fraction <= 1:
-            raise ValueError(f"max_failed_fraction={max_failed_fraction}, expected a fraction from 0 to 1. Mend it.")
         if loss_reduction not in ("token", "sequence", "fixed"):
             raise ValueError(
                 f"loss_reduction={loss_reduction!r}, expected token, sequence or fixed. Choose one of them."
@@ -602,9 +606,3 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     special = sorted({*map(str, tokenizer.all_special_tokens), *added}, key=len, reverse=True)
     found = next((token for token in special if after.startswith(token)), None)
     return None if found is None else int(tokenizer.convert_tokens_to_ids(found))
-
-
-def _check_at_least(minimum: int, **values: int) -> None:
-    for name, value in values.items():
-        if value < minimum:
-            raise ValueError(f"{name}={value}, expected at least {minimum}. Raise it.")

@@ -12,7 +12,7 @@ import lightrl
 
 PACKAGE = Path(lightrl.__file__).parent
 FLOORS = [
-    {"version", "errors", "disk_errors", "dotted_path"},
+    {"version", "errors", "bounds", "disk_errors", "dotted_path"},
     {"trajectory"},
     {"experience", "functional"},
     {"pictures"},

@@ -57,7 +57,7 @@ class GRPO(RLModule):
             off the reward, since as a loss its gradient is 0 in expectation.
         reference: the fixed policy of that KL; usually the checkpoint that training starts from. None with LoRA: the
             policy without its adapters, at no cost of memory.
-        entropy_coef: weight of an entropy bonus.
+        entropy_coef: weight of an entropy bonus; below 0 of a penalty on entropy.
         overlong_buffer_tokens: so many tokens before the length limit a penalty on the reward begins; 0 for none.
         overlong_penalty_factor: that penalty at the limit.
         kwargs: those of RLModule.

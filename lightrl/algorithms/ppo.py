@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.grpo import GRPO
+from lightrl.bounds import check_bounds
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import (
@@ -113,12 +114,11 @@ class PPO(GRPO):
             group_size=group_size,
             **kwargs,
         )
-        for name, at_least_zero in (
-            ("value_coef", value_coef),
-            ("critic_warmup_iterations", critic_warmup_iterations),
-        ):
-            if at_least_zero < 0:
-                raise ValueError(f"{name}={at_least_zero}, expected 0 or more. Raise it.")
+        check_bounds(0, value_coef=value_coef, critic_warmup_iterations=critic_warmup_iterations)
+        if reward_scaling == 0:
+            raise ValueError(
+                "reward_scaling=0 makes every reward 0, expected another number. Set 1 to leave rewards as they are."
+            )
         if reward_clip is not None and reward_clip <= 0:
             raise ValueError(f"reward_clip={reward_clip}, expected more than 0 or None. Raise it.")
         if self.kl_coef == 0 and (kl_target_nats is not None or reference_decay is not None):
@@ -138,8 +138,7 @@ class PPO(GRPO):
                 f"reference_decay={reference_decay} moves a reference with mesh={mesh} towards the policy, whose "
                 f"mesh is {self.policy_spec.mesh}, expected the same one. Give the reference the policy's mesh."
             )
-        if reference_decay is not None and not 0 <= reference_decay <= 1:
-            raise ValueError(f"reference_decay={reference_decay}, expected 0 to 1. Mend it.")
+        check_bounds(0, 1, reference_decay=reference_decay)
         if reference_decay is not None and self.policy_spec.lora is not None:
             raise ValueError(
                 f"reference_decay={reference_decay} moves a reference towards all of the policy's weights, but lora "

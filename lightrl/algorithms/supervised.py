@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightrl.bounds import check_bounds
 from lightrl.data import ChatBatch, PairBatch
 from lightrl.model_folder import fill_in, keep_trained
 from lightrl.models import ModelSpec, ParallelModel, check_adamw
@@ -67,8 +68,7 @@ class SupervisedModule(L.LightningModule):
         check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
         if lr_decay not in ("constant", "linear", "cosine"):
             raise ValueError(f"lr_decay={lr_decay!r}, expected constant, linear or cosine. Choose one of them.")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps}, expected 0 or more. Raise it.")
+        check_bounds(0, warmup_steps=warmup_steps)
         self.policy_spec = ModelSpec.of(policy)
         defaults = {item.name: item.default for item in dataclasses.fields(ModelSpec)}
         unread = [name for name in _OF_ROLES if getattr(self.policy_spec, name) != defaults[name]]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 
+from lightrl.bounds import check_bounds
 from lightrl.data.chat import ChatRenderer, Messages, render_prompts, row_messages, take_images
 from lightrl.data.mixture import DataSource, MixtureOrder, label_of, sources_of
 from lightrl.data.rows import Row, read_rows, renamed, require_column
@@ -99,7 +100,8 @@ class PromptDataModule(L.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        _check_at_least_one(
+        check_bounds(
+            1,
             batch_size=batch_size,
             validation_batch_size=validation_batch_size,
             max_prompt_tokens=max_prompt_tokens,
@@ -342,9 +344,3 @@ class PromptDataModule(L.LightningDataModule):
     def _named(self, split: Split) -> str | list[str] | None:
         names = [source.source for source in self.sources[split]]
         return names if len(names) > 1 else names[0] if names else None
-
-
-def _check_at_least_one(**settings: int | None) -> None:
-    for name, value in settings.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}, expected at least 1. Raise it.")

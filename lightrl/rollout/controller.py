@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
+from lightrl.bounds import check_bounds
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.buffer import choose_batch, describe_waiting, find_overdue, num_admissible
@@ -132,17 +133,11 @@ class RolloutController:
         loop_timeout_s: float = 60.0,
         judges_later: bool = False,
     ) -> None:
-        _check_bounds(
-            group_size=(group_size, 1, math.inf),
-            groups_per_iteration=(groups_per_iteration, 1, math.inf),
-            max_staleness=(max_staleness, 0, math.inf),
-            max_concurrent=(1 if max_concurrent is None else max_concurrent, 1, math.inf),
-            rollout_timeout_s=(rollout_timeout_s, 1e-3, threading.TIMEOUT_MAX),
-            max_failed_fraction=(max_failed_fraction, 0, 1),
-            max_dropped_groups=(0 if max_dropped_groups is None else max_dropped_groups, 0, math.inf),
-            oversample_fraction=(oversample_fraction, 0, 10),
-            loop_timeout_s=(loop_timeout_s, 1e-3, threading.TIMEOUT_MAX),
-        )
+        check_bounds(1, group_size=group_size, groups_per_iteration=groups_per_iteration, max_concurrent=max_concurrent)
+        check_bounds(0, max_staleness=max_staleness, max_dropped_groups=max_dropped_groups)
+        check_bounds(0, 1, max_failed_fraction=max_failed_fraction)
+        check_bounds(0, 10, oversample_fraction=oversample_fraction)
+        check_bounds(1e-3, threading.TIMEOUT_MAX, rollout_timeout_s=rollout_timeout_s, loop_timeout_s=loop_timeout_s)
         chooses_by_reward = curriculum or group_filter or incomplete_groups != "train" or oversample_fraction
         if judges_later and (max_staleness or chooses_by_reward):
             raise ValueError(
@@ -738,9 +733,3 @@ class RolloutController:
             await self.engine.detach()
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
-
-
-def _check_bounds(**settings: tuple[float, float, float]) -> None:
-    for name, (value, low, high) in settings.items():
-        if not low <= value <= high:
-            raise ValueError(f"{name}={value}, expected a number from {low:g} to {high:g}. Mend it.")

@@ -129,10 +129,15 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
             {"kl_coef": 0.1, "reference": tiny_spec(), "kl_in_reward": False, "kl_estimator": "k1"},
             r"kl_estimator='k1' in the loss does nothing",
         ),
+        ({"reward_scaling": 0}, "reward_scaling=0 makes every reward 0, expected another number"),
+        (
+            {"kl_coef": 0.1, "reference": tiny_spec(), "reference_decay": 1.5},
+            r"reference_decay=1\.5, expected 0 to 1\. Lower it",
+        ),
         ({"stop_ratio": 0.5}, r"stop_ratio=0\.5, expected more than 1"),
         ({"stop_kl_nats": -1}, "stop_kl_nats=-1, expected more than 0"),
-        ({"value_coef": -0.1}, "value_coef=-0.1, expected 0 or more"),
-        ({"critic_warmup_iterations": -1}, "critic_warmup_iterations=-1, expected 0 or more"),
+        ({"value_coef": -0.1}, "value_coef=-0.1, expected at least 0"),
+        ({"critic_warmup_iterations": -1}, "critic_warmup_iterations=-1, expected at least 0"),
         ({"gamma": 2}, "gamma=2, expected 0 to 1"),
         ({"huber_delta": -1}, "huber_delta=-1, expected more than 0"),
         (
