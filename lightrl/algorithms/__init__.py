@@ -5,6 +5,7 @@ Reading order:
     relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: GRPO under other settings
     ppo.py        PPO: a critic instead of groups
     distillation.py  a teacher judges each token that the policy writes
+    setting_names.py  what an equation refuses, said of the setting that the user typed
     supervised.py what the plain LightningModules share that train on data which is there:
     sft.py        SFT
     dpo.py        DPO and IPO, from pairs

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightrl.algorithms.setting_names import setting_names
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import (
@@ -22,6 +23,9 @@ from lightrl.functional import (
 )
 from lightrl.models import ModelSpec, Outputs
 from lightrl.module import RLModule
+
+# Arguments of `importance_weights`; the settings are called importance_cap and so on.
+_IMPORTANCE_BOUNDS = ("cap", "floor", "mode", "level", "metric", "aggregation")
 
 
 class GRPO(RLModule):
@@ -192,9 +196,12 @@ class GRPO(RLModule):
         return experience.rewards + self._overlong_penalty(experience.loss_mask.sum(1))
 
     def advantages(self, experience: Experience) -> Tensor:
+        return self._group_advantages(self.shaped_rewards(experience), experience.group_ids)
+
+    def _group_advantages(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
         return group_advantages(
-            self.shaped_rewards(experience),
-            experience.group_ids,
+            rewards,
+            group_ids,
             mean=self.advantage_mean,
             std=self.advantage_std,
             leave_one_out=self.leave_one_out,
@@ -231,13 +238,19 @@ class GRPO(RLModule):
         """Asks the equations, which refuse settings that they cannot use, before anything is loaded or rolled out."""
         one = torch.ones(1, 1)
         clipped_ratio_loss(one, one, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
-        kl(one, one, estimator=self.kl_estimator)
-        self._importance_weights(one, one, one.bool())
-        group_advantages(
-            one[0], one[0], mean=self.advantage_mean, std=self.advantage_std, leave_one_out=self.leave_one_out
-        )
-        if self.overlong_buffer_tokens:
-            self._overlong_penalty(one[0])
+        with setting_names(estimator="kl_estimator"):
+            kl(one, one, estimator=self.kl_estimator)
+        with setting_names(**{name: f"importance_{name}" for name in _IMPORTANCE_BOUNDS}):
+            self._importance_weights(one, one, one.bool())
+        with setting_names(mean="advantage_mean", std="advantage_std"):
+            self._group_advantages(one[0], one[0])
+        with setting_names(
+            max_tokens="sampling.max_new_tokens",
+            buffer_tokens="overlong_buffer_tokens",
+            factor="overlong_penalty_factor",
+        ):
+            if self.overlong_buffer_tokens:
+                self._overlong_penalty(one[0])
 
     def center(self, experience: Experience, outputs: Outputs) -> Tensor:
         """The logprobs that the clip is centered on, [B, T], without gradient."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrl.algorithms.grpo import GRPO
+from lightrl.algorithms.setting_names import setting_names
 from lightrl.bounds import check_bounds
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
@@ -155,7 +156,8 @@ class PPO(GRPO):
         self.bootstrap_truncated = bootstrap_truncated
         self.value_clip = value_clip
         self.huber_delta = huber_delta
-        self.normalizer = ValueNormalizer(value_normalization, value_decay) if value_normalization else None
+        with setting_names(kind="value_normalization", decay="value_decay"):
+            self.normalizer = ValueNormalizer(value_normalization, value_decay) if value_normalization else None
         self.value_coef = value_coef
         self.critic_warmup_iterations = critic_warmup_iterations
         self.whiten_advantages = whiten_advantages
@@ -168,7 +170,8 @@ class PPO(GRPO):
         self.stop_ratio = stop_ratio
         one = torch.ones(1, 1)  # of which the equations refuse what they cannot use, before anything is loaded
         gae(one, one, one.bool(), gamma, lam)
-        value_loss(one, one, one, clip=value_clip, huber_delta=huber_delta)
+        with setting_names(clip="value_clip"):
+            value_loss(one, one, one, clip=value_clip, huber_delta=huber_delta)
 
     # ------------------------------------------------------------------ models and calls
 

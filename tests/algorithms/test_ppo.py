@@ -139,6 +139,9 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
         ({"value_coef": -0.1}, "value_coef=-0.1, expected at least 0"),
         ({"critic_warmup_iterations": -1}, "critic_warmup_iterations=-1, expected at least 0"),
         ({"gamma": 2}, "gamma=2, expected 0 to 1"),
+        ({"value_clip": 0}, "^value_clip=0, expected more than 0"),
+        ({"value_normalization": "all"}, "^value_normalization='all', expected one of"),
+        ({"value_normalization": "exponential", "value_decay": 1}, "^value_decay=1, expected 0 or more and less"),
         ({"huber_delta": -1}, "huber_delta=-1, expected more than 0"),
         (
             {
