@@ -10,6 +10,10 @@ in two updates. The curve is the mean reward of what is trained on: sampled, not
 M2PO; the first two also at a third of the learning rate, in two and in four updates. These run longer and over more
 seeds, for what staleness does shows late; the table's last lines compare them with naive, seed by seed.
 
+Distillation is no rival of the others: it learns from a teacher that had RL before, the model that GRPO's run with seed
+0 ends with, and trains on no reward. Its curve is the reward of what the student samples, which is only measured; it
+shows how fast and how near the student comes to its teacher, which is where the gray curve ends.
+
 Each run is a process of its own, one after another, and leaves a file in the output folder; a run whose file is there,
 or that `curves.csv` has, is not repeated, so more seeds or algorithms can be added, and a killed benchmark goes on. To
 repeat one, take its lines out of `curves.csv` and remove its file in `runs/`. `curves.csv` has a line per algorithm,
@@ -43,7 +47,7 @@ LATE = " 8 versions late"
 SLOW = " at lr 1e-4" + LATE  # a third of the others'
 SMALL_STEPS = " at lr 1e-4 in 4 updates" + LATE  # an iteration is cut into 4 instead of 2
 
-# Class and settings, beside those that all share.
+# Class and settings, beside those that all share; a teacher is a folder within the output folder.
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO": ("GRPO", {}),
     "Dr. GRPO": ("DrGRPO", {}),
@@ -71,6 +75,8 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "decoupled" + SLOW: ("GRPO", {"decoupled": True, "lr": 1e-4}),
     "naive" + SMALL_STEPS: ("GRPO", {"lr": 1e-4, "num_minibatches": 4}),
     "decoupled" + SMALL_STEPS: ("GRPO", {"decoupled": True, "lr": 1e-4, "num_minibatches": 4}),
+    "distillation": ("Distillation", {"group_size": 1, "teacher": "teacher"}),
+    "distillation by 4 likeliest tokens": ("Distillation", {"group_size": 1, "teacher": "teacher", "teacher_topk": 4}),
 }
 COLUMNS = ("algorithm", "seed", "iteration", "reward", "staleness_versions", "seconds")
 
@@ -112,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             if run_file(options.out, name, seed).exists():
                 continue
+            if "teacher" in ALGORITHMS[name][1]:
+                make_teacher(options)
             before = time.perf_counter()
             run_alone(name, seed, options)
             rewards = [float(row["reward"]) for row in read_runs(options.out, [name]) if int(row["seed"]) == seed]
@@ -156,6 +164,16 @@ def make_start(out: Path, *, steps: int) -> Path:
     return folder
 
 
+def make_teacher(options: argparse.Namespace) -> None:
+    """The model that GRPO's run with seed 0 ends with, made once."""
+    folder = options.out / "teacher"
+    if (folder / "config.json").exists():
+        return
+    import lightrl
+
+    fit("GRPO", 0, options, lightrl.HuggingFaceExport(str(folder)))
+
+
 def run_alone(name: str, seed: int, options: argparse.Namespace) -> None:
     """One run, in a process that ends with it."""
     command = [sys.executable, "-m", "benchmarks.algorithms", "--run", name, str(seed), "--out", str(options.out)]
@@ -167,6 +185,12 @@ def run_alone(name: str, seed: int, options: argparse.Namespace) -> None:
 
 def train(name: str, seed: int, options: argparse.Namespace) -> None:
     """One run, and its file."""
+    curve = make_curve()
+    fit(name, seed, options, curve)
+    write_run(run_file(options.out, name, seed), ({"algorithm": name, "seed": seed, **row} for row in curve.rows))
+
+
+def fit(name: str, seed: int, options: argparse.Namespace, callback: lightrl.RLCallback) -> None:
     import torch
 
     import lightrl
@@ -185,14 +209,14 @@ def train(name: str, seed: int, options: argparse.Namespace) -> None:
         "sampling": lightrl.Sampling(max_new_tokens=4),
         "lr": 3e-4,
     }
+    if "teacher" in settings:
+        settings = {**settings, "teacher": str(options.out / settings["teacher"])}
     module = getattr(lightrl, kind)(str(options.out / "start"), **{**shared, **settings})
-    curve = make_curve()
-    callbacks = [curve, lightrl.StalenessControl(8 if name.endswith(LATE) else 0)]
+    callbacks = [callback, lightrl.StalenessControl(8 if name.endswith(LATE) else 0)]
     trainer = lightrl.Trainer(
         **trainer_settings(options.out, options.iterations), callbacks=callbacks, limit_val_batches=0
     )
     trainer.fit(module, LargestDigit(batch_size=TRAJECTORIES // group_size))
-    write_run(run_file(options.out, name, seed), ({"algorithm": name, "seed": seed, **row} for row in curve.rows))
 
 
 def make_curve() -> Any:
@@ -317,7 +341,14 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
     columns = min(4, len(names))
     num_rows = -(-len(names) // columns)
-    figure, axes = plt.subplots(num_rows, columns, figsize=(3 * columns, 2.3 * num_rows), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        num_rows,
+        columns,
+        figsize=(3 * columns, 2.3 * num_rows),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
     for axis, name in zip(axes.flat, names, strict=False):
@@ -331,14 +362,13 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
         high = [mean + one for mean, one in zip(means, spread, strict=True)]
         axis.fill_between(iterations, low, high, color="tab:blue", alpha=0.2, linewidth=0)
         num_seeds = len({row["seed"] for row in rows if row["algorithm"] == name})
-        axis.set_title(textwrap.fill(f"{name} ({num_seeds})", 36), fontsize=9)
+        axis.set_title(textwrap.fill(f"{name} ({num_seeds})", 40), fontsize=8)
         axis.set_ylim(0, 1.02)
     for axis in axes[-1]:
         axis.set_xlabel("iteration")
     for axis in axes[:, 0]:
         axis.set_ylabel("reward")
     figure.suptitle("mean reward of sampled answers: mean ± deviation over seeds, whose number is in parentheses")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

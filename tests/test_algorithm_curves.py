@@ -66,3 +66,20 @@ def test_the_benchmark_writes_curves_and_does_not_repeat_a_run(
         ("decoupled", "0", "2"),
     ]
     assert (tmp_path / "curves.png").stat().st_size > 5000
+
+
+def test_distillation_learns_from_a_teacher_that_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(algorithms.__file__).parents[1])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    command = ["--quick", "--out", str(tmp_path), "--algorithms"]
+    algorithms.main([*command, "distillation by 4 likeliest tokens"])
+    start, teacher = ((tmp_path / name / "model.safetensors") for name in ("start", "teacher"))
+    made = teacher.stat().st_mtime_ns
+    assert teacher.read_bytes() != start.read_bytes()
+    algorithms.main([*command, "distillation"])
+    assert teacher.stat().st_mtime_ns == made
+    with (tmp_path / "curves.csv").open() as file:
+        assert [row["algorithm"] for row in csv.DictReader(file)] == [
+            *["distillation"] * 2,
+            *["distillation by 4 likeliest tokens"] * 2,
+        ]
