@@ -39,7 +39,7 @@ from lightning.pytorch.utilities import rank_zero_only
 import lightrl
 from lightrl.config_errors import UsageError, explain, nearest_files
 from lightrl.disk_errors import is_disk_full
-from lightrl.errors import EngineUnreachable, LightRLError
+from lightrl.errors import EngineUnreachable, LightRLError, OtherRankFailed
 from lightrl.module import RLModule
 from lightrl.strategies import is_on_all_ranks
 from lightrl.trainer import Trainer
@@ -326,6 +326,12 @@ def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
         if debug:
             raise
         return _say(str(error), code=2)
+    except OtherRankFailed as error:
+        if debug:
+            raise
+        # Not into the run's folder, where that of the rank that failed may lie; and the cause comes last.
+        met = error.__cause__
+        return _say(f"{type(met).__name__}: {met}\n{_keep_traceback(None)}\n{error}", code=1)
     except (LightRLError, *_MENDABLE) as error:
         cause = _unwrapped(error)
         is_ours = isinstance(error, LightRLError) or _raised_in(cause, lightrl)

@@ -7,6 +7,7 @@ LightRLError
 │   └── WeightSyncError       the engine did not take the new weights
 ├── RolloutError              a workflow or an environment failed, or no batch came in time
 ├── RewardError               a reward function raised, returned no finite number, hung or was killed
+├── OtherRankFailed           another process of the run failed first, and this one could not go on
 └── TrainingError             the update cannot go on (gradients without a finite value, again and again)
 """
 
@@ -53,6 +54,10 @@ class RewardError(LightRLError):
 
 def _rebuild_reward_error(message: str, reason: str) -> "RewardError":
     return RewardError(message, reason=reason)
+
+
+class OtherRankFailed(LightRLError):
+    """Another process of the run failed first; its cause is what this one, which could not go on alone, met then."""
 
 
 class TrainingError(LightRLError):

@@ -34,6 +34,7 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.data import prompt_source
+from lightrl.errors import OtherRankFailed
 from lightrl.loops import ResumeCheck, RolloutLoop, SharedRollout, StateBefore
 from lightrl.lora import LoRA
 from lightrl.models import ModelSpec
@@ -252,9 +253,16 @@ class Trainer(L.Trainer):
                 self._close_rollout()
         except BaseException as error:
             self.rollout_loop.note_failure(error)
+            failed_before = self.rollout_loop.ranks.failed_before
             if self.rollout_loop.why_no_checkpoint is not None:  # the close may find that the state cannot be had
                 for callback in self._mute_checkpoints():
-                    self._say_no_checkpoint(getattr(callback, "dirpath", None))
+                    if failed_before is None:  # else the rank that failed says it
+                        self._say_no_checkpoint(getattr(callback, "dirpath", None))
+            if failed_before is not None and isinstance(error, Exception):
+                raise OtherRankFailed(
+                    f"Rank {self.global_rank} could not go on, for another one failed first. Mend that; its "
+                    f"traceback is above.\n{failed_before}"
+                ) from error
             raise
         return results
 

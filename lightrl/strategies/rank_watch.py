@@ -69,7 +69,7 @@ def hang_message(states: Mapping[int, RankState], missing: list[int], waiting: i
     culprits = "all ranks, at the same place" if all_alike else "rank " + ", ".join(map(str, behind))
     return (
         f"Rank {waiting} made no step for hang_timeout_s={timeout_s:g}, expected one. It waits for {culprits}. "
-        f"States: {where}. Look at the stacks below, or raise hang_timeout_s if such a phase is normal."
+        f"States: {where}. Look at the ranks' stacks above, or raise hang_timeout_s if such a phase is normal."
     )
 
 
@@ -104,6 +104,7 @@ class RankWatch:
         self._stepped_s = time.monotonic()
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self.failed_before: str | None = None  # which other rank raised something first, and what
         self._thread = threading.Thread(target=self._run, name=f"lightrl-watch-{rank}", daemon=True)
         self._thread.start()
 
@@ -127,14 +128,21 @@ class RankWatch:
         self._go_on()
 
     def fail(self, error: BaseException, timeout_s: float = 3.0) -> None:
-        """Tells the others that this rank has failed, and waits a little until they know: the store may end with us."""
+        """Tells the others that this rank has failed, and waits a little until they know: the store may end with us.
+
+        They know already where another rank failed first: this error then follows from that one.
+        """
+        if self.failed_before is not None:
+            return
         lines = "".join(traceback.format_exception(error))
         with contextlib.suppress(*_STORE_IS_GONE):  # rank 0 ended first, and said why: this error follows from that
             with self._lock:
                 if self._closed.is_set():
                     return
-                phase = self._phases[-1][0]
-                self._store.compare_set(_FAILURE, "", json.dumps([self._rank, f"failed in {phase!r}:\n{lines}"]))
+                where = f"failed in {self._phases[-1][0]!r}"
+                what = "".join(traceback.format_exception_only(error)).strip()
+                ours = json.dumps([self._rank, f"{where}:\n{lines}", f"{where}: {what}"])
+                self._note(self._store.compare_set(_FAILURE, "", ours))
             keys = [f"knows/{rank}" for rank in range(self._size) if rank != self._rank]
             deadline = time.monotonic() + timeout_s
             while time.monotonic() < deadline:
@@ -177,7 +185,7 @@ class RankWatch:
         state = self.state()
         self._store.set(f"state/{self._rank}", json.dumps({**asdict(state), "at_s": time.time()}))
         if self._store.check([_FAILURE]):
-            rank, text = json.loads(self._store.get(_FAILURE))
+            rank, text = self._note(self._store.get(_FAILURE))
             self._store.set(f"knows/{self._rank}", "yes")
             return None if rank == self._rank else f"Rank {rank} {text}"
         if state.idle_s > self._hang_timeout_s and not state.has_own_deadline:
@@ -187,8 +195,15 @@ class RankWatch:
                 missing = [rank for rank in range(self._size) if rank not in states]
                 text = hang_message(states, missing, self._rank, self._hang_timeout_s)
                 # -1: no rank raised it, so all of them end by it.
-                self._store.compare_set(_FAILURE, "", json.dumps([-1, f": {text}"]))
+                self._store.compare_set(_FAILURE, "", json.dumps([-1, f": {text}", ""]))
         return None
+
+    def _note(self, failure: bytes) -> tuple[int, str]:
+        """The rank that failed first and what it says, from what the store has."""
+        rank, text, short = json.loads(failure)
+        if rank not in (-1, self._rank):
+            self.failed_before = f"Rank {rank} {short}"
+        return rank, text
 
     def _states(self) -> dict[int, RankState]:
         """What the ranks do, as far as they have said; one that says nothing any more has been idle since."""
@@ -203,12 +218,12 @@ class RankWatch:
         return found
 
     def _end(self, failure: str) -> None:
-        """Says why, gives the main thread time to end by itself, and ends the process if it does not."""
+        """Says where it is and, last, why it ends; gives the main thread time, and ends the process if it stays."""
         frame = sys._current_frames().get(self._main_thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         phase = self._phases[-1][0]
         failure = failure.replace("Rank -1 : ", "")
-        sys.stderr.write(f"\n[rank {self._rank}, in {phase!r}] {failure}\nRank {self._rank} is here:\n{stack}\n")
+        sys.stderr.write(f"\nRank {self._rank} is here:\n{stack}\n[rank {self._rank}, in {phase!r}] {failure}\n")
         sys.stderr.flush()
         if not self._closed.wait(GRACE_S):
             self._end_process()

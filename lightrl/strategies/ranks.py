@@ -157,6 +157,11 @@ class Ranks:
     def step(self) -> None:
         """Says that this rank goes on, inside a phase that is long."""
 
+    @property
+    def failed_before(self) -> str | None:
+        """Which other rank raised something before this one did, if this one does, and what."""
+        return None
+
     def fail(self, error: BaseException) -> None:
         """This rank has failed: ends the others, unless they have the same error."""
 
@@ -202,6 +207,10 @@ class ProcessRanks(Ranks):
 
     def step(self) -> None:
         self.watch.step()
+
+    @property
+    def failed_before(self) -> str | None:
+        return self.watch.failed_before
 
     def fail(self, error: BaseException) -> None:
         if not is_on_all_ranks(error):

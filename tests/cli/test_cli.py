@@ -14,6 +14,7 @@ from parsed import parsed
 import lightrl
 from lightrl.__main__ import COMMANDS, main
 from lightrl.cli import default_loggers, last_checkpoint, reported
+from lightrl.errors import OtherRankFailed
 from lightrl.rollout.sglang.held_port import HeldPort
 
 
@@ -215,6 +216,24 @@ def test_a_full_disk_is_said_in_words_and_the_traceback_is_kept_elsewhere(tmp_pa
     kept = Path(said.rsplit("Full traceback: ", 1)[1].strip())
     assert kept.parent != tmp_path
     assert "log_metrics" in kept.read_text()
+    shutil.rmtree(kept.parent)
+
+
+def test_a_rank_that_had_to_end_says_in_short_what_it_met_and_last_why(tmp_path, capfd):
+    def go_on_alone(callbacks):
+        callbacks[0].has_begun, callbacks[0].folder = True, tmp_path
+        try:
+            raise RuntimeError("connection closed by peer")
+        except RuntimeError as error:
+            raise OtherRankFailed("Mend rank 1.\nRank 1 failed in 'update': ValueError: on purpose") from error
+
+    assert reported(go_on_alone) == 1
+    said = capfd.readouterr().err.splitlines()
+    assert said[0] == "lightrl: RuntimeError: connection closed by peer"
+    assert said[-1] == "Rank 1 failed in 'update': ValueError: on purpose"
+    kept = Path(said[1].removeprefix("Full traceback: "))
+    assert "go_on_alone" in kept.read_text()
+    assert kept.parent != tmp_path  # where that of the rank that failed lies
     shutil.rmtree(kept.parent)
 
 

@@ -138,8 +138,33 @@ def test_a_failure_ends_the_other_rank_and_says_why(capsys: pytest.CaptureFixtur
         watch.close()
     text = capsys.readouterr().err
     assert "[rank 0, in 'start'] Rank 1 failed in 'update':" in text
-    assert "ValueError: on purpose" in text
     assert "Rank 0 is here:" in text
+    assert text.rstrip().endswith("ValueError: on purpose")  # the cause is the last that is read
+
+
+@pytest.mark.usefixtures("_quick_watch")
+def test_what_a_rank_meets_after_another_failed_is_told_to_nobody() -> None:
+    store, ended = torch.distributed.HashStore(), threading.Event()
+    watches = [RankWatch(store, rank, 2, end_process=ended.set) for rank in range(2)]
+    watches[1].enter("update")
+    watches[1].fail(ValueError("on purpose"))
+    assert ended.wait(30)
+    watches[0]._store = None  # type: ignore[assignment]  # it may have ended with the rank that failed
+    watches[0].fail(RuntimeError("connection closed by peer"))
+    for watch in watches:
+        watch.close()
+    assert watches[0].failed_before == "Rank 1 failed in 'update': ValueError: on purpose"
+    assert watches[1].failed_before is None
+
+
+def test_of_two_ranks_that_fail_at_once_the_second_knows_of_the_first() -> None:
+    store = torch.distributed.HashStore()
+    first, second = (RankWatch(store, rank, 2, end_process=lambda: None) for rank in range(2))
+    first.fail(ValueError("on purpose"), timeout_s=0.0)
+    second.fail(ValueError("the same"), timeout_s=0.0)  # before its thread has looked
+    assert second.failed_before == "Rank 0 failed in 'start': ValueError: on purpose"
+    first.close()
+    second.close()
 
 
 def test_a_rank_that_fails_since_rank_0_is_gone_raises_nothing_else() -> None:
