@@ -59,6 +59,7 @@ class DPO(SupervisedModule):
         if kl_coef <= 0:
             raise ValueError(f"kl_coef={kl_coef}, expected more than 0 (0.1 is usual). Raise it.")
         self.reference_spec = self.policy_spec if reference is None else ModelSpec.of(reference)
+        self.check_spec("reference", self.reference_spec)
         lora = self.policy_spec.lora
         self.has_own_reference = reference is not None or lora is None or lora.adapter is not None
         self.kl_coef = kl_coef

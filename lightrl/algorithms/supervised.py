@@ -70,13 +70,7 @@ class SupervisedModule(L.LightningModule):
             raise ValueError(f"lr_decay={lr_decay!r}, expected constant, linear or cosine. Choose one of them.")
         check_bounds(0, warmup_steps=warmup_steps)
         self.policy_spec = ModelSpec.of(policy)
-        defaults = {item.name: item.default for item in dataclasses.fields(ModelSpec)}
-        unread = [name for name in _OF_ROLES if getattr(self.policy_spec, name) != defaults[name]]
-        if unread:
-            raise ValueError(
-                f"{type(self).__name__}'s policy has {', '.join(unread)}, which only an RLModule's roles have, "
-                "expected none of them. Leave them out; lr and weight_decay are the module's."
-            )
+        self.check_spec("policy", self.policy_spec)
         self.lr = lr
         self.betas = betas
         self.weight_decay = weight_decay
@@ -85,6 +79,16 @@ class SupervisedModule(L.LightningModule):
         self.parallel_models: dict[str, ParallelModel] = {}  # by role; what exports a model of several ranks asks for
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._num_accumulated = 0  # numbers whose mean has made the gradients, where they are accumulated
+
+    def check_spec(self, role: str, spec: ModelSpec) -> None:
+        """Raises ValueError for settings that nobody would read here."""
+        defaults = {item.name: item.default for item in dataclasses.fields(ModelSpec)}
+        unread = [name for name in _OF_ROLES if getattr(spec, name) != defaults[name]]
+        if unread:
+            raise ValueError(
+                f"{type(self).__name__}'s {role} has {', '.join(unread)}, which only an RLModule's roles have, "
+                "expected none of them. Leave them out; lr and weight_decay are the module's."
+            )
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
         """What is logged in validation, one number for each trajectory, pair or token; `loss` is what is minimized.

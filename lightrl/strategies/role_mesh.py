@@ -46,8 +46,6 @@ def role_meshes(module: L.LightningModule | None) -> dict[str, RoleMesh]:
     """The meshes of the roles that have one of their own."""
     any_module: Any = module
     specs: dict[str, ModelSpec] = any_module.models() if hasattr(module, "models") else {}
-    if not specs and hasattr(module, "policy_spec"):
-        specs = {"policy": any_module.policy_spec}
     return {role: spec.mesh for role, spec in specs.items() if spec.mesh is not None}
 
 
@@ -55,14 +53,9 @@ def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
     """Refuses meshes that do not fit the run, before a device is touched.
 
     Raises:
-        ValueError: for a mesh outside of the world, a module without model calls, and a policy without rank 0.
+        ValueError: for a mesh outside of the world, and a policy without rank 0.
     """
     for role, mesh in role_meshes(module).items():
-        if not hasattr(module, "data_flow"):
-            raise ValueError(
-                f"The {role} of {type(module).__name__} has mesh={mesh}, expected none: only the roles of an RLModule, "
-                "which work by model calls, can have one. Leave it out."
-            )
         ranks = mesh.ranks(world_size)
         if role == "policy" and ranks[0] != 0:
             raise ValueError(

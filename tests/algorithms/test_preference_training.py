@@ -86,6 +86,8 @@ def test_a_policy_that_is_its_reference_has_margin_zero(tmp_path: Path, kind: ty
 def test_settings_of_an_rlmodules_roles_are_refused() -> None:
     with pytest.raises(ValueError, match=r"SFT's policy has lr, mesh, which only an RLModule's roles have"):
         SFT(tiny_spec(lr=0.1, mesh=RoleMesh(0)))
+    with pytest.raises(ValueError, match=r"DPO's reference has offload, which only an RLModule's roles have"):
+        DPO(tiny_spec(), reference=tiny_spec(offload=True))
 
 
 @pytest.mark.parametrize("make", [SFT, RewardModel, DPO], ids=lambda make: make.__name__)
