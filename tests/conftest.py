@@ -4,7 +4,9 @@ Agents' clients obey `http_proxy`, which would look for the tests' servers on th
 job Lightning would expect the job's tasks.
 """
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +15,16 @@ torch.set_num_threads(1)
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 for name in [name for name in os.environ if name.startswith("SLURM_")]:
     del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def _levels_of_loggers() -> Iterator[None]:
+    """A benchmark that a test runs in this process makes them quiet, also for `caplog` of later tests."""
+    loggers = [logging.getLogger(name) for name in ("lightrl", "lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
