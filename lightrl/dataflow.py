@@ -1,8 +1,9 @@
 """Which model computes what from what: ModelCalls and the graph that their keys make, checked before anything runs.
 
-    generate ─► reward ─┬─► reference ──┐
-                        ├─► values ─────┼─► advantages ─► policy update, critic update
-                        └─► teacher … ──┘
+    generate ─┬─► reward ─────┐
+              ├─► reference ──┤
+              ├─► values ─────┼─► advantages ─► policy update, critic update
+              └─► teacher … ──┘
 
 A key is the name of a field or an extra of Experience. A call runs as soon as what it needs is there, each trajectory
 passes each call once. Calls of models that share ranks run one after another, in the same order on each; those of roles
@@ -127,7 +128,7 @@ class DataFlowGraph:
     def beside_rewards(self) -> set[str]:
         """Names of the infer calls that can run while rewards are awaited; all others come after the rewards.
 
-        None where something else than the advantages reads rewards: it would have to wait for these, too.
+        Empty where something else than the advantages reads rewards: it would have to wait for these, too.
         """
         late = {REWARD}
         for call in self.of_kind("infer"):  # in an order in which they can run

@@ -42,7 +42,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
                     lists.append(array(code, values).tobytes())
             record["trajectories"].append(rest)
         records.append(record)
-    return _joined(records, lists)
+    return with_head(records, lists)
 
 
 def rewards_to_bytes(groups: Sequence[Group]) -> bytes:
@@ -53,12 +53,12 @@ def rewards_to_bytes(groups: Sequence[Group]) -> bytes:
         items = group.trajectories
         records.append([[item.sample, item.reward, item.metrics, item.rewards is not None] for item in items])
         lists += [array(_LISTS["rewards"], item.rewards).tobytes() for item in items if item.rewards is not None]
-    return _joined(records, lists)
+    return with_head(records, lists)
 
 
 def set_rewards(groups: Sequence[Group], data: bytes) -> None:
     """Sets the rewards that `rewards_to_bytes` wrote; takes trajectories that have none out of their groups."""
-    records, start = _head(data)
+    records, start = read_head(data)
     for group, record in zip(groups, records, strict=True):
         items = {item.sample: item for item in group.trajectories}
         group.trajectories = []
@@ -72,7 +72,7 @@ def set_rewards(groups: Sequence[Group], data: bytes) -> None:
 
 def groups_from_bytes(data: bytes) -> list[Group]:
     """The groups of `groups_to_bytes`; the trajectories of a group share its prompt."""
-    records, start = _head(data)
+    records, start = read_head(data)
     groups: list[Group] = []
     for record in records:
         group = Group(record["id"], Prompt.from_json(record["prompt"]))
@@ -89,13 +89,14 @@ def groups_from_bytes(data: bytes) -> list[Group]:
     return groups
 
 
-def _joined(records: list[Any], lists: list[bytes]) -> bytes:
-    head = json.dumps(records).encode()
-    return b"".join([len(head).to_bytes(8, "little"), head, *lists])
+def with_head(head: Any, parts: Sequence[bytes]) -> bytes:
+    """What JSON can hold, with its length before it, then the parts."""
+    text = json.dumps(head).encode()
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
-def _head(data: bytes) -> tuple[list[Any], int]:
-    """The JSON, and where the lists begin."""
+def read_head(data: bytes) -> tuple[Any, int]:
+    """The JSON of `with_head`, and where the parts begin."""
     start = 8 + int.from_bytes(data[:8], "little")
     return json.loads(data[8:start]), start
 

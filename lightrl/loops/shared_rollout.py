@@ -18,7 +18,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl import errors
 from lightrl.errors import LightRLError, RolloutError
-from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes, rewards_to_bytes, set_rewards
+from lightrl.loops.group_bytes import (
+    groups_from_bytes,
+    groups_to_bytes,
+    read_head,
+    rewards_to_bytes,
+    set_rewards,
+    with_head,
+)
 from lightrl.rollout import RolloutController
 from lightrl.rollout.drop_tally import Drop
 from lightrl.strategies import Message, Ranks, mark_as_on_all_ranks
@@ -197,8 +204,7 @@ class SharedRollout:
                 "group_drops": self.controller.drain_group_drops(),
                 "progress": self.controller.progress(),
             }
-            head = json.dumps(news).encode()
-            payload = len(head).to_bytes(8, "little") + head + to_bytes(groups)
+            payload = with_head(news, [to_bytes(groups)])
         self.ranks.send(Message("data", payload=payload))
         self._drops += drops
         self._group_drops.update(news["group_drops"])
@@ -213,8 +219,7 @@ class SharedRollout:
                 break
             if on_wait is not None:
                 on_wait(message.done, message.total)
-        end = 8 + int.from_bytes(message.payload[:8], "little")
-        news = json.loads(message.payload[8:end])
+        news, end = read_head(message.payload)
         self._drops += [Drop(*drop) for drop in news["drops"]]
         self._group_drops.update(news["group_drops"])
         self._progress = news["progress"]

@@ -900,3 +900,11 @@ def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: M
         groups = iterate(controller, 0) + iterate(controller, 1) + iterate(controller, 2)
         assert len(set(ids(groups))) == 3
         controller.close()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"max_staleness": 1}, {"incomplete_groups": "drop"}, {"oversample_fraction": 0.5}], ids=str
+)
+def test_rewards_cannot_come_later_where_they_choose_groups(make: Make, setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="judges_later is set beside"):
+        make(judges_later=True, **setting)
