@@ -160,6 +160,9 @@ def test_a_reward_that_never_comes_is_named(tmp_path: Path) -> None:
             played(module, tmp_path, StalenessControl(rollout_timeout_s=1))
     finally:
         over.set()
+        for thread in threading.enumerate():
+            if thread.name == "reward-hook":  # was abandoned; it ends now
+                thread.join(60)
 
 
 def test_who_waits_for_rewards_says_how_many_are_there(tmp_path: Path) -> None:
