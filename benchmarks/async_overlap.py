@@ -56,11 +56,11 @@ from benchmarks.grpo_vs_trl import odd_fraction, save_model
 from benchmarks.lengths import lognormal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from examples.quickstart.task import LargestDigit, tokenizer
+from lightrl.engines import Completion, RolloutEngine, SGLangEngine
+from lightrl.engines.sglang import fake_server as fake
 from lightrl.errors import EngineError
-from lightrl.rollout import Completion, RolloutEngine, SGLangEngine
-from lightrl.rollout.sglang import fake_server as fake
-from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
-from lightrl.rollout.sglang.fake_server_script import Run, ScriptedModel
+from lightrl.testing.fake_server_process import FakeServerProcess
+from lightrl.testing.fake_server_script import Run, ScriptedModel
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 

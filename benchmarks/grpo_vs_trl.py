@@ -142,7 +142,7 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
     import lightrl
     from benchmarks.lengths import session_length
     from examples.quickstart.task import LargestDigit
-    from lightrl.rollout import Completion
+    from lightrl.engines import Completion
     from lightrl.trajectory import Sampling
 
     lengths = task.lengths()

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedMo
 
 from benchmarks.lengths import ForcedLengths, equal_lengths, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
-from lightrl.rollout import LocalEngine
+from lightrl.engines import LocalEngine
 from lightrl.trajectory import Sampling
 from lightrl.weights import bucketed
 

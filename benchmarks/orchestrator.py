@@ -38,14 +38,16 @@ from aiohttp import web
 from transformers import Qwen3Config
 
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
+from lightrl.engines import SGLangEngine
+from lightrl.engines.sglang import fake_server as fake
+from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.rewards import Judgment
-from lightrl.rollout import RolloutController, SGLangEngine, SingleTurn
-from lightrl.rollout.sglang import fake_server as fake
-from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
-from lightrl.rollout.sglang.fake_server_script import ScriptedModel
-from lightrl.rollout.sglang.open_files import raise_open_files
+from lightrl.rollout import RolloutController
+from lightrl.testing.fake_server_process import FakeServerProcess
+from lightrl.testing.fake_server_script import ScriptedModel
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
+from lightrl.workflows import SingleTurn
 
 VOCAB_SIZE = 150_000
 PROMPT = [17] * 200

@@ -38,7 +38,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from benchmarks.report import PeakMemory, Report
-from lightrl.rollout.sglang.held_port import HeldPort
+from lightrl.engines.sglang.held_port import HeldPort
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm, SharedBucket, WeightFolder, bucketed
 from lightrl.weights.shared_memory import PART_BYTES
 

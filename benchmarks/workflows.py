@@ -28,12 +28,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from benchmarks.report import Report
+from lightrl.engines import FakeEngine
 from lightrl.rewards import Judgment
-from lightrl.rollout import Environment, FakeEngine, MultiTurn, RolloutController, ToolEnvironment
-from lightrl.rollout.environment import Step
-from lightrl.rollout.tools import calculator
+from lightrl.rollout import RolloutController
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
+from lightrl.workflows import Environment, MultiTurn, ToolEnvironment
+from lightrl.workflows.environment import Step
+from lightrl.workflows.tools import calculator
 
 VOCABULARY = ["<pad>", "<|im_start|>", "<|im_end|>", "<unk>", *map(chr, range(32, 127)), "\n"]
 END = 2

@@ -3,20 +3,19 @@
 The rooms, from the ground up (each imports only from those above it in this list):
 
     errors        the exceptions of a run, as a tree
-    bounds        numbers of a configuration, refused by name
-    disk_errors   why a file could not be written, in words
-    dotted_path   functions that a configuration names
+    checks        what a configuration says, checked with clear errors
+    concurrency   threads, event loops and processes
     trajectory    Prompt, Sampling, Trajectory, Group: plain Python
     experience    trajectories as tensors
     functional    equations: advantages, losses, KL, logprobs, packing
     rewards       reward functions and the processes that run them
     weights       parameters on their way from trainer to engine
-    rollout       prompts to judged trajectories: engines, workflows, staleness
-    dataflow      which model computes what from what
-    lora          adapters trained instead of weights
     models        what a role is and what its model can do
-    model_folder  models as Hugging Face folders, whole or absent
-    vocabulary    all models of a module read the same token ids
+    dataflow      which model computes what from what
+    engines       token ids to completions: local, SGLang, fake
+    testing       servers to test with
+    workflows     a prompt to a trajectory: turns, environments, agents
+    rollout       prompts to judged trajectories, within a staleness
     module        RLModule: the hooks a user writes
     data          prompts by position, chats for SFT
     strategies    where parameters and work live
@@ -24,8 +23,7 @@ The rooms, from the ground up (each imports only from those above it in this lis
     loops         one iteration inside Lightning's fit loop
     callbacks     weight sync, staleness, metrics, logs, export
     trainer       Lightning's Trainer with an engine
-    export        checkpoint to Hugging Face folder
-    cli           lightrl fit | validate | test | predict
+    commands      lightrl fit | validate | test | predict | export | plan | doctor | serve
 
 Public names are loaded when they are first used, so that `import lightrl` costs nothing.
 """
@@ -35,7 +33,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightrl.version import __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from lightrl.algorithms import (
@@ -71,26 +69,22 @@ if TYPE_CHECKING:
     )
     from lightrl.data import PreferenceDataModule, PromptDataModule, SFTDataModule, TrajectoryDataModule
     from lightrl.dataflow import ModelCall
+    from lightrl.engines import FakeEngine, LocalEngine, RolloutEngine, SGLangEngine
     from lightrl.experience import Experience
-    from lightrl.lora import LoRA
-    from lightrl.models import ModelSpec, Outputs, RoleMesh
+    from lightrl.models import LoRA, ModelSpec, Outputs, RoleMesh
     from lightrl.module import RLModule
-    from lightrl.rollout import (
+    from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy
+    from lightrl.trainer import Trainer
+    from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
+    from lightrl.workflows import (
         AgentWorkflow,
         Environment,
-        FakeEngine,
-        LocalEngine,
         MultiTurn,
         RetryWithFeedback,
-        RolloutEngine,
-        SGLangEngine,
         SingleTurn,
         ToolEnvironment,
         Workflow,
     )
-    from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy
-    from lightrl.trainer import Trainer
-    from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 
 _HOMES = {
     "Trainer": "trainer",
@@ -120,7 +114,7 @@ _HOMES = {
     "TrajectoryDataModule": "data",
     "ModelSpec": "models",
     "RoleMesh": "models",
-    "LoRA": "lora",
+    "LoRA": "models",
     "Outputs": "models",
     "ModelCall": "dataflow",
     "Experience": "experience",
@@ -128,17 +122,17 @@ _HOMES = {
     "Sampling": "trajectory",
     "Trajectory": "trajectory",
     "Group": "trajectory",
-    "Workflow": "rollout",
-    "SingleTurn": "rollout",
-    "MultiTurn": "rollout",
-    "Environment": "rollout",
-    "RetryWithFeedback": "rollout",
-    "ToolEnvironment": "rollout",
-    "AgentWorkflow": "rollout",
-    "RolloutEngine": "rollout",
-    "LocalEngine": "rollout",
-    "FakeEngine": "rollout",
-    "SGLangEngine": "rollout",
+    "Workflow": "workflows",
+    "SingleTurn": "workflows",
+    "MultiTurn": "workflows",
+    "Environment": "workflows",
+    "RetryWithFeedback": "workflows",
+    "ToolEnvironment": "workflows",
+    "AgentWorkflow": "workflows",
+    "RolloutEngine": "engines",
+    "LocalEngine": "engines",
+    "FakeEngine": "engines",
+    "SGLangEngine": "engines",
     "RLCallback": "callbacks",
     "WeightSync": "callbacks",
     "StalenessControl": "callbacks",

@@ -16,18 +16,18 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightrl.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds
 from lightrl.dataflow import ADVANTAGES, GENERATE, REWARD, DataFlowGraph, ModelCall
+from lightrl.engines.sglang.scoring import ServedRewards, ServedScores
 from lightrl.experience import ROLLOUT_FIELDS, Experience, LossUnit
 from lightrl.functional import group_advantages
-from lightrl.model_folder import fill_in, keep_trained
 from lightrl.models import Metric, ModelSpec, Outputs, ParallelModel, check_adamw, is_silent, untrained_reward_model
-from lightrl.pictures import Pictures
+from lightrl.models.model_folder import fill_in, keep_trained
+from lightrl.models.pictures import Pictures
+from lightrl.models.vocabulary import check_size, check_tokens
 from lightrl.rewards import RewardPart
-from lightrl.rollout.sglang.scoring import ServedRewards, ServedScores
-from lightrl.rollout.workflow import SingleTurn, Workflow
 from lightrl.trajectory import Group, Sampling, Trajectory
-from lightrl.vocabulary import check_size, check_tokens
+from lightrl.workflows.workflow import SingleTurn, Workflow
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

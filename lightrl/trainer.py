@@ -34,13 +34,14 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.data import prompt_source
+from lightrl.engines import LocalEngine, RolloutEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.loops import ResumeCheck, RolloutLoop, SharedRollout, StateBefore
-from lightrl.lora import LoRA
 from lightrl.models import ModelSpec
+from lightrl.models.lora import LoRA
 from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, Judge, make_judge
-from lightrl.rollout import LocalEngine, RecordedRollout, RolloutController, RolloutEngine
+from lightrl.rollout import RecordedRollout, RolloutController
 from lightrl.strategies import (
     AtomicCheckpointIO,
     LogprobSettings,

@@ -9,7 +9,7 @@ from PIL import Image
 from tiny import _COMMON, VOCABULARY
 
 from lightrl.models import ModelSpec
-from lightrl.pictures import data_url
+from lightrl.models.pictures import data_url
 from lightrl.trajectory import Prompt, Trajectory
 
 IMAGE_TOKEN = 2  # <unk> of the tokenizer of characters

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightrl.rollout.sglang.held_port import HeldPort
+from lightrl.engines.sglang.held_port import HeldPort
 
 TESTS = Path(__file__).parent
 

@@ -4,7 +4,7 @@ import random
 
 from examples.countdown.tokenizer import tokenizer
 from lightrl import Prompt, PromptDataModule, SFTDataModule, Trajectory
-from lightrl.rollout.tools import ToolCall, ToolEnvironment, calculator
+from lightrl.workflows.tools import ToolCall, ToolEnvironment, calculator
 
 characters = tokenizer()
 

@@ -1,7 +1,7 @@
 """GSM8K with a second chance: a wrong answer is told to the policy, which may try again."""
 
 from lightrl import GRPO
-from lightrl.rollout import MultiTurn, RetryWithFeedback
+from lightrl.workflows import MultiTurn, RetryWithFeedback
 
 
 def math_with_feedback() -> RetryWithFeedback:

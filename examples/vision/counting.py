@@ -6,7 +6,7 @@ from PIL import Image, ImageDraw
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightrl.pictures import data_url
+from lightrl.models.pictures import data_url
 from lightrl.trajectory import Trajectory
 
 

@@ -15,8 +15,8 @@ from lightrl.data.pairs import PairBatch
 from lightrl.experience import Experience
 from lightrl.functional import preference_loss, preference_margin
 from lightrl.functional.preference import PreferenceLoss
-from lightrl.lora import adapters_off
 from lightrl.models import ModelSpec, Outputs
+from lightrl.models.lora import adapters_off
 from lightrl.strategies import LogprobSettings, parallel_model
 
 if TYPE_CHECKING:

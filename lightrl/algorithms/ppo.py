@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightrl.algorithms.grpo import GRPO
 from lightrl.algorithms.setting_names import setting_names
-from lightrl.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import (
@@ -26,8 +26,8 @@ from lightrl.functional import (
     on_loss_tokens,
     value_loss,
 )
-from lightrl.model_folder import ModelDescription
 from lightrl.models import ModelSpec
+from lightrl.models.model_folder import ModelDescription
 from lightrl.strategies import local
 
 

@@ -17,10 +17,10 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightrl.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds
 from lightrl.data import ChatBatch, PairBatch
-from lightrl.model_folder import fill_in, keep_trained
 from lightrl.models import ModelSpec, ParallelModel, check_adamw
+from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.strategies import LogprobSettings, Parallel3DStrategy, check_strategy, parallel_model, ranks_of, run_inside
 
 if TYPE_CHECKING:

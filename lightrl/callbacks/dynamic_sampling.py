@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.dotted_path import function_of
+from lightrl.checks.dotted_path import function_of
 from lightrl.rollout import GroupFilter
 from lightrl.trajectory import Group
 

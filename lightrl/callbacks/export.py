@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.lora import has_adapters
-from lightrl.model_folder import HEAD_STAYS_BEHIND, ModelDescription, check_model_folder, replaced_folder, save_model
 from lightrl.models import ModelSpec, ParallelModel
-from lightrl.pictures import save_processor
+from lightrl.models.lora import has_adapters
+from lightrl.models.model_folder import (
+    HEAD_STAYS_BEHIND,
+    ModelDescription,
+    check_model_folder,
+    replaced_folder,
+    save_model,
+)
+from lightrl.models.pictures import save_processor
 from lightrl.strategies import LogprobSettings, Ranks, parallel_model, ranks_of, whole
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.disk_errors import write_problem
+from lightrl.checks.disk_errors import write_problem
 
 if TYPE_CHECKING:
     import lightning as L

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.disk_errors import write_problem
 from lightrl.dataflow import ModelCall, follows_from_trajectories
-from lightrl.disk_errors import write_problem
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 Reading order:
     rows.py        rows of a file or a hub dataset; errors that name the row
     mixture.py     several sources with weights: whose turn it is at each position
-    countdown.py   a game as rows, generated
     chat.py        a row's columns to messages, messages to token ids
     stream.py      prompts by position, and the loaders that Lightning iterates over
     loader.py      a user's own DataLoader as a stream
@@ -21,7 +20,6 @@ reader in rows.py and its suffix in FILE_SUFFIXES.
 """
 
 from lightrl.data.chat import ChatRenderer
-from lightrl.data.countdown import countdown_rows
 from lightrl.data.curriculum import SuccessRateCurriculum
 from lightrl.data.loader import wrap_train_loader, wrap_validation_loader
 from lightrl.data.mixture import DataSource, MixtureOrder
@@ -41,7 +39,6 @@ __all__ = [
     "ChatBatch",
     "DataSource",
     "MixtureOrder",
-    "countdown_rows",
     "PromptStream",
     "PromptBatch",
     "EpochLoader",

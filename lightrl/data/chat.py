@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.data.rows import Row, require_column
-from lightrl.pictures import Pictures, data_url, refusal
-from lightrl.rollout.conversation import read_template
+from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Prompt
+from lightrl.workflows.conversation import read_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

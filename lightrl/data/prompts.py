@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 
-from lightrl.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds
+from lightrl.checks.dotted_path import function_of
 from lightrl.data.chat import ChatRenderer, Messages, render_prompts, row_messages, take_images
 from lightrl.data.mixture import DataSource, MixtureOrder, label_of, sources_of
 from lightrl.data.rows import Row, read_rows, renamed, require_column
 from lightrl.data.stream import EpochLoader, PromptStream, iteration_clock, prompt_batches
-from lightrl.dotted_path import function_of
-from lightrl.pictures import Pictures
+from lightrl.models.pictures import Pictures
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from lightrl.loops.interrupt import InterruptGate
 from lightrl.loops.metrics import IterationMetrics, values_of
 from lightrl.loops.score import accept_changes, score
 from lightrl.loops.update import GradientGuard, MinibatchLoss
+from lightrl.models.pictures import with_pictures
 from lightrl.module import RLModule
-from lightrl.pictures import with_pictures
 from lightrl.strategies import Ranks, is_on_all_ranks, ranks_of
 from lightrl.trajectory import Group, Trajectory, sampling_seed
 

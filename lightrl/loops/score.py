@@ -16,8 +16,8 @@ from lightrl.experience import ROLLOUT_FIELDS, Experience
 from lightrl.functional import on_last_loss_token
 from lightrl.loops.asked_once import asked_once
 from lightrl.loops.run_calls import run_calls
-from lightrl.lora import adapters_off
 from lightrl.models import untrained_reward_model
+from lightrl.models.lora import adapters_off
 from lightrl.strategies import Ranks, mark_as_on_all_ranks
 from lightrl.trajectory import Trajectory
 

@@ -11,7 +11,6 @@ Reading order:
     replay.py        FailureLog, what failed; replay, which runs it again
 Reward functions:
     math_answer.py   GSM8K-like answers, checked by math-verify
-    countdown.py     expressions that reach a target with each number once
     code_tests.py    programs against tests, in a sandbox (sandbox.py; sandbox_guard.py holds the program)
     text_rewards.py  pattern, tags, length, repetition, JSON
     llm_judge.py     LLMJudge: a model with a rubric
@@ -22,7 +21,6 @@ with `(Trajectory) -> float` or `-> {"reward": ..., "<name>": ...}`, an export b
 """
 
 from lightrl.rewards.code_tests import code_tests
-from lightrl.rewards.countdown import countdown
 from lightrl.rewards.environment_reward import environment_reward
 from lightrl.rewards.hook import RewardHook
 from lightrl.rewards.judge import Judge, make_judge
@@ -47,7 +45,6 @@ __all__ = [
     "examine",
     "replay",
     "math_answer",
-    "countdown",
     "code_tests",
     "Limits",
     "LocalSandbox",

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightrl.disk_errors import write_problem
+from lightrl.checks.disk_errors import write_problem
 from lightrl.errors import RewardError
 from lightrl.rewards.judge import Judge, make_judge
 from lightrl.rewards.judgment import Judgment

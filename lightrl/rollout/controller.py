@@ -22,20 +22,20 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from lightrl.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds
+from lightrl.concurrency.loop_thread import LoopThread
+from lightrl.engines.engine import LivesOnLoop, RolloutEngine
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.buffer import choose_batch, describe_waiting, find_overdue, num_admissible
 from lightrl.rollout.drop_tally import Drop, DropTally
-from lightrl.rollout.engine import LivesOnLoop, RolloutEngine
 from lightrl.rollout.group_filter import success_rate
 from lightrl.rollout.judging import Judging
-from lightrl.rollout.loop_thread import LoopThread
 from lightrl.rollout.prompt_cursor import Curriculum, PromptCursor, Prompts
 from lightrl.rollout.trajectory_task import play_trajectory
-from lightrl.rollout.workflow import Workflow
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.weights import Bucket
+from lightrl.workflows.workflow import Workflow
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

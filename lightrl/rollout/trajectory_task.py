@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import LightRLError, RewardError, RolloutError
 from lightrl.rewards import Judge, Judgment
-from lightrl.rollout.engine import Completion, RolloutEngine
-from lightrl.rollout.workflow import Workflow, check_trajectory
 from lightrl.trajectory import Prompt, Sampling, Trajectory
+from lightrl.workflows.workflow import Workflow, check_trajectory
 
 
 async def play_trajectory(

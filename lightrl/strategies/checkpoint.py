@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils._pytree import tree_leaves
 
-from lightrl.disk_errors import cause_to_show, write_problem
+from lightrl.checks.disk_errors import cause_to_show, write_problem
 from lightrl.strategies.checkpoint_fit import check_named_optimizer, check_optimizers, parameter_of, refusal
 
 if TYPE_CHECKING:

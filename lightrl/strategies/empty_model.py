@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightrl.lora import adapter_reader, base_name, is_adapter
 from lightrl.models import ModelSpec, models_made_by
-from lightrl.pictures import sees_pictures
+from lightrl.models.lora import adapter_reader, base_name, is_adapter
+from lightrl.models.pictures import sees_pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -41,7 +41,7 @@ from torch.distributed.fsdp import (
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
-from lightrl.disk_errors import cause_to_show
+from lightrl.checks.disk_errors import cause_to_show
 from lightrl.models import ParallelModel, RoleMesh
 from lightrl.strategies.checkpoint import (
     META_FILE,

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
-from lightrl.lora import merged_parameters
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy
+from lightrl.models.lora import merged_parameters
 from lightrl.strategies.inside import add_run_inside, reshard
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.shared_prefix import SharedPrompt

@@ -28,9 +28,9 @@ from lightrl.functional import (
     token_logprobs,
     token_topk,
 )
-from lightrl.lora import merged_parameters
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy, scalar_head
-from lightrl.pictures import input_embeddings
+from lightrl.models.lora import merged_parameters
+from lightrl.models.pictures import input_embeddings
 from lightrl.strategies.probes import can_pack, can_share_prefixes, head_is_plain
 from lightrl.strategies.shared_prefix import SharedPrompt, find_shared_prompts, shared_prefix_hidden, sharing_costs
 from lightrl.weights import Bucket, bucketed

@@ -9,10 +9,10 @@ Reading order:
     broadcast.py      a process group of trainer and servers, outside the default one
     shared_memory.py  a bucket for servers of the same host
 
-In process a bucket needs no carrier. What is said to servers around a transfer is rollout/sglang/sync.py.
+In process a bucket needs no carrier. What is said to servers around a transfer is engines/sglang/sync.py.
 
 May import: errors, trajectory, experience, functional. To add a transport: its sender here, buckets one by one, at most
-one more bucket of memory; its requests in rollout/sglang/transports.py.
+one more bucket of memory; its requests in engines/sglang/transports.py.
 """
 
 from lightrl.weights.broadcast import BroadcastGroup

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import torch
 from torch import Tensor
 
-from lightrl.disk_errors import is_disk_full
+from lightrl.checks.disk_errors import is_disk_full
 from lightrl.errors import WeightSyncError
 from lightrl.weights.bucket import Bucket
 from lightrl.weights.server_form import ServerForm

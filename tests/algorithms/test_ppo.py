@@ -19,8 +19,8 @@ from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
 from lightrl.algorithms import GRPO, PPO
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.experience import Experience
-from lightrl.lora import LoRA
 from lightrl.models import ModelSpec
+from lightrl.models.lora import LoRA
 
 
 def ppo(**settings: Any) -> PPO:

@@ -17,8 +17,8 @@ from lightrl.algorithms import DPO, IPO, SFT, RewardModel
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import HuggingFaceExport
 from lightrl.data import PairBatch, PreferenceDataModule
-from lightrl.lora import LoRA
 from lightrl.models import ModelSpec, RoleMesh
+from lightrl.models.lora import LoRA
 from lightrl.trajectory import Prompt
 
 

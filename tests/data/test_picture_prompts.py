@@ -9,7 +9,7 @@ from tiny import char_tokenizer
 
 from lightrl.data import PromptDataModule
 from lightrl.data.chat import take_images
-from lightrl.pictures import Pictures, read_image
+from lightrl.models.pictures import Pictures, read_image
 from lightrl.trajectory import Prompt
 
 IMAGE = 2  # the image token of pictures_cases

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_make_model import make_folder
 
-from lightrl.cli import run
+from lightrl.commands.cli import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "code"
 

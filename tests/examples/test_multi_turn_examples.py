@@ -8,7 +8,7 @@ import pytest
 from test_make_model import make_folder
 
 from examples.multi_turn import calculator
-from lightrl.cli import run
+from lightrl.commands.cli import run
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "multi_turn"
 QUIET = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.callbacks=[]"]

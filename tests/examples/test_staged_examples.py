@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lightrl import ModelSpec
-from lightrl.__main__ import main
+from lightrl.commands.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUIET = ["--trainer.max_steps=2", "--trainer.val_check_interval=2", "--trainer.logger=false", "--data.batch_size=4"]

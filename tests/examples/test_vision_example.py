@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.cli import run
+from lightrl.commands.cli import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vision"
 

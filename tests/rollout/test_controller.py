@@ -15,15 +15,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from lightrl.engines.engine import Completion
+from lightrl.engines.fake_engine import FakeEngine
+from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError, RewardError, RolloutError, WeightSyncError
 from lightrl.rewards import Judgment, RewardHook
 from lightrl.rollout.controller import RolloutController, _Wait
-from lightrl.rollout.engine import Completion
-from lightrl.rollout.fake_engine import FakeEngine
-from lightrl.rollout.local_engine import LocalEngine
-from lightrl.rollout.workflow import Generate, SingleTurn, Workflow
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.weights import bucketed
+from lightrl.workflows.workflow import Generate, SingleTurn, Workflow
 
 SAMPLING = Sampling(max_new_tokens=4)
 CONFIG = Qwen3Config(

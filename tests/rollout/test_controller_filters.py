@@ -11,8 +11,9 @@ import pytest
 from test_controller import Make, fake, ids, interrupt, iterate, load_version, make, through_disk, uneven
 
 from lightrl.data import SuccessRateCurriculum
+from lightrl.engines import FakeEngine
 from lightrl.errors import RewardError, RolloutError
-from lightrl.rollout import FakeEngine, GroupFilter
+from lightrl.rollout import GroupFilter
 from lightrl.rollout.prompt_cursor import Prompts
 from lightrl.trajectory import Group, Prompt, Trajectory
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightrl import PPO, FSDP2Strategy, HuggingFaceExport, LoRA, ModelSpec, Parallel3DStrategy, Sampling, Trajectory
 from lightrl.errors import LightRLError
-from lightrl.lora import merged_parameters
+from lightrl.models.lora import merged_parameters
 from lightrl.strategies import AtomicCheckpointIO, fsdp2, whole
 
 # Two layers and two key-value heads, so that it can be split both ways.

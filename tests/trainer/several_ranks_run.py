@@ -21,7 +21,7 @@ from tiny_run import BATCH_SIZE, CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
 from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, Trajectory
-from lightrl.lora import merged_parameters
+from lightrl.models.lora import merged_parameters
 from lightrl.strategies import whole
 
 # Name → settings of the module, and of FSDP2Strategy.

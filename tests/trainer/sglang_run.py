@@ -13,12 +13,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import CONFIG, Digits, TinyGRPO, make_trainer
 
 from lightrl import SGLangEngine
-from lightrl.rollout.sglang.fake_server_process import FakeServerProcess
+from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.weights import Bucket
 
 MAX_STEPS = 4
 KILLED_AT = 3  # the version that is on its way when the run is killed
-SERVER = [sys.executable, "-m", "lightrl.rollout.sglang.fake_server", "--port", "{port}"]
+SERVER = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
 SERVER += ["--vocab-size", str(CONFIG["vocab_size"]), "--context-length", "32"]
 
 

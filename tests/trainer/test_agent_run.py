@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from tiny_run import GROUP_SIZE, Digits, TinyGRPO, make_trainer
 
 from lightrl import Prompt, Trajectory
-from lightrl.rollout import AgentWorkflow
+from lightrl.workflows import AgentWorkflow
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
 base_urls: list[str] = []

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightrl import GRPO, Experience, ModelSpec, Outputs, RLCallback, Sampling, Trajectory
 from lightrl.errors import RolloutError, TrainingError
-from lightrl.rollout import Environment, MultiTurn
-from lightrl.rollout.environment import Step
+from lightrl.workflows import Environment, MultiTurn
+from lightrl.workflows.environment import Step
 
 
 def test_a_missing_model_folder_is_named() -> None:

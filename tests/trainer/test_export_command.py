@@ -5,8 +5,8 @@ import torch
 from tiny_run import Digits, TinyGRPO, make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightrl.__main__ import main
-from lightrl.export import export_checkpoint
+from lightrl.commands.export import export_checkpoint
+from lightrl.commands.main import main
 
 
 @pytest.fixture(scope="module")

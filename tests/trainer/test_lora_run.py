@@ -13,8 +13,8 @@ from tiny_run import POLICY, Digits, TinyGRPO, make_trainer, weights
 from transformers import AutoModelForCausalLM
 
 from lightrl import HuggingFaceExport, LocalEngine, LoRA, ModelSpec
-from lightrl.export import export_checkpoint
-from lightrl.lora import is_adapter, merged_parameters
+from lightrl.commands.export import export_checkpoint
+from lightrl.models.lora import is_adapter, merged_parameters
 from lightrl.strategies import LogprobSettings, SingleModel
 
 ADAPTED = replace(POLICY, lora=LoRA(rank=2))

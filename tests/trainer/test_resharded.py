@@ -15,7 +15,7 @@ from resharded_run import ADAPTED, ON_BODY, ByGradients, TinyPPO, play
 from tiny_run import Digits, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lightrl.export import export_checkpoint
+from lightrl.commands.export import export_checkpoint
 
 SCRIPT = Path(__file__).with_name("resharded_run.py")
 TOLERANCE = 1e-5  # float32 sums in another order

@@ -15,9 +15,9 @@ from tiny_run import CONFIG, POLICY, Digits, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightrl import PPO, HuggingFaceExport, LoRA, ModelSpec, Sampling, Trajectory
-from lightrl.__main__ import main
-from lightrl.export import export_checkpoint
-from lightrl.lora import merged_parameters
+from lightrl.commands.export import export_checkpoint
+from lightrl.commands.main import main
+from lightrl.models.lora import merged_parameters
 from lightrl.strategies import LogprobSettings, SingleModel
 
 

@@ -11,7 +11,7 @@ from lightrl import FakeEngine, LocalEngine, SGLangEngine, StalenessControl, Wei
 from lightrl.callbacks.colocation import move_optimizer_state
 from lightrl.callbacks.probe import compare, probe_sequences
 from lightrl.errors import WeightSyncError
-from lightrl.rollout import FakeServerProcess
+from lightrl.testing import FakeServerProcess
 
 
 class ScoringEngine(FakeEngine):

@@ -1,0 +1,85 @@
+"""The `lightrl` command. It answers `--help` and `--version` itself, without torch, and imports the rest for a run."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from lightrl import __version__
+
+COMMANDS = {
+    "fit": "train a policy: rollouts, updates, weight syncs and validation, as the config says",
+    "validate": "measure a policy on the validation prompts and print the metrics",
+    "test": "measure a policy on the test prompts and print the metrics",
+    "predict": "write the policy's judged trajectories on the test prompts to a file",
+    "export": "make a Hugging Face folder of a checkpoint",
+    "plan": "draw what an iteration of a config computes from what: models, keys, devices",
+    "doctor": "look at a reward before a run, or again at what it failed on: doctor reward, doctor replay",
+    "serve": "start SGLang servers in the foreground and print how a run uses them",
+}
+
+# The commands beside Lightning's: each is `run(args) -> exit code` of the module of its name.
+_OWN_MODULES = ("export", "plan", "doctor", "serve")
+
+_HELP = f"""\
+usage: lightrl <command> --config run.yaml [--setting value ...]
+
+{{commands}}
+
+lightrl <command> --help             all settings of a command
+lightrl fit --model.help GRPO        all settings of a class
+lightrl fit --config run.yaml --print_config
+                                     the whole configuration of a run, without running it
+lightrl --version                    {__version__}
+
+example:
+  lightrl fit --config run.yaml --config laptop.yaml --trainer.max_steps 100 --model.lr 1e-5
+  lightrl fit --config run.yaml --ckpt_path last
+
+Later files and settings win over earlier ones. LIGHTRL_DEBUG=1 shows the full traceback of every error.
+"""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        args: of the command line; `sys.argv[1:]` if None.
+
+    Returns:
+        The exit code: 0 done, 1 failed during the run, 2 something to mend in the call.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    first = args[0] if args else "--help"
+    if first in ("-h", "--help", "help"):
+        sys.stdout.write(help_text())
+        return 0
+    if first in ("-V", "--version"):
+        sys.stdout.write(f"lightrl {__version__}\n")
+        return 0
+    if first not in COMMANDS:
+        sys.stderr.write(f"lightrl: {_not_a_command(first)}\n")
+        return 2
+    if first in _OWN_MODULES:
+        code: int = importlib.import_module(f"lightrl.commands.{first}").run(args[1:])
+        return code
+    from lightrl.commands.cli import run
+
+    return run(args, COMMANDS)
+
+
+def help_text() -> str:
+    """What `lightrl --help` prints."""
+    lines = [f"  {name:<10} {line}" for name, line in COMMANDS.items()]
+    return _HELP.format(commands="\n".join(["commands:", *lines]))
+
+
+def _not_a_command(word: str) -> str:
+    names = ", ".join(COMMANDS)
+    if word.startswith("-"):
+        return f"{word} stands before the command, expected the command first: {names}. Say lightrl fit {word} ..."
+    close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+    meant = f"Did you mean lightrl {close[0]}?" if close else "See lightrl --help."
+    return f"{word} is not a command, expected one of {names}. {meant}"

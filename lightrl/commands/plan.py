@@ -1,0 +1,113 @@
+"""lightrl plan: what an iteration of a configuration computes from what, as text and as a Mermaid drawing.
+
+It parses and builds the configuration as `fit` does, and loads no weights and starts nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from lightrl.commands.cli import LightRLCLI, reported
+from lightrl.commands.config_errors import UsageError
+from lightrl.data import TrajectoryDataModule
+from lightrl.dataflow import DataFlowGraph, ModelCall
+from lightrl.engines.sglang.scoring import ServedRewards, ServedScores
+from lightrl.models import RoleMesh
+from lightrl.module import RLModule
+
+_HELP = """\
+usage: lightrl plan --config run.yaml [--setting value ...]
+
+Draws what an iteration computes from what: models, calls, keys and devices, as text and as a Mermaid drawing. Takes
+the settings of lightrl fit (lightrl fit --help), loads no weights and starts nothing.
+"""
+
+_DRAWING = "drawing: paste what follows into https://mermaid.live, or on GitHub into a ```mermaid block"
+_WHERE = {"generate": "engine", "train": "trainer, updated"}
+
+
+class PlanCLI(LightRLCLI):
+    """Prints the plan of the run that `fit` would make of the same arguments."""
+
+    def before_fit(self) -> None:
+        """No checkpoint is looked for."""
+
+    def fit(self, **kwargs: Any) -> None:
+        """Prints instead of training."""
+        module = self.model
+        if not isinstance(module, RLModule):
+            raise UsageError(
+                f"{type(module).__name__} is no RLModule, expected one: only those have calls. Plan a run with an "
+                "algorithm such as GRPO or PPO."
+            )
+        graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
+        sys.stdout.write(f"{plan_text(module, graph)}\n\n{_DRAWING}\n\n{plan_mermaid(graph)}\n")
+
+    def after_fit(self) -> None:
+        """There is no run folder to name."""
+
+
+def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
+    """The roles with their models, and the calls in an order in which they can run."""
+    trained = module.trained_roles()
+    lines = [f"{type(module).__name__}: {len(graph.calls)} calls per iteration", "", "roles"]
+    for role, spec in module.models().items():
+        source = spec.path or spec.url or f"random {(spec.config or {}).get('model_type')}"
+        state = "follows the policy" if role in module.saved_roles() else "frozen"
+        state = f"trained, lr {module.lr_of(role):g}" if role in trained else state
+        notes = [state, *(["one number per position"] if spec.head == "scalar" else [])]
+        notes += ["waits in CPU memory between uses"] if spec.offload else []
+        notes += [_mesh_text(spec.mesh)] if spec.mesh is not None else []
+        lines.append(f"  {role:<14} {source}: {', '.join(notes)}")
+    rows = [("call", "on", "role", "needs", "gives")]
+    rows += [
+        (call.name, where(call), call.role or "-", ", ".join(call.inputs) or "-", ", ".join(call.outputs) or "-")
+        for call in graph.calls
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines += ["", "calls"]
+    for row in rows:
+        start = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+        lines.append(f"  {start}  {row[3]} -> {row[4]}")
+    return "\n".join(lines)
+
+
+def plan_mermaid(graph: DataFlowGraph) -> str:
+    """The graph as a Mermaid flowchart, for a README or https://mermaid.live; edges bear their keys."""
+    lines = ["flowchart LR"]
+    for call in graph.calls:
+        lines.append(f'  {call.name}["{call.name}<br/>{call.role or "no model"} on {where(call)}"]')
+    for call in graph.calls:
+        for name in graph.edges[call.name]:
+            keys = [key for key in call.inputs if graph.producers.get(key) == name]
+            lines.append(f'  {name} -- "{", ".join(keys)}" --> {call.name}' if keys else f"  {name} -.-> {call.name}")
+    return "\n".join(lines)
+
+
+def _mesh_text(mesh: RoleMesh) -> str:
+    last = "the last" if mesh.num_ranks is None else str(mesh.first_rank + mesh.num_ranks - 1)
+    ranks = f"rank {last}" if mesh.num_ranks == 1 else f"ranks {mesh.first_rank} to {last}"
+    return ranks + "".join(f", {name} {size}" for name, size in (("pp", mesh.pp), ("tp", mesh.tp)) if size > 1)
+
+
+def where(call: ModelCall) -> str:
+    """Whose devices a call runs on."""
+    own = {"reward": "reward processes", "advantages": "trainer, on the whole iteration"}
+    if call.role is None:
+        return own.get(call.name, "server" if isinstance(call.run, ServedRewards | ServedScores) else "its own thread")
+    return _WHERE.get(call.kind, "trainer")
+
+
+def run(args: Sequence[str]) -> int:
+    """The command, without its name; gives the exit code."""
+    if any(item in ("-h", "--help") for item in args):
+        sys.stdout.write(_HELP)
+        return 0
+
+    def fulfil(callbacks: Sequence[Any]) -> int:
+        PlanCLI(["fit", *args], callbacks=callbacks)
+        return 0
+
+    return reported(fulfil)

@@ -1,0 +1,39 @@
+"""Engines: token ids in, completions out, asynchronously, with a weight version on every token.
+
+Reading order:
+    engine.py       RolloutEngine, the protocol, and Completion
+    fake_engine.py  deterministic, slow or broken on request, for tests
+    local/          LocalEngine, the engine of a laptop: it decodes in this process
+    sglang/         SGLangEngine, the engine of a fleet: SGLang's servers over HTTP
+
+May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Knows no workflow. To add
+an engine: implement RolloutEngine and run tests/engines/engine_contract.py on it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightrl.engines.engine import Completion, RolloutEngine
+    from lightrl.engines.fake_engine import FakeEngine
+    from lightrl.engines.local.local_engine import LocalEngine
+    from lightrl.engines.sglang.engine import SGLangEngine
+
+# Loaded when first used: the fake server with a script starts without torch.
+_HOMES = {
+    "Completion": "engine",
+    "FakeEngine": "fake_engine",
+    "LocalEngine": "local.local_engine",
+    "RolloutEngine": "engine",
+    "SGLangEngine": "sglang.engine",
+}
+
+__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine"]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,96 @@
+"""RolloutEngine: what generates. The protocol that LocalEngine, FakeEngine and SGLangEngine fulfil, and Completion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from lightrl.trajectory import FinishReason, Sampling
+from lightrl.weights import Bucket
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine wrote after a prompt; the lists have one entry for each new token."""
+
+    token_ids: list[int]  # the stop token included
+    logprobs: list[float]  # nats, log-softmax(logits / temperature), before top-p and top-k; unscaled when greedy
+    weight_versions: list[int]  # the weights that sampled each token; never decreasing
+    finish_reason: FinishReason
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Prompts in, completions out, asynchronously, with a weight version on every token.
+
+    Life: `start` once, then `load_weights` before the first request, then `generate` as often as wanted with
+    `load_weights` in between, then `close`; then it may be started again, for another life. One contract suite,
+    `tests/engines/engine_contract.py`, holds for all.
+    """
+
+    weight_version: int  # of the weights that sample now; -1 before the first load
+
+    def start(self, config: PretrainedConfig) -> None:
+        """Builds or reaches the model of this config; called on the main thread, before anything else."""
+        ...
+
+    async def generate(
+        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+    ) -> list[Completion]:
+        """`n` completions of one prompt; requests are admitted in the order of the calls.
+
+        `images` are the prompt's pictures, whose image tokens are in `token_ids`; it is given only where there are
+        some, so an engine for text alone may leave the argument out.
+
+        With n > 1 completion i draws with `sampling_seed`-like independence from (sampling.seed, i). On cancellation
+        the request leaves the engine at the next token boundary. `session` names the conversation, for prefix caches.
+
+        Raises:
+            ValueError: if the prompt is empty, has an id outside the vocabulary, or leaves no room in the context.
+            EngineError: if the engine fails or is closed.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Returns when in-flight requests have stopped at a token boundary; new ones wait."""
+        ...
+
+    async def resume(self) -> None:
+        """Requests go on; prefix tokens are kept, their key-values recomputed if the weights have changed."""
+        ...
+
+    def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
+        """Pause, load, acknowledge `weight_version`, resume; or roll back to the old weights and raise.
+
+        Called from a thread that is not the event loop's. Tokens drawn afterwards carry the new version; no key-value
+        made by old weights is used again. An engine that was paused stays paused.
+
+        Raises:
+            WeightSyncError: if a name, shape or value is not what the model wants; the old weights serve on.
+        """
+        ...
+
+    def queue_depths(self) -> dict[str, int]:
+        """Completions that are being written (`running`) and that wait for a slot (`waiting`); for messages."""
+        ...
+
+    def close(self) -> None:
+        """Ends threads and processes; in-flight requests raise EngineError. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class LivesOnLoop(Protocol):
+    """An engine whose requests run on the controller's event loop, instead of a thread of its own."""
+
+    async def attach(self) -> None:
+        """Called on the loop, before the first request."""
+        ...
+
+    async def detach(self) -> None:
+        """Called on the loop when its tasks are cancelled and it is about to end."""
+        ...

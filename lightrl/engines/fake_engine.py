@@ -1,0 +1,276 @@
+"""FakeEngine: a rollout engine without a model, deterministic, slow, failing or hanging on request."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import threading
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.errors import EngineError, WeightSyncError
+from lightrl.trajectory import FinishReason, Sampling
+from lightrl.weights import Bucket
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Script = Callable[[list[int], Sampling, int], list[int]]
+Seconds = float | Callable[[list[int], Sampling], float]
+
+
+@dataclass(frozen=True)
+class FakeRequest:
+    """One call of `generate`, as it came."""
+
+    number: int  # from 0, in the order of the calls
+    token_ids: list[int]
+    sampling: Sampling
+    session: str
+    n: int
+    weight_version: int  # when it came
+
+
+class FakeEngine(RolloutEngine):
+    """Completions by a script or a hash, at the pace you ask for, token by token, with pauses and syncs honored.
+
+    Without a script token i is a hash of (seed, i), uniform over the vocabulary: the policy that gives every token the
+    same logit, so each logprob is -log V (less the stop tokens while `min_new_tokens` bans them). A weight sync in the
+    middle changes the versions of the tokens that follow, not the tokens.
+
+    All arguments are attributes too and may be set between requests; those that are functions are called once per
+    completion, or per request for `delay_s`.
+
+    Args:
+        script: (prompt, sampling, sample) → the token ids that completion `sample` writes; cut after the first stop
+            token and after `max_new_tokens`.
+        seconds_per_token: pace of each completion; a function of (prompt, sampling) makes stragglers, for example
+            `lambda prompt, sampling: 0.3 if prompt[0] == 7 else 0.01`. At 0 other tasks still run between two tokens.
+        delay_s: wait before the first token; a number or a function of (prompt, sampling).
+        fail_requests: numbers of the requests, from 0, that raise EngineError.
+        hang_requests: numbers of the requests that never answer, until cancelled or closed.
+        fail_loads: weight versions whose load raises WeightSyncError.
+        logprob_error_nats: added to every logprob, for tests of checks that compare them.
+
+    Example:
+        engine = FakeEngine(script=lambda prompt, sampling, sample: [prompt[-1], 1])
+    """
+
+    def __init__(
+        self,
+        *,
+        script: Script | None = None,
+        seconds_per_token: Seconds = 0.0,
+        delay_s: Seconds = 0.0,
+        fail_requests: Collection[int] = (),
+        hang_requests: Collection[int] = (),
+        fail_loads: Collection[int] = (),
+        logprob_error_nats: float = 0.0,
+    ) -> None:
+        self.weight_version = -1
+        self.script = script
+        self.seconds_per_token = seconds_per_token
+        self.delay_s = delay_s
+        self.fail_requests = fail_requests
+        self.hang_requests = hang_requests
+        self.fail_loads = fail_loads
+        self.logprob_error_nats = logprob_error_nats
+        self.requests: list[FakeRequest] = []  # all that came
+        self.loaded_versions: list[int] = []  # all that were loaded
+        self.num_running = 0  # completions that are being written now
+        self._vocab_size = 0
+        self._max_context = 0
+        self._shapes: dict[str, torch.Size] | None = None  # those of the first load
+        self._lock = threading.Lock()  # guards what follows
+        self._is_paused = False
+        self._is_loading = False
+        self._is_closed = False
+        self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+
+    def start(self, config: PretrainedConfig) -> None:
+        """Takes the size of the vocabulary and of the context from the config; after `close` it opens again."""
+        with self._lock:
+            self._is_closed = self._is_paused = False
+        self.weight_version = -1
+        self._shapes = None
+        config = config.get_text_config()
+        self._vocab_size = config.vocab_size
+        self._max_context = getattr(config, "max_position_embeddings", None) or 2**31 - 1
+
+    def queue_depths(self) -> dict[str, int]:
+        """Completions that are being written (`running`); none ever waits for a slot (`waiting`)."""
+        return {"running": self.num_running, "waiting": 0}
+
+    async def generate(
+        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+    ) -> list[Completion]:
+        """`n` completions, written at the same time; see `RolloutEngine`. Pictures are not looked at."""
+        if n < 1 or not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            raise ValueError(
+                f"The prompt {token_ids} is empty or outside the vocabulary, expected 0 to {self._vocab_size}."
+            )
+        if len(token_ids) + sampling.max_new_tokens > self._max_context:
+            raise ValueError(
+                f"{len(token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} are more than the "
+                f"context of {self._max_context} tokens. Shorten the prompt or lower max_new_tokens."
+            )
+        number = len(self.requests)
+        self.requests.append(FakeRequest(number, list(token_ids), sampling, session, n, self.weight_version))
+        self._check_open()
+        if self.weight_version < 0:
+            raise EngineError("FakeEngine has no weights yet, expected a load before the first request.")
+        if number in self.fail_requests:
+            raise EngineError(f"FakeEngine fails request {number}, as it was told to.")
+        if number in self.hang_requests:
+            await self._sleep(math.inf)
+        await self._sleep(_seconds(self.delay_s, token_ids, sampling))
+        return list(await asyncio.gather(*(self._write(token_ids, sampling, sample) for sample in range(n))))
+
+    async def pause(self) -> None:
+        """No token is written from here on; idempotent."""
+        self._check_open()
+        with self._lock:
+            self._is_paused = True
+
+    async def resume(self) -> None:
+        """Writing goes on."""
+        self._check_open()
+        with self._lock:
+            self._is_paused = False
+        self._wake_sleepers()
+
+    def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
+        """Reads the buckets and takes the version; names and shapes must be those of the first load.
+
+        Raises:
+            WeightSyncError: if a name or shape differs, a value is not finite, or `fail_loads` says so.
+        """
+        self._check_open()
+        with self._lock:
+            self._is_loading = True
+        try:
+            shapes: dict[str, torch.Size] = {}
+            for bucket in buckets:
+                for name, tensor in bucket.tensors.items():
+                    if not torch.isfinite(tensor).all():
+                        raise WeightSyncError(
+                            f"Parameter {name!r} has values that are not finite, expected finite ones."
+                        )
+                    shapes[name] = tensor.shape
+            if self._shapes is not None and shapes != self._shapes:
+                different = sorted(name for name, _ in shapes.items() ^ self._shapes.items())
+                raise WeightSyncError(
+                    f"Parameters {different[:4]} differ from those of the first load, expected the same."
+                )
+            if weight_version in self.fail_loads:
+                raise WeightSyncError(f"FakeEngine fails the load of version {weight_version}, as it was told to.")
+            self._shapes = shapes
+            self.weight_version = weight_version
+            self.loaded_versions.append(weight_version)
+        finally:
+            with self._lock:
+                self._is_loading = False
+            self._wake_sleepers()
+
+    def close(self) -> None:
+        """Requests that are being written raise EngineError. May be called twice."""
+        with self._lock:
+            self._is_closed = True
+        self._wake_sleepers()
+
+    async def _write(self, prompt: list[int], sampling: Sampling, sample: int) -> Completion:
+        seconds = _seconds(self.seconds_per_token, prompt, sampling)
+        script = None if self.script is None else self.script(prompt, sampling, sample)
+        num_choices = self._vocab_size
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        weight_versions: list[int] = []
+        finish_reason: FinishReason = "length"
+        self.num_running += 1
+        try:
+            while len(token_ids) < sampling.max_new_tokens:
+                position = len(token_ids)
+                if script is not None and position >= len(script):
+                    break
+                await self._sleep(seconds)
+                is_banned = position < sampling.min_new_tokens
+                banned = set(sampling.stop_token_ids) if is_banned else set()
+                token = self._hashed(prompt, sampling, sample, position, banned) if script is None else script[position]
+                token_ids.append(token)
+                logprob = 0.0 if sampling.temperature == 0 else -math.log(num_choices - len(banned))
+                logprobs.append(logprob + self.logprob_error_nats)
+                weight_versions.append(self.weight_version)
+                if token in sampling.stop_token_ids:
+                    finish_reason = "stop"
+                    break
+        finally:
+            self.num_running -= 1
+        return Completion(token_ids, logprobs, weight_versions, finish_reason)
+
+    def _hashed(self, prompt: list[int], sampling: Sampling, sample: int, position: int, banned: set[int]) -> int:
+        """A token of the vocabulary less the banned ones; the greedy one depends on the prompt instead of the seed."""
+        source = f"{prompt}" if sampling.temperature == 0 else f"{sampling.seed}/{sample}"
+        digest = hashlib.blake2b(f"{source}/{position}".encode(), digest_size=8).digest()
+        choices = [token for token in range(self._vocab_size) if token not in banned] if banned else None
+        index = int.from_bytes(digest, "big")
+        return index % self._vocab_size if choices is None else choices[index % len(choices)]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("FakeEngine is closed, expected an open one. Make a new engine.")
+
+    async def _sleep(self, seconds: float) -> None:
+        """Passes a token boundary: sleeps, then waits while the engine is paused or loads; raises if it is closed."""
+        entry = (asyncio.get_running_loop(), asyncio.Event())
+        if seconds > 0:
+            with self._lock:
+                self._sleepers.add(entry)
+            try:
+                await self._sleep_unless_closed(entry[1], seconds)
+            finally:
+                with self._lock:
+                    self._sleepers.discard(entry)
+        else:
+            await asyncio.sleep(0)
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    break
+                if not (self._is_paused or self._is_loading):
+                    return
+                entry[1].clear()
+                self._sleepers.add(entry)
+            try:
+                await entry[1].wait()
+            finally:
+                with self._lock:
+                    self._sleepers.discard(entry)
+        raise EngineError("FakeEngine was closed before the completion was finished.")
+
+    async def _sleep_unless_closed(self, woken: asyncio.Event, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while not self._is_closed and loop.time() < deadline:
+            woken.clear()
+            try:
+                await asyncio.wait_for(woken.wait(), None if math.isinf(deadline) else deadline - loop.time())
+            except asyncio.TimeoutError:
+                return
+
+    def _wake_sleepers(self) -> None:
+        with self._lock:
+            sleepers = list(self._sleepers)
+        for loop, event in sleepers:
+            try:
+                loop.call_soon_threadsafe(event.set)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                continue
+
+
+def _seconds(setting: Seconds, token_ids: list[int], sampling: Sampling) -> float:
+    return setting(token_ids, sampling) if callable(setting) else setting

@@ -1,0 +1,294 @@
+"""Decoder: a model that gives the next token's logits for a changing set of rows; the protocol, and the generic form.
+
+A decoder keeps the key-values of its rows. New rows come after the present ones, `keep` reorders and forgets rows,
+`clear` forgets all of them (weights have changed). It owns its weights: `write` copies, nothing is aliased. It knows no
+threads, no sampling and no requests; the fast form for Llama-like families is in `fast_decoder.py`.
+
+Shapes: n rows, T tokens of a sequence, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightrl.models.pictures import auto_model, input_embeddings
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+
+
+class Decoder(Protocol):
+    """What LocalEngine needs of a model. Calls come from one thread at a time, under `torch.inference_mode` or not."""
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Of every parameter, by its Hugging Face name; all must be written."""
+        ...
+
+    @property
+    def optional_shapes(self) -> Mapping[str, torch.Size]:
+        """Of what may be written too: tied copies, which are not looked at, and persistent buffers."""
+        ...
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Copies a parameter in; the caller has checked name and shape."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """A copy of a parameter, in Hugging Face's layout."""
+        ...
+
+    def append(
+        self,
+        sequences: Sequence[Sequence[int]],
+        owners: Sequence[int],
+        pictures: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
+        """New rows with the key-values of these tokens.
+
+        Args:
+            sequences: token ids, at least one each; each is computed once.
+            owners: one entry per new row, the sequence that it starts from.
+            pictures: pixel values [m, 3, H, W] of each sequence, None for those that show none; None for none at all,
+                which is all that a model without pictures is given.
+
+        Returns:
+            Logits after the last token of each sequence, [len(sequences), V] float32.
+        """
+        ...
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Logits after each token of one sequence, [T, V] float32; rows and their key-values stay as they are."""
+        ...
+
+    def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
+        """One more token in every row.
+
+        Args:
+            token_ids: [n], the last token of each row, not yet in its key-values.
+            positions: [n], where that token stands.
+            longest: the greatest of `positions` plus 1.
+
+        Returns:
+            Logits of the token after it, [n, V] float32; the caller may change them in place.
+        """
+        ...
+
+    def keep(self, order: Sequence[int], longest: int) -> None:
+        """Row i becomes what row `order[i]` was; rows that are not named leave.
+
+        An entry with `order[i] != i` names a row beyond the new end, so that rows can be copied in place.
+        `longest` is at least the number of tokens in any row's key-values.
+        """
+        ...
+
+    def clear(self) -> None:
+        """All rows leave."""
+        ...
+
+
+def like_lengths(sequences: Sequence[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of the sequences in chunks of similar lengths, longest first, each at most `max_tokens` when padded.
+
+    Padding costs at most half of a chunk, and a chunk has one sequence where that is longer than `max_tokens`.
+    """
+    chunk: list[int] = []
+    for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
+        if chunk:
+            longest = len(sequences[chunk[0]])
+            if (len(chunk) + 1) * longest > max_tokens or 2 * len(sequences[index]) + 16 < longest:
+                yield chunk
+                chunk = []
+        chunk.append(index)
+    if chunk:
+        yield chunk
+
+
+def padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids [b, T], zeros on the right, and the lengths [b]."""
+    longest = max(len(sequence) for sequence in sequences)
+    token_ids = torch.tensor([[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences], device=device)
+    return token_ids, torch.tensor([len(sequence) for sequence in sequences], device=device)
+
+
+class HuggingFaceDecoder:
+    """Any causal language model with a key-value cache, untouched.
+
+    All rows share one time axis that ends at "now": a row's key-values stand right-aligned in the cache, with masked
+    columns before them, as Hugging Face's own left padding has it. Distances between columns are then distances between
+    tokens, so sliding windows work; columns that no row uses any more are cut off.
+
+    Args:
+        config: of the model.
+        dtype, device: of the weights.
+        prefill_tokens: most tokens, padding included, in one forward over prompts.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device, prefill_tokens: int = 8192
+    ) -> None:
+        with torch.random.fork_rng(devices=[]):
+            model: PreTrainedModel = auto_model(config).from_config(config, dtype=dtype)
+        self._model = model.to(device).eval().requires_grad_(False)
+        self._device = device
+        self._prefill_tokens = prefill_tokens
+        self._accepted = set(inspect.signature(self._model.forward).parameters)
+        if "past_key_values" not in self._accepted or config.is_encoder_decoder:
+            raise ValueError(
+                f"Models of type {config.model_type!r} have no key-value cache of the usual form, expected a "
+                "decoder-only model with past_key_values. Use another model or an SGLang engine."
+            )
+        parameters = dict(self._model.named_parameters())
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        ties = dict(self._model.named_parameters(remove_duplicate=False))
+        buffers = {name: tensor for name, tensor in self._model.state_dict().items() if name not in ties}
+        self._targets: dict[str, Tensor] = {name: parameter.data for name, parameter in parameters.items()} | buffers
+        self._tied = {name: names[id(parameter)] for name, parameter in ties.items() if name not in parameters}
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self.optional_shapes = {name: ties[name].shape for name in self._tied}
+        self.optional_shapes |= {name: tensor.shape for name, tensor in buffers.items()}
+        self._cache: DynamicCache | None = None
+        self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [n, T], 1 where the cache has a token
+
+    @torch.no_grad()
+    def write(self, name: str, tensor: Tensor) -> None:
+        if name not in self._tied:
+            self._targets[name].copy_(tensor)
+
+    def read(self, name: str) -> Tensor:
+        copy: Tensor = self._targets[self._tied.get(name, name)].clone()
+        return copy
+
+    def append(
+        self,
+        sequences: Sequence[Sequence[int]],
+        owners: Sequence[int],
+        pictures: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
+        longest = max(len(sequence) for sequence in sequences)
+        logits: list[Tensor | None] = [None] * len(sequences)
+        prefixes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in sequences]
+        for chunk in like_lengths(sequences, self._prefill_tokens):
+            token_ids, lengths = padded([sequences[index] for index in chunk], self._device)
+            columns = torch.arange(token_ids.shape[1], device=self._device)
+            is_token = (columns < lengths[:, None]).to(torch.int64)
+            last, kept = torch.unique(lengths - 1, return_inverse=True)
+            seen = None if pictures is None else self._embedded(token_ids, [pictures[index] for index in chunk])
+            cache, outputs = self._forward(token_ids, is_token, columns.expand_as(token_ids), None, last, seen)
+            if outputs.shape[1] == token_ids.shape[1]:
+                kept = lengths - 1
+            for place, index in enumerate(chunk):
+                logits[index] = outputs[place, kept[place]].float()
+                length = len(sequences[index])
+                prefixes[index] = [
+                    (layer.keys[place, :, :length], layer.values[place, :, :length]) for layer in cache.layers
+                ]
+        present = self._is_token.shape[1]
+        width = max(present, longest)
+        mask = torch.zeros(len(owners), width, dtype=torch.int64, device=self._device)
+        for row, owner in enumerate(owners):
+            mask[row, width - len(sequences[owner]) :] = 1
+        self._is_token = torch.cat([_aligned_right(self._is_token, width, dim=1), mask])
+        layers = []
+        for depth in range(len(prefixes[0])):
+            both = []
+            for side in (0, 1):
+                blocks = [_aligned_right(prefixes[owner][depth][side], width, dim=1) for owner in owners]
+                block = torch.stack(blocks)
+                if self._cache is not None:
+                    layer = self._cache.layers[depth]
+                    old = layer.values if side else layer.keys
+                    block = torch.cat([_aligned_right(old, width, dim=2), block])
+                both.append(block)
+            layers.append((both[0], both[1]))
+        self._cache = _cache_of(layers)
+        return torch.stack([row for row in logits if row is not None])
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        outputs = self._model(input_ids=torch.tensor([[*token_ids]], device=self._device), use_cache=False)
+        logits: Tensor = outputs.logits[0].float()
+        return logits
+
+    def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
+        self._is_token = torch.cat([self._is_token, torch.ones_like(token_ids)[:, None]], dim=1)
+        self._cache, logits = self._forward(token_ids[:, None], self._is_token, positions[:, None], self._cache, None)
+        next_logits: Tensor = logits[:, -1].float()
+        return next_logits
+
+    def keep(self, order: Sequence[int], longest: int) -> None:
+        assert self._cache is not None
+        if not order:
+            self.clear()
+            return
+        rows = torch.tensor(order, device=self._device)
+        mask = self._is_token[rows]
+        first = int(mask.any(0).to(torch.int64).argmax())  # columns before it belong to nobody any more
+        self._is_token = mask[:, first:]
+        self._cache = _cache_of(
+            [(layer.keys[rows, :, first:], layer.values[rows, :, first:]) for layer in self._cache.layers]
+        )
+
+    def clear(self) -> None:
+        self._cache = None
+        self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
+
+    def _embedded(self, token_ids: Tensor, pictures: Sequence[Tensor | None]) -> Tensor | None:
+        """What the layers read where a sequence shows pictures, [b, T, H]; None where none does."""
+        counts = [0 if pixels is None else len(pixels) for pixels in pictures]
+        if not any(counts):
+            return None
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        rows = [
+            [*range(end - count, end), *[-1] * (max(counts) - count)] for end, count in zip(ends, counts, strict=True)
+        ]
+        pixel_values = torch.cat([pixels for pixels in pictures if pixels is not None]).to(self._device)
+        return input_embeddings(self._model, token_ids, pixel_values, torch.tensor(rows, device=self._device))
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        is_token: Tensor,
+        positions: Tensor,
+        cache: DynamicCache | None,
+        last: Tensor | None,
+        embeddings: Tensor | None = None,
+    ) -> tuple[DynamicCache, Tensor]:
+        from transformers import DynamicCache
+
+        arguments: dict[str, Any] = {"attention_mask": is_token, "use_cache": True}
+        if embeddings is None:
+            arguments["input_ids"] = token_ids
+        else:
+            arguments["inputs_embeds"] = embeddings
+        # without the config all layers keep all tokens: `keep` and `append` move columns, which a sliding layer forbids
+        arguments["past_key_values"] = DynamicCache() if cache is None else cache
+        if "position_ids" in self._accepted:
+            arguments["position_ids"] = positions
+        if "logits_to_keep" in self._accepted and last is not None:
+            arguments["logits_to_keep"] = last
+        outputs = self._model(**arguments)
+        return outputs.past_key_values, outputs.logits
+
+
+def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:
+    """`tensor` with zeros before it along `dim`, `width` in all."""
+    missing = width - tensor.shape[dim]
+    if missing == 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)
+
+
+def _cache_of(layers: Sequence[tuple[Tensor, Tensor]]) -> DynamicCache:
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for depth, (keys, values) in enumerate(layers):
+        cache.update(keys, values, depth)
+    return cache

@@ -1,0 +1,373 @@
+"""LlamaDecoder: decoding for Llama-shaped families with few, large operations; Hugging Face's model is not run at all.
+
+Weights that read the same input are fused (query, key and value; gate and up), the key-values of all rows stand in
+preallocated slots, row i in slot i, and attention reads up to the longest row only. Within each head the two halves
+that rotary embedding pairs are stored interleaved, so that the rotation is one complex product; queries and keys are
+permuted alike, which leaves their products as they are.
+
+Shapes: n rows, H query heads, K key-value heads, D head size, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightrl.engines.local.decoder import like_lengths, padded
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_TIME_STEP = 16  # attention reads a multiple of it: fewer distinct shapes, fewer views to make
+_TIME_GROWTH = 64  # tokens; the cache grows by at least that
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family differs from Llama. Biases need no entry: they are there if the model has such parameters."""
+
+    has_qk_norm: bool = False  # RMS norm of each query and key head, before the rotation
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(has_qk_norm=True),
+}
+_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others change with the length of the text
+
+
+def find_family(config: PretrainedConfig) -> Family | None:
+    """The plan for this config; None if the fast path does not compute exactly what Hugging Face's model does."""
+    family = FAMILIES.get(config.model_type)
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_plain = (
+        family is not None
+        and layer_types == {"full_attention"}
+        and (getattr(config, "sliding_window", None) is None)
+        and config.hidden_act == "silu"
+        and rope.get("rope_type", "default") in _ROPE_TYPES
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+        and not getattr(config, "auto_map", None)
+        and getattr(config, "quantization_config", None) is None
+    )
+    return family if is_plain else None
+
+
+class _Layer:
+    """The weights of one decoder layer, fused."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(H + 2 K) D, hidden]
+    qkv_bias: Tensor | None = None
+    qk_norm: Tensor | None = None  # [H + K, D]
+    output: Tensor  # [hidden, H D]
+    output_bias: Tensor | None = None
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 intermediate, hidden]
+    gate_up_bias: Tensor | None = None
+    down: Tensor  # [hidden, intermediate]
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a parameter goes."""
+
+    view: Tensor  # of the fused buffer, in Hugging Face's order of elements
+    shape: torch.Size  # Hugging Face's
+    is_spread: bool = False  # the first axis of `view` holds copies, one for each head
+
+
+class LlamaDecoder:
+    """The fast form of `Decoder` for the families in `FAMILIES`.
+
+    Memory: the weights once, and key-values that grow with the rows and tokens in use; they are kept for reuse and
+    never shrink. A load writes in place.
+
+    Args:
+        config: one that `find_family` knows.
+        family: what it found.
+        dtype, device: of weights and key-values.
+        prefill_tokens: most tokens, padding included, in one forward over prompts.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        family: Family,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefill_tokens: int = 8192,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        settings: Any = config
+        self._num_heads: int = settings.num_attention_heads
+        self._num_kv_heads: int = settings.num_key_value_heads
+        self._head_size: int = getattr(settings, "head_dim", None) or settings.hidden_size // self._num_heads
+        self._eps: float = settings.rms_norm_eps
+        self._dtype, self._device = dtype, device
+        self._prefill_tokens = prefill_tokens
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+        self._rotary: nn.Module = type(skeleton.model.rotary_emb)(config)  # on the CPU, with real frequencies
+        self.shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
+        ties = dict(skeleton.named_parameters(remove_duplicate=False))
+        self._tied = {name: "model.embed_tokens.weight" for name in ties if name not in self.shapes}
+        self.optional_shapes = {name: ties[name].shape for name in self._tied}
+
+        self._targets: dict[str, _Target] = {}
+        self._embedding = self._plain("model.embed_tokens.weight")
+        self._layers = [
+            self._make_layer(f"model.layers.{depth}.", family, settings) for depth in range(settings.num_hidden_layers)
+        ]
+        self._final_norm = self._plain("model.norm.weight")
+        self._head = self._embedding if "lm_head.weight" in self._tied else self._plain("lm_head.weight")
+        if set(self._targets) != set(self.shapes):
+            different = sorted(set(self._targets) ^ set(self.shapes))
+            raise ValueError(
+                f"The fast path's weights for {config.model_type!r} differ from the model's: {different[:4]}, expected "
+                "the same names. Use LocalEngine(fast_path=False)."
+            )
+
+        self._num_rows = 0
+        shape = (len(self._layers), 0, self._num_kv_heads, 0, self._head_size)
+        self._keys = torch.empty(shape, dtype=dtype, device=device)  # [layers, slots, K, T, D]
+        self._values = self._keys
+        self._rotations = torch.empty(0, self._head_size // 2, dtype=torch.complex64)
+        self._views: list[tuple[Tensor, Tensor]] = []  # per layer, of the keys and values that attention reads now
+        self._views_of = (-1, -1)  # rows and tokens of `_views`
+        self._slot_starts = torch.empty(0, dtype=torch.int64)
+        self._times = torch.empty(0, dtype=torch.int64)
+
+    @torch.no_grad()
+    def write(self, name: str, tensor: Tensor) -> None:
+        if name not in self._tied:
+            target = self._targets[name]
+            target.view.copy_(tensor.reshape(target.view.shape[1:] if target.is_spread else target.view.shape))
+
+    def read(self, name: str) -> Tensor:
+        target = self._targets[self._tied.get(name, name)]
+        view = target.view[0] if target.is_spread else target.view
+        return view.clone(memory_format=torch.contiguous_format).view(target.shape)
+
+    def append(
+        self,
+        sequences: Sequence[Sequence[int]],
+        owners: Sequence[int],
+        pictures: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
+        assert pictures is None, "these families see no pictures"
+        first = self._num_rows
+        self._reserve(first + len(owners), max(len(sequence) for sequence in sequences) + 1)
+        self._num_rows += len(owners)
+        rows_of: list[list[int]] = [[] for _ in sequences]
+        for offset, owner in enumerate(owners):
+            rows_of[owner].append(first + offset)
+        logits = torch.empty(len(sequences), self._head.shape[0], device=self._device)
+        for chunk in like_lengths(sequences, self._prefill_tokens):
+            token_ids, lengths = padded([sequences[index] for index in chunk], self._device)
+            rows = torch.tensor([row for index in chunk for row in rows_of[index]], device=self._device)
+            sources = torch.tensor([p for p, index in enumerate(chunk) for _ in rows_of[index]], device=self._device)
+            logits[torch.tensor(chunk, device=self._device)] = self._prefill(token_ids, lengths, rows, sources)
+        return logits
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        nowhere = torch.empty(0, dtype=torch.int64, device=self._device)  # no row gets the key-values
+        self._reserve(self._num_rows, len(token_ids))
+        return self._logits(self._forward(torch.tensor([[*token_ids]], device=self._device), nowhere, nowhere)[0])
+
+    def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
+        n, heads, kv_heads, size = len(token_ids), self._num_heads, self._num_kv_heads, self._head_size
+        group = heads // kv_heads
+        self._reserve(n, longest)
+        num_times = min(-(-longest // _TIME_STEP) * _TIME_STEP, self._keys.shape[3])
+        if self._views_of != (n, num_times):
+            self._make_views(n, num_times)
+        positions_by_head = positions.repeat_interleave(kv_heads)
+        places = self._slot_starts[: n * kv_heads] + positions_by_head
+        mask = torch.zeros(n * kv_heads, 1, num_times, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(self._times[:num_times] > positions_by_head[:, None, None], float("-inf"))
+        rotations = self._rotations[positions][:, None]
+        flat_keys = self._keys.view(len(self._layers), -1, size)
+        flat_values = self._values.view(len(self._layers), -1, size)
+        scale = size**-0.5
+
+        hidden = F.embedding(token_ids, self._embedding)
+        for depth, layer in enumerate(self._layers):
+            normed = F.rms_norm(hidden, (hidden.shape[-1],), layer.input_norm, self._eps)
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(n, heads + 2 * kv_heads, size)
+            qk = self._rotate(qkv[:, : heads + kv_heads], layer.qk_norm, rotations)
+            flat_keys[depth].index_copy_(0, places, qk[:, heads:].reshape(n * kv_heads, size))
+            flat_values[depth].index_copy_(0, places, qkv[:, heads + kv_heads :].reshape(n * kv_heads, size))
+            queries = qk[:, :heads].reshape(n * kv_heads, group, size)
+            keys, values = self._views[depth]
+            if self._is_plain_attention:
+                scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
+                mixed = torch.bmm(torch.softmax(scores, -1), values)
+            else:
+                mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+            hidden = _add_linear(hidden, mixed.view(n, heads * size), layer.output, layer.output_bias)
+            hidden = self._mlp(hidden, layer)
+        return self._logits(hidden)
+
+    def keep(self, order: Sequence[int], longest: int) -> None:
+        moved = [(slot, source) for slot, source in enumerate(order) if slot != source]
+        if moved:
+            slots = torch.tensor([slot for slot, _ in moved], device=self._device)
+            sources = torch.tensor([source for _, source in moved], device=self._device)
+            for cache in (self._keys, self._values):
+                cache[:, slots, :, :longest] = cache[:, sources, :, :longest]
+        self._num_rows = len(order)
+
+    def clear(self) -> None:
+        self._num_rows = 0
+
+    @property
+    def _is_plain_attention(self) -> bool:
+        """Three plain products are the fastest on a CPU in float32; fused attention is right everywhere else."""
+        return self._dtype == torch.float32 and self._device.type == "cpu"
+
+    def _prefill(self, token_ids: Tensor, lengths: Tensor, rows: Tensor, sources: Tensor) -> Tensor:
+        """Key-values of the padded sequences into the rows; logits after each one's last token."""
+        hidden = self._forward(token_ids, rows, sources)
+        return self._logits(hidden[torch.arange(len(hidden), device=self._device), lengths - 1])
+
+    def _forward(self, token_ids: Tensor, rows: Tensor, sources: Tensor) -> Tensor:
+        """Key-values of the padded sequences into the rows; hidden states after each token, [b, T, hidden]."""
+        b, num_times = token_ids.shape
+        heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_size
+        rotations = self._rotations[:num_times][None, :, None]
+        hidden = F.embedding(token_ids, self._embedding)
+        for depth, layer in enumerate(self._layers):
+            normed = F.rms_norm(hidden, (hidden.shape[-1],), layer.input_norm, self._eps)
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(b, num_times, heads + 2 * kv_heads, size)
+            qk = self._rotate(qkv[:, :, : heads + kv_heads], layer.qk_norm, rotations).transpose(1, 2)
+            keys, values = qk[:, heads:], qkv[:, :, heads + kv_heads :].transpose(1, 2)
+            self._keys[depth][rows, :, :num_times] = keys[sources]
+            self._values[depth][rows, :, :num_times] = values[sources]
+            mixed = F.scaled_dot_product_attention(qk[:, :heads], keys, values, is_causal=True, enable_gqa=True)
+            mixed = mixed.transpose(1, 2).reshape(b * num_times, heads * size)
+            flat = _add_linear(hidden.view(b * num_times, -1), mixed, layer.output, layer.output_bias)
+            hidden = self._mlp(flat, layer).view(b, num_times, -1)
+        return hidden
+
+    def _rotate(self, qk: Tensor, norm: Tensor | None, rotations: Tensor) -> Tensor:
+        """Queries and keys [..., H + K, D], normed where the family does so, then rotated."""
+        if norm is not None:
+            qk = F.rms_norm(qk, (self._head_size,), None, self._eps) * norm
+        pairs = torch.view_as_complex(qk.float().view(*qk.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * rotations).flatten(-2).to(self._dtype)
+
+    def _mlp(self, hidden: Tensor, layer: _Layer) -> Tensor:
+        normed = F.rms_norm(hidden, (hidden.shape[-1],), layer.mlp_norm, self._eps)
+        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        return _add_linear(hidden, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        normed = F.rms_norm(hidden, (hidden.shape[-1],), self._final_norm, self._eps)
+        return F.linear(normed, self._head).float()
+
+    def _make_views(self, num_rows: int, num_times: int) -> None:
+        kv_heads, size = self._num_kv_heads, self._head_size
+        capacity = self._keys.shape[3]
+        keys = self._keys.view(len(self._layers), -1, capacity, size)[:, : num_rows * kv_heads, :num_times]
+        values = self._values.view(len(self._layers), -1, capacity, size)[:, : num_rows * kv_heads, :num_times]
+        self._views = list(zip(keys.unbind(), values.unbind(), strict=True))
+        self._views_of = (num_rows, num_times)
+
+    def _reserve(self, num_rows: int, num_times: int) -> None:
+        """Room for so many rows and tokens; both axes grow in steps, so that they seldom do."""
+        old_rows, old_times = self._keys.shape[1], self._keys.shape[3]
+        if num_rows <= old_rows and num_times <= old_times:
+            return
+        if num_rows > old_rows:
+            num_rows = max(num_rows, min(2 * old_rows, old_rows + 64))
+        if num_times > old_times:
+            num_times = max(num_times + _TIME_GROWTH, old_times * 5 // 4)
+            num_times = -(-num_times // _TIME_STEP) * _TIME_STEP
+        rows, times = max(num_rows, old_rows), max(num_times, old_times)
+        shape = (len(self._layers), rows, self._num_kv_heads, times, self._head_size)
+        for name in ("_keys", "_values"):
+            old = getattr(self, name)
+            new = torch.zeros(shape, dtype=self._dtype, device=self._device)  # zeros: a masked NaN would still spread
+            new[:, : self._num_rows, :, :old_times] = old[:, : self._num_rows]
+            setattr(self, name, new)
+        self._times = torch.arange(times, device=self._device)
+        self._slot_starts = torch.arange(rows * self._num_kv_heads, device=self._device) * times
+        self._views_of = (-1, -1)
+        if times > len(self._rotations):
+            cosines, sines = self._rotary(torch.zeros(1), torch.arange(times)[None])
+            half = self._head_size // 2
+            self._rotations = torch.complex(cosines[0, :, :half], sines[0, :, :half]).to(self._device)
+
+    def _make_layer(self, prefix: str, family: Family, settings: Any) -> _Layer:
+        heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_size
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        layer = _Layer()
+        layer.input_norm = self._plain(prefix + "input_layernorm.weight")
+        layer.mlp_norm = self._plain(prefix + "post_attention_layernorm.weight")
+        sizes = [heads * size, kv_heads * size, kv_heads * size]
+        names = [attention + "q_proj.", attention + "k_proj.", attention + "v_proj."]
+        layer.qkv, layer.qkv_bias = self._fused(names, sizes, num_interleaved=2)
+        layer.output, layer.output_bias = self._fused([attention + "o_proj."], [settings.hidden_size])
+        if family.has_qk_norm:
+            layer.qk_norm = torch.zeros(heads + kv_heads, size, dtype=self._dtype, device=self._device)
+            for name, part in (("q_norm", layer.qk_norm[:heads]), ("k_norm", layer.qk_norm[heads:])):
+                # one norm for all heads of a kind; `write` spreads it
+                self._targets[f"{attention}{name}.weight"] = _Target(
+                    self._interleaved(part.flatten()), self.shapes[f"{attention}{name}.weight"], is_spread=True
+                )
+        names = [mlp + "gate_proj.", mlp + "up_proj."]
+        layer.gate_up, layer.gate_up_bias = self._fused(names, [settings.intermediate_size] * 2)
+        layer.down, layer.down_bias = self._fused([mlp + "down_proj."], [settings.hidden_size])
+        return layer
+
+    def _plain(self, name: str) -> Tensor:
+        buffer = torch.zeros(self.shapes[name], dtype=self._dtype, device=self._device)
+        self._targets[name] = _Target(buffer, self.shapes[name])
+        return buffer
+
+    def _fused(
+        self, prefixes: Sequence[str], sizes: Sequence[int], num_interleaved: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """One weight, and one bias if there is any, for several projections of the same input.
+
+        The first `num_interleaved` are stored with the rows of each head interleaved. Some of the projections may have
+        no bias; theirs stays 0.
+        """
+        buffers: list[Tensor | None] = []
+        for kind in ("weight", "bias"):
+            present = [prefix + kind for prefix in prefixes if prefix + kind in self.shapes]
+            if not present:
+                buffers.append(None)
+                continue
+            rest = self.shapes[present[0]][1:]
+            buffer = torch.zeros(sum(sizes), *rest, dtype=self._dtype, device=self._device)
+            for index, (prefix, part) in enumerate(zip(prefixes, torch.split(buffer, list(sizes)), strict=True)):
+                if prefix + kind in self.shapes:
+                    view = self._interleaved(part) if index < num_interleaved else part
+                    self._targets[prefix + kind] = _Target(view, self.shapes[prefix + kind])
+            buffers.append(buffer)
+        weight, bias = buffers
+        assert weight is not None
+        return weight, bias
+
+    def _interleaved(self, part: Tensor) -> Tensor:
+        """A view of rows in which element i of a head's first half stands beside element i of its second half."""
+        half = self._head_size // 2
+        return part.view(-1, half, 2, *part.shape[1:]).transpose(1, 2)
+
+
+def _add_linear(hidden: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    added = torch.addmm(hidden, inputs, weight.t())
+    return added if bias is None else added.add_(bias)

@@ -1,0 +1,271 @@
+"""RunningBatch: the rows that are being decoded; they enter together, draw together and leave one by one.
+
+Slots 0 to `size - 1` are in use, so that every tensor of a step is a plain slice; when a row leaves, the last one takes
+its slot. Nothing here knows threads, queues or asyncio: `local_engine.py` decides when to admit, step and recompute.
+
+Shapes: S slots, n = `size` rows in use, W tokens that a row has room for, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.engines.engine import Completion
+from lightrl.engines.local.decoder import Decoder
+from lightrl.engines.local.sampler import ban_stop_tokens, draw_tokens, uniforms
+from lightrl.trajectory import FinishReason, Sampling
+
+_FIRST_WIDTH = 64  # tokens; W doubles from here
+
+
+@dataclass(eq=False)
+class Row:
+    """One completion on its way."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int  # of this completion
+    owner: Any  # whose completion it is; the batch hands it back
+    images: tuple[str, ...] = ()  # what tells apart the pictures of equal prompts
+    pixels: Tensor | None = None  # pixel values of those, [m, 3, H, W]
+    version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version) from there on
+
+
+class RunningBatch:
+    """The rows being decoded.
+
+    A row that was admitted has drawn its first token; its last token is not yet in the decoder's key-values.
+
+    Args:
+        decoder: gives the logits; its weights may change between any two calls, then `recompute` must come first.
+        max_rows: S, bound of `size`.
+        vocab_size: V.
+        device: of the decoder.
+    """
+
+    def __init__(self, decoder: Decoder, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.max_rows = max_rows
+        self._decoder = decoder
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows: list[Row] = []
+        self._counters = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
+        self._positions, self._generated = self._counters  # [S] of the last token; [S] tokens drawn so far
+        self._current = torch.zeros(max_rows, dtype=torch.int64, device=device)  # [S] the last token
+        self._limits = torch.zeros_like(self._current)  # [S] max_new_tokens
+        self._minima = torch.zeros_like(self._current)  # [S] min_new_tokens
+        self._seeds = torch.zeros_like(self._current)
+        self._top_k = torch.zeros_like(self._current)
+        self._top_p = torch.ones(max_rows, device=device)
+        self._temperature = torch.ones(max_rows, device=device)
+        self._is_greedy = torch.zeros(max_rows, dtype=torch.bool, device=device)
+        self._stops = torch.zeros(max_rows, 0, dtype=torch.int64, device=device)  # [S, K], -1 is no token
+        self._token_ids = torch.zeros(max_rows, 0, dtype=torch.int64, device=device)  # [S, W]
+        self._logprobs = torch.zeros(max_rows, 0, device=device)  # [S, W]
+        self._uniforms = torch.zeros(max_rows, 0, dtype=torch.float64, device=device)  # [S, W], they draw the tokens
+        self._slots = torch.arange(max_rows, device=device)
+        self._has_temperature = self._has_truncation = self._has_greedy = self._has_stops = False
+        # known without asking a tensor, so that most steps need no look at one
+        self._longest = 0  # greatest position + 1
+        self._most_generated = 0
+        self._steps_to_limit = 0  # until the first row reaches its max_new_tokens
+        self._steps_with_ban = 0  # until every row has its min_new_tokens
+
+    @property
+    def size(self) -> int:
+        return len(self._rows)
+
+    def admit(self, rows: Sequence[Row], weight_version: int) -> None:
+        """Computes the prompts, equal ones once, and draws the first token of each row."""
+        first, end = self.size, self.size + len(rows)
+        prompts, owners, pictures = _distinct([row.prompt for row in rows], rows)
+        logits = self._decoder.append(prompts, owners, *pictures)
+        for row in rows:
+            row.version_changes = [(0, weight_version)]
+        self._rows.extend(rows)
+
+        samplings = [row.sampling for row in rows]
+        self._fill(self._positions, first, [len(row.prompt) - 1 for row in rows])
+        self._fill(self._generated, first, [0] * len(rows))
+        self._fill(self._limits, first, [sampling.max_new_tokens for sampling in samplings])
+        self._fill(self._minima, first, [s.min_new_tokens if s.stop_token_ids else 0 for s in samplings])
+        self._fill(self._seeds, first, [row.seed for row in rows])
+        self._fill(self._top_k, first, [s.top_k if s.top_k > 0 else self._vocab_size for s in samplings])
+        self._fill(self._top_p, first, [sampling.top_p for sampling in samplings])
+        self._fill(self._temperature, first, [sampling.temperature or 1.0 for sampling in samplings])
+        self._fill(self._is_greedy, first, [sampling.temperature == 0 for sampling in samplings])
+        self._fill_stops(first, [sampling.stop_token_ids for sampling in samplings])
+        self._widen(1)
+        self._uniforms[first:end] = uniforms(self._seeds[first:end], 0, self._uniforms.shape[1])
+        every = [row.sampling for row in self._rows]
+        self._has_temperature = any(sampling.temperature not in (0, 1) for sampling in every)
+        self._has_truncation = any(sampling.top_k > 0 or sampling.top_p < 1 for sampling in every)
+        self._has_greedy = any(sampling.temperature == 0 for sampling in every)
+        self._has_stops = any(sampling.stop_token_ids for sampling in every)
+
+        self._steps_with_ban = 1
+        self._draw(first, end, logits[torch.tensor(owners, device=self._device)])
+        self._count()
+
+    def step(self) -> None:
+        """Draws one token in every row."""
+        n = self.size
+        if self._most_generated >= self._token_ids.shape[1]:
+            self._widen(self._most_generated + 1)
+        logits = self._decoder.step(self._current[:n], self._positions[:n], self._longest)
+        self._draw(0, n, logits)
+        self._longest += 1
+        self._most_generated += 1
+        self._steps_to_limit -= 1
+        self._steps_with_ban -= 1
+
+    def retire(self) -> list[tuple[Row, Completion]]:
+        """Finished rows leave, in slot order, with what they wrote."""
+        n = self.size
+        if n == 0 or not (self._steps_to_limit <= 0 or self._has_stops):
+            return []
+        is_stop = self._current[:n, None] == self._stops[:n]
+        if self._steps_to_limit > 0 and not bool(is_stop.any()):
+            return []
+        is_stopped = is_stop.any(1)
+        is_finished = is_stopped | (self._generated[:n] >= self._limits[:n])
+        slots = is_finished.nonzero()[:, 0]
+        finished = slots.tolist()
+        lengths = self._generated[slots].tolist()
+        reasons: list[FinishReason] = ["stop" if stopped else "length" for stopped in is_stopped[slots].tolist()]
+        longest = max(lengths)
+        token_ids = self._token_ids[slots, :longest].tolist()
+        logprobs = self._logprobs[slots, :longest].tolist()
+        completions = []
+        for place, slot in enumerate(finished):
+            row, length = self._rows[slot], lengths[place]
+            versions = _versions(row.version_changes, length)
+            completions.append(
+                (row, Completion(token_ids[place][:length], logprobs[place][:length], versions, reasons[place]))
+            )
+        self._drop(set(finished))
+        return completions
+
+    def remove(self, is_unwanted: Callable[[Row], bool]) -> None:
+        """Rows leave without a completion."""
+        slots = {slot for slot, row in enumerate(self._rows) if is_unwanted(row)}
+        if slots:
+            self._drop(slots)
+
+    def recompute(self, weight_version: int) -> None:
+        """Makes the key-values of all rows anew, under the weights that the decoder has now; no token is drawn."""
+        self._decoder.clear()
+        if not self._rows:
+            return
+        generated = self._generated[: self.size].tolist()
+        written = self._token_ids[: self.size, : max(generated)].tolist()
+        every = []
+        for row, length, token_ids in zip(self._rows, generated, written, strict=True):
+            every.append((*row.prompt, *token_ids[: length - 1]))
+            row.version_changes.append((length, weight_version))
+        sequences, owners, pictures = _distinct(every, self._rows)
+        self._decoder.append(sequences, owners, *pictures)
+
+    def _draw(self, first: int, end: int, logits: Tensor) -> None:
+        """One token for the slots `first` to `end`, from the logits of their next token, which are changed."""
+        rows, generated = self._slots[first:end], self._generated[first:end]
+        if self._steps_with_ban > 0 and self._has_stops:
+            ban_stop_tokens(logits, generated < self._minima[first:end], self._stops[first:end])
+        token_ids, logprobs = draw_tokens(
+            logits,
+            self._uniforms[rows, generated],
+            temperature=self._temperature[first:end] if self._has_temperature else None,
+            top_k=self._top_k[first:end] if self._has_truncation else None,
+            top_p=self._top_p[first:end] if self._has_truncation else None,
+            is_greedy=self._is_greedy[first:end] if self._has_greedy else None,
+        )
+        self._token_ids[rows, generated] = token_ids
+        self._logprobs[rows, generated] = logprobs
+        self._current[first:end] = token_ids
+        self._counters[:, first:end] += 1
+
+    def _drop(self, leaving: set[int]) -> None:
+        """The rows of these slots leave; the last rows take their slots."""
+        old_size, new_size = self.size, self.size - len(leaving)
+        holes = [slot for slot in sorted(leaving) if slot < new_size]
+        movers = [slot for slot in range(new_size, old_size) if slot not in leaving]
+        order = list(range(new_size))
+        for hole, mover in zip(holes, movers, strict=True):
+            order[hole] = mover
+        self._decoder.keep(order, self._longest)
+        self._rows = [self._rows[source] for source in order]
+        if holes:
+            targets, sources = torch.tensor([holes, movers], device=self._device)
+            self._counters[:, targets] = self._counters[:, sources]
+            for tensor in (
+                *(self._current, self._limits, self._minima, self._seeds, self._top_k, self._top_p, self._temperature),
+                *(self._is_greedy, self._stops, self._token_ids, self._logprobs, self._uniforms),
+            ):
+                tensor[targets] = tensor[sources]
+        self._count()
+
+    def _count(self) -> None:
+        """Brings the numbers up to date that are known without asking a tensor."""
+        n = self.size
+        if n == 0:
+            self._longest = self._most_generated = self._steps_to_limit = self._steps_with_ban = 0
+            return
+        generated = self._generated[:n]
+        self._longest = int(self._positions[:n].max()) + 1
+        self._most_generated = int(generated.max())
+        self._steps_to_limit = int((self._limits[:n] - generated).min())
+        self._steps_with_ban = int((self._minima[:n] - generated).max())
+
+    def _fill(self, tensor: Tensor, first: int, values: Sequence[int | float | bool]) -> None:
+        tensor[first : first + len(values)] = torch.tensor(values, dtype=tensor.dtype, device=self._device)
+
+    def _fill_stops(self, first: int, stops: Sequence[tuple[int, ...]]) -> None:
+        width = max(self._stops.shape[1], *(len(ids) for ids in stops), 1)
+        if width > self._stops.shape[1]:
+            wider = torch.full((self.max_rows, width), -1, device=self._device)
+            wider[:, : self._stops.shape[1]] = self._stops
+            self._stops = wider
+        padded = [[*ids, *[-1] * (width - len(ids))] for ids in stops]
+        self._stops[first : first + len(stops)] = torch.tensor(padded, device=self._device)
+
+    def _widen(self, num_tokens: int) -> None:
+        """Room for at least so many tokens in every row."""
+        old = self._token_ids.shape[1]
+        if num_tokens <= old:
+            return
+        width = max(num_tokens, 2 * old, _FIRST_WIDTH)
+        more = uniforms(self._seeds, old, width - old)
+        self._uniforms = torch.cat([self._uniforms, more], dim=1)
+        self._token_ids = torch.nn.functional.pad(self._token_ids, (0, width - old))
+        self._logprobs = torch.nn.functional.pad(self._logprobs, (0, width - old))
+
+
+def _distinct(
+    sequences: Sequence[tuple[int, ...]], rows: Sequence[Row]
+) -> tuple[list[tuple[int, ...]], list[int], list[list[Tensor | None]]]:
+    """The sequences that differ in tokens or pictures, and which of them each row has; third what a decoder gets of
+    their pictures: nothing, or one argument."""
+    places: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
+    owners = [
+        places.setdefault((sequence, row.images), len(places)) for sequence, row in zip(sequences, rows, strict=True)
+    ]
+    prompts = [sequence for sequence, _ in places]
+    if not any(row.images for row in rows):
+        return prompts, owners, []
+    pictures: list[Tensor | None] = [None] * len(places)
+    for owner, row in zip(owners, rows, strict=True):
+        pictures[owner] = row.pixels
+    return prompts, owners, [pictures]
+
+
+def _versions(changes: Sequence[tuple[int, int]], length: int) -> list[int]:
+    """The weight version of each token, from the tokens at which it changed."""
+    versions: list[int] = []
+    for (start, version), end in zip(changes, [*(start for start, _ in changes[1:]), length], strict=True):
+        versions.extend([version] * (end - start))
+    return versions

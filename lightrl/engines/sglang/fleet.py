@@ -1,0 +1,214 @@
+"""ServerFleet: keeps servers going. One that dies or hangs is replaced, and gets weights before anybody may use it.
+
+Each server has one thread here, which waits for its end:
+
+    running ── exited, hangs, or reported ──► on_lost(url) ─► wait ─► start ─► ready ─► on_started(new url) ─► running
+                                                               ▲                 │ failed       │ raised
+                                                               └─── not too often┴──────────────┘
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from lightrl.engines.sglang.server import SGLangServer
+from lightrl.errors import EngineError, LightRLError
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_PROBE_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 60.0
+
+
+@dataclass
+class RestartPolicy:
+    """When a server that was lost is started again, and when no more.
+
+    Args:
+        max_restarts: in a row; a server that ran for `stable_s` begins anew.
+        backoff_s: before the first restart; doubled for each further one, up to a minute.
+        stable_s: seconds of running after which earlier losses are forgotten.
+    """
+
+    max_restarts: int = 3
+    backoff_s: float = 1.0
+    stable_s: float = 600.0
+    restarts: int = 0  # in a row
+
+    def delay_s(self, ran_s: float) -> float | None:
+        """Seconds to wait before the next start, after a run of `ran_s` seconds; None if there is none."""
+        if ran_s >= self.stable_s:
+            self.restarts = 0
+        if self.restarts >= self.max_restarts:
+            return None
+        self.restarts += 1
+        return min(self.backoff_s * 2.0 ** (self.restarts - 1), 60.0)
+
+
+class ServerFleet:
+    """Servers of one model, started together and restarted one by one.
+
+    Callbacks come from this class's threads, one server's in order, several servers' at the same time.
+
+    Args:
+        servers: not started yet.
+        on_lost: (url, reason) of a server that is gone; nobody may send to it from then on.
+        on_started: url of a server that is ready again but has no weights of the run: it gives it the current ones,
+            and only then lets requests go there. If it raises a LightRLError, the server counts as lost again.
+        on_given_up: (url, message) of a server that is not restarted any more.
+        max_restarts: of one server in a row, before it is given up.
+        restart_backoff_s: wait before the first restart; doubled each time.
+        silent_s: gives the seconds since the server at an address last answered somebody else than this class.
+        hang_timeout_s: how long a server may not answer at all before it is killed and replaced.
+        probe_interval_s: how often it is asked.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[SGLangServer],
+        *,
+        on_lost: Callable[[str, str], None],
+        on_started: Callable[[str], None],
+        on_given_up: Callable[[str, str], None] | None = None,
+        silent_s: Callable[[str], float] | None = None,
+        max_restarts: int = 3,
+        restart_backoff_s: float = 1.0,
+        hang_timeout_s: float = 60.0,
+        probe_interval_s: float = 5.0,
+    ) -> None:
+        if not servers:
+            raise ValueError("ServerFleet got no servers, expected at least 1. Add one.")
+        self.servers = list(servers)
+        self._on_lost = on_lost
+        self._on_started = on_started
+        self._on_given_up = on_given_up or (lambda url, message: None)
+        self._silent_s = silent_s or (lambda url: float("inf"))
+        self._policies = [RestartPolicy(max_restarts, restart_backoff_s) for _ in self.servers]
+        self._hang_timeout_s = hang_timeout_s
+        self._probe_interval_s = probe_interval_s
+        self._stopping = threading.Event()
+        self._start_lock = threading.Lock()  # no server starts once `stop` has begun
+        self._reports: dict[str, str] = {}  # by url: why it must be replaced
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self.servers]
+
+    def start(self) -> list[str]:
+        """Starts all servers at once, waits until all are ready, and watches them from then on; their urls.
+
+        Raises:
+            EngineError: if one did not get ready; all are ended then.
+        """
+        try:
+            for server in self.servers:
+                self._start_one(server)
+            with ThreadPoolExecutor(len(self.servers)) as pool:
+                # the first failure ends the others' wait: their processes are gone
+                list(pool.map(self._wait_ready_or_stop, self.servers))
+        except BaseException:
+            self.stop(grace_s=0)
+            raise
+        for server, policy in zip(self.servers, self._policies, strict=True):
+            thread = threading.Thread(
+                target=self._watch, args=(server, policy), name=f"watch {server.name}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+        return self.urls
+
+    def report(self, url: str, reason: str) -> None:
+        """Somebody saw the server at `url` misbehave: it is killed and replaced. Unknown urls are ignored."""
+        self._reports[url] = reason
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """Ends all servers at the same time; returns when they are gone. May be called twice."""
+        self._stopping.set()
+        with self._start_lock, ThreadPoolExecutor(len(self.servers)) as pool:
+            list(pool.map(lambda server: server.stop(grace_s), self.servers))
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_CLOSE_TIMEOUT_S)
+
+    def _start_one(self, server: SGLangServer) -> None:
+        with self._start_lock:
+            if self._stopping.is_set():
+                raise EngineError(f"{server.name} was not started: the servers are being stopped.")
+            server.start()
+
+    def _wait_ready_or_stop(self, server: SGLangServer) -> None:
+        try:
+            server.wait_ready()
+        except EngineError:
+            if not self._stopping.is_set():
+                self._stopping.set()
+                for other in self.servers:
+                    if other is not server:
+                        other.stop(grace_s=0)
+                raise
+        # another server failed first: its message is the one to read
+
+    def _watch(self, server: SGLangServer, policy: RestartPolicy) -> None:
+        while True:
+            since = time.monotonic()
+            reason = self._wait_until_lost(server)
+            if reason is None:
+                return
+            log.warning("%s at %s is lost: %s.", server.name, server.url, reason)
+            self._on_lost(server.url, reason)
+            server.stop(grace_s=0)
+            if not self._restarted(server, policy, time.monotonic() - since, reason):
+                return
+
+    def _wait_until_lost(self, server: SGLangServer) -> str | None:
+        """Why the server must be replaced; None when all shall end."""
+        answered_at = probed_at = time.monotonic()
+        while not self._stopping.wait(_TICK_S):
+            if not server.is_alive():
+                return f"its process ended ({server.exit_status()})" if not self._stopping.is_set() else None
+            reported = self._reports.pop(server.url, None)
+            if reported is not None:
+                return reported
+            now = time.monotonic()
+            if now - probed_at < self._probe_interval_s:
+                continue
+            probed_at = now
+            if server.answers(min(_PROBE_TIMEOUT_S, self._hang_timeout_s)):
+                answered_at = time.monotonic()
+            elif min(time.monotonic() - answered_at, self._silent_s(server.url)) > self._hang_timeout_s:
+                return f"it has not answered for {time.monotonic() - answered_at:.0f} s"
+        return None
+
+    def _restarted(self, server: SGLangServer, policy: RestartPolicy, ran_s: float, reason: str) -> bool:
+        """Starts it again, as often as the policy allows; False if it is given up or all shall end."""
+        while (delay_s := policy.delay_s(ran_s)) is not None:
+            if self._stopping.wait(delay_s):
+                return False
+            try:
+                self._start_one(server)
+                server.wait_ready()
+                self._on_started(server.url)
+            except LightRLError as error:
+                if self._stopping.is_set():
+                    return False
+                reason = str(error)
+                log.warning("%s could not be restarted: %s", server.name, reason)
+                server.stop(grace_s=0)
+                ran_s = 0.0
+            else:
+                log.info("%s is back at %s.", server.name, server.url)
+                return True
+        message = (
+            f"{server.name} is given up after {policy.restarts} restarts in a row. Last reason: {reason}. "
+            f"{server.what_it_said()}"
+        )
+        log.error("%s", message)
+        self._on_given_up(server.url, message)
+        return False

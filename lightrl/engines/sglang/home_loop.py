@@ -1,0 +1,158 @@
+"""HomeLoop: the event loop that an engine's requests live on, and the ways there from other threads."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from lightrl.concurrency.loop_thread import LoopThread
+from lightrl.errors import EngineTimeout
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class HomeLoop:
+    """The controller's event loop, or one of its own in a thread where nobody has brought one.
+
+    Tasks that are `spawned`, or run inside `counted`, end when the home is left.
+
+    Args:
+        describe: what is going on, for messages.
+        on_enter: called whenever there is a loop that was not there before, from any thread.
+        timeout_s: of what should take milliseconds.
+    """
+
+    def __init__(self, describe: Callable[[], str], on_enter: Callable[[], None], *, timeout_s: float = 60.0) -> None:
+        self.timeout_s = timeout_s
+        self._describe = describe
+        self._on_enter = on_enter
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._own_thread: LoopThread | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()  # made anew for each loop
+
+    # ------------------------------------------------------------------ moving in and out
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop; its own is started if there is none."""
+        if self._loop is None:
+            self._own_thread = LoopThread(loop_timeout_s=self.timeout_s, on_exit=_say_what_left)
+            self._own_thread.start()
+            self._enter(self._own_thread.loop)
+        assert self._loop is not None
+        return self._loop
+
+    async def move_here(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """The running loop is home from here on; `leave` runs on the one before, which ends if it was our own."""
+        here = asyncio.get_running_loop()
+        old, thread = self._loop, self._own_thread
+        if old is here:
+            return
+        if old is not None and thread is not None:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(leave(), old))
+            self._own_thread = None
+            await asyncio.to_thread(thread.close, _nothing, self.timeout_s)
+        self._enter(here)
+
+    def forget(self) -> None:
+        """The loop is about to end."""
+        self._loop = None
+
+    def close(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """From another thread: `leave` runs on the loop; ours ends."""
+        loop, thread = self._loop, self._own_thread
+        if loop is not None and loop.is_running():
+            with contextlib.suppress(EngineTimeout):
+                self.call(leave(), self.timeout_s)
+        self._loop = self._own_thread = None
+        if thread is not None:
+            thread.close(_nothing, self.timeout_s)
+
+    async def end_tasks(self) -> None:
+        """On the loop: cancels all tasks and waits for them."""
+        me = asyncio.current_task()
+        tasks = [task for task in self._tasks if task is not me]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._changed = asyncio.Event()
+        self._on_enter()
+
+    # ------------------------------------------------------------------ from other threads
+
+    def call(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+        """From another thread: the coroutine's result.
+
+        Raises:
+            EngineTimeout: if it takes longer.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            future.cancel()
+            raise EngineTimeout(
+                f"The event loop did not answer SGLangEngine within {timeout_s:g} s. {self._describe()}."
+            ) from error
+        except BaseException:  # Ctrl-C while this thread waits
+            future.cancel()
+            raise
+
+    async def across(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """From any loop: the coroutine's result."""
+        loop = self.loop
+        if asyncio.get_running_loop() is loop:
+            return await coroutine
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+    def soon(self, action: Callable[[], object]) -> None:
+        """From any thread: `action` on the loop, if there is one."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(action)
+
+    # ------------------------------------------------------------------ on the loop
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """A task that nobody waits for."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """The task that is inside ends when the home is left."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+    def wake(self) -> None:
+        """Something changed that `wait_for_change` waits for."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Returns at the next `wake`, or after `timeout_s`."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+
+def _say_what_left(error: BaseException) -> None:
+    log.error("A request ended with %r.", error)
+
+
+async def _nothing() -> None:
+    return None

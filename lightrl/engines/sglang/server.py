@@ -1,0 +1,326 @@
+"""SGLangServer: one SGLang server as a child process of this one: started, waited for, watched, ended without orphans.
+
+`command.py` says how it is called, `watch.py` is the process in between that ends it whatever happens to
+this one, `fleet.py` keeps several of them going.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrl.engines.sglang import watch as server_watch
+from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
+from lightrl.engines.sglang.command import SGLangPython, command_line, context_args, find_python, usable_token
+from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.errors import EngineError, EngineTimeout
+from lightrl.models.pictures import auto_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_PROBE_TIMEOUT_S = 5.0
+_TAIL_BYTES = 3000
+_KILL_WAIT_S = 10.0  # for the watch process to end what is left
+
+
+class SGLangServer:
+    """A server process on this machine; may be started again after it ended, then on a new port unless one was given.
+
+    Invariants: it listens on the loopback unless `host` says otherwise, and asks for a token on every route that
+    matters; the token is in no command line and no log that another user can read; its port is nobody else's from its
+    start to its end (see `HeldPort`); no process of it outlives this one, not even after `kill -9` of this one.
+
+    Args:
+        model_folder: with config.json, and weights unless `args` has `load_format: dummy`; see `write_model_folder`.
+        name: for messages, for example `server 0`.
+        python: of an environment with SGLang; see `find_python` for what None finds.
+        host: address to listen on. Think of who can reach it before you say another than the loopback.
+        port: None for a free one at each start, 0 for one that it keeps from its first start on.
+        token: that requests must carry; None for a random one. It cannot begin with `-`.
+        args: SGLang's own arguments by their own names, for example `{"mem_fraction_static": 0.6, "tp_size": 2}`.
+        devices: the GPUs it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
+        seed: SGLang's `random_seed`.
+        environment: further variables for the server.
+        log_file: its output, appended; None for a file in a temporary folder.
+        command: another program than SGLang, with `{port}` where its port belongs, for tests; it finds the token in
+            the variable LIGHTRL_SERVER_TOKEN. Its socket must set SO_REUSEADDR, as those of most servers do.
+        startup_timeout_s: how long it may take to be ready.
+        stop_timeout_s: how long it may take to end by itself when asked to; then it is killed.
+
+    Example:
+        server = SGLangServer(folder, args={"context_length": 4096})
+        server.start()
+        server.wait_ready()
+        server.url  # http://127.0.0.1:41231
+        server.stop()
+    """
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        *,
+        name: str = "server 0",
+        python: str | None = None,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        token: str | None = None,
+        args: Mapping[str, Any] | None = None,
+        devices: Sequence[int | str] | None = None,
+        seed: int = 0,
+        environment: Mapping[str, str] | None = None,
+        log_file: str | Path | None = None,
+        command: Sequence[str] | None = None,
+        startup_timeout_s: float = 900.0,
+        stop_timeout_s: float = 15.0,
+    ) -> None:
+        for argument, value in (("startup_timeout_s", startup_timeout_s), ("stop_timeout_s", stop_timeout_s)):
+            if not value > 0:
+                raise ValueError(f"{argument}={value}, expected a number of seconds above 0. Raise it.")
+        if command is None and not (Path(model_folder) / "config.json").is_file():
+            raise ValueError(
+                f"{model_folder} has no config.json, expected a model folder. Mend the path, or make the folder with "
+                "write_model_folder."
+            )
+        self.name = name
+        self.token = usable_token(token)
+        self.host = host
+        self.port = port or 0  # of the latest start
+        self.startup_timeout_s = startup_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._model_folder = Path(model_folder).absolute()
+        self._keeps_port = port is not None
+        self._held_port: HeldPort | None = None  # while the process runs
+        self._python: SGLangPython | None = find_python(python) if command is None else None
+        defaults = {"random_seed": seed, **(context_args(Path(model_folder)) if command is None else {})}
+        self._args = {**defaults, **{key.replace("-", "_"): value for key, value in (args or {}).items()}}
+        self._environment = dict(environment or {})
+        if devices is not None:
+            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        self._custom_command = list(command) if command is not None else None
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._last_command: list[str] = []
+        self._started_at = 0.0
+        self.log_file = Path(log_file) if log_file is not None else None
+        self._command("0")  # refuses bad arguments early
+
+    @property
+    def url(self) -> str:
+        """Of the latest start."""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that watches the server and ends with it; None before the first start."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Starts the process and returns at once.
+
+        Raises:
+            RuntimeError: if it is running.
+            EngineError: if its port is taken.
+        """
+        with self._lock:
+            if self.is_alive():
+                raise RuntimeError(
+                    f"{self.name} is running at {self.url}, expected it to be stopped. Call stop() first."
+                )
+            held_port = HeldPort(self.host, self.port if self._keeps_port else 0)
+            self._let_go_of_port()  # now, so that the next one is another
+            self._held_port, self.port = held_port, held_port.number
+            if self.log_file is None:
+                self.log_file = Path(tempfile.mkdtemp(prefix="lightrl-server-")) / "server.log"
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            secrets_file = self._write_secrets()
+            self._last_command = self._command(str(secrets_file))
+            # SGLang logs its arguments, the token among them.
+            log_descriptor = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                os.fchmod(log_descriptor, 0o600)
+                os.write(log_descriptor, f"== lightrl starts {self.name}: {self.command}\n".encode())
+                watch = [sys.executable, "-I", server_watch.__file__, str(os.getpid()), str(self._stop_timeout_s)]
+                self._process = subprocess.Popen(
+                    [*watch, str(secrets_file), *self._last_command],
+                    stdin=subprocess.PIPE,
+                    stdout=log_descriptor,
+                    stderr=log_descriptor,
+                    bufsize=0,
+                    start_new_session=True,
+                    env=self._server_environment(),
+                )
+            finally:
+                os.close(log_descriptor)
+            self._started_at = time.monotonic()
+
+    def wait_ready(self, within_s: float | None = None) -> None:
+        """Returns when the server answers that it is ready; it must have been started.
+
+        Args:
+            within_s: seconds from now; `startup_timeout_s` from its start if None.
+
+        Raises:
+            EngineError: if the process ended.
+            EngineTimeout: if it is not ready in time. Both say the command and what the server printed last.
+        """
+        now = time.monotonic()
+        deadline = self._started_at + self.startup_timeout_s if within_s is None else now + within_s
+        while not self.is_ready():
+            if not self.is_alive():
+                raise EngineError(
+                    f"{self.name} ended ({self.exit_status()}) {time.monotonic() - self._started_at:.0f} s after its "
+                    f"start, expected it to get ready. {self.what_it_said()}"
+                )
+            if time.monotonic() > deadline:
+                raise EngineTimeout(
+                    f"{self.name} at {self.url} was not ready {time.monotonic() - self._started_at:.0f} s after its "
+                    f"start. Raise startup_timeout_s if it only needs longer. {self.what_it_said()}"
+                )
+            time.sleep(_POLL_S)
+
+    def is_alive(self) -> bool:
+        """Whether its process runs; a server that hangs does too."""
+        return self._process is not None and self._process.poll() is None
+
+    def is_ready(self) -> bool:
+        """Whether it says that it is ready and not paused."""
+        status = self._status_of("/ready")
+        return status == 200 or (status == 404 and self._status_of("/model_info") == 200)  # before 0.5.20 or so
+
+    def answers(self, within_s: float = _PROBE_TIMEOUT_S) -> bool:
+        """Whether its HTTP side is alive: paused, starting and refusing servers answer, hanging ones do not."""
+        return self._status_of("/model_info", within_s) is not None
+
+    def exit_status(self) -> str:
+        """How the process ended, in words."""
+        code = None if self._process is None else self._process.poll()
+        if code is None:
+            return "running" if self._process is not None else "never started"
+        return f"signal {code - 128}" if code > 128 else f"exit code {code}"
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """Ends the server and all that it started; returns when they are gone. May be called twice.
+
+        Args:
+            grace_s: seconds to end by itself; `stop_timeout_s` if None, 0 kills it at once.
+        """
+        with self._lock:
+            self._end_process(self._stop_timeout_s if grace_s is None else grace_s)
+            self._let_go_of_port()
+
+    @property
+    def command(self) -> str:
+        """The command line of the latest start, for people."""
+        return " ".join(self._last_command)
+
+    def log_tail(self, max_bytes: int = _TAIL_BYTES) -> str:
+        """What the server printed last, without the token."""
+        if self.log_file is None or not self.log_file.is_file():
+            return ""
+        with self.log_file.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
+            text = file.read().decode(errors="replace")
+        return text.replace(self.token, "<token>").strip()
+
+    def what_it_said(self) -> str:
+        """Command, log file and its end, for messages."""
+        said = self.log_tail()
+        last = f"It printed last:\n{said}" if said else "It printed nothing."
+        return f"Command: {self.command}\nLog: {self.log_file}\n{last}"
+
+    def _end_process(self, grace_s: float) -> None:
+        process = self._process
+        if process is None or process.stdin is None or process.stdin.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            process.stdin.write(f"{grace_s}".encode())
+        process.stdin.close()
+        try:
+            process.wait(grace_s + _KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # with it goes the server: Linux kills a child of a process that asked for it
+            process.wait()
+
+    def _let_go_of_port(self) -> None:
+        if self._held_port is not None:
+            self._held_port.close()
+
+    def _command(self, secrets_file: str) -> list[str]:
+        if self._custom_command is not None:
+            return [part.replace("{port}", str(self.port)) for part in self._custom_command]
+        assert self._python is not None
+        return command_line(
+            self._python,
+            self._model_folder,
+            host=self.host,
+            port=self.port,
+            secrets_file=secrets_file,
+            args=self._args,
+        )
+
+    def _server_environment(self) -> dict[str, str]:
+        if self._python is None:
+            return {**os.environ, TOKEN_VARIABLE: self.token, **self._environment}
+        return {**self._python.environment(), **self._environment}
+
+    def _write_secrets(self) -> Path:
+        """SGLang reads arguments from a file too: a command line is visible to every user of the machine."""
+        descriptor, name = tempfile.mkstemp(prefix="lightrl-server-", suffix=".yaml")  # readable by this user only
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"api-key": self.token, "admin-api-key": self.token}, file)  # JSON is YAML
+        return Path(name)
+
+    def _status_of(self, route: str, within_s: float = _PROBE_TIMEOUT_S) -> int | None:
+        """HTTP status of a GET; None if there is no answer in time."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=within_s)
+        try:
+            connection.request("GET", route, headers={"Authorization": f"Bearer {self.token}"})
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+
+def write_model_folder(
+    config: PretrainedConfig, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Path:
+    """What SGLang starts a model from, without weights (`load_format: dummy`): its config and a tokenizer.
+
+    The config gets no end token: SGLang stops at a config's end tokens whatever a request says, and lightrl's requests
+    name their stop tokens. Without `tokenizer` one of a single token is written: token ids come and go, but SGLang
+    dies of `min_new_tokens` when it has no tokenizer at all.
+
+    Returns:
+        The folder.
+    """
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    values = config.to_dict()
+    if not values.get("architectures"):
+        values["architectures"] = [auto_model(config)._model_mapping[type(config)].__name__]
+    values["eos_token_id"] = None
+    (folder / "config.json").write_text(json.dumps(values, indent=2, default=str) + "\n")
+    if tokenizer is None:
+        lone = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=lone)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,366 @@
+"""Transports: how the bytes of a weight version reach paused SGLang servers, and what is held for those that come late.
+
+disk           a folder that trainer and servers see; written while they generate
+broadcast      a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
+shared memory  servers of the same host; off by default, since SGLang wants a pickle
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lightrl.engines.sglang.bucket_feed import in_thread
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.sync_report import Fleet
+from lightrl.errors import EngineError, WeightSyncError
+from lightrl.weights import BroadcastGroup, Bucket, HostCopy, ServerForm, SharedBucket, WeightFolder, bucketed
+from lightrl.weights.broadcast import listen
+from lightrl.weights.disk import is_whole
+from lightrl.weights.shared_memory import LOAD_FORMAT, PART_BYTES
+
+_GROUP_NUMBERS = itertools.count()
+
+
+class WeightTransport(Protocol):
+    """How the bytes of a version reach paused servers. It may hold a version, for servers that come late.
+
+    A transport serves one sync at a time.
+    """
+
+    needs_bracket: bool  # SGLang's begin_weight_update and end_weight_update
+
+    async def stage(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
+        """What can be done while the servers still generate. Raises WeightSyncError; they then know of nothing."""
+        ...
+
+    async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        """Every server of the fleet has the version, or has left the fleet; gives the number of bytes."""
+        ...
+
+    async def load_held(self, fleet: Fleet, weight_version: int) -> int:
+        """As `load`, with a version that the transport holds; see `holds`."""
+        ...
+
+    def holds(self, weight_version: int) -> bool: ...
+
+    async def close(self) -> None: ...
+
+
+class DiskTransport(WeightTransport):
+    """Through a folder that trainer and servers see. Written while they generate; each server loads by itself.
+
+    Args:
+        folder: where versions are kept; keep at least 2, so that a failed sync has a version to go back to.
+    """
+
+    needs_bracket = False
+
+    def __init__(self, folder: WeightFolder) -> None:
+        self.folder = folder
+
+    async def stage(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
+        writer = await in_thread(self.folder.begin, weight_version)
+        try:
+            async for bucket in buckets:
+                await in_thread(writer.add, bucket)
+                del bucket  # else it lives on while the next is gathered
+            await in_thread(writer.finish)
+        except BaseException:
+            writer.discard()
+            raise
+
+    async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        return await self.load_held(fleet, weight_version)
+
+    async def load_held(self, fleet: Fleet, weight_version: int) -> int:
+        place = self.folder.path_of(weight_version)
+        if not is_whole(place):  # SGLang's own rollback reads the same folder again, and dies
+            raise WeightSyncError(f"The folder {str(place)!r} is not whole, expected all files as they were written.")
+        await fleet.ask(
+            lambda client: client.update_weights_from_disk(
+                str(place), weight_version=str(weight_version), flush_cache=True, timeout_s=fleet.timeout_s
+            )
+        )
+        return _folder_bytes(place)
+
+    def holds(self, weight_version: int) -> bool:
+        return is_whole(self.folder.path_of(weight_version))
+
+    async def close(self) -> None:
+        return None
+
+
+class _Streaming(WeightTransport):
+    """Bucket by bucket while the servers are paused; a server that fails half-way holds a mixture.
+
+    Args:
+        form: dtype and names that the servers want.
+        keeps_copy: a copy of the whole model stays in host memory, so that servers that come late, and those of a group
+            that broke, get a whole set. Without it they wait for the next sync.
+    """
+
+    needs_bracket = True
+
+    def __init__(self, form: ServerForm | None = None, *, keeps_copy: bool = True) -> None:
+        self.form = form or ServerForm()
+        self.copy = HostCopy(self.form) if keeps_copy else None
+
+    async def stage(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
+        await self._connect(fleet)
+
+    async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        if self.copy is None:
+            return await self._stream(fleet, buckets, weight_version)
+        self.copy.begin(weight_version)
+        copied = _copied(self.copy, buckets)
+        try:
+            return await self._stream(fleet, copied, weight_version)
+        except WeightSyncError:
+            async for _ in copied:  # what is left, also when every server has failed
+                pass
+            if not fleet.clients or not self.holds(weight_version):
+                raise
+        while True:  # the group broke: who is left gets the whole again
+            num_clients = len(fleet.clients)
+            try:
+                return await self.load_held(fleet, weight_version)
+            except WeightSyncError:
+                if not 0 < len(fleet.clients) < num_clients:
+                    raise
+
+    async def load_held(self, fleet: Fleet, weight_version: int) -> int:
+        assert self.copy is not None
+        await self._connect(fleet)
+        return await self._stream(fleet, _each(self.copy.buckets()), weight_version)
+
+    def holds(self, weight_version: int) -> bool:
+        return self.copy is not None and self.copy.weight_version == weight_version
+
+    async def close(self) -> None:
+        return None
+
+    async def _connect(self, fleet: Fleet) -> None:
+        """Learns of each server what the transfer needs."""
+        raise NotImplementedError
+
+    async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
+        """One bucket to all; `version` is set with the last one, which flushes the cache as well."""
+        raise NotImplementedError
+
+    async def _stream(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        num_bytes = 0
+        async for bucket in buckets:
+            fleet.check_some_left()
+            layout = self.form.layout(bucket)
+            version = str(weight_version) if bucket.is_last else None
+            if layout:
+                await self._send(fleet, bucket, version)
+            elif version is not None:  # nothing but a tied head was in it
+                await fleet.ask(lambda client: _acknowledge_empty(client, str(weight_version)))
+            num_bytes += sum(shape.numel() * dtype.itemsize for _, dtype, shape in layout)
+            del bucket  # else it lives on while the next is gathered
+        fleet.check_some_left()
+        return num_bytes
+
+
+class BroadcastTransport(_Streaming):
+    """By broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
+
+    The group is made at the first sync and again whenever the servers are others. A server that dies half-way breaks it
+    for all, one that hangs after `transfer_timeout_s`; the others get the whole again in a new group, from the copy.
+
+    Args:
+        host: address of this process as the servers reach it.
+        backend: `nccl` or `gloo`.
+        device: of the tensors that are sent; `cuda` for NCCL.
+        transfer_timeout_s: of one bucket, and of the group's coming together.
+        form, keeps_copy: see `_Streaming`.
+    """
+
+    def __init__(
+        self,
+        form: ServerForm | None = None,
+        *,
+        host: str = "127.0.0.1",
+        backend: str = "gloo",
+        device: str | torch.device = "cpu",
+        transfer_timeout_s: float = 120.0,
+        keeps_copy: bool = True,
+    ) -> None:
+        super().__init__(form, keeps_copy=keeps_copy)
+        self.host = host
+        self.backend = backend
+        self.device = torch.device(device)
+        self.transfer_timeout_s = transfer_timeout_s
+        self._group: BroadcastGroup | None = None
+        self._members: list[str] = []
+
+    async def close(self) -> None:
+        group, self._group, self._members = self._group, None, []
+        if group is not None:
+            await in_thread(group.close)
+
+    async def _connect(self, fleet: Fleet) -> None:
+        if self._group is not None and self._members == [client.url for client in fleet.clients]:
+            return
+        for attempt in range(2):
+            await self._leave(fleet)
+            try:
+                self._group = await self._join(fleet)
+                break
+            except WeightSyncError:
+                if attempt:
+                    raise
+        self._members = [client.url for client in fleet.clients]
+
+    async def _join(self, fleet: Fleet) -> BroadcastGroup:
+        sizes = await fleet.ask(_num_ranks)  # who is gone drops out here, for a group waits for all
+        fleet.check_some_left()
+        offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
+        world_size = 1 + sum(sizes.values())
+        name, listener = f"lightrl-{os.getpid()}-{next(_GROUP_NUMBERS)}", listen(self.host)
+        port = listener.getsockname()[1]
+        joining = asyncio.ensure_future(
+            in_thread(
+                lambda: BroadcastGroup(
+                    self.host, port, rank=0, world_size=world_size, name=name, backend=self.backend,
+                    timeout_s=self.transfer_timeout_s, listener=listener,
+                )
+            )
+        )  # fmt: skip
+        trying = Fleet(fleet.clients, fleet.timeout_s)  # one that does not come makes all others fail
+        await trying.ask(
+            lambda client: client.init_weights_group(
+                master_address=self.host, master_port=port, rank_offset=offsets[client.url], world_size=world_size,
+                group_name=name, backend=self.backend, timeout_s=self.transfer_timeout_s + 10,
+            )
+        )  # fmt: skip
+        group = await joining
+        if trying.lost:
+            await in_thread(group.close)
+            raise WeightSyncError("; ".join(f"{url}: {what}" for url, what in trying.lost.items()))
+        return group
+
+    async def _leave(self, fleet: Fleet) -> None:
+        group, members = self._group, self._members
+        await self.close()
+        if group is None:
+            return
+        for client in fleet.clients:
+            if client.url in members:
+                with contextlib.suppress(EngineError):  # it may have been started anew
+                    await client.destroy_weights_group(group.name)
+
+    async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
+        group = self._group
+        assert group is not None
+        layout = self.form.layout(bucket)
+
+        def send() -> None:
+            try:
+                group.broadcast(tensor.to(self.device) for _, tensor in self.form.tensors(bucket))
+            except WeightSyncError:
+                group.close()  # now: those who wait for one that is gone see it, else at their own deadline
+                raise
+
+        failed: list[str] = []  # addresses, the first to fail first
+
+        async def tell(client: SGLangClient) -> None:
+            try:
+                await client.update_weights_from_distributed(
+                    names=[name for name, _, _ in layout],
+                    dtypes=[str(dtype).removeprefix("torch.") for _, dtype, _ in layout],
+                    shapes=[list(shape) for _, _, shape in layout],
+                    group_name=group.name, weight_version=version, flush_cache=version is not None,
+                    timeout_s=self.transfer_timeout_s + 10,
+                )  # fmt: skip
+            except EngineError:
+                failed.append(client.url)
+                raise
+
+        sending = asyncio.ensure_future(in_thread(send))
+        telling = Fleet(fleet.clients, fleet.timeout_s)
+        await telling.ask(tell)
+        with contextlib.suppress(WeightSyncError):
+            await sending
+        if not failed and sending.exception() is None:
+            return
+        # Whoever is silent has left, or the one that failed first; the others failed because of it.
+        for url in telling.silent or failed[:1]:
+            fleet.lose(url, telling.lost[url])
+        fleet.silent |= telling.silent
+        await self._leave(fleet)
+        raise WeightSyncError(
+            f"the group broke: {'; '.join(telling.lost.values()) or sending.exception()}"
+        ) from sending.exception()
+
+
+class SharedMemoryTransport(_Streaming):
+    """Through shared memory to servers of the same host. **SGLang wants a pickle**, see weights/shared_memory.py.
+
+    A bucket goes in parts of `part_bytes`, so that the shared block is small beside the bucket that is gathered.
+
+    Args:
+        form, keeps_copy: see `_Streaming`.
+        part_bytes: upper bound of the block, or one tensor where it is larger.
+    """
+
+    def __init__(
+        self, form: ServerForm | None = None, *, keeps_copy: bool = True, part_bytes: int = PART_BYTES
+    ) -> None:
+        super().__init__(form, keeps_copy=keeps_copy)
+        self.part_bytes = part_bytes
+        self._shared = SharedBucket(self.form)
+        self._sizes: dict[str, int] = {}
+
+    async def _connect(self, fleet: Fleet) -> None:
+        self._sizes = await fleet.ask(_num_ranks)
+
+    async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
+        for part in bucketed(bucket.tensors.items(), self.part_bytes):
+            await in_thread(self._shared.fill, part)
+            await self._send_part(fleet, version if part.is_last else None)
+
+    async def _send_part(self, fleet: Fleet, version: str | None) -> None:
+        await fleet.ask(
+            lambda client: client.update_weights_from_tensor(
+                [self._shared.payload() for _ in range(self._sizes[client.url])],  # one for each rank
+                load_format=LOAD_FORMAT, weight_version=version, flush_cache=version is not None,
+                timeout_s=fleet.timeout_s,
+            )
+        )  # fmt: skip
+
+
+async def _num_ranks(client: SGLangClient) -> int:
+    info = await client.server_info()
+    return int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1)
+
+
+async def _acknowledge_empty(client: SGLangClient, weight_version: str) -> None:
+    await client.set_weight_version(weight_version)
+    await client.flush_cache()
+
+
+async def _copied(copy: HostCopy, buckets: AsyncIterator[Bucket]) -> AsyncIterator[Bucket]:
+    async for bucket in buckets:
+        await in_thread(copy.add, bucket)
+        yield bucket
+        del bucket
+
+
+async def _each(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:
+    for bucket in buckets:
+        yield bucket
+        del bucket
+
+
+def _folder_bytes(place: Path) -> int:
+    return sum(file.stat().st_size for file in place.glob("*.safetensors"))

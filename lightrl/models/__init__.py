@@ -1,0 +1,44 @@
+"""Models: what a role is, how its model is loaded and saved, and what a strategy can do with it.
+
+Reading order:
+    model_spec.py     ModelSpec: where a role's model and tokenizer come from
+    role_mesh.py      RoleMesh: ranks of its own for a role
+    parallel_model.py Outputs, and ParallelModel, which each strategy implements
+    lora.py           adapters trained instead of weights
+    pictures.py       models and prompts with pictures
+    model_folder.py   models as Hugging Face folders, complete or absent
+    vocabulary.py     all models of a module read the same token ids
+
+May import: errors, checks, trajectory, experience, functional, weights. To support one more model family, nothing is
+needed here: transformers loads it. strategies/tensor_plans.py lists the families that can be split.
+"""
+
+from lightrl.models.lora import LoRA
+from lightrl.models.model_spec import (
+    ModelSpec,
+    check_adamw,
+    is_silent,
+    models_made_by,
+    scalar_head,
+    untrained_reward_model,
+)
+from lightrl.models.parallel_model import Backward, LossFunction, Metric, More, Outputs, ParallelModel, asked_of_policy
+from lightrl.models.role_mesh import RoleMesh
+
+__all__ = [
+    "Backward",
+    "LoRA",
+    "LossFunction",
+    "Metric",
+    "ModelSpec",
+    "More",
+    "Outputs",
+    "ParallelModel",
+    "RoleMesh",
+    "asked_of_policy",
+    "check_adamw",
+    "is_silent",
+    "models_made_by",
+    "scalar_head",
+    "untrained_reward_model",
+]

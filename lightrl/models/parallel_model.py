@@ -1,0 +1,69 @@
+"""ParallelModel: what a strategy can do with a role's model, and Outputs, what the model gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightrl.experience import Experience
+from lightrl.weights import Bucket
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model says about an Experience, aligned to its tokens; all carry the gradient where it is wanted.
+
+    A critic of its own says nothing about tokens: its logprobs and entropy are 0.
+    """
+
+    logprobs: Tensor  # [B, T], nats, of `token_ids`; 0 at position 0
+    entropy: Tensor  # [B, T], nats, of the distribution that `token_ids[b, t]` was drawn from
+    values: Tensor | None = None  # [B, T], with a scalar head: of the state before `token_ids[b, t]` was drawn
+    # [B, T, K], nats, of the K tokens that a teacher found likeliest there: `experience["teacher_topk_ids"]`, which a
+    # policy that is trained is asked about, or this model's own, where it is the teacher.
+    teacher_topk: Tensor | None = None
+    teacher_topk_ids: Tensor | None = None  # int64 [B, T, K], likeliest first; of the teacher that was asked for them
+
+
+LossFunction = Callable[[Experience, Outputs], Tensor]
+
+# A metric that a loss hook returns, [B, T] or [B]: values, or a pair of values and their weights (0 or more).
+Metric = Tensor | tuple[Tensor, Tensor]
+Backward = Callable[[Tensor], None]
+
+
+# Whose logprobs a model is asked for beside the predicted tokens': K tokens at each position (int64 [B, T, K]), or the
+# so many likeliest ones.
+More = Tensor | int
+
+
+def asked_of_policy(experience: Experience) -> More:
+    """The teacher's likeliest tokens, where the experience has them; else nothing."""
+    return experience.extras.get("teacher_topk_ids", 0)
+
+
+class ParallelModel(Protocol):
+    """One model under one strategy, whatever the number of processes: forward, forward_backward, full parameters."""
+
+    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
+        """Logprobs and entropy of each microbatch, and the `topk` likeliest tokens with theirs; without gradient."""
+        ...
+
+    def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
+        """For each microbatch: outputs, `loss_fn` of them to one number, `backward` of that number.
+
+        Where the microbatch has `teacher_topk_ids`, the outputs have `teacher_topk`.
+        """
+        ...
+
+    def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
+        """All parameters with their Hugging Face names, in buckets of about `bucket_bytes`; collective."""
+        ...
+
+    def move_to(self, device: torch.device) -> None:
+        """This process's part of a model that is not trained, to where it waits or works."""
+        ...

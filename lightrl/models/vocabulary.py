@@ -1,0 +1,62 @@
+"""All models of a module read the policy's token ids: a vocabulary that is too small, or another one, is refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from lightrl.models.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+MAX_OTHER_TOKENS = 0.01  # of the policy's: reserved ones have other names in models of one family
+
+
+def check_size(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if the policy's tokenizer has ids that the role's model has no embedding for."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ValueError(
+            f"The policy's tokenizer has {len(tokenizer)} tokens but the vocabulary of the {role} has {rows}, "
+            "expected at most as many: all models read the same tokens. Use models and the tokenizer that were "
+            "made for each other, or a config with a larger vocab_size."
+        )
+
+
+def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Compares the role's own tokenizer, where there is one, with the policy's.
+
+    Raises:
+        ValueError: if more than a few ids stand for other tokens there.
+    """
+    source = spec.tokenizer or spec.path
+    if source == (policy.tokenizer or policy.path):
+        return
+    if spec.tokenizer is None and not _has_tokenizer(str(spec.path)):
+        return
+    theirs = {index: token for token, index in spec.load_tokenizer().get_vocab().items()}
+    ours = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    others = [(index, token, theirs[index]) for index, token in ours if theirs.get(index, token) != token]
+    if not others:
+        return
+    index, token, other = others[0]
+    said = f"{len(others)} of the policy's {len(ours)} ids, for example {other!r} at {index} instead of {token!r}"
+    if len(others) <= MAX_OTHER_TOKENS * len(ours):
+        log.warning("The tokenizer of the %s (%s) has other tokens at %s.", role, source, said)
+        return
+    raise ValueError(
+        f"The tokenizer of the {role} ({source}) has other tokens at {said}, expected the same: all models read the "
+        f"same ids. Take a {role} of the policy's family. If its model does read the policy's ids, say so with "
+        f"tokenizer: {policy.tokenizer or policy.path}."
+    )
+
+
+def _has_tokenizer(source: str) -> bool:
+    """Whether a folder or hub repository has a tokenizer's files; without them Transformers makes an empty one."""
+    from transformers.utils import cached_file
+
+    found: object = cached_file(source, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+    return found is not None

@@ -1,0 +1,251 @@
+"""What the fake server answers with when it has a model: a LocalEngine, its weights from a Hugging Face folder."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lightrl.engines.local.local_engine import LocalEngine
+from lightrl.errors import EngineError
+from lightrl.testing.fake_server_script import LoadRefused, Run, ScriptedModel
+from lightrl.trajectory import Sampling
+from lightrl.weights import Bucket
+
+ALL_TOKENS = 2**30  # SGLang's top_k without a bound
+
+
+class EmbeddedModel:
+    """A tiny model, decoded in pieces of some tokens: an abort takes effect between two.
+
+    The seed of a piece follows from the request's and from where the piece begins, so the tokens do not depend on the
+    other requests. As with SGLang, a request that is aborted while paused loses what its present piece has written.
+
+    Args:
+        folder: a Hugging Face model folder; without weights in it, they are random.
+        piece_tokens: per piece.
+    """
+
+    def __init__(self, folder: str, *, version: str = "default", piece_tokens: int = 16, max_batch: int = 64) -> None:
+        config = AutoConfig.from_pretrained(folder)
+        self.piece_tokens = piece_tokens
+        self.vocab_size = int(config.vocab_size)
+        eos = config.eos_token_id
+        self.eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        self._versions = {0: version}  # of the engine's numbers
+        self._is_tied = bool(getattr(config, "tie_word_embeddings", False))
+        self._engine = LocalEngine(max_batch=max_batch, threads=1)
+        self._engine.start(config)
+        self.max_context = int(self._engine.max_context or 2**20)
+        if list(Path(folder).glob("*.safetensors")):
+            tensors = self._read(folder)
+        else:
+            model = AutoModelForCausalLM.from_config(config)
+            tensors = dict(model.named_parameters())
+        self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
+
+    @property
+    def version(self) -> str:
+        return self._versions[self._engine.weight_version]
+
+    @version.setter
+    def version(self, name: str) -> None:
+        self._versions[self._engine.weight_version] = name
+
+    async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
+        params = run.params
+        if int(params["max_new_tokens"]) == 0:
+            return "length"
+        stops = () if params["ignore_eos"] else tuple(sorted({*(params["stop_token_ids"] or ()), *self.eos_token_ids}))
+        top_k = int(params["top_k"])
+        seed = int(params["sampling_seed"] if params.get("sampling_seed") is not None else 42)
+        sampling = Sampling(
+            temperature=params["temperature"] if params["temperature"] >= 1e-6 else 0.0,
+            top_p=params["top_p"],
+            top_k=-1 if top_k < 1 or top_k >= ALL_TOKENS else top_k,
+            max_new_tokens=int(params["max_new_tokens"]),
+            stop_token_ids=stops,
+        )
+        while (written := len(run.token_ids)) < sampling.max_new_tokens:
+            if run.is_aborted:
+                return "abort"
+            size = min(self.piece_tokens, sampling.max_new_tokens - written)
+            piece = replace(
+                sampling,
+                max_new_tokens=size,
+                min_new_tokens=max(0, min(size, int(params["min_new_tokens"]) - written)),
+                seed=_mixed(seed, written),
+            )
+            (completion,) = await self._engine.generate(run.prompt + run.token_ids, piece, session=run.rid)
+            run.token_ids += completion.token_ids
+            run.logprobs += completion.logprobs
+            run.versions += [self._versions[number] for number in completion.weight_versions]
+            if completion.finish_reason == "stop":
+                return "stop"
+        return "length"
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        return self._engine.score(token_ids)
+
+    def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
+        return self._engine.likeliest(token_ids, num)
+
+    def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        raise LoadRefused("It is a language model, expected a reward model.")
+
+    async def pause(self) -> None:
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def load_folder(self, folder: str, version: str | None) -> None:
+        tensors = await asyncio.to_thread(self._read, folder)
+        await asyncio.to_thread(self._load, tensors, version)
+
+    async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], version: str | None) -> None:
+        await asyncio.to_thread(self._load, {**self._engine.read_weights(), **dict(tensors)}, version)
+
+    def checksums(self) -> dict[str, str]:
+        return {
+            name: hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+            for name, tensor in self._engine.read_weights().items()
+        }
+
+    def _load(self, tensors: dict[str, Tensor], version: str | None) -> None:
+        number = self._engine.weight_version + 1
+        self._versions[number] = self.version if version is None else version
+        if self._is_tied:
+            tensors.pop("lm_head.weight", None)
+        try:
+            self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=number)
+        except EngineError as error:
+            raise LoadRefused(f"{error} Rolling back.") from error
+
+    def _read(self, folder: str) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        files = sorted(Path(folder).glob("*.safetensors"))
+        if not files:
+            raise LoadRefused(f"{folder} has no safetensors file.")
+        for file in files:
+            try:
+                tensors |= load_file(file)
+            except Exception as error:  # safetensors has no exception of its own that is public
+                raise LoadRefused(f"{file} cannot be read: {error}") from error
+        return tensors
+
+
+class JudgingModel(ScriptedModel):
+    """A tiny reward model of a Hugging Face folder, one row after the other; what it is asked to write is by rule."""
+
+    def __init__(self, folder: str, *, version: str = "default") -> None:
+        self._model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        config = self._model.config
+        super().__init__(
+            vocab_size=int(config.vocab_size),
+            max_context=int(getattr(config, "max_position_embeddings", None) or 2**20),
+            version=version,
+        )
+
+    def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        with torch.inference_mode():
+            hidden = [self._model.base_model(input_ids=torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
+            return [self._model.score(state).tolist() for state in hidden]
+
+
+class TensorReceiver:
+    """The receiving end of the tensor and distributed transports."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Any] = {}
+
+    def join(self, body: dict[str, Any]) -> None:
+        """Blocks until the trainer has joined as well."""
+        from lightrl.weights.broadcast import BroadcastGroup
+
+        self._groups[body["group_name"]] = BroadcastGroup(
+            body["master_address"],
+            int(body["master_port"]),
+            rank=int(body["rank_offset"]),
+            world_size=int(body["world_size"]),
+            name=body["group_name"],
+            backend=body.get("backend", "nccl"),
+        )
+
+    def leave(self, name: str) -> None:
+        self._groups.pop(name).close()
+
+    def has(self, name: str) -> bool:
+        return name in self._groups
+
+    def receive(self, body: dict[str, Any]) -> list[tuple[str, Tensor]]:
+        """Blocks until the trainer has broadcast all of them."""
+        dtypes = [getattr(torch, name.removeprefix("torch.")) for name in body["dtypes"]]
+        shapes = [torch.Size(shape) for shape in body["shapes"]]
+        group = self._groups[body["group_name"]]
+        if body.get("load_format") != "flattened_bucket":
+            tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+            group.broadcast(tensors)
+            return list(zip(body["names"], tensors, strict=True))
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        group.broadcast([flat])
+        parts = torch.split(flat, sizes)
+        return [
+            (name, part.clone().view(dtype).view(shape))
+            for name, part, dtype, shape in zip(body["names"], parts, dtypes, shapes, strict=True)
+        ]
+
+
+def unpacked(payload: str, load_format: str | None) -> list[tuple[str, Tensor]]:
+    """The tensors of one of `serialized_named_tensors`, read by an unpickler that knows tensors and nothing else."""
+    content = _TensorUnpickler(io.BytesIO(base64.b64decode(payload))).load()
+    if load_format != "flattened_bucket":
+        return list(content)
+    flat = content["flattened_tensor"]
+    return [
+        (entry.name, flat[entry.start_idx : entry.end_idx].clone().view(entry.dtype).view(entry.shape))
+        for entry in content["metadata"]
+    ]
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """As SGLang's: an allow-list."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda content: torch.load(io.BytesIO(content), weights_only=True)
+        if (module, name) == ("torch", "Tensor"):
+            return torch.Tensor
+        if (module, name) in {("types", "SimpleNamespace"), ("collections", "OrderedDict"), ("torch", "Size")}:
+            return {"SimpleNamespace": SimpleNamespace, "OrderedDict": OrderedDict, "Size": torch.Size}[name]
+        is_rebuild = name.startswith(("_rebuild", "rebuild_"))
+        if (is_rebuild and module in ("torch._utils", "torch.multiprocessing.reductions")) or (
+            module == "torch"
+            and (name.endswith(("Storage", "int8")) or isinstance(getattr(torch, name, 0), torch.dtype))
+        ):
+            return super().find_class(module, name)
+        if module == "torch.storage" and name in ("TypedStorage", "UntypedStorage"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not on the allow-list")
+
+
+def _mixed(seed: int, offset: int) -> int:
+    """int64; that of offset 0 is the seed itself."""
+    if offset == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{offset}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)

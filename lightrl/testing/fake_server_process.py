@@ -1,0 +1,120 @@
+"""FakeServerProcess: the fake server in a process of its own, for tests: started, told to fail, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from typing import Any
+
+from lightrl.errors import EngineTimeout, EngineUnreachable
+
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # http_proxy leads away from this machine
+
+
+class FakeServerProcess:
+    """`with FakeServerProcess(...) as server:` and an engine with `urls=[server.url]`.
+
+    Args:
+        model_folder: Hugging Face folder of the model behind it; None has a script answer, without torch.
+        start_timeout_s: until it listens.
+        arguments: further ones of `lightrl.testing.fake_server`, by name: `api_key="k"`, `delay_s=0.5`,
+            `is_embedding=True`, `fault=["drop:/generate:2"]`.
+    """
+
+    def __init__(self, model_folder: str | None = None, *, start_timeout_s: float = 60.0, **arguments: Any) -> None:
+        self.model_folder = model_folder
+        self.start_timeout_s = start_timeout_s
+        self.arguments = arguments
+        self.port = 0
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, port: int = 0) -> FakeServerProcess:
+        """Waits until it listens.
+
+        Raises:
+            EngineTimeout: if it does not within `start_timeout_s`.
+            EngineUnreachable: if it ends instead.
+        """
+        self.stop()
+        command = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", str(port)]
+        if self.model_folder is not None:
+            command += ["--model-path", str(self.model_folder)]
+        for name, value in self.arguments.items():
+            for one in value if isinstance(value, list) else [value]:
+                command += ["--" + name.replace("_", "-"), *([] if one is True else [str(one)])]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        watch = threading.Timer(self.start_timeout_s, self._process.kill)
+        watch.start()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        watch.cancel()
+        if not line:
+            status = self._process.wait()
+            self.stop()
+            if status == -signal.SIGKILL:
+                raise EngineTimeout(f"The fake server did not listen within {self.start_timeout_s:g} s. Raise it.")
+            raise EngineUnreachable(f"The fake server ended with status {status}, expected it to listen.")
+        self.port = int(json.loads(line)["port"])
+        return self
+
+    def fault(self, kind: str, path: str = "/generate", *, count: int = 1, seconds: float = 0.0) -> None:
+        """From here on, `count` requests of this path suffer this; see `lightrl.testing.fake_server`."""
+        self._ask("/fake/faults", {"kind": kind, "path": path, "count": count, "seconds": seconds})
+
+    def pace(self, seconds_per_token: float) -> None:
+        """Of a script, from the next token on; 0 writes what is left at once."""
+        self._ask("/fake/pace", {"seconds_per_token": seconds_per_token})
+
+    def stats(self) -> dict[str, Any]:
+        """Requests by path, how many run and what each of these has written, processor seconds."""
+        return self._ask("/fake/stats")
+
+    def freeze(self) -> None:
+        """Stops it where it is: connections stand, nothing answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """As `kill -9`."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        """Ends it and waits. May be called twice."""
+        if self._process is not None:
+            self.kill()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+    def __enter__(self) -> FakeServerProcess:
+        return self.start() if self._process is None else self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        with _open(urllib.request.Request(self.url + path, data=data), timeout=10) as answer:
+            return json.loads(answer.read())  # type: ignore[no-any-return]

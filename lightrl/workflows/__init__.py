@@ -1,0 +1,44 @@
+"""Workflows: how a prompt becomes a trajectory, with an engine that generates and whatever answers the policy.
+
+Reading order:
+    workflow.py       Workflow, and SingleTurn: one completion for each prompt
+    multi_turn.py     several turns: conversation.py has their tokens, environment.py what answers the policy
+      tools.py        an environment of functions that the policy calls
+    agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI
+      agent_session.py, chat_protocol.py  its requests as tokens; what may be requested and is answered
+
+May import: errors, checks, concurrency, trajectory, rewards, engines. To add one: subclass Workflow and write `run`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightrl.workflows.agent_workflow import AgentWorkflow
+    from lightrl.workflows.environment import Environment, RetryWithFeedback
+    from lightrl.workflows.multi_turn import MultiTurn
+    from lightrl.workflows.tools import ToolEnvironment
+    from lightrl.workflows.workflow import SingleTurn, Workflow
+
+# Loaded when first used: the fake server with a script starts without torch.
+_HOMES = {
+    "AgentWorkflow": "agent_workflow",
+    "Environment": "environment",
+    "MultiTurn": "multi_turn",
+    "RetryWithFeedback": "environment",
+    "SingleTurn": "workflow",
+    "ToolEnvironment": "tools",
+    "Workflow": "workflow",
+}
+
+__all__ = [
+    "AgentWorkflow", "Environment", "MultiTurn", "RetryWithFeedback", "SingleTurn", "ToolEnvironment", "Workflow",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,193 @@
+"""AgentSession: records the tokens of an agent's requests to the policy as a trajectory. Token in, token out.
+
+A request that goes on from an answer (its messages are those of an earlier request, then our answer, then new ones)
+gets exactly the tokens of that earlier request and answer, and only the new messages are encoded. Any other request
+begins a new branch: the agent has rewritten history, plays two conversations, or sent the same request twice.
+
+    request A ─► answer ─┬─► request B (A + answer + tool result) ─► answer          a branch of 2 turns
+                         └─► request C (A + answer + another question) ─► answer     a branch of 2 turns
+    request D (A, shortened) ─► answer                                               a branch of 1 turn
+
+One branch is trained on, the one in which the policy wrote most tokens (the latest of equals); the others are counted
+in the metric `dropped_branches`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightrl.engines.engine import Completion
+from lightrl.errors import LightRLError, RolloutError
+from lightrl.trajectory import Prompt, Trajectory
+from lightrl.workflows.chat_protocol import Answer, ChatRequest, MessageKey, RequestRefused, find_calls
+from lightrl.workflows.conversation import Conversation, TurnRenderer
+from lightrl.workflows.tools import ToolParser, parse_hermes
+from lightrl.workflows.workflow import Generate
+
+
+@dataclass
+class _Answered:
+    """The conversation after one answer; later ones are copies of it that went on."""
+
+    conversation: Conversation
+    keys: list[MessageKey]  # of all messages, the answer's last
+    tools: list[dict[str, Any]]
+    is_leaf: bool = True
+
+
+class AgentSession:
+    """One trajectory of an agent in the making; made and used on one event loop.
+
+    Args:
+        prompt: the task that the agent was given; what it asks of it is its own affair.
+        generate: awaits the policy.
+        renderer: shared by all sessions; has a chat template.
+        max_tokens: of one branch, at most the model's context; None for no bound.
+        tool_parser: finds the calls in a completion, where a request has tools.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        generate: Generate,
+        renderer: TurnRenderer,
+        *,
+        max_tokens: int | None = None,
+        tool_parser: ToolParser = parse_hermes,
+    ) -> None:
+        self.prompt = prompt
+        self.renderer = renderer
+        self.max_tokens = sys.maxsize if max_tokens is None else max_tokens
+        self.tool_parser = tool_parser
+        self.is_out_of_room = False  # max_tokens left no room for a request
+        # What makes this trajectory worthless whatever the agent does; set once.
+        self.failure: asyncio.Future[LightRLError] = asyncio.get_running_loop().create_future()
+        self._generate = generate
+        self._answered: list[_Answered] = []
+        self._writing: set[asyncio.Task[Completion]] = set()
+        self._is_closed = False
+
+    async def complete(self, request: ChatRequest) -> Answer:
+        """The policy's answer; waits for the engine. On cancellation the completion leaves the engine.
+
+        Raises:
+            RequestRefused: if there is no room for it, the session is over, or it failed; then `failure` is set too.
+        """
+        if self._is_closed:
+            raise _over()
+        try:
+            return await self._complete(request)
+        except LightRLError as error:
+            self.fail(error)
+            raise RequestRefused(str(error), status=500, code="rollout_failed") from error
+
+    def fail(self, error: LightRLError) -> None:
+        """Ends the trajectory with this error, unless it has failed before."""
+        if not self.failure.done():
+            self.failure.set_result(error)
+
+    def close(self) -> None:
+        """Cancels what is being written; later requests are refused. May be called twice."""
+        self._is_closed = True
+        for task in self._writing:
+            task.cancel()
+
+    def trajectory(self, reward: float | None) -> Trajectory:
+        """The branch that is trained on.
+
+        Args:
+            reward: of the agent, placed on the last token; None leaves `Trajectory.rewards` unset.
+
+        Raises:
+            RolloutError: if the policy was not asked anything.
+        """
+        branches = [answered.conversation for answered in self._answered if answered.is_leaf]
+        if not branches:
+            raise RolloutError(
+                f"The agent was done with prompt {self.prompt.id!r} and got no answer of the policy, expected at least "
+                "one chat completion. Let it use the base_url and api_key that it is given."
+            )
+        longest = max(reversed(branches), key=lambda branch: sum(branch.loss_mask))
+        num_turns = len(longest.turns)
+        trajectory = longest.trajectory(
+            [0.0] * (num_turns - 1) + [reward or 0.0],
+            is_truncated=self.is_out_of_room or longest.turns[-1].finish_reason == "length",
+            metrics={"turns": float(num_turns), "dropped_branches": float(len(branches) - 1)},
+        )
+        trajectory.prompt = replace(trajectory.prompt, messages=self.prompt.messages)
+        if reward is None:
+            trajectory.rewards = None
+        return trajectory
+
+    async def _complete(self, request: ChatRequest) -> Answer:
+        parent = self._find_parent(request)
+        if parent is None:
+            asked = replace(self.prompt, messages=request.messages, token_ids=None)
+            conversation = Conversation(self.renderer, asked, (), request.tools)
+        else:
+            conversation = parent.conversation.copy()
+            new = request.messages[len(parent.keys) :]
+            conversation.add_observation(conversation.encode_observation(new))
+        num_prompt_tokens = len(conversation.token_ids)
+        completion = await self._write(conversation.token_ids, request.max_new_tokens)
+        text = conversation.add_completion(completion)
+        calls = find_calls(text, completion, request.tools, self.tool_parser)
+        shown = completion.token_ids if request.wants_logprobs else []
+        token_texts = [self.renderer.decode([token_id]) for token_id in shown]
+        answer = Answer(completion, text, calls, num_prompt_tokens, token_texts)
+        self._answered.append(_Answered(conversation, [*request.keys, answer.key()], request.tools))
+        if parent is not None:
+            parent.is_leaf = False
+        return answer
+
+    def _find_parent(self, request: ChatRequest) -> _Answered | None:
+        """The longest conversation that this request goes on from; the latest of equals."""
+        earlier = [
+            answered
+            for answered in reversed(self._answered)
+            if answered.tools == request.tools
+            and len(answered.keys) < len(request.keys)
+            and answered.keys == request.keys[: len(answered.keys)]
+        ]
+        return max(earlier, key=lambda answered: len(answered.keys), default=None)
+
+    async def _write(self, token_ids: Sequence[int], max_new_tokens: int | None) -> Completion:
+        room = self.max_tokens - len(token_ids)
+        if room < 1:
+            self.is_out_of_room = True
+            raise RequestRefused(
+                f"The messages have {len(token_ids)} tokens, expected fewer than max_tokens={self.max_tokens} of the "
+                "workflow. Shorten them, or raise max_tokens.",
+                code="context_length_exceeded",
+            )
+        longest = room if max_new_tokens is None else min(room, max_new_tokens)
+        task = asyncio.ensure_future(self._generate(list(token_ids), max_new_tokens=longest))
+        self._writing.add(task)
+        try:
+            await asyncio.wait({task})
+        finally:
+            self._writing.discard(task)
+            if not task.done():
+                task.cancel()
+                task.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody else asks for it
+        if task.cancelled():
+            raise _over()
+        try:
+            completion = task.result()
+        except ValueError as error:  # the engine's: outside the vocabulary, or longer than the context
+            raise RequestRefused(str(error)) from error
+        if not completion.token_ids:
+            raise RolloutError(f"The policy wrote nothing for prompt {self.prompt.id!r}, expected at least one token.")
+        return completion
+
+
+def _over() -> RequestRefused:
+    return RequestRefused(
+        "The session is over, expected requests only while the agent's function runs. Await all of them there.",
+        status=404,
+        code="session_not_found",
+    )

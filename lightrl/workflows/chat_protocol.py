@@ -1,0 +1,276 @@
+"""The chat-completions protocol of OpenAI, as far as a policy in training can serve it: requests in, answers out.
+
+Source: https://platform.openai.com/docs/api-reference/chat. Everything here is a function of its arguments; what is
+asked of a session is in agent_session.py, the HTTP server in openai_endpoint.py.
+
+A field of the request is one of three kinds. Served: `messages`, `tools`, `tool_choice` (auto or none), `max_tokens`,
+`max_completion_tokens`, `stream`, `logprobs`. Refused, because the agent would get something else than it asked for:
+`stop`, `n` above 1, `response_format`, other values of `tool_choice`, pictures and sound. Ignored: `temperature`,
+`top_p`, `seed` and all others; how tokens are drawn is the run's `sampling`, or the behavior logprobs would be wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.engines.engine import Completion
+from lightrl.workflows.tools import ToolCall, ToolParser
+
+MODEL = "policy"
+
+_SERVED = {
+    "messages", "model", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream", "stream_options",
+    "logprobs", "top_logprobs", "n", "stop", "response_format", "functions", "function_call", "modalities",
+}  # fmt: skip
+_HARMLESS = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"}
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# Each with the values that ask for nothing, and what to do instead.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "Send several requests."),
+    "stop": (([], ""), "Cut the text in the agent, or set sampling.stop_token_ids of the run."),
+    "response_format": (({"type": "text"},), "Parse the text in the agent, and let the reward ask for the format."),
+    "functions": (([],), "Use tools."),
+    "function_call": (("none",), "Use tools."),
+    "modalities": ((["text"],), "Leave it out."),
+    "top_logprobs": ((0,), "Leave it out; logprobs=True gives those of the drawn tokens."),
+}
+
+# Role, text and tool calls: what decides whether two messages are the same.
+MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
+
+
+class RequestRefused(Exception):
+    """A request that is answered with an error; the agent's client raises it there.
+
+    Args:
+        message: what happened, what was expected, how to mend.
+        status: of HTTP; the official client repeats 408, 409, 429 and 5xx by itself unless told not to.
+        code: one word for programs.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    def to_json(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request that can be served."""
+
+    messages: list[dict[str, Any]]  # as chat templates read them: contents are text, arguments of calls are objects
+    keys: list[MessageKey]  # one for each message
+    tools: list[dict[str, Any]]  # JSON schemas; empty with tool_choice="none"
+    max_new_tokens: int | None
+    is_streamed: bool
+    includes_usage: bool  # at the end of a stream
+    wants_logprobs: bool
+    ignored: tuple[str, ...]  # names of the fields that change nothing
+
+    @classmethod
+    def of(cls, body: object) -> ChatRequest:
+        """
+        Args:
+            body: the request's JSON.
+
+        Raises:
+            RequestRefused: if it is no such request, or asks for what cannot be served.
+        """
+        if not isinstance(body, Mapping):
+            raise RequestRefused(f"The request is {body!r:.80}, expected a JSON object. Send one.")
+        given = {str(name): value for name, value in body.items() if value is not None}
+        for name, (allowed, mend) in _REFUSED.items():
+            if name in given and given[name] not in allowed:
+                raise RequestRefused(f"{name}={given[name]!r:.80} is not served, expected no {name}. {mend}")
+        choice = given.get("tool_choice", "auto")
+        if choice not in ("auto", "none"):
+            raise RequestRefused(f"tool_choice={choice!r:.80} is not served, expected auto or none. Leave it out.")
+        messages = given.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise RequestRefused(f"messages={messages!r:.80}, expected a list of at least one message. Send it.")
+        tools = given.get("tools", [])
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise RequestRefused(f"tools={tools!r:.80}, expected a list of JSON schemas. Mend it.")
+        read = [_read_message(message) for message in messages]
+        options = given.get("stream_options")
+        return cls(
+            messages=read,
+            keys=[message_key(message) for message in read],
+            tools=[] if choice == "none" else [dict(tool) for tool in tools],
+            max_new_tokens=_max_new_tokens(given),
+            is_streamed=bool(given.get("stream", False)),
+            includes_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+            wants_logprobs=bool(given.get("logprobs", False)),
+            ignored=tuple(sorted(given.keys() - _SERVED - _HARMLESS)),
+        )
+
+
+def _max_new_tokens(given: Mapping[str, Any]) -> int | None:
+    asked = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
+    if any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in asked):
+        raise RequestRefused(f"max_tokens={asked[0]!r:.80}, expected an integer of at least 1. Mend it.")
+    return min(asked, default=None)
+
+
+def _read_message(message: object) -> dict[str, Any]:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping) or role not in _ROLES:
+        raise RequestRefused(
+            f"The message {message!r:.120} cannot be read, expected a role of {', '.join(_ROLES)}. Mend it."
+        )
+    read: dict[str, Any] = {"role": _ROLES[role], "content": _text(message.get("content"))}
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            read[name] = message[name]
+    calls = message.get("tool_calls") or []
+    if calls:
+        read["tool_calls"] = [_read_call(call) for call in calls]
+    return read
+
+
+def _text(content: object) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Any] = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        raise RequestRefused(f"The content {content!r:.120} is not served, expected text only. Leave the rest out.")
+    return "".join(part["text"] for part in parts)
+
+
+def _read_call(call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestRefused(f"The tool call {call!r:.120} cannot be read, expected a function with a name. Mend it.")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # then it is the agent's own text, shown as it is
+            arguments = json.loads(arguments)
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def message_key(message: Mapping[str, Any]) -> MessageKey:
+    """Equal for messages that say the same: ids of calls, and white space around the policy's words, do not count."""
+    calls = tuple(
+        (str(call["function"]["name"]), json.dumps(call["function"]["arguments"], sort_keys=True))
+        for call in message.get("tool_calls", [])
+    )
+    content = str(message["content"])
+    return str(message["role"]), content.strip() if message["role"] == "assistant" else content, calls
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the policy wrote, as the agent sees it."""
+
+    completion: Completion
+    text: str  # special tokens left out
+    calls: list[ToolCall]
+    num_prompt_tokens: int
+    token_texts: list[str]  # of each token; empty where no logprobs are asked for
+
+    @property
+    def content(self) -> str | None:
+        """The text; what stands before the first call where there are calls."""
+        return (self.text.partition("<tool_call>")[0].strip() or None) if self.calls else self.text
+
+    def message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+                }
+                for call in self.calls
+            ]
+        return message
+
+    def key(self) -> MessageKey:
+        """Of the message, when it comes back."""
+        return message_key(_read_message(self.message()))
+
+
+def find_calls(
+    text: str, completion: Completion, tools: Sequence[Mapping[str, Any]], parser: ToolParser
+) -> list[ToolCall]:
+    """The tool calls of a completion; none if one of them is malformed: the agent then gets all of the text."""
+    if not tools or completion.finish_reason != "stop":
+        return []
+    calls = parser(text)
+    return [] if any(call.error is not None for call in calls) else calls
+
+
+def render_completion(answer: Answer, request: ChatRequest) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
+    choice = {
+        "index": 0,
+        "message": answer.message(),
+        "logprobs": _logprobs(answer) if request.wants_logprobs else None,
+        "finish_reason": _finish_reason(answer),
+    }
+    return {**_envelope(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+
+
+def render_chunks(answer: Answer, request: ChatRequest) -> Iterator[dict[str, Any]]:
+    """The events of a stream; the text comes in one piece, because the engine gives whole completions."""
+    envelope = _envelope(answer, "chat.completion.chunk")
+    message = answer.message()
+    calls = [{"index": index, **call} for index, call in enumerate(message.pop("tool_calls", []))]
+    logprobs = _logprobs(answer) if request.wants_logprobs else None
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{"content": message["content"]}] if message["content"] is not None else []
+    deltas += [{"tool_calls": calls}] if calls else []
+    for delta in deltas:
+        said = logprobs if delta is deltas[1] else None
+        yield {**envelope, "choices": [{"index": 0, "delta": delta, "logprobs": said, "finish_reason": None}]}
+    last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish_reason(answer)}
+    yield {**envelope, "choices": [last]}
+    if request.includes_usage:
+        yield {**envelope, "choices": [], "usage": _usage(answer)}
+
+
+def render_models() -> dict[str, Any]:
+    """The list of models: the policy."""
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "lightrl"}]}
+
+
+def _envelope(answer: Answer, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": MODEL,
+        "system_fingerprint": f"weight-version-{answer.completion.weight_versions[-1]}",
+    }
+
+
+def _finish_reason(answer: Answer) -> str:
+    return "tool_calls" if answer.calls else answer.completion.finish_reason
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    written = len(answer.completion.token_ids)
+    return {
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": written,
+        "total_tokens": answer.num_prompt_tokens + written,
+    }
+
+
+def _logprobs(answer: Answer) -> dict[str, Any]:
+    drawn = zip(answer.token_texts, answer.completion.logprobs, strict=True)
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []} for text, logprob in drawn
+    ]
+    return {"content": content, "refusal": None}

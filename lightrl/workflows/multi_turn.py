@@ -1,0 +1,170 @@
+"""MultiTurn: a conversation between the policy and an environment, as one trajectory.
+
+    reset(prompt) ─► policy's turn ─► step(completion) ─► observation ─► policy's turn ─► … ─► done, or a limit
+
+T is the number of tokens of the trajectory, prompt included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightrl.concurrency.call_within import call_within
+from lightrl.engines.engine import Completion
+from lightrl.errors import RolloutError
+from lightrl.trajectory import Prompt, Trajectory
+from lightrl.workflows.conversation import Conversation, TurnRenderer, read_template
+from lightrl.workflows.environment import CheckedStep, Environment, as_messages
+from lightrl.workflows.workflow import Generate, Workflow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+class MultiTurn(Workflow):
+    """Turns of the policy and answers of an environment, until the environment is done or a limit is reached.
+
+    The loss mask is True on the policy's tokens only. `Trajectory.rewards` has the reward of turn k (from 0), times
+    `discount**k`, on the last token of that turn; with `reward: lightrl.rewards.environment_reward` they are the
+    judgment. Any other reward judges the trajectory instead, as it does after one turn.
+
+    A trajectory is truncated if a completion was cut off (`sampling.max_new_tokens`), `max_tokens` leaves no room for
+    one more, or its time is over. Reaching `max_turns` is no truncation but a rule of the game.
+
+    Args:
+        tokenizer: the policy's.
+        environment: makes an environment for each trajectory: a class, or a function without arguments.
+        max_turns: turns of the policy.
+        max_tokens: of the whole trajectory; None is the model's context, and it is at most that.
+        discount: a reward counts less by this factor for each turn before it.
+        truncated_reward: the reward of a completion that was cut off, which the environment does not see.
+        time_limit_s: of one trajectory; what is being written then is thrown away. Without a finished turn by then the
+            trajectory is dropped.
+        step_timeout_s: deadline of one call of the environment; then the trajectory is dropped.
+        chat_template: replaces the tokenizer's, as in the data module; a Jinja file or the template itself.
+
+    Raises:
+        ValueError: if a limit is out of range, or the chat template cannot be used for several turns.
+        TypeError: if `environment` makes no environment.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        environment: Callable[[], Environment],
+        *,
+        max_turns: int = 4,
+        max_tokens: int | None = None,
+        discount: float = 1.0,
+        truncated_reward: float = 0.0,
+        time_limit_s: float = 1800.0,
+        step_timeout_s: float = 60.0,
+        chat_template: str | None = None,
+    ) -> None:
+        for name, value in (("max_turns", max_turns), ("max_tokens", max_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}, expected at least 1. Raise it.")
+        if not 0 < discount <= 1:
+            raise ValueError(f"discount={discount}, expected above 0 and at most 1. Use 1 for no discount.")
+        for name, seconds in (("time_limit_s", time_limit_s), ("step_timeout_s", step_timeout_s)):
+            if not 0 < seconds < float("inf"):
+                raise ValueError(f"{name}={seconds}, expected a finite number of seconds above 0. Mend it.")
+        self.make_environment = environment
+        self.max_turns = max_turns
+        self.max_tokens = max_tokens
+        self.discount = discount
+        self.truncated_reward = truncated_reward
+        self.time_limit_s = time_limit_s
+        self.step_timeout_s = step_timeout_s
+        self.renderer = TurnRenderer(tokenizer, chat_template=read_template(chat_template))
+        first = self._make()
+        self.tools = first.tool_schemas()
+        self.renderer.check_template("tool" if self.tools else "user", self.tools)
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        """Plays one conversation; waits for the environment and the policy in turn, each with a deadline.
+
+        On cancellation the environment's call is cancelled (a thread is left behind) and the environment is closed.
+        """
+        environment = self._make()
+        try:
+            return await self._play(environment, prompt, generate)
+        finally:
+            await self._close(environment, prompt)
+
+    async def _play(self, environment: Environment, prompt: Prompt, generate: Generate) -> Trajectory:
+        name = type(environment).__name__
+        deadline = asyncio.get_running_loop().time() + self.time_limit_s
+        opening = as_messages(await self._call(environment, "reset", prompt), f"{name}.reset")
+        conversation = Conversation(self.renderer, prompt, opening, self.tools)
+        rewards: list[float] = []
+        is_truncated = True  # unless the environment or max_turns ends it
+        max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: the model states no context
+        while (room := max_tokens - len(conversation.token_ids)) > 0:
+            completion = await _within(deadline, generate(list(conversation.token_ids), max_new_tokens=room))
+            if completion is None or not completion.token_ids:
+                break
+            text = conversation.add_completion(completion)
+            if completion.finish_reason != "stop":
+                rewards.append(self.truncated_reward)
+                break
+            step = CheckedStep.of(await self._call(environment, "step", text), name)
+            rewards.append(step.reward)
+            if step.is_done or len(rewards) == self.max_turns:
+                is_truncated = False
+                break
+            observed = conversation.encode_observation(step.messages)
+            if len(conversation.token_ids) + len(observed.token_ids) >= max_tokens:
+                break
+            conversation.add_observation(observed)
+        if not rewards:
+            raise RolloutError(
+                f"No turn of prompt {prompt.id!r} was finished within time_limit_s={self.time_limit_s:g} and "
+                f"max_tokens={self.max_tokens} ({len(conversation.token_ids)} of them in the prompt), expected at "
+                "least one. Raise the limit that is too low, or shorten the prompt."
+            )
+        told = await self._call(environment, "metrics")
+        metrics = {"turns": float(len(rewards))} | {str(key): float(value) for key, value in told.items()}
+        discounted = [reward * self.discount**turn for turn, reward in enumerate(rewards)]
+        return conversation.trajectory(discounted, is_truncated=is_truncated, metrics=metrics)
+
+    def _make(self) -> Environment:
+        environment: object = self.make_environment() if callable(self.make_environment) else None
+        if not isinstance(environment, Environment):
+            raise TypeError(
+                f"environment={self.make_environment!r} makes {environment!r:.80}, expected a new Environment for each "
+                "trajectory. Give its class, or a function that makes one: environment=lambda: MyEnvironment(3)."
+            )
+        return environment
+
+    async def _call(self, environment: Environment, method: str, *arguments: Any) -> Any:
+        """What the environment says; the defaults of Environment are called at once."""
+        function = getattr(environment, method)
+        if getattr(type(environment), method) is getattr(Environment, method):
+            return function(*arguments)
+        name = f"{type(environment).__name__}.{method}"
+        return await call_within(function, *arguments, timeout_s=self.step_timeout_s, name=name)
+
+    async def _close(self, environment: Environment, prompt: Prompt) -> None:
+        try:
+            await self._call(environment, "close")
+        except RolloutError as error:
+            log.warning("Prompt %r is over, but %s", prompt.id, error)
+
+
+async def _within(deadline: float, completing: Any) -> Completion | None:
+    """The completion, or None at the deadline (in the event loop's time); what is not done by then is cancelled."""
+    task = asyncio.ensure_future(completing)
+    try:
+        await asyncio.wait({task}, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody else asks for it
+    return task.result() if task.done() else None

@@ -1,0 +1,235 @@
+"""OpenAIEndpoint: the policy behind OpenAI's chat-completions API on a local port, one base_url for each session.
+
+    GET  /v1/models                              POST /sessions/<id>/v1/chat/completions
+    GET  /sessions/<id>/v1/models
+
+It binds to 127.0.0.1 on a free port, and every route wants the random key of this run as a Bearer token. OpenAI's
+`responses` API is not served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import secrets
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from lightrl.errors import RolloutError
+from lightrl.workflows.agent_session import AgentSession
+from lightrl.workflows.chat_protocol import (
+    ChatRequest,
+    RequestRefused,
+    render_chunks,
+    render_completion,
+    render_models,
+)
+
+log = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+_MAX_BODY_BYTES = 64 * 2**20
+_SHUTDOWN_TIMEOUT_S = 1.0
+_KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, or one would write into a connection that is being closed
+_BACKLOG = 1024  # connections that many agents open at the same moment
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class OpenAIEndpoint:
+    """A server that lives in one task of the event loop it was started on.
+
+    Cancelling that task, which the end of `asyncio.run` and the controller's `close` do with all tasks of their loops,
+    closes its port and connections; so does `close`.
+
+    Args:
+        max_sessions: served at the same time; further ones wait for their turn.
+    """
+
+    def __init__(self, *, max_sessions: int = 64) -> None:
+        self.max_sessions = max_sessions
+        self.api_key = secrets.token_hex(32)  # never begins with "-", so it can be a command's argument
+        self._sessions: dict[str, AgentSession] = {}
+        self._has_warned: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._port: asyncio.Future[int] | None = None
+        self._slots: asyncio.Semaphore | None = None
+
+    async def start(self) -> None:
+        """Waits until the port is open; a call while it is open changes nothing.
+
+        Raises:
+            RolloutError: if no port can be opened.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop or self._serving is None or self._serving.done():
+            _warn_of_proxy()
+            self._loop, self._port = loop, loop.create_future()
+            self._slots = asyncio.Semaphore(self.max_sessions)
+            self._serving = loop.create_task(self._serve(self._port), name="lightrl-openai-endpoint")
+        assert self._port is not None
+        try:
+            await asyncio.shield(self._port)
+        except OSError as error:
+            raise RolloutError(
+                f"The agents' endpoint could not open a port on {_HOST} ({error}), expected a free one. Allow it there."
+            ) from error
+
+    async def close(self) -> None:
+        """Closes port, connections and sessions. May be called twice."""
+        if self._serving is not None and self._loop is asyncio.get_running_loop():
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
+
+    @asynccontextmanager
+    async def serving(self, session: AgentSession) -> AsyncIterator[str]:
+        """The base_url under which this session is served until the end of the block; then it is closed.
+
+        Waits for a free place, which the end of another session gives.
+        """
+        assert self._port is not None, "start comes first"
+        assert self._slots is not None, "start comes first"
+        async with self._slots:
+            name = secrets.token_hex(16)
+            self._sessions[name] = session
+            try:
+                yield f"http://{_HOST}:{self._port.result()}/sessions/{name}/v1"
+            finally:
+                del self._sessions[name]
+                session.close()
+
+    async def _serve(self, port: asyncio.Future[int]) -> None:
+        """Serves until it is cancelled."""
+        app = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_BYTES)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/sessions/{session}/v1/models", self._models)
+        app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat_completions)
+        # Cancelled with its connection, a request leaves the engine when the agent's client gives it up.
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+            keepalive_timeout=_KEEPALIVE_TIMEOUT_S,
+        )
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, _HOST, 0, backlog=_BACKLOG).start()
+            port.set_result(runner.addresses[0][1])
+            await asyncio.Event().wait()
+        except OSError as error:
+            port.set_exception(error)
+        finally:
+            port.cancel()  # changes nothing where it is done
+            for session in self._sessions.values():
+                session.close()
+            await runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Asks for the key, and gives every error the form that OpenAI's clients read."""
+        try:
+            expected = f"Bearer {self.api_key}".encode()
+            if not hmac.compare_digest(
+                request.headers.get("Authorization", "").encode(errors="surrogateescape"), expected
+            ):
+                raise RequestRefused(
+                    "The API key is wrong, expected the one of this run. Give the client the api_key that the agent's "
+                    "function gets.",
+                    status=401,
+                    code="invalid_api_key",
+                )
+            return await handler(request)
+        except RequestRefused as error:
+            return _refusal(error)
+        except web.HTTPException as error:
+            return _refusal(
+                RequestRefused(
+                    f"{request.method} {request.path} is not served ({error.reason}), expected chat/completions or "
+                    "models below the base_url that the agent's function gets. Use that base_url.",
+                    status=error.status,
+                    code="not_served",
+                )
+            )
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        if "session" in request.match_info:
+            self._session(request)
+        return web.json_response(render_models())
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        try:
+            body = await request.json()
+        except ValueError as error:
+            raise RequestRefused(f"The request is no JSON ({error}), expected a JSON object. Send one.") from error
+        chat = ChatRequest.of(body)
+        self._warn_of_ignored(chat.ignored)
+        try:
+            answer = await session.complete(chat)
+        except RequestRefused:
+            raise
+        except Exception as error:  # chat templates and tool parsers are the user's and raise what they like
+            message = f"A request of prompt {session.prompt.id!r} raised {type(error).__name__}: {error}."
+            session.fail(RolloutError(f"{message} Mend the messages, the chat template or the tool parser."))
+            raise RequestRefused(message, status=500, code="rollout_failed") from error
+        if not chat.is_streamed:
+            return web.json_response(render_completion(answer, chat))
+        return await _stream(request, render_chunks(answer, chat))
+
+    def _session(self, request: web.Request) -> AgentSession:
+        session = self._sessions.get(request.match_info["session"])
+        if session is None:
+            raise RequestRefused(
+                "There is no such session (any more), expected one whose agent still runs. Use the base_url that the "
+                "agent's function gets, and await all requests there.",
+                status=404,
+                code="session_not_found",
+            )
+        return session
+
+    def _warn_of_ignored(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            if name not in self._has_warned:
+                self._has_warned.add(name)
+                log.warning(
+                    "An agent's request sets %s, which is ignored: the run's sampling decides how tokens are drawn, in "
+                    "all requests alike. Leave it out, or set it in the run's sampling.",
+                    name,
+                )
+
+
+def _warn_of_proxy() -> None:
+    """OpenAI's clients obey the environment's proxy, which would look for 127.0.0.1 on a machine of its own."""
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get("http") or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(_HOST):
+        log.warning(
+            "Agents ask this process at %s, but the environment sends HTTP requests to the proxy %s, expected NO_PROXY "
+            "to except this machine. Run `export NO_PROXY=%s,localhost` first, or make the agent's client without "
+            "proxies.",
+            _HOST,
+            proxy,
+            _HOST,
+        )
+
+
+async def _stream(request: web.Request, chunks: Iterator[dict[str, Any]]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for chunk in chunks:
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _refusal(error: RequestRefused) -> web.Response:
+    # The same request would fail again, and OpenAI's clients repeat 5xx by themselves unless this says no.
+    return web.json_response(error.to_json(), status=error.status, headers={"x-should-retry": "false"})

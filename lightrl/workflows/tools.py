@@ -1,0 +1,336 @@
+"""Tools: Python functions that the policy may call between its turns; two of them, a calculator and Python itself.
+
+    def search(query: str) -> str:
+        '''Finds a passage in the library.
+
+        Args:
+            query: a few words to look for
+        '''
+        return library.find(query)
+
+    MultiTurn(tokenizer, environment=lambda: ToolEnvironment([search, "lightrl.workflows.tools.calculator"]))
+
+The chat template shows name, types and docstring to the policy, which calls with (Qwen, Hermes)
+`<tool_call>{"name": "search", "arguments": {"query": "Ada"}}</tool_call>`. What goes wrong with a call is told to the
+policy, which may try again; it does not end the trajectory.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import json
+import math
+import operator
+import queue
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightrl.checks.dotted_path import function_of
+from lightrl.concurrency.call_within import CallTimeout, call_within
+from lightrl.errors import LightRLError, RolloutError
+from lightrl.rewards.sandbox import Limits, LocalSandbox
+from lightrl.trajectory import Prompt
+from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step
+
+_HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that the policy wrote; `error` says what is wrong with its form, then the rest is not looked at."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+ToolParser = Callable[[str], list[ToolCall]]
+
+
+def parse_hermes(completion: str) -> list[ToolCall]:
+    """The calls in a completion, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` each, in order.
+
+    Source: https://github.com/NousResearch/Hermes-Function-Calling, the format of Qwen 2.5 and 3 too.
+    """
+    calls = []
+    for text in _HERMES_CALL.findall(completion):
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            calls.append(ToolCall(error=f"the call is not valid JSON: {error}"))
+            continue
+        arguments = record.get("arguments", {}) if isinstance(record, dict) else None
+        if not isinstance(arguments, dict) or not isinstance(record.get("name"), str):
+            calls.append(ToolCall(error='the call is not of the form {"name": "...", "arguments": {...}}'))
+        else:
+            calls.append(ToolCall(record["name"], arguments))
+    return calls
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function with the JSON schema that the policy is shown."""
+
+    name: str
+    function: Callable[..., Any]
+    schema: dict[str, Any]
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def of(cls, source: str | Callable[..., Any]) -> Tool:
+        """
+        Args:
+            source: a function with types on its arguments and a line for each under `Args:`, or its dotted path.
+
+        Raises:
+            ValueError: if it cannot be imported, or a type or a line is missing.
+        """
+        from transformers.utils import get_json_schema
+
+        function = function_of(source, "tools")
+        try:
+            schema = get_json_schema(function)
+        except Exception as error:  # transformers has an exception type for each kind of omission
+            raise ValueError(
+                f"The tool {source!r} cannot be described to the policy: {error}. Expected types on all arguments and "
+                "a docstring with a line for each under `Args:`. Add what is missing."
+            ) from error
+        return cls(schema["function"]["name"], function, schema)
+
+    def mismatch(self, arguments: Mapping[str, Any]) -> str | None:
+        """What is wrong with the arguments of a call, for the policy to read; None if nothing is."""
+        try:
+            inspect.signature(self.function).bind(**arguments)
+        except TypeError as error:
+            return f"{error}"
+        properties = self.schema["function"]["parameters"]["properties"]
+        for name, value in arguments.items():
+            expected = properties.get(name, {}).get("type")
+            allowed = _TYPES.get(expected, ()) if isinstance(expected, str) else ()
+            is_wrong_bool = isinstance(value, bool) and expected in ("integer", "number")
+            if allowed and (not isinstance(value, allowed) or is_wrong_bool):
+                return f"argument {name!r} is {value!r:.80}, expected {expected}"
+        return None
+
+
+class ToolEnvironment(Environment):
+    """Runs the tools that a completion calls and shows what they gave; a completion without calls is the last turn.
+
+    Args:
+        tools: functions, sync or async, or their dotted paths.
+        environment: makes what answers completions without calls, so that they need not be the last; a class, or a
+            function without arguments.
+        parser: finds the calls in a completion; a function or its dotted path.
+        max_calls: of one completion; further ones are answered with an error.
+        max_result_chars: a longer result is cut.
+        tool_timeout_s: deadline of one call; the policy is told. Their sum stays below the workflow's step_timeout_s.
+
+    Raises:
+        ValueError: if a tool cannot be described, or two have the same name.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[str | Callable[..., Any]],
+        environment: Callable[[], Environment] | None = None,
+        *,
+        parser: str | ToolParser = parse_hermes,
+        max_calls: int = 4,
+        max_result_chars: int = 4000,
+        tool_timeout_s: float = 10.0,
+    ) -> None:
+        described = [Tool.of(tool) for tool in tools]
+        self.tools = {tool.name: tool for tool in described}
+        if not tools or len(self.tools) < len(described):
+            raise ValueError(
+                f"tools has the names {[tool.name for tool in described]}, expected at least one and each once. Rename "
+                "the functions."
+            )
+        self.environment = environment() if environment is not None else None
+        self.parser: ToolParser = function_of(parser, "parser")
+        self.max_calls = max_calls
+        self.max_result_chars = max_result_chars
+        self.tool_timeout_s = tool_timeout_s
+        self.num_calls = 0
+        self.num_errors = 0
+
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema for tool in self.tools.values()]
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        return None if self.environment is None else await self._ask("reset", prompt)
+
+    async def step(self, completion: str) -> Step:
+        calls = self.parser(completion)
+        if calls:
+            return [await self._answer(call, index) for index, call in enumerate(calls)], 0.0, False
+        if self.environment is None:
+            return None, 0.0, True
+        step = CheckedStep.of(await self._ask("step", completion), type(self.environment).__name__)
+        return step.messages, step.reward, step.is_done
+
+    async def metrics(self) -> dict[str, float]:
+        own = {"tool_calls": float(self.num_calls), "tool_errors": float(self.num_errors)}
+        return own if self.environment is None else own | dict(await self._ask("metrics"))
+
+    async def close(self) -> None:
+        if self.environment is not None:
+            await self._ask("close")
+
+    async def _answer(self, call: ToolCall, index: int) -> dict[str, Any]:
+        """The message that the policy reads about this call."""
+        error = self._refusal(call, index)
+        result = ""
+        if error is None:
+            try:
+                result = await self._run(call)
+            except CallTimeout:
+                error = f"no result in {self.tool_timeout_s:g} s"
+            except RolloutError as raised:
+                cause = raised.__cause__
+                if cause is None or isinstance(cause, LightRLError):  # not the policy's fault: drops the trajectory
+                    raise
+                error = f"{type(cause).__name__}: {cause}"
+        self.num_calls += 1
+        self.num_errors += error is not None
+        content = result if error is None else f"Error: {error}"
+        if len(content) > self.max_result_chars:
+            content = f"{content[: self.max_result_chars]}… ({len(content)} characters, cut)"
+        return {"role": "tool", "name": call.name, "content": content}
+
+    def _refusal(self, call: ToolCall, index: int) -> str | None:
+        """Why this call is not run, for the policy to read."""
+        if index >= self.max_calls:
+            return f"more than {self.max_calls} calls in one turn; this one was not run"
+        if call.error is not None:
+            return call.error
+        if call.name not in self.tools:
+            return f"there is no tool {call.name!r:.80}, only {', '.join(self.tools)}"
+        return self.tools[call.name].mismatch(call.arguments)
+
+    async def _run(self, call: ToolCall) -> str:
+        function = functools.partial(self.tools[call.name].function, **call.arguments)
+        result = await call_within(function, timeout_s=self.tool_timeout_s, name=call.name)
+        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        assert self.environment is not None
+        function = getattr(self.environment, method)
+        if getattr(type(self.environment), method) is getattr(Environment, method):
+            return function(*arguments)
+        # the workflow's step_timeout_s is around this
+        return await call_within(
+            function, *arguments, timeout_s=None, name=f"{type(self.environment).__name__}.{method}"
+        )
+
+
+_MAX_EXPRESSION_CHARS = 200
+_MAX_ABS = 1e100
+_MAX_POWER_BITS = 400  # of an integer power, before it is computed
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+def _round(value: float, digits: int = 0) -> float:
+    if abs(digits) > 100:  # rounding to 10**50 digits computes 10**(10**50)
+        raise ValueError("round takes at most 100 digits")
+    return round(value, digits) if digits else round(value)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"abs": abs, "max": max, "min": min, "round": _round, "sqrt": math.sqrt}
+
+
+def calculator(expression: str) -> str:
+    """Computes an arithmetic expression.
+
+    Args:
+        expression: numbers, + - * / // % **, parentheses, and abs, max, min, round, sqrt; for example (3 + 4) * 2.5
+    """
+    names = set(re.findall(r"[A-Za-z_]+", expression))
+    if len(expression) > _MAX_EXPRESSION_CHARS or not names <= _FUNCTIONS.keys() | {"e", "E"}:
+        raise ValueError(
+            f"expected at most {_MAX_EXPRESSION_CHARS} characters and no words but {', '.join(_FUNCTIONS)}"
+        )
+    if not re.fullmatch(r"[0-9A-Za-z.+\-*/%(), ]+", expression):
+        raise ValueError("expected numbers, + - * / // % ** and parentheses only")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except SyntaxError as error:
+        raise ValueError("this is no complete expression") from error
+    value = _value(tree.body)
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.10g}"
+    return str(value)
+
+
+def _value(node: ast.expr) -> int | float:
+    """Of a piece of the expression, at most `_MAX_ABS`; nothing but the operators and functions above is evaluated."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _bounded(node.value)
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _bounded(_OPERATORS[type(node.op)](_value(node.operand)))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return _bounded(_power(_value(node.left), _value(node.right)))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _bounded(_OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        function = _FUNCTIONS.get(node.func.id)
+        return _bounded(function(*map(_value, node.args)) if function is not None else math.nan)
+    raise ValueError("expected numbers, + - * / // % ** and parentheses only")
+
+
+def _power(base: int | float, exponent: int | float) -> Any:
+    are_integers = isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1
+    if are_integers and int(base).bit_length() * abs(exponent) > _MAX_POWER_BITS:
+        raise ValueError("the power is too large")
+    return base**exponent
+
+
+def _bounded(value: Any) -> int | float:
+    if isinstance(value, complex) or not abs(value) <= _MAX_ABS:  # NaN is not
+        raise ValueError("the result is not a real number of at most 100 digits")
+    return value  # type: ignore[no-any-return]
+
+
+_PYTHON_LIMITS = Limits(cpu_s=4.0, wall_s=5.0, memory_mib=256, output_kib=16)  # below ToolEnvironment.tool_timeout_s
+_idle_sandboxes: queue.SimpleQueue[LocalSandbox] = queue.SimpleQueue()  # as many as programs ever ran at once
+
+
+def python(code: str) -> str:
+    """Runs a Python program in a sandbox without network and shows what it prints.
+
+    Args:
+        code: the program; print what you want to see. Nothing is kept between two calls
+    """
+    try:
+        sandbox = _idle_sandboxes.get_nowait()
+    except queue.Empty:
+        sandbox = LocalSandbox()
+    try:
+        run = sandbox.run(code, "", _PYTHON_LIMITS)
+    finally:
+        _idle_sandboxes.put(sandbox)
+    shown = "\n".join(text.strip() for text in (run.stdout, run.stderr) if text.strip())
+    if run.stopped_by is not None:
+        raise ValueError(f"the program was stopped by its limit of {run.stopped_by}; it printed: {shown}")
+    return shown or "(nothing was printed)"

@@ -1,0 +1,297 @@
+"""The command from the outside: what is parsed, built, run, written and said."""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from parsed import parsed
+
+import lightrl
+from lightrl.commands.cli import default_loggers, last_checkpoint, reported
+from lightrl.commands.main import COMMANDS, main
+from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.errors import OtherRankFailed
+
+
+def printed_config(capsys, *args):
+    with pytest.raises(SystemExit) as done:
+        parsed(*args, "--print_config")
+    assert done.value.code == 0
+    return capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- parsing
+
+
+def test_a_printed_config_parses_to_the_same(settings, config, capsys):
+    first = printed_config(capsys, "fit", "--config", config(settings), "--model.lr", "1e-3")
+    Path("printed.yaml").write_text(first)
+    assert printed_config(capsys, "fit", "--config", "printed.yaml") == first
+    assert yaml.safe_load(first)["model"]["init_args"]["lr"] == 1e-3
+
+
+def test_later_configs_and_flags_win_over_earlier_ones(settings, config):
+    second = config({"trainer": {"max_steps": 5}, "model": {"init_args": {"lr": 0.5, "group_size": 4}}}, "b.yaml")
+    found = parsed("fit", "--config", config(settings), "--config", second, "--model.lr", "0.25")
+    assert (found.trainer.max_steps, found.model.init_args.group_size, found.model.init_args.lr) == (5, 4, 0.25)
+    assert found.model.init_args.reward == "tiny_task.exact"
+
+
+def test_values_get_their_types_and_a_reward_path_stays_text(settings, config):
+    settings["model"]["init_args"].update(betas=[0.8, 0.9], sampling={"stop_token_ids": [3, 4], "max_new_tokens": 2})
+    arguments = parsed("fit", "--config", config(settings)).model.init_args
+    assert arguments.betas == (0.8, 0.9)
+    assert arguments.sampling.stop_token_ids == (3, 4)
+    assert arguments.reward == "tiny_task.exact"
+
+
+@pytest.mark.parametrize("name", ["GRPO", "lightrl.GRPO", "lightrl.algorithms.grpo.GRPO"])
+def test_a_class_is_found_by_short_name_and_by_dotted_path(settings, config, name):
+    settings["model"]["class_path"] = name
+    assert parsed("fit", "--config", config(settings)).model.class_path.rsplit(".", 1)[1] == "GRPO"
+
+
+@pytest.mark.parametrize("name", ["LocalEngine", "FakeEngine"])
+def test_an_engine_is_found_by_its_short_name(settings, config, name):
+    settings["trainer"]["engine"] = {"class_path": name}
+    assert parsed("fit", "--config", config(settings)).trainer.engine.class_path == f"lightrl.{name}"
+
+
+def test_every_flag_of_lightnings_trainer_is_there(settings, config):
+    import inspect
+
+    import lightning as L
+
+    found = parsed("fit", "--config", config(settings)).trainer
+    assert set(inspect.signature(L.Trainer.__init__).parameters) - {"self"} <= set(found.keys())
+
+
+def test_the_seed_is_0_unless_given(settings, config):
+    assert parsed("fit", "--config", config(settings)).seed_everything == 0
+    assert parsed("fit", "--config", config(settings), "--seed_everything", "7").seed_everything == 7
+
+
+def test_flags_are_not_abbreviated(settings, config):
+    assert main(["fit", "--config", config(settings), "--trainer.max_step", "3"]) == 2
+
+
+# ---------------------------------------------------------------------- running
+
+
+def test_a_fit_leaves_config_csv_and_tensorboard_in_one_folder(settings, config, capsys):
+    assert main(["fit", "--config", config(settings)]) == 0
+    folder = Path("lightning_logs/version_0")
+    assert "rollout/reward" in (folder / "metrics.csv").read_text()
+    assert list(folder.glob("events.out.tfevents*"))
+    assert (folder / "checkpoints/last.ckpt").exists()
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["model"]["init_args"]["group_size"] == 2
+    assert f"Run folder: {folder.absolute()}" in capsys.readouterr().out
+
+
+def test_ckpt_path_last_goes_on_from_the_newest_run_and_keeps_its_files(settings, config):
+    name = config(settings)
+    assert main(["fit", "--config", name]) == 0
+    before = Path("lightning_logs/version_0/metrics.csv").read_text()
+    assert main(["fit", "--config", name, "--ckpt_path", "last", "--trainer.max_steps", "3"]) == 0
+    assert Path("lightning_logs/version_0/metrics.csv").read_text() == before
+    assert list(Path("lightning_logs/version_1/checkpoints").glob("*step=3.ckpt"))
+    assert not list(Path("lightning_logs/version_1/checkpoints").glob("*step=1.ckpt"))
+
+
+def test_predict_writes_judged_trajectories(settings, config):
+    assert main(["predict", "--config", config(settings)]) == 0
+    lines = Path("lightning_logs/version_0/predictions.jsonl").read_text().splitlines()
+    assert len(lines) == 8
+    assert lightrl.Trajectory.from_json(json.loads(lines[0])).reward in (0.0, 1.0)
+
+
+def test_without_a_logger_no_config_is_written_over_the_users(settings, config):
+    settings["trainer"]["logger"] = False
+    settings["trainer"]["enable_checkpointing"] = False
+    name = config(settings, "config.yaml")
+    before = Path(name).read_text()
+    assert main(["fit", "--config", name]) == 0
+    assert Path(name).read_text() == before
+    assert [path.name for path in Path.cwd().iterdir()] == ["config.yaml"]
+
+
+def test_optimizer_and_scheduler_sections_replace_the_modules(settings, config):
+    settings["optimizer"] = {"class_path": "SGD", "init_args": {"lr": 0.5}}
+    settings["lr_scheduler"] = {"class_path": "StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}
+    settings["trainer"]["callbacks"].append({"class_path": "LearningRateMonitor"})
+    assert main(["fit", "--config", config(settings)]) == 0
+    header, *rows = Path("lightning_logs/version_0/metrics.csv").read_text().splitlines()
+    column = header.split(",").index("lr-SGD")
+    assert [float(row.split(",")[column]) for row in rows if row.split(",")[column]] == [0.5, 0.25]
+
+
+def test_fast_dev_run_leaves_no_files(settings, config):
+    settings["trainer"]["fast_dev_run"] = True
+    name = config(settings)
+    assert main(["fit", "--config", name]) == 0
+    assert [path.name for path in Path.cwd().iterdir()] == [name]
+
+
+def test_the_default_loggers_share_the_next_free_folder(tmp_path):
+    (tmp_path / "lightning_logs/version_3").mkdir(parents=True)
+    folders = {logger.log_dir for logger in default_loggers(str(tmp_path))}
+    assert folders == {str(tmp_path / "lightning_logs/version_4")}
+
+
+def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_path):
+    import os
+
+    for age, name in enumerate(["version_2/checkpoints/last.ckpt", "version_10/checkpoints/last.ckpt.tmp"]):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.utime(path, (age, age))
+    assert last_checkpoint(tmp_path / "version_11") == tmp_path / "version_2/checkpoints/last.ckpt"
+    assert last_checkpoint(tmp_path / "else" / "version_0") is None
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        pytest.param(["--model.group_size", "1"], "group_size=1 leaves nothing to compare", id="constructor"),
+        pytest.param(["--model.sampling.top_p", "3"], "top_p=3.0, expected a number in (0, 1]", id="data class"),
+        pytest.param(["--trainer.engine", "LocalEngine", "--trainer.engine.threads", "0"], "threads=0", id="engine"),
+        pytest.param(["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches=2, expected 1", id="set-up"),
+        pytest.param(["--ckpt_path", "nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist", id="checkpoint"),
+        pytest.param(["--model.reward", "tiny_task.exat"], "Did you mean 'exact'", id="reward"),
+        pytest.param(
+            ["--model.policy.path", "some/model"], "lightrl: ModelSpec got path='some/model'", id="of a union"
+        ),
+        pytest.param(
+            ["--model.policy.lora.rank", "0"], "lightrl: lora.rank=0, expected at least 1", id="deep in a union"
+        ),
+    ],
+)
+def test_what_a_user_can_mend_is_one_message_and_exit_code_2(settings, config, capfd, flags, message):
+    assert main(["fit", "--config", config(settings), *flags]) == 2
+    said = capfd.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    assert "Union" not in said
+
+
+def test_an_error_during_the_run_says_where_the_traceback_is_and_exits_with_1(settings, config, capfd):
+    assert main(["fit", "--config", config(settings), "--model.reward", "tiny_task.broken"]) == 1
+    said = capfd.readouterr().err
+    assert "this reward is broken" in said
+    assert "Full traceback: " in said
+    assert "RolloutError" in Path(said.rsplit("Full traceback: ", 1)[1].strip()).read_text()
+
+
+def test_a_server_that_is_not_there_is_said_in_words_alone(settings, config, capfd):
+    with contextlib.closing(HeldPort("127.0.0.1")) as silent:
+        init_args = {"urls": [f"http://127.0.0.1:{silent.number}"], "startup_timeout_s": 0.1}
+        settings["trainer"]["engine"] = {"class_path": "SGLangEngine", "init_args": init_args}
+        assert main(["fit", "--config", config(settings)]) == 1
+    said = capfd.readouterr().err
+    assert "refused the connection, nothing listens there" in said
+    assert "caused by" not in said
+
+
+def test_a_full_disk_is_said_in_words_and_the_traceback_is_kept_elsewhere(tmp_path, capfd):
+    (tmp_path / "traceback.txt").symlink_to("/dev/full")  # which accepts nothing
+
+    def log_metrics(callbacks):
+        callbacks[0].has_begun, callbacks[0].folder = True, tmp_path
+        (tmp_path / "traceback.txt").write_text("as a logger of Lightning's fails")
+
+    assert reported(log_metrics) == 1
+    said = capfd.readouterr().err
+    assert "No space left on device" in said
+    assert "Expected a disk with room. Free some, or write elsewhere: trainer.default_root_dir." in said
+    kept = Path(said.rsplit("Full traceback: ", 1)[1].strip())
+    assert kept.parent != tmp_path
+    assert "log_metrics" in kept.read_text()
+    shutil.rmtree(kept.parent)
+
+
+def test_a_rank_that_had_to_end_says_in_short_what_it_met_and_last_why(tmp_path, capfd):
+    def go_on_alone(callbacks):
+        callbacks[0].has_begun, callbacks[0].folder = True, tmp_path
+        try:
+            raise RuntimeError("connection closed by peer")
+        except RuntimeError as error:
+            raise OtherRankFailed("Mend rank 1.\nRank 1 failed in 'update': ValueError: on purpose") from error
+
+    assert reported(go_on_alone) == 1
+    said = capfd.readouterr().err.splitlines()
+    assert said[0] == "lightrl: RuntimeError: connection closed by peer"
+    assert said[-1] == "Rank 1 failed in 'update': ValueError: on purpose"
+    kept = Path(said[1].removeprefix("Full traceback: "))
+    assert "go_on_alone" in kept.read_text()
+    assert kept.parent != tmp_path  # where that of the rank that failed lies
+    shutil.rmtree(kept.parent)
+
+
+def test_lightrl_debug_shows_the_exception_itself(settings, config, monkeypatch):
+    monkeypatch.setenv("LIGHTRL_DEBUG", "1")
+    with pytest.raises(ValueError, match="group_size=1"):
+        main(["fit", "--config", config(settings), "--model.group_size", "1"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["fti"], "Did you mean lightrl fit?"),
+        (["launch"], "expected one of fit, validate, test, predict"),
+        (["--config", "run.yaml", "fit"], "expected the command first"),
+    ],
+)
+def test_a_call_without_a_command_is_answered_with_the_commands(args, message, capsys):
+    assert main(args) == 2
+    assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- help and start
+
+
+def test_help_names_each_command_with_a_line(capsys):
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{name:<10} {line}" in said for name, line in COMMANDS.items())
+
+
+def test_a_commands_help_says_what_it_does_and_lists_the_trainers_flags(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["validate", "--help"])
+    said = capsys.readouterr().out
+    assert done.value.code == 0
+    assert "usage: lightrl validate --config run.yaml" in said
+    assert "lightrl validate: measure a policy" in said
+    assert "--trainer.max_time" in said
+
+
+@pytest.mark.parametrize("code", ["import lightrl", "from lightrl.commands.main import main; main(['--help'])"])
+def test_help_and_import_do_not_load_torch(code):
+    check = "import sys; assert not {'torch', 'lightning', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", f"{code}\n{check}"], check=True, capture_output=True)
+
+
+def test_the_installed_command_finds_code_in_the_working_folder(settings, config, tmp_path):
+    source = Path(__file__).with_name("tiny_task.py").read_text()
+    (tmp_path / "my_own_task.py").write_text(source)
+    settings["model"]["init_args"]["reward"] = "my_own_task.exact"
+    settings["model"]["init_args"]["policy"]["tokenizer"] = "my_own_task.tokenizer"
+    settings["data"]["class_path"] = "my_own_task.Digits"
+    settings["trainer"]["fast_dev_run"] = True
+    script = (
+        "import sys; sys.path.pop(0); from lightrl.commands.main import main; sys.exit(main())"  # as pip's script does
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "fit", "--config", config(settings)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,104 @@
+"""`lightrl doctor` from the outside."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightrl.commands.doctor import format_rows
+from lightrl.commands.main import main
+from lightrl.rewards import ReplayRow
+
+
+def rows_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.split("\n\n")[0].splitlines()[1:]]
+
+
+def test_the_policy_writes_and_the_reward_is_shown(settings, config, capsys):
+    assert main(["doctor", "reward", "--config", config(settings), "--n", "5"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[0].split() == ["prompt", "completion", "extracted", "reward", "latency", "same"]
+    assert len(rows_of(said)) == 5
+    assert "5 completions: 5 judged, 0 failed" in said
+    assert "judged 2 times: the same each time" in said
+
+
+def test_nothing_is_written(settings, config):
+    name = config(settings)
+    assert main(["doctor", "reward", "--config", name, "--n", "2"]) == 0
+    assert [path.name for path in Path().iterdir()] == [name]
+
+
+def test_a_reward_that_fails_is_shown_with_its_reason_and_the_code_is_1(settings, config, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    settings["model"]["init_args"]["reward"] = "tiny_task.broken"
+    assert main(["doctor", "reward", "--config", config(settings), "--n", "3", "--repeats", "1"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("raised: Reward function tiny_task.broken raised RuntimeError") == 3
+    assert "3 completions: 0 judged, 3 failed (raised 3)" in said
+
+
+def test_references_and_files_need_no_model(settings, config, capsys):
+    Path("rows.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n} {n}", "answer": f"{n}"}) + "\n" for n in range(4))
+    )
+    Path("said.jsonl").write_text('{"completion": "1"}\n{"completion": "5"}\n')
+    settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": "rows.jsonl", "batch_size": 2}}
+    settings["data"]["init_args"]["shuffle"] = False
+    settings["model"]["init_args"]["reward"] = "lightrl.rewards.math_answer"
+    settings["model"]["init_args"]["policy"]["config"]["vocab_size"] = 3  # too few: no model could be made
+    name = config(settings)
+    assert main(["doctor", "reward", "--config", name, "--completions", "reference"]) == 0
+    assert "4 completions: 4 judged" in capsys.readouterr().out
+    assert main(["doctor", "reward", "--config", name, "--completions", "said.jsonl", "--full"]) == 0
+    said = capsys.readouterr().out
+    assert "completion   5" in said
+    assert "lenient_accuracy" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param([], "usage: lightrl doctor reward", id="nothing"),
+        pytest.param(["rewards"], "doctor rewards is not a command", id="another command"),
+        pytest.param(["replay", "no.jsonl", "--reward", "tiny_task.exact"], "no.jsonl does not exist", id="no file"),
+        pytest.param(["reward", "--config", "no.yaml"], "no.yaml", id="no config"),
+        pytest.param(["reward", "--config", "run.yaml", "--completions", "none.jsonl"], "is no file", id="completions"),
+        pytest.param(
+            ["reward", "--config", "run.yaml", "--completions", "reference"], "no column 'answer'", id="answer"
+        ),
+        pytest.param(["reward", "--config", "run.yaml", "--model.lrr", "1"], "lrr", id="setting"),
+    ],
+)
+def test_a_call_to_mend_is_said_in_a_line_and_the_code_is_2(settings, config, capsys, arguments, message):
+    config(settings)
+    assert main(["doctor", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_a_run_could_not_judge_is_judged_again(settings, config, capsys):
+    settings["model"]["init_args"].update(reward="tiny_task.broken", max_failed_fraction=1.0)
+    name = config(settings)
+    assert main(["fit", "--config", name]) in (0, 1)
+    (file,) = Path().rglob("failed_rewards.jsonl")
+    capsys.readouterr()
+    assert main(["doctor", "replay", str(file), "--config", name, "--n", "2"]) == 1
+    assert "failed (raised 2)" in capsys.readouterr().out
+    assert main(["doctor", "replay", str(file), "--config", name, "--model.reward", "tiny_task.exact"]) == 0
+    assert main(["doctor", "replay", str(file), "--reward", "tiny_task.exact"]) == 0
+
+
+def test_a_table_keeps_its_width_and_the_end_of_a_completion():
+    row = ReplayRow("p" * 300, "a" * 300 + " the end", "日本" * 40, 0.5, latency_s=0.25, is_deterministic=False)
+    for width in (60, 100, 160):
+        lines = format_rows([row], width).splitlines()
+        assert all(len(line) <= width for line in lines)
+        assert "end" in lines[1]
+        assert lines[1].endswith("no")
+
+
+def test_the_command_works_from_a_shell(settings, config):
+    command = [sys.executable, "-m", "lightrl", "doctor", "reward", "--config", config(settings), "--n", "1"]
+    assert subprocess.run(command, capture_output=True, text=True).returncode == 0

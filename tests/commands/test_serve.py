@@ -1,0 +1,175 @@
+"""lightrl serve: what a command line and configurations mean, which model is served, and servers in the foreground."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from lightrl.commands.serve import parse, serve, served_folder
+from lightrl.errors import EngineError
+from lightrl.models import ModelSpec
+
+POLICY = {"config": {"model_type": "qwen3"}, "tokenizer": "tiny.char_tokenizer"}
+
+# In place of an environment with SGLang: a program that takes its arguments and answers as a server.
+FAKE_PYTHON = """#!{python}
+import http.server, sys, os, json
+arguments = sys.argv[1:]
+if os.path.exists({refuse!r}):
+    sys.exit("no GPU")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        body = json.dumps(arguments).encode()
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_):
+        pass
+port = int(arguments[arguments.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def fake_python(tmp_path):
+    path = tmp_path / "python"
+    path.write_text(FAKE_PYTHON.format(python=sys.executable, refuse=str(tmp_path / "refuse")))
+    path.chmod(0o700)
+    return path
+
+
+@pytest.fixture
+def tiny_folder(tmp_path):
+    """A model with weights, its own end token and no tokenizer."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+    config = Qwen3Config(vocab_size=11, num_key_value_heads=1, eos_token_id=2, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def write(path, text):
+    path.write_text(text)
+    return str(path)
+
+
+def test_policy_and_engine_come_from_the_runs_configuration_and_flags_win(tmp_path):
+    run = write(tmp_path / "run.yaml", json.dumps({"model": {"init_args": {"policy": POLICY}}}))
+    engine = {"class_path": "SGLangEngine", "init_args": {"servers": 2, "tp": 4, "server_args": {"dtype": "a", "x": 1}}}
+    fleet = write(tmp_path / "fleet.yaml", json.dumps({"trainer": {"engine": engine}}))
+    flags = ["--tp", "1", "--server_args.dtype", "float32", "--server_args.enable_metrics", "--server_args.a-b=0.5"]
+    found = parse(["--config", run, "--config", fleet, *flags, "--devices", "0,3"])
+    assert found["model"] == ModelSpec(**POLICY)
+    assert (found["servers"], found["tp"], found["devices"]) == (2, 1, ["0", "3"])
+    assert found["server_args"] == {"dtype": "float32", "x": 1, "enable_metrics": True, "a-b": 0.5}
+
+
+def test_a_model_on_the_command_line_wins(tmp_path, tiny_folder):
+    run = write(tmp_path / "run.yaml", json.dumps({"model": {"init_args": {"policy": POLICY}}}))
+    assert parse(["--config", run, "--model", str(tiny_folder)])["model"].path == str(tiny_folder)
+
+
+def test_no_model_an_unreadable_file_and_another_engine_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no model"):
+        parse([])
+    with pytest.raises(ValueError, match="cannot be read"):
+        parse(["--config", str(tmp_path / "none.yaml")])
+    local = write(tmp_path / "local.yaml", '{"trainer": {"engine": {"class_path": "LocalEngine"}}}')
+    with pytest.raises(ValueError, match="has the engine LocalEngine, expected SGLangEngine"):
+        parse(["--config", local])
+
+
+def test_an_unknown_flag_is_named(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--model", "m/m", "--mem_fraction_static", "0.5"])
+    assert "Arguments of SGLang begin with --server_args." in capsys.readouterr().err
+
+
+def test_a_served_folder_has_the_weights_and_no_end_token(tiny_folder, tmp_path):
+    folder = served_folder(ModelSpec.of(str(tiny_folder)), tmp_path / "served")
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] is None
+    assert (folder / "model.safetensors").resolve() == (tiny_folder / "model.safetensors").resolve()
+    assert not (folder / "generation_config.json").exists()
+    assert (folder / "tokenizer.json").exists()
+
+
+def test_servers_run_until_the_end_and_their_addresses_are_printed(fake_python, tiny_folder, tmp_path):
+    said, ended = [], threading.Event()
+
+    def say(text):
+        said.append(text)
+        ended.set()
+
+    spec = ModelSpec.of(str(tiny_folder))
+    serve(spec, servers=2, sglang_python=str(fake_python), token="t", until=ended, say=say, log_folder=tmp_path)
+    lines = said[0].splitlines()
+    addresses = next(line for line in lines if "LIGHTRL_SERVER_ADDRS=" in line).partition("=")[2].split(",")
+    assert len({address.rpartition(":")[2] for address in addresses}) == 2
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+    assert "  export LIGHTRL_SERVER_TOKEN=t" in lines
+    assert "--random-seed 1" in (tmp_path / "server-1.log").read_text()
+
+
+def test_a_server_that_does_not_start_ends_the_command_with_its_last_words(fake_python, tiny_folder, tmp_path):
+    (tmp_path / "refuse").touch()
+    with pytest.raises(EngineError, match=r"(?s)server 0 ended.*no GPU"):
+        serve(ModelSpec.of(str(tiny_folder)), sglang_python=str(fake_python))
+
+
+def is_gone(process):
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_ctrl_c_and_sigterm_end_the_servers(fake_python, tiny_folder, number):
+    command = [sys.executable, "-m", "lightrl", "serve", "--model", str(tiny_folder)]
+    process = subprocess.Popen(
+        [*command, "--sglang_python", str(fake_python)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
+    )
+    try:
+        lines = []
+        while not lines or "Ctrl-C" not in lines[-1]:
+            lines.append(process.stdout.readline())
+            assert lines[-1], "it ended"
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.kill(process.pid, number)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    deadline = time.monotonic() + 30
+    while not all(is_gone(child) for child in family):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(family) >= 2
+
+
+def test_without_sglang_it_says_how_to_get_it(tiny_folder, tmp_path):
+    environment = {**os.environ, "LIGHTRL_SGLANG_CACHE": str(tmp_path), "LIGHTRL_SGLANG_PYTHON": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "lightrl", "serve", "--model", str(tiny_folder)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 2
+    assert "No Python with SGLang was found" in done.stderr
+    assert "python scripts/sglang_cpu/build.py" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(Path(tmp_path).glob("sglang-cpu*"))

@@ -1,0 +1,89 @@
+"""Servers, versions and one sync, for tests of the load protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.sync import load_into_servers
+from lightrl.engines.sglang.sync_report import SyncReport
+from lightrl.engines.sglang.transports import WeightTransport
+from lightrl.testing.fake_server_process import FakeServerProcess
+from lightrl.weights import Bucket, bucketed
+
+
+def weights(version: int, like: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Parameters that tell their version."""
+    generator = torch.Generator().manual_seed(version)
+    if like is None:
+        like = {"a.weight": torch.empty(40, 8), "b.weight": torch.empty(64)}
+    return {name: torch.randn(tensor.shape, generator=generator) for name, tensor in like.items()}
+
+
+async def fed(buckets: Sequence[Bucket]) -> AsyncIterator[Bucket]:
+    for bucket in buckets:
+        yield bucket
+
+
+def sync(
+    servers: Sequence[FakeServerProcess],
+    transport: WeightTransport,
+    named: dict[str, Tensor] | None,
+    weight_version: int,
+    *,
+    bucket_bytes: int = 1000,
+    request_timeout_s: float = 20.0,
+    **settings: Any,
+) -> SyncReport:
+    """One sync on an event loop of its own; None for `named` loads what the transport holds."""
+
+    async def run() -> SyncReport:
+        clients = [
+            SGLangClient(server.url, request_timeout_s=request_timeout_s, num_retries=1, backoff_s=0.01)
+            for server in servers
+        ]
+        buckets = None if named is None else fed(list(bucketed(named.items(), bucket_bytes)))
+        try:
+            return await load_into_servers(
+                clients, transport, buckets, weight_version=weight_version, **{"timeout_s": 20.0, **settings}
+            )
+        finally:
+            for client in clients:
+                await client.close()
+
+    return asyncio.run(run())
+
+
+def asked(server: FakeServerProcess, question: str, **fields: Any) -> Any:
+    """The answer to one question of SGLangClient."""
+
+    async def ask() -> Any:
+        client = SGLangClient(server.url, num_retries=0)
+        try:
+            return await getattr(client, question)(**fields)
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def version_of(server: FakeServerProcess) -> str:
+    return str(asked(server, "model_info")["weight_version"])
+
+
+@contextmanager
+def running(num: int, model_folder: Any = None, **arguments: Any) -> Iterator[list[FakeServerProcess]]:
+    servers = [FakeServerProcess(model_folder, **arguments) for _ in range(num)]
+    try:
+        for server in servers:
+            server.start()
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()

@@ -1,0 +1,60 @@
+"""BucketFeed between a thread and a loop: buckets in order, and an end where the loop is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightrl.engines.sglang import bucket_feed
+from lightrl.engines.sglang.bucket_feed import BucketFeed
+from lightrl.errors import WeightSyncError
+from lightrl.weights import Bucket, bucketed
+
+
+@pytest.fixture
+def buckets() -> list[Bucket]:
+    weights = [(name, torch.zeros(4)) for name in ("a", "b", "c")]
+    return list(bucketed(iter(weights), bucket_bytes=16))
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    thread = threading.Thread(target=made.run_forever)
+    thread.start()
+    yield made
+    if made.is_running():
+        made.call_soon_threadsafe(made.stop)
+    thread.join()
+    made.close()
+
+
+def test_the_coroutine_takes_the_buckets_in_order(loop: asyncio.AbstractEventLoop, buckets: list[Bucket]) -> None:
+    feed = BucketFeed(loop)
+
+    async def take() -> list[str]:
+        return [name async for bucket in feed for name in bucket.tensors]
+
+    taken = asyncio.run_coroutine_threadsafe(take(), loop)
+    assert all(feed.put(bucket) for bucket in buckets)
+    feed.end()
+    assert taken.result(60) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["stopped", "closed"])
+def test_a_loop_that_has_ended_is_an_error_not_a_wait(
+    is_closed: bool, buckets: list[Bucket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_feed, "LOOK_S", 0.01)
+    loop = asyncio.new_event_loop()
+    feed = BucketFeed(loop)
+    if is_closed:
+        loop.close()
+    with pytest.raises(WeightSyncError, match="event loop of the engine's requests has ended amid a weight sync"):
+        feed.put(buckets[0])
+    feed.fail(ValueError())
+    loop.close()

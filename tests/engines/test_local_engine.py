@@ -1,0 +1,317 @@
+"""LocalEngine: the contract on the fast path and the fallback, and what is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine_contract import CONTRACT, EngineCase, recomputed_logprobs, run
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from lightrl.engines.local.decoder import HuggingFaceDecoder, like_lengths
+from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
+from lightrl.engines.local.local_engine import LocalEngine
+from lightrl.engines.local.running_batch import Row, RunningBatch
+from lightrl.errors import EngineError, WeightSyncError
+from lightrl.trajectory import Sampling
+from lightrl.weights import Bucket, bucketed
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+GPT2 = {
+    "vocab_size": 61,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def qwen3(**changes: Any) -> PretrainedConfig:
+    return Qwen3Config(**{**SIZES, "head_dim": 16, "tie_word_embeddings": True, **changes})
+
+
+def gpt2() -> PretrainedConfig:
+    return GPT2Config(**GPT2)
+
+
+def llama_with_biases() -> PretrainedConfig:
+    return LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE)
+
+
+CASES: dict[str, tuple[Callable[[], PretrainedConfig], bool]] = {
+    "fast Qwen3": (qwen3, True),
+    "fast Llama with biases and llama3 rope": (llama_with_biases, True),
+    "fast Qwen2": (lambda: Qwen2Config(**SIZES), True),
+    "fallback GPT2": (gpt2, True),
+    "fallback Mistral with a sliding window": (lambda: MistralConfig(**SIZES, sliding_window=6), True),
+    "fallback forced on Qwen3": (qwen3, False),
+}
+
+
+def make_models(config: PretrainedConfig, count: int = 3) -> list[PreTrainedModel]:
+    """Random models with logits of some spread; all parameters differ from their initial values, biases included."""
+    generator = torch.Generator().manual_seed(0)
+    models = []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for _ in range(count):
+            model = AutoModelForCausalLM.from_config(config).eval()
+            for parameter in model.parameters():
+                parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+            models.append(model)
+    return models
+
+
+def make_case(config: PretrainedConfig, **arguments: Any) -> EngineCase:
+    engine = LocalEngine(threads=1, **{"max_batch": 6, **arguments})
+    engine.start(config)
+    return EngineCase(engine, make_models(config))
+
+
+@pytest.fixture(params=list(CASES), ids=list(CASES))
+def case(request: pytest.FixtureRequest) -> Iterator[EngineCase]:
+    make_config, fast_path = CASES[request.param]
+    case = make_case(make_config(), fast_path=fast_path)
+    assert isinstance(case.engine, LocalEngine)
+    assert case.engine.is_fast == request.param.startswith("fast")
+    yield case
+    case.engine.close()
+
+
+@pytest.fixture
+def qwen3_case() -> Iterator[EngineCase]:
+    case = make_case(qwen3())
+    yield case
+    case.engine.close()
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_local_engine_keeps_the_contract(case: EngineCase, check: Callable[[EngineCase], None]) -> None:
+    check(case)
+
+
+def test_engine_weights_equal_the_trainers_and_are_copies(case: EngineCase) -> None:
+    case.load(0)
+    assert isinstance(case.engine, LocalEngine)
+    before = {name: parameter.detach().clone() for name, parameter in case.models[0].named_parameters()}
+    for parameter in case.models[0].parameters():
+        parameter.data.zero_()
+    weights = case.engine.read_weights()
+    assert weights.keys() == before.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, before[name]), name
+
+
+@pytest.mark.parametrize("fast_path", [True, False], ids=["fast", "fallback"])
+def test_a_tied_output_head_may_be_sent_too(fast_path: bool) -> None:
+    case = make_case(qwen3(), fast_path=fast_path)
+    parameters = dict(case.models[0].named_parameters(remove_duplicate=False))
+    assert "lm_head.weight" in parameters
+    case.engine.load_weights([Bucket(parameters, is_last=True)], weight_version=0)
+    completion = run(case.generate([1, 2], Sampling(max_new_tokens=4)))[0]
+    expected = recomputed_logprobs(case.models[0], [1, 2], completion.token_ids, Sampling())
+    assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    case.engine.close()
+
+
+def test_a_parameter_that_arrives_twice_is_refused(qwen3_case: EngineCase) -> None:
+    buckets = [*qwen3_case.buckets(0), *qwen3_case.buckets(0)]
+    with pytest.raises(WeightSyncError, match="twice"):
+        qwen3_case.engine.load_weights(buckets, weight_version=0)
+
+
+def test_the_global_random_state_and_thread_count_are_left_alone() -> None:
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    for fast_path in (True, False):
+        engine = LocalEngine(threads=1, fast_path=fast_path)
+        engine.start(qwen3())
+        engine.load_weights(bucketed(make_models(qwen3(), 1)[0].named_parameters(), 10**6), weight_version=0)
+        run(engine.generate([1], Sampling(max_new_tokens=5), session="test"))
+        engine.close()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+def test_no_thread_is_left_after_close() -> None:
+    case = make_case(qwen3())
+    assert "lightrl-local-engine" in {thread.name for thread in threading.enumerate()}
+    case.engine.close()
+    assert "lightrl-local-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_error_while_decoding_reaches_all_requests_with_its_cause(qwen3_case: EngineCase) -> None:
+    qwen3_case.load(0)
+    engine = qwen3_case.engine
+    assert isinstance(engine, LocalEngine)
+    assert isinstance(engine._decoder, LlamaDecoder)
+    engine._decoder._layers[1].down = torch.zeros(3, 3)  # no product with it is defined
+
+    async def scenario() -> list[Any]:
+        requests = [qwen3_case.generate([1], Sampling(max_new_tokens=5)) for _ in range(3)]
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    for error in run(scenario()):
+        assert isinstance(error, EngineError)
+        assert isinstance(error.__cause__, RuntimeError)
+    with pytest.raises(EngineError, match="decode thread failed"):
+        run(qwen3_case.generate([1], Sampling()))
+    with pytest.raises(EngineError, match="decode thread failed"):
+        qwen3_case.load(1)
+
+
+def test_one_engine_serves_several_event_loops(qwen3_case: EngineCase) -> None:
+    qwen3_case.load(0)
+    results: dict[int, list[int]] = {}
+
+    def client(seed: int) -> None:
+        results[seed] = run(qwen3_case.generate([1, 2], Sampling(max_new_tokens=20, seed=seed)))[0].token_ids
+
+    threads = [threading.Thread(target=client, args=(seed % 2,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] == run(qwen3_case.generate([1, 2], Sampling(max_new_tokens=20, seed=0)))[0].token_ids
+    assert results[0] != results[1]
+
+
+def test_a_closed_event_loop_does_not_harm_the_others(qwen3_case: EngineCase) -> None:
+    qwen3_case.load(0)
+
+    async def abandon() -> None:
+        asyncio.get_running_loop().create_task(qwen3_case.generate([1], Sampling(max_new_tokens=200)))
+        await asyncio.sleep(0.01)
+
+    run(abandon())
+    assert len(run(qwen3_case.generate([1], Sampling(max_new_tokens=5)))[0].token_ids) == 5
+
+
+class CountingDecoder(LlamaDecoder):
+    """Notes which sequences it computed."""
+
+    def append(self, sequences: Any, owners: Any) -> torch.Tensor:
+        self.computed = [list(sequence) for sequence in sequences]
+        return super().append(sequences, owners)
+
+
+def test_equal_prompts_are_computed_once_also_when_recomputed() -> None:
+    config = qwen3()
+    family = find_family(config)
+    assert family is not None
+    decoder = CountingDecoder(config, family, dtype=torch.float32, device=torch.device("cpu"))
+    batch = RunningBatch(decoder, max_rows=8, vocab_size=61, device=torch.device("cpu"))
+    rows = [Row((1, 2, 3), Sampling(max_new_tokens=4), seed, None) for seed in range(4)]
+    batch.admit([*rows, Row((5,), Sampling(), 0, None)], weight_version=0)
+    assert decoder.computed == [[1, 2, 3], [5]]
+    batch.recompute(weight_version=1)
+    assert decoder.computed == [[1, 2, 3], [5]]
+
+
+def test_key_values_grow_with_the_rows_and_tokens_in_use() -> None:
+    case = make_case(qwen3(max_position_embeddings=100_000), max_batch=200)
+    case.load(0)
+    run(case.generate([1] * 10, Sampling(max_new_tokens=20), n=3))
+    assert isinstance(case.engine, LocalEngine)
+    assert isinstance(case.engine._decoder, LlamaDecoder)
+    layers, slots, _, tokens, _ = case.engine._decoder._keys.shape
+    assert (layers, slots) == (2, 3)
+    assert tokens < 200
+    case.engine.close()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            qwen3(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), id="dynamic rope"
+        ),
+        pytest.param(MistralConfig(**SIZES, sliding_window=16), id="sliding window"),
+        pytest.param(qwen3(hidden_act="gelu"), id="another activation"),
+        pytest.param(gpt2(), id="another family"),
+    ],
+)
+def test_what_the_fast_path_does_not_compute_goes_to_the_fallback(config: PretrainedConfig) -> None:
+    assert find_family(config) is None
+
+
+@pytest.mark.parametrize("make_decoder", [LlamaDecoder, HuggingFaceDecoder], ids=["fast", "fallback"])
+def test_logits_do_not_change_when_rows_come_and_go(make_decoder: Any) -> None:
+    config = qwen3()
+    model = make_models(config, 1)[0]
+    arguments = [find_family(config)] if make_decoder is LlamaDecoder else []
+    decoder = make_decoder(config, *arguments, dtype=torch.float32, device=torch.device("cpu"), prefill_tokens=20)
+    for name, parameter in model.named_parameters():
+        decoder.write(name, parameter)
+    texts = [[1, 2], list(range(3, 33)), [40, 41, 42], [7]]
+    with torch.inference_mode():
+        decoder.append(texts, [0, 1, 2, 3])
+        decoder.keep([0, 3, 2], 30)
+        decoder.append([[50, 51, 52, 53]], [0, 0])
+        rows = [texts[0], texts[3], texts[2], [50, 51, 52, 53], [50, 51, 52, 53]]
+        logits = decoder.step(torch.full((5,), 9), torch.tensor([len(row) for row in rows]), 5)
+        for row, row_logits in zip(rows, logits, strict=True):
+            expected = model(torch.tensor([[*row, 9]])).logits[0, -1]
+            torch.testing.assert_close(row_logits, expected, atol=1e-5, rtol=0)
+
+
+def test_prompts_are_computed_in_chunks_of_similar_length() -> None:
+    sequences = [[0] * length for length in (3, 100, 5, 90, 4)]
+    assert list(like_lengths(sequences, max_tokens=1000)) == [[1, 3], [2, 4, 0]]
+    assert list(like_lengths(sequences, max_tokens=10)) == [[1], [3], [2, 4], [0]]
+
+
+def test_bfloat16_weights_serve() -> None:
+    case = make_case(qwen3(), dtype="bfloat16")
+    case.load(0)
+    completion = run(case.generate([1, 2], Sampling(max_new_tokens=10)))[0]
+    expected = recomputed_logprobs(case.models[0], [1, 2], completion.token_ids, Sampling())
+    assert completion.logprobs == pytest.approx(expected.tolist(), abs=0.2)
+    case.engine.close()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"max_batch": 0}, {"threads": 0}, {"max_context": 1}, {"prefill_tokens": 0}, {"dtype": "float31"}],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_arguments_that_cannot_work_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        LocalEngine(**arguments)
+
+
+def test_a_context_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_position_embeddings=256"):
+        LocalEngine(max_context=257).start(qwen3())

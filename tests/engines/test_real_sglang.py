@@ -1,0 +1,168 @@
+"""The real SGLang on this machine's CPU, as lightrl starts it: who may ask, what it stops at, its weights and seeds."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from engine_contract import BUCKET_BYTES, CONTRACT, EngineCase, recomputed_logprobs, run
+from real_sglang import tiny_config, tiny_models
+from torch.utils.data import DataLoader
+
+import lightrl
+from lightrl import GRPO, ModelSpec, Prompt, StalenessControl, Trajectory
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.errors import EngineError
+from lightrl.trajectory import Sampling
+from lightrl.weights import bucketed
+from lightrl.weights.disk import WeightFolder
+
+pytestmark = pytest.mark.real_sglang
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__.replace("_", " "))
+def test_the_contract_of_engines_holds_through_disk(check, real_server):
+    engine = SGLangEngine(urls=[real_server["url"]], token=real_server["token"], sync_timeout_s=60)
+    engine.start(tiny_config())
+    try:
+        check(EngineCase(engine, tiny_models(), is_exact=False))
+    finally:
+        engine.close()
+
+
+def asked(server: dict[str, Any], *bodies: dict[str, Any], token: str | None = None) -> list[Any]:
+    """The answers to /generate, one after the other."""
+
+    async def scenario() -> list[Any]:
+        client = SGLangClient(server["url"], token=token or server["token"], num_retries=0, request_timeout_s=30)
+        try:
+            return [await client.generate({"return_logprob": True, **body}) for body in bodies]
+        finally:
+            await client.close()
+
+    return run(scenario())
+
+
+def load(server: dict[str, Any], folder: Path, version: int, model: torch.nn.Module) -> None:
+    path = WeightFolder(folder, tiny_config(), is_durable=False).write(
+        bucketed(model.named_parameters(), BUCKET_BYTES), version
+    )
+
+    async def scenario() -> None:
+        client = SGLangClient(server["url"], token=server["token"], request_timeout_s=30)
+        await client.update_weights_from_disk(str(path), weight_version=str(version))
+        await client.close()
+
+    run(scenario())
+
+
+def body(token_ids: list[int], **sampling: Any) -> dict[str, Any]:
+    return {"input_ids": token_ids, "sampling_params": {"max_new_tokens": 12, **sampling}}
+
+
+class LikesLowTokens(GRPO):
+    """Learns to write tokens below 20 of 61; judged in this process."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return sum(token < 20 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
+
+
+@pytest.mark.parametrize(
+    ("transport", "placement", "max_staleness"),
+    [("disk", "separate", 2), ("distributed", "separate", 2), ("disk", "colocated", 0)],
+    ids=["through disk", "through gloo", "colocated"],
+)
+def test_a_run_trains_against_it_and_every_sync_is_verified(
+    transport: str, placement: str, max_staleness: int, real_server: dict[str, Any], tmp_path: Path
+) -> None:
+    engine = SGLangEngine(
+        urls=[real_server["url"]], token=real_server["token"], transport=transport, placement=placement,
+        sync_timeout_s=60,
+    )  # fmt: skip
+    config = tiny_config().to_dict()
+    module = LikesLowTokens(
+        ModelSpec(config=config, tokenizer="tiny.char_tokenizer", seed=1), lr=2e-2, group_size=8,
+        sampling=Sampling(max_new_tokens=8),
+    )  # fmt: skip
+    prompts = [Prompt(f"p{number}", token_ids=[number + 3, 5, 8]) for number in range(8)]
+    trainer = lightrl.Trainer(
+        engine=engine, callbacks=[StalenessControl(max_staleness)], max_steps=6, accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    rewards: list[float] = []
+    module.on_rollout_end = lambda groups: rewards.append(  # type: ignore[method-assign]
+        mean(trajectory.reward for group in groups for trajectory in group.trajectories)
+    )
+    trainer.fit(module, DataLoader(prompts, batch_size=4, collate_fn=list))
+    metrics = trainer.callback_metrics
+    assert trainer.weight_version == engine.weight_version == 6
+    assert float(metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
+    assert float(metrics["staleness/max_versions"]) <= max_staleness
+    assert rewards[-1] > rewards[0]
+    assert sorted(engine.last_sync.versions.values()) == [6]  # type: ignore[union-attr]
+    if max_staleness == 0:
+        assert float(metrics["sync/mismatch_max_abs_dlogp_nats"]) < 1e-4
+
+
+def test_logprobs_are_those_of_the_weights_that_were_loaded(real_server, tmp_path):
+    for version, model in enumerate(tiny_models(2)):
+        load(real_server, tmp_path, version, model)
+        (answer,) = asked(real_server, body([3, 1, 4, 1, 5], temperature=0.7, sampling_seed=5))
+        expected = recomputed_logprobs(model, [3, 1, 4, 1, 5], answer["output_ids"], Sampling(temperature=0.7))
+        found = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+        assert found == pytest.approx(expected.tolist(), abs=1e-5)
+        assert answer["meta_info"]["weight_version"] == str(version)
+
+
+def test_it_stops_at_the_tokens_a_request_names_and_at_no_others(real_server, tmp_path):
+    load(real_server, tmp_path, 0, tiny_models(1)[0])
+    always = {"logit_bias": {"1": 1e4}}  # token 1 is the end token of the trainer's config
+    free, stopped, delayed = asked(
+        real_server,
+        body([5], **always),
+        body([5], **always, stop_token_ids=[1]),
+        body([5], **always, stop_token_ids=[1], min_new_tokens=4),
+    )
+    assert free["output_ids"] == [1] * 12
+    assert (stopped["output_ids"], stopped["meta_info"]["finish_reason"]["type"]) == ([1], "stop")
+    assert len(delayed["output_ids"]) == 5
+
+
+def test_the_seed_of_a_request_decides_its_tokens(real_server, tmp_path):
+    load(real_server, tmp_path, 0, tiny_models(1)[0])
+    bodies = [body([2, 3], sampling_seed=seed, **more) for more in ({}, {"top_k": 5}) for seed in (1, 1, 2)]
+    answers = [answer["output_ids"] for answer in asked(real_server, *bodies)]
+    assert answers[0] == answers[1] != answers[2]
+    assert answers[3] == answers[4] != answers[5]
+
+
+def test_a_request_without_the_token_is_refused(real_server):
+    with pytest.raises(EngineError, match="401"):
+        asked(real_server, body([1]), token="guessed")
+
+
+def test_the_token_is_in_no_command_line_of_the_server(real_server):
+    watch = psutil.Process(real_server["watch_pid"])
+    family = [watch, *watch.children(recursive=True)]
+    assert len(family) >= 3  # the watch process, the server, its workers
+    assert not [process for process in family if real_server["token"] in " ".join(process.cmdline())]
+    assert stat.S_IMODE(Path(real_server["log"]).stat().st_mode) == 0o600
+    assert "--config" in real_server["command"]
+
+
+def test_it_answers_on_the_loopback_only(real_server):
+    """PyTorch's rendezvous of the server's workers listens on all addresses; docs/serve-with-sglang.md says so."""
+    port = int(real_server["url"].rpartition(":")[2])
+    addresses = {
+        connection.laddr.ip
+        for process in psutil.Process(real_server["watch_pid"]).children(recursive=True)
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+    }
+    assert addresses == {"127.0.0.1"}

@@ -1,0 +1,215 @@
+"""A teacher or a reward model behind a server: the fake one over a real model gives what a forward here gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_sglang import sglang_python
+from tiny import random_experience, tiny_spec
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from lightrl import GRPO, PPO, Distillation, ModelSpec, Sampling
+from lightrl.commands.plan import plan_text
+from lightrl.engines.sglang.scoring import ServedRewards, ServedScores
+from lightrl.engines.sglang.server import SGLangServer
+from lightrl.errors import EngineError
+from lightrl.experience import Experience
+from lightrl.loops.score import score
+from lightrl.models.model_folder import save_model
+from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.testing import FakeServerProcess
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeServerProcess]:
+    folder = tmp_path_factory.mktemp("teacher")
+    tiny_spec(seed=1).load_model().save_pretrained(folder)
+    with FakeServerProcess(str(folder)) as started:
+        yield started
+
+
+def scored(teacher: ModelSpec, experience: Experience, **settings: Any) -> Experience:
+    module = Distillation(tiny_spec(), teacher=teacher, sampling=Sampling(max_new_tokens=8), **settings)
+    module.configure_model()
+    settings = LogprobSettings()
+    module.parallel_models = {
+        role: SingleModel(getattr(module, role), settings) for role, spec in module.models().items() if spec.url is None
+    }
+    return score(module, experience)
+
+
+def teacher_logprobs(teacher: ModelSpec, experience: Experience) -> Tensor:
+    return scored(teacher, experience)["teacher_logprobs"]
+
+
+def test_a_teacher_behind_a_server_says_what_it_says_here(server: FakeServerProcess) -> None:
+    experience = random_experience()
+    found = teacher_logprobs(ModelSpec(url=server.url), experience)
+    expected = teacher_logprobs(tiny_spec(seed=1), experience)
+    assert bool(found[experience.loss_mask].all())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_the_likeliest_tokens_of_a_served_teacher_are_those_it_has_here(server: FakeServerProcess) -> None:
+    experience = random_experience(num_turns=2)
+    found = scored(ModelSpec(url=server.url), experience, teacher_topk=5)
+    expected = scored(tiny_spec(seed=1), experience, teacher_topk=5)
+    assert torch.equal(found["teacher_topk_ids"], expected["teacher_topk_ids"])
+    assert found["teacher_topk_ids"].shape == (*experience.token_ids.shape, 5)
+    for name in ("teacher_logprobs", "teacher_topk_logprobs"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
+
+
+def test_more_likeliest_tokens_than_a_server_gives_are_refused(server: FakeServerProcess) -> None:
+    with pytest.raises(EngineError, match="Lower teacher_topk"):
+        ServedScores(server.url, topk=100)(random_experience(), [])
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("reward")
+    model = tiny_spec(seed=1, head="scalar").load_model()
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(3))
+    save_model(model, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def judge(reward_folder: str) -> Iterator[FakeServerProcess]:
+    with FakeServerProcess(reward_folder, is_embedding=True) as started:
+        yield started
+
+
+def rewards(reward_model: str | ModelSpec, experience: Experience) -> Tensor:
+    module = GRPO(tiny_spec(), reward_model=reward_model, group_size=3, sampling=Sampling(temperature=0.7))
+    module.configure_model()
+    module.parallel_models = {
+        role: SingleModel(getattr(module, role), LogprobSettings())
+        for role, spec in module.models().items()
+        if spec.url is None
+    }
+    return score(module, experience).rewards
+
+
+def test_a_reward_model_behind_a_server_says_what_it_says_here(judge: FakeServerProcess, reward_folder: str) -> None:
+    experience = random_experience(is_scored=False, num_groups=7)  # 21 trajectories are more than one request has
+    found = rewards(ModelSpec(url=judge.url), experience)
+    torch.testing.assert_close(found, rewards(reward_folder, experience), rtol=0, atol=1e-5)
+    assert float((found - experience.rewards).std()) > 0.1
+    assert judge.stats()["requests"]["/classify"] == 2
+
+
+def test_a_reward_model_is_asked_again_where_the_connection_is_lost(judge: FakeServerProcess) -> None:
+    experience = random_experience()
+    expected = ServedRewards(judge.url)(experience, [])
+    judge.fault("drop", "/classify")
+    assert torch.equal(ServedRewards(judge.url)(experience, []), expected)
+
+
+def test_a_language_model_is_refused_as_a_reward_model_with_the_mend(server: FakeServerProcess) -> None:
+    with pytest.raises(EngineError, match="add `--is-embedding`"):
+        ServedRewards(server.url)(random_experience(), [])
+
+
+def test_a_head_of_several_numbers_is_no_reward_model(tmp_path: Path) -> None:
+    config = tiny_spec().load_config()
+    config.num_labels = 3
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with (
+        FakeServerProcess(str(tmp_path), is_embedding=True) as server,
+        pytest.raises(EngineError, match="3 numbers each, expected 1"),
+    ):
+        ServedRewards(server.url)(random_experience(), [])
+
+
+def test_a_served_reward_model_runs_beside_the_trainers_calls() -> None:
+    module = GRPO(tiny_spec(), reward_model=ModelSpec(url="http://judge:30000"), num_minibatches=2)
+    module.configure_model()
+    text = plan_text(module, module.data_flow())
+    assert "http://judge:30000: frozen, one number per position" in text
+    assert next(line for line in text.splitlines() if line.startswith("  reward_model  ") and "server" in line)
+    assert not hasattr(module, "reward_model")
+
+
+@contextmanager
+def real_server(folder: str | Path, monkeypatch: pytest.MonkeyPatch, **args: Any) -> Iterator[SGLangServer]:
+    given = {"skip_tokenizer_init": True, "max_total_tokens": 2048, **args}
+    server = SGLangServer(Path(folder), python=sglang_python(), args=given, startup_timeout_s=170)
+    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server.token)
+    server.start()
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop(grace_s=0)
+
+
+@pytest.mark.real_sglang
+def test_a_real_server_says_what_a_teacher_says_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_spec(seed=1).load_model().save_pretrained(tmp_path / "model")
+    experience = random_experience(num_turns=2)
+    below = experience.with_tensors({"token_ids": experience.token_ids.clamp(max=15)})
+    with real_server(tmp_path / "model", monkeypatch) as server:
+        plain, found = (scored(ModelSpec(url=server.url), below, teacher_topk=topk) for topk in (None, 5))
+        with pytest.raises(EngineError, match="the logprob of token 0 in the place of token 16, expected that of 16"):
+            scored(ModelSpec(url=server.url), experience)  # the last id: SGLang's own limit
+    expected = scored(tiny_spec(seed=1), below, teacher_topk=5)
+    assert torch.equal(found["teacher_topk_ids"], expected["teacher_topk_ids"])
+    for name in ("teacher_logprobs", "teacher_topk_logprobs"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-4)
+    torch.testing.assert_close(plain["teacher_logprobs"], expected["teacher_logprobs"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.real_sglang
+def test_a_real_server_says_what_a_reward_model_says_here(reward_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experience = random_experience(is_scored=False, num_groups=7)
+    with real_server(reward_folder, monkeypatch, is_embedding=True) as server:
+        found = rewards(ModelSpec(url=server.url), experience)
+    torch.testing.assert_close(found, rewards(reward_folder, experience), rtol=0, atol=1e-4)
+
+
+def test_the_token_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny_spec(seed=1).load_model().save_pretrained(tmp_path)
+    with FakeServerProcess(str(tmp_path), api_key="open sesame") as server:
+        with pytest.raises(EngineError, match="401"):
+            ServedScores(server.url)(random_experience(), [])
+        monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "open sesame")
+        assert bool(ServedScores(server.url)(random_experience(), []).any())
+
+
+def test_the_plan_names_the_server_and_a_checkpoint_leaves_its_model_out() -> None:
+    module = Distillation(tiny_spec(), teacher=ModelSpec(url="http://teacher:30000"))
+    module.configure_model()
+    text = plan_text(module, module.data_flow())
+    assert "http://teacher:30000" in text
+    assert next(line for line in text.splitlines() if line.startswith("  teacher_logprobs")).split()[1] == "server"
+    assert "teacher_topk" not in text
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    assert not hasattr(module, "teacher")
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda spec: replace(spec, path="here"), "expected exactly one of them"),
+        (lambda spec: PPO(tiny_spec(), reward=len, critic=spec).data_flow(), "The critic has url=.*Give its path"),
+        (lambda spec: GRPO(spec, reward=len), "policy has url"),
+        (lambda spec: spec.load_model(), "Give its path"),
+        (
+            lambda spec: Distillation(tiny_spec(), teacher=spec, sampling=Sampling(temperature=0.7)).data_flow(),
+            "scores tokens at temperature 1",
+        ),
+    ],
+    ids=["two sources", "a critic", "the policy", "loading", "another temperature"],
+)
+def test_what_a_server_cannot_be_is_refused(make: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make(ModelSpec(url="http://teacher:30000"))

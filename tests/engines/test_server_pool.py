@@ -1,0 +1,90 @@
+"""ServerPool: which server a request goes to; decisions without HTTP."""
+
+from __future__ import annotations
+
+from lightrl.engines.sglang.pool import MAX_SESSIONS, ServerPool
+
+
+def pool_of(*urls: str, version: int = 0) -> ServerPool:
+    pool = ServerPool(max_lead_tokens=100)
+    for url in urls:
+        pool.join(url)
+        pool.admit(url, version)
+    return pool
+
+
+def test_a_server_gets_requests_only_after_it_acknowledged_weights() -> None:
+    pool = ServerPool()
+    pool.join("a")
+    assert pool.choose("s") is None
+    pool.admit("a", 3)
+    assert pool.choose("s") == "a"
+
+
+def test_the_server_with_the_fewest_outstanding_tokens_is_chosen() -> None:
+    pool = pool_of("a", "b", "c")
+    pool.start_request("a", 50)
+    pool.start_request("b", 20)
+    busy = pool.start_request("c", 90)
+    assert pool.choose("new") == "b"
+    pool.end_request(busy, 90)
+    assert pool.choose("other") == "c"
+
+
+def test_a_session_stays_unless_its_server_is_too_far_ahead_of_the_least_busy_one() -> None:
+    pool = pool_of("a", "b")
+    home = pool.choose("s")
+    assert home is not None
+    pool.start_request(home, 100)
+    assert pool.choose("s") == home
+    pool.start_request(home, 1)
+    assert pool.choose("s") != home
+
+
+def test_a_lost_server_gets_nothing_and_its_sessions_move() -> None:
+    pool = pool_of("a", "b")
+    home = pool.choose("s")
+    assert home is not None
+    assert pool.lose(home, "gone")
+    assert not pool.lose(home, "gone again")
+    assert pool.choose("s") not in (None, home)
+
+
+def test_versions_of_a_trajectory_never_decrease() -> None:
+    pool = pool_of("old")
+    pool.join("new")
+    pool.admit("new", 2)
+    pool.start_request("new", 1000)
+    assert pool.choose("s", min_version=1) == "new"
+    assert pool.choose("s", min_version=3) is None
+
+
+def test_a_server_that_just_failed_is_avoided_where_there_is_another() -> None:
+    pool = pool_of("a", "b")
+    assert pool.choose("s", excluded={"a"}) == "b"
+    assert pool.choose("t", excluded={"a", "b"}) in ("a", "b")
+
+
+def test_there_is_hope_while_a_server_is_started_again_and_none_when_it_is_given_up() -> None:
+    pool = pool_of("a")
+    pool.lose("a", "killed", comes_back=True)
+    assert pool.has_hope()
+    pool.lose("a", "three times", comes_back=False)
+    assert not pool.has_hope()
+    assert "three times" in pool.describe()
+
+
+def test_a_held_server_gets_nothing_until_it_is_admitted_again() -> None:
+    pool = pool_of("a")
+    pool.hold("a", "sync")
+    assert pool.choose("s") is None
+    assert pool.has_hope()
+    pool.admit("a", 1)
+    assert pool.choose("s") == "a"
+
+
+def test_sessions_are_forgotten_oldest_first() -> None:
+    pool = pool_of("a")
+    for number in range(MAX_SESSIONS + 10):
+        pool.choose(str(number))
+    assert len(pool._sessions) == MAX_SESSIONS

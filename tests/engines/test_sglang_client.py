@@ -1,0 +1,164 @@
+"""SGLangClient against a fake server in a process of its own: deadlines, retries, messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lightrl.engines.sglang.client import ServerRefused, SGLangClient
+from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.errors import EngineTimeout, EngineUnreachable
+from lightrl.testing.fake_server_process import FakeServerProcess
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Nobody listens there, and nobody will."""
+    with contextlib.closing(HeldPort("127.0.0.1")) as held:
+        yield held.number
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServerProcess]:
+    with FakeServerProcess() as started:
+        yield started
+
+
+def ask(url: str, question: Callable[[SGLangClient], Awaitable[Any]], **arguments: Any) -> Any:
+    async def scenario() -> Any:
+        client = SGLangClient(url, **{"backoff_s": 0.01, "request_timeout_s": 5.0, **arguments})
+        try:
+            return await question(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(scenario())
+
+
+def body(**params: Any) -> dict[str, Any]:
+    return {"rid": "r" * 32, "input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3, **params}}
+
+
+@pytest.mark.parametrize("kind", ["drop", "error", "garbage"])
+def test_a_failed_question_is_asked_again(kind: str, server: FakeServerProcess) -> None:
+    server.fault(kind, "/model_info", count=2)
+    assert ask(server.url, lambda client: client.model_info())["weight_version"] == "default"
+
+
+def test_a_generation_that_is_asked_again_has_a_new_rid(server: FakeServerProcess) -> None:
+    server.fault("drop")
+    request = body()
+    answer = ask(server.url, lambda client: client.generate(request))
+    assert answer["meta_info"]["id"] == request["rid"] != "r" * 32
+
+
+def test_a_refused_question_is_not_asked_again(server: FakeServerProcess) -> None:
+    before = server.stats()["requests"].get("/generate", 0)
+    with pytest.raises(ServerRefused, match=r"HTTP 400.*surprise") as caught:
+        ask(server.url, lambda client: client.generate(body(surprise=1)))
+    assert caught.value.status == 400
+    assert server.url in str(caught.value)
+    assert server.stats()["requests"]["/generate"] == before + 1
+
+
+def test_a_server_that_hangs_is_named_at_the_deadline_with_what_it_last_answered(server: FakeServerProcess) -> None:
+    async def hang(client: SGLangClient) -> None:
+        await client.model_info()
+        server.fault("hang")
+        await client.generate(body(), timeout_s=0.1)
+
+    with pytest.raises(EngineTimeout, match=r"/generate within 0.1 s.*last answered /model_info"):
+        ask(server.url, hang)
+
+
+def test_nobody_there_is_said_after_the_retries(silent_port: int) -> None:
+    with pytest.raises(EngineUnreachable, match="has never answered"):
+        ask(f"http://127.0.0.1:{silent_port}", lambda client: client.model_info(), num_retries=1)
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        pytest.param("127.0.0.1", r"127\.0\.0\.1 port \d+ refused the connection, nothing listens there", id="refused"),
+        pytest.param("nobody.invalid", r"no machine named 'nobody\.invalid' is known", id="no such name"),
+    ],
+)
+def test_an_address_that_does_not_work_is_said_in_words(host: str, reason: str, silent_port: int) -> None:
+    with pytest.raises(EngineUnreachable, match=reason) as caught:
+        ask(f"http://{host}:{silent_port}", lambda client: client.model_info(), num_retries=0)
+    assert "Connector" not in str(caught.value)
+
+
+def test_a_server_that_hangs_up_is_said_in_words(server: FakeServerProcess) -> None:
+    server.fault("drop")
+    with pytest.raises(EngineUnreachable, match="the server closed the connection before it had answered"):
+        ask(server.url, lambda client: client.generate(body()), num_retries=0)
+
+
+def test_control_goes_on_while_all_connections_generate(server: FakeServerProcess) -> None:
+    async def scenario(client: SGLangClient) -> None:
+        before = server.stats()["requests"].get("/generate", 0)
+        server.fault("slow", seconds=600)
+        tasks = [asyncio.create_task(client.generate({**body(), "rid": str(i) * 32})) for i in range(2)]
+        while server.stats()["requests"].get("/generate", 0) == before:
+            await asyncio.sleep(0.01)
+        await client.model_info(timeout_s=60)  # behind a generation it would wait for longer
+        assert not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    ask(server.url, scenario, max_connections=1)
+
+
+def test_pause_holds_new_requests_until_resume(server: FakeServerProcess) -> None:
+    async def scenario(client: SGLangClient) -> None:
+        await client.pause()
+        assert not await client.is_ready()
+        task = asyncio.create_task(client.generate(body()))
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        await client.resume()
+        assert await client.is_ready()
+        assert len((await task)["output_ids"]) == 3
+
+    ask(server.url, scenario)
+
+
+def test_an_update_needs_its_bracket_and_a_bracket_only_once(server: FakeServerProcess) -> None:
+    async def scenario(client: SGLangClient) -> None:
+        with pytest.raises(ServerRefused, match="begin_weight_update"):
+            await client.update_weights_from_tensor(["x"])
+        assert await client.begin_weight_update()
+        with pytest.raises(ServerRefused, match="twice"):
+            await client.begin_weight_update()
+        await client.end_weight_update()
+        with pytest.raises(ServerRefused, match="without"):
+            await client.end_weight_update()
+
+    ask(server.url, scenario)
+
+
+def test_a_client_can_move_to_another_event_loop_after_close(server: FakeServerProcess) -> None:
+    client = SGLangClient(server.url)
+
+    async def once() -> None:
+        await client.model_info()
+        await client.close()
+
+    asyncio.run(once())
+    asyncio.run(once())
+
+
+@pytest.mark.parametrize(
+    ("url", "arguments"),
+    [("localhost:1", {}), ("http://a", {"request_timeout_s": 0}), ("http://a", {"generate_timeout_s": -1})],
+    ids=["no scheme", "no deadline", "negative deadline"],
+)
+def test_arguments_that_cannot_work_are_refused_at_once(url: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        SGLangClient(url, **arguments)

@@ -1,0 +1,399 @@
+"""SGLangEngine on the fake server: the contract, lost servers, interrupted generation. Real processes and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_contract import CONTRACT, EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version, run
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from waits import NUM_TOKENS, SLOWLY, until, until_written
+
+from lightrl.engines.sglang.addresses import addresses_from_environment
+from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.errors import EngineError, WeightSyncError
+from lightrl.testing.fake_server_process import FakeServerProcess
+from lightrl.trajectory import Sampling
+from lightrl.weights import Bucket
+
+CONFIG = Qwen3Config(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=0, eos_token_id=None,
+)  # fmt: skip
+WEIGHTS = [Bucket({"weight": torch.zeros(3)}, is_last=True)]
+
+
+@pytest.fixture(scope="module")
+def models() -> list[PreTrainedModel]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return [AutoModelForCausalLM.from_config(CONFIG) for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def model_servers(models: list[PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+    folder = tmp_path_factory.mktemp("model")
+    models[0].save_pretrained(folder)
+    servers = [FakeServerProcess(str(folder)), FakeServerProcess(str(folder))]
+    try:
+        yield [server.start() for server in servers]
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def engine_on(servers: list[FakeServerProcess], *, version: int | None = 0, **arguments: Any) -> SGLangEngine:
+    engine = SGLangEngine(urls=[server.url for server in servers], **{"probe_interval_s": 0.1, **arguments})
+    engine.start(Qwen3Config(vocab_size=1000, max_position_embeddings=100_000))
+    if version is not None:
+        engine.load_weights(iter(WEIGHTS), weight_version=version)
+    return engine
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable[..., FakeServerProcess]]:
+    servers: list[FakeServerProcess] = []
+
+    def start(**arguments: Any) -> FakeServerProcess:
+        servers.append(FakeServerProcess(**arguments).start())
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+def contract_case(servers: list[FakeServerProcess], models: list[PreTrainedModel], **arguments: Any) -> EngineCase:
+    engine = SGLangEngine(urls=[server.url for server in servers], **arguments)
+    engine.start(CONFIG)
+    return EngineCase(engine, models, is_exact=False)
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_the_engine_on_a_fake_server_keeps_the_contract(
+    check: Callable[[EngineCase], None], model_servers: list[FakeServerProcess], models: list[PreTrainedModel]
+) -> None:
+    case = contract_case(model_servers[:1], models)
+    try:
+        check(case)
+    finally:
+        case.engine.close()
+
+
+@pytest.mark.parametrize("interrupt", ["retract", "abort"])
+@pytest.mark.parametrize("transport", ["disk", "distributed", "tensor"])
+def test_each_token_is_that_of_its_version_on_two_servers(
+    transport: str, interrupt: str, model_servers: list[FakeServerProcess], models: list[PreTrainedModel]
+) -> None:
+    case = contract_case(model_servers, models, transport=transport, interrupt=interrupt)
+    try:
+        after_a_sync_amid_a_generation_each_token_is_that_of_its_version(case)
+    finally:
+        case.engine.close()
+
+
+def test_many_requests_at_once_are_shared_by_the_servers(scripted: Callable[..., FakeServerProcess]) -> None:
+    servers = [scripted(**SLOWLY), scripted(**SLOWLY)]
+    engine = engine_on(servers)
+
+    async def one(seed: int) -> list[Any]:
+        return await engine.generate([1, 2], Sampling(max_new_tokens=400, seed=seed), session=str(seed))
+
+    async def scenario() -> list[Any]:
+        tasks = [asyncio.create_task(one(seed)) for seed in range(200)]
+        await until(lambda: sum(server.stats()["running"] for server in servers) == 200)
+        for server in servers:
+            server.pace(0)
+        return await asyncio.gather(*tasks)
+
+    assert len({tuple(group[0].token_ids) for group in run(scenario())}) == 200
+    assert [server.stats()["requests"]["/generate"] for server in servers] == [100, 100]
+    engine.close()
+
+
+def test_a_session_stays_on_the_server_that_has_its_prefix(scripted: Callable[..., FakeServerProcess]) -> None:
+    servers = [scripted(), scripted()]
+    engine = engine_on(servers)
+
+    async def scenario() -> None:
+        for turn in range(4):
+            await engine.generate([1] * (turn + 1), Sampling(max_new_tokens=2), session="one")
+
+    run(scenario())
+    assert sorted(server.stats()["requests"].get("/generate", 0) for server in servers) == [0, 4]
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["drop", "error", "garbage"])
+def test_a_request_that_fails_once_is_asked_again(kind: str, scripted: Callable[..., FakeServerProcess]) -> None:
+    server = scripted(fault=[f"{kind}:/generate:2"])
+    engine = engine_on([server])
+    assert len(run(engine.generate([1], Sampling(max_new_tokens=5), session="s"))[0].token_ids) == 5
+    assert server.stats()["requests"]["/generate"] == 3
+    engine.close()
+
+
+def test_a_request_that_is_refused_is_not_asked_again(scripted: Callable[..., FakeServerProcess]) -> None:
+    server = scripted(context_length=10)
+    engine = engine_on([server])
+    with pytest.raises(EngineError, match=r"HTTP 400.*context"):
+        run(engine.generate([1] * 20, Sampling(max_new_tokens=5), session="s"))
+    assert server.stats()["requests"]["/generate"] == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("end", ["kill", "freeze"])
+def test_requests_of_a_lost_server_go_on_elsewhere_and_are_counted_once(
+    end: str, scripted: Callable[..., FakeServerProcess]
+) -> None:
+    lost, left = scripted(**SLOWLY), scripted(**SLOWLY)
+    engine = engine_on([lost, left], hang_timeout_s=0.5)
+
+    async def scenario() -> list[Any]:
+        tasks = [
+            asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS, seed=i), session=str(i)))
+            for i in range(20)
+        ]
+        await until_written(lost, 10)
+        getattr(lost, end)()
+        left.pace(0)
+        return await asyncio.gather(*tasks)
+
+    groups = run(scenario())
+    assert [len(group[0].token_ids) for group in groups] == [NUM_TOKENS] * 20
+    assert engine.pool.servers[lost.url].state == "lost"
+    assert engine.queue_depths() == {"running": 0, "waiting": 0}
+    engine.close()
+
+
+def test_when_all_servers_are_dead_the_error_says_what_became_of_each(
+    scripted: Callable[..., FakeServerProcess],
+) -> None:
+    servers = [scripted(**SLOWLY), scripted(**SLOWLY)]
+    engine = engine_on(servers)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s", n=4))
+        await until(lambda: sum(server.stats()["running"] for server in servers) == 4)
+        for server in servers:
+            server.kill()
+        await task
+
+    with pytest.raises(EngineError, match="No server is left") as caught:
+        run(scenario())
+    assert all(server.url in str(caught.value) for server in servers)
+    engine.close()
+
+
+@pytest.mark.parametrize("interrupt", ["retract", "abort"])
+def test_an_interrupted_request_keeps_its_tokens_its_limits_and_the_order_of_versions(
+    interrupt: str, scripted: Callable[..., FakeServerProcess]
+) -> None:
+    server = scripted(**SLOWLY, vocab_size=10)
+    engine = engine_on([server], interrupt=interrupt)
+    sampling = Sampling(max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, stop_token_ids=(1, 2, 3), seed=4)
+
+    async def scenario() -> Any:
+        task = asyncio.create_task(engine.generate([1], sampling, session="s"))
+        await until_written(server)
+        await asyncio.to_thread(engine.load_weights, iter(WEIGHTS), weight_version=1)
+        server.pace(0)
+        return (await task)[0]
+
+    completion = run(scenario())
+    assert len(completion.token_ids) == NUM_TOKENS
+    assert not set(completion.token_ids) & {1, 2, 3}
+    assert completion.weight_versions == sorted(completion.weight_versions)
+    assert set(completion.weight_versions) == {0, 1}
+    assert server.stats()["requests"]["/generate"] == (1 if interrupt == "retract" else 2)
+    engine.close()
+
+
+def test_a_paused_server_goes_on_though_its_request_has_ended_meanwhile(
+    scripted: Callable[..., FakeServerProcess],
+) -> None:
+    server = scripted(**SLOWLY)
+    engine = engine_on([server])
+
+    async def scenario() -> None:
+        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s"))
+        await until_written(server)
+        await engine.pause()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.resume()
+        assert len((await engine.generate([1], Sampling(max_new_tokens=3), session="s"))[0].token_ids) == 3
+
+    run(scenario())
+    engine.close()
+
+
+def test_a_resume_amid_a_load_does_not_let_the_server_go_on(scripted: Callable[..., FakeServerProcess]) -> None:
+    server = scripted(**SLOWLY)
+    engine = engine_on([server])
+
+    async def scenario() -> Any:
+        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s"))
+        await until_written(server)
+        await engine.pause()
+        server.fault("slow", "/update_weights_from_disk", seconds=2)
+        loading = asyncio.create_task(asyncio.to_thread(engine.load_weights, iter(WEIGHTS), weight_version=1))
+        await until(lambda: server.stats()["requests"].get("/update_weights_from_disk", 0) > 1)
+        before = server.stats()["requests"]["/continue_generation"]
+        await engine.resume()
+        assert server.stats()["requests"]["/continue_generation"] == before
+        await loading
+        server.pace(0)
+        return (await task)[0]
+
+    assert set(run(scenario()).weight_versions) == {0, 1}
+    engine.close()
+
+
+def test_a_colocated_server_gives_its_memory_until_the_next_load(scripted: Callable[..., FakeServerProcess]) -> None:
+    """The fake dies, as SGLang does, at a release while it runs and at a resume of what it has not released."""
+    server = scripted(**SLOWLY)
+    engine = engine_on([server], placement="colocated")
+
+    async def scenario() -> Any:
+        running = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s"))
+        await until_written(server)
+        await asyncio.to_thread(engine.make_room)
+        server.pace(0)
+        waiting = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="t"))
+        await asyncio.sleep(0.1)
+        assert not running.done()
+        assert not waiting.done()
+        await asyncio.to_thread(engine.load_weights, iter(WEIGHTS), weight_version=1)
+        return (await running)[0], (await waiting)[0]
+
+    interrupted, late = run(scenario())
+    assert set(interrupted.weight_versions) == {0, 1}
+    assert late.weight_versions == [1, 1, 1]
+    engine.make_room()
+    engine.close()  # a server that goes on without us gets its memory back
+    requests = server.stats()["requests"]
+    assert requests["/release_memory_occupation"] == 2
+    assert requests["/resume_memory_occupation"] == 6  # weights, graphs, cache; twice
+    assert requests["/continue_generation"] == 3
+
+
+def test_a_colocated_server_whose_load_fails_has_its_memory_and_old_weights_again(
+    scripted: Callable[..., FakeServerProcess],
+) -> None:
+    server = scripted()
+    engine = engine_on([server], placement="colocated")
+    engine.make_room()
+    server.fault("error", "/update_weights_from_disk", count=1)
+    with pytest.raises(WeightSyncError, match="500"):
+        engine.load_weights(iter(WEIGHTS), weight_version=1)
+    assert run(engine.generate([1], Sampling(max_new_tokens=3), session="s"))[0].weight_versions == [0, 0, 0]
+    assert server.stats()["requests"]["/resume_memory_occupation"] == 3
+    engine.close()
+
+
+def test_a_cancelled_request_is_aborted_on_the_server(scripted: Callable[..., FakeServerProcess]) -> None:
+    server = scripted(**SLOWLY)
+    engine = engine_on([server])
+
+    async def scenario() -> None:
+        task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s"))
+        await until_written(server)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: not server.stats()["running"])
+
+    run(scenario())
+    assert server.stats()["requests"]["/abort_request"] == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["lose_update", "wrong_version"])
+def test_a_server_that_acknowledges_another_version_gets_no_requests(
+    kind: str, scripted: Callable[..., FakeServerProcess]
+) -> None:
+    liar, honest = scripted(), scripted()
+    engine = engine_on([liar, honest], probe_interval_s=60)
+    liar.fault(kind, "/update_weights_from_disk")
+    engine.load_weights(iter(WEIGHTS), weight_version=1)
+    assert engine.pool.servers[liar.url].state == "lost"
+    assert "version" in engine.pool.servers[liar.url].reason
+    versions = [run(engine.generate([1], Sampling(max_new_tokens=2), session=str(i)))[0] for i in range(4)]
+    assert all(completion.weight_versions == [1, 1] for completion in versions)
+    assert liar.stats()["requests"].get("/generate", 0) == 0
+    engine.close()
+
+
+def test_a_server_that_comes_back_gets_the_weights_before_requests(scripted: Callable[..., FakeServerProcess]) -> None:
+    lost, left = scripted(), scripted()
+    engine = engine_on([lost, left])
+    lost.kill()
+
+    async def until(state: str) -> None:
+        while engine.pool.servers[lost.url].state != state:
+            await asyncio.sleep(0.02)
+
+    run(until("lost"))
+    lost.start(lost.port)
+    run(until("routable"))
+    for number in range(4):
+        assert run(engine.generate([1], Sampling(max_new_tokens=2), session=str(number)))[0].weight_versions == [0, 0]
+    assert lost.stats()["requests"]["/generate"] > 0
+    engine.close()
+
+
+def test_servers_that_the_engine_starts_are_restarted_and_ended(tmp_path: Path) -> None:
+    import sys
+
+    command = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
+    engine = SGLangEngine(servers=2, command=command, probe_interval_s=0.2, hang_timeout_s=5)
+    engine.start(Qwen3Config(vocab_size=1000))
+    engine.load_weights(iter(WEIGHTS), weight_version=0)
+    first = set(engine.pool.urls("routable"))
+    assert engine.fleet is not None
+    fleet = engine.fleet
+    fleet.servers[0].stop(grace_s=0)
+
+    async def until_back() -> None:
+        while set(engine.pool.urls("routable")) == first or len(engine.pool.urls("routable")) < 2:
+            await asyncio.sleep(0.05)
+
+    run(until_back())
+    assert run(engine.generate([1], Sampling(max_new_tokens=2), session="s"))[0].weight_versions == [0, 0]
+    engine.close()
+    assert not any(server.is_alive() for server in fleet.servers)
+
+
+def test_a_server_with_a_token_is_asked_with_it(scripted: Callable[..., FakeServerProcess]) -> None:
+    server = scripted(api_key="secret")
+    engine = engine_on([server], token="secret")
+    assert len(run(engine.generate([1], Sampling(max_new_tokens=3), session="s"))[0].token_ids) == 3
+    engine.close()
+    with pytest.raises(EngineError, match="401"):
+        engine_on([server], token="wrong")
+
+
+def test_addresses_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTRL_SERVER_ADDRS", raising=False)
+    monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", "one:1, http://two:2")
+    assert addresses_from_environment() == ["http://one:1", "http://two:2"]
+    monkeypatch.setenv("LIGHTRL_SERVER_ADDRS", "three:3")
+    assert addresses_from_environment() == ["http://three:3"]
+    monkeypatch.delenv("LIGHTRL_SERVER_ADDRS")
+    monkeypatch.delenv("AREAL_LLM_SERVER_ADDRS")
+    with pytest.raises(ValueError, match="servers: 1"):
+        SGLangEngine().start(CONFIG)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"urls": ["a"], "servers": 1}, {"servers": 0}, {"transport": "pigeon"}, {"weights_dtype": "float9"}, {"tp": 0}],
+    ids=str,
+)
+def test_arguments_that_cannot_work_are_refused_at_once(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        SGLangEngine(**arguments)

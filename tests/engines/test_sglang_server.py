@@ -1,0 +1,534 @@
+"""SGLangServer and ServerFleet with real processes: readiness, restarts, and nothing that outlives its trainer."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import GPT2Config, Qwen3Config
+
+from lightrl.engines.sglang.command import (
+    SGLangPython,
+    command_line,
+    context_args,
+    devices_of_servers,
+    find_python,
+    flags,
+)
+from lightrl.engines.sglang.fleet import RestartPolicy, ServerFleet
+from lightrl.engines.sglang.server import SGLangServer, write_model_folder
+from lightrl.errors import EngineError, EngineTimeout
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems hold no port for somebody else")
+SMALL_SERVER = str(Path(__file__).with_name("small_server.py"))
+
+
+@pytest.fixture
+def small_server(tmp_path: Path) -> Iterator[Callable[..., SGLangServer]]:
+    made: list[SGLangServer] = []
+
+    def make(*words: str, **settings: Any) -> SGLangServer:
+        name = f"server {len(made)}"
+        server = SGLangServer(
+            tmp_path,
+            command=[sys.executable, SMALL_SERVER, "{port}", *words],
+            log_file=tmp_path / f"{name}.log",
+            **{"name": name, "startup_timeout_s": 30, "stop_timeout_s": 5, **settings},
+        )
+        made.append(server)
+        return server
+
+    yield make
+    for server in made:
+        server.stop(grace_s=0)
+
+
+def ask(server: SGLangServer) -> dict[str, Any]:
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=10)
+    connection.request("GET", "/", headers={"Authorization": f"Bearer {server.token}"})
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    return answer
+
+
+def wait_until(is_true: Callable[[], object], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+# ---------------------------------------------------------------------- one server
+
+
+def test_a_server_is_ready_after_the_wait_and_gone_after_the_stop(small_server):
+    server = small_server()
+    assert not server.is_alive()
+    server.start()
+    server.wait_ready()
+    pid = ask(server)["pid"]
+    assert server.is_alive()
+    server.stop()
+    server.stop()
+    assert is_gone(pid)
+    assert not server.is_ready()
+
+
+def test_a_stopped_server_may_be_started_again(small_server):
+    server = small_server()
+    for _ in range(2):
+        server.start()
+        server.wait_ready()
+        with pytest.raises(RuntimeError, match="is running"):
+            server.start()
+        server.stop()
+
+
+@pytest.mark.parametrize(("words", "grace_s"), [(("stubborn",), 0.3), (("child",), 5), (("stubborn", "child"), 0)])
+def test_nothing_outlives_a_stop(small_server, words, grace_s):
+    server = small_server(*words)
+    server.start()
+    server.wait_ready()
+    answer = ask(server)
+    server.stop(grace_s=grace_s)
+    assert is_gone(answer["pid"])
+    assert answer["child"] is None or is_gone(answer["child"])
+
+
+def test_a_hanging_server_is_ended_too(small_server):
+    server = small_server()
+    server.start()
+    server.wait_ready()
+    pid = ask(server)["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    assert server.is_alive()
+    assert not server.answers(within_s=0.3)
+    server.stop(grace_s=0.3)
+    assert is_gone(pid)
+
+
+def test_a_server_that_dies_says_command_log_and_last_words_but_not_the_token(small_server):
+    server = small_server("dies")
+    server.start()
+    with pytest.raises(EngineError) as caught:
+        server.wait_ready()
+    message = str(caught.value)
+    assert "server 0 ended (exit code 1)" in message
+    assert "small_server.py" in message
+    assert str(server.log_file) in message
+    assert "no room for 7 GiB of weights, token <token>" in message
+    assert server.token not in message
+
+
+def test_a_server_that_is_not_ready_in_time_is_named(small_server):
+    server = small_server("never_ready")
+    server.start()
+    with pytest.raises(
+        EngineTimeout, match=r"(?s)server 0 at http://127.0.0.1:\d+ was not ready.*startup_timeout_s.*listening"
+    ):
+        server.wait_ready(within_s=1.0)
+    assert server.answers()
+
+
+def test_a_program_that_is_not_there_is_an_error_with_its_name(tmp_path):
+    server = SGLangServer(tmp_path, command=["/nowhere/sglang", "{port}"], log_file=tmp_path / "log")
+    server.start()
+    with pytest.raises(EngineError, match=r"(?s)exit code 127.*No such file or directory: '/nowhere/sglang'"):
+        server.wait_ready()
+    server.stop()
+
+
+# ---------------------------------------------------------------------- its port
+
+
+@ON_LINUX
+def test_nobody_else_gets_the_port_of_a_server_that_is_starting(small_server):
+    server = small_server("late")
+    server.start()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((server.host, server.port))
+    server.wait_ready()
+    assert ask(server)["pid"]
+    server.stop()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # there were connections
+        other.bind((server.host, server.port))
+        other.listen()
+
+
+def test_a_port_at_which_another_server_answers_is_refused_at_once(small_server):
+    other = small_server()
+    other.start()
+    other.wait_ready()
+    server = small_server(port=other.port)
+    with pytest.raises(EngineError, match=rf"No server can listen at 127.0.0.1:{other.port}: .*Change host or port"):
+        server.start()
+    assert not server.is_alive()
+
+
+def test_a_port_is_kept_from_the_first_start_on_where_zero_was_given(small_server):
+    kept, new = small_server(port=0), small_server()
+    urls = []
+    for _ in range(2):
+        for server in (kept, new):
+            server.start()
+            server.wait_ready()
+            urls.append(server.url)
+            os.kill(ask(server)["pid"], signal.SIGKILL)
+            wait_until(lambda server=server: not server.is_alive())
+            server.stop()
+    assert urls[0] == urls[2]
+    assert urls[1] != urls[3]
+
+
+# ---------------------------------------------------------------------- no orphans
+
+_TRAINER = """
+import os, signal, sys, time
+from lightrl.engines.sglang.server import SGLangServer
+how, log = sys.argv[1:3]
+server = SGLangServer(".", command=sys.argv[3:], log_file=log, stop_timeout_s=1)
+server.start()
+server.wait_ready(60)
+if how == "forked":
+    if os.fork() == 0:  # holds the pipe open
+        time.sleep(30)
+        os._exit(0)
+sys.stdout.write(f"{server.url} {server.token} {server.pid}\\n")
+sys.stdout.flush()
+if how == "raises":
+    raise RuntimeError("the trainer's own")
+if how == "exits":
+    sys.exit(0)
+time.sleep(60)
+"""
+_ENDS = {"kill -9": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "Ctrl-C": signal.SIGINT, "forked": signal.SIGKILL}
+
+
+@pytest.mark.parametrize("how", ["kill -9", "SIGTERM", "Ctrl-C", "forked", "raises", "exits"])
+def test_no_process_of_a_server_outlives_its_trainer(how, tmp_path):
+    command = [sys.executable, SMALL_SERVER, "{port}", "stubborn", "child"]
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", _TRAINER, how, str(tmp_path / "log"), *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
+    )
+    assert trainer.stdout is not None
+    url, token, watch = trainer.stdout.readline().split()
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    connection.request("GET", "/", headers={"Authorization": f"Bearer {token}"})
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    if how in _ENDS:
+        trainer.send_signal(_ENDS[how])
+    trainer.wait(30)
+    try:
+        wait_until(lambda: is_gone(answer["pid"]) and is_gone(answer["child"]) and is_gone(int(watch)))
+    finally:
+        if how == "forked":
+            os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.stdout.close()
+
+
+def test_a_server_dies_with_the_process_that_watches_it(small_server):
+    server = small_server()
+    server.start()
+    server.wait_ready()
+    pid = ask(server)["pid"]
+    os.kill(server.pid, signal.SIGKILL)
+    wait_until(lambda: is_gone(pid))
+    assert not server.is_alive()
+
+
+# ---------------------------------------------------------------------- security
+
+
+def test_servers_listen_on_the_loopback_and_refuse_requests_without_the_token(small_server):
+    server = small_server()
+    server.start()
+    server.wait_ready()
+    listening = psutil.Process(ask(server)["pid"]).net_connections("tcp")
+    assert {connection.laddr.ip for connection in listening} == {"127.0.0.1"}
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=10)
+    connection.request("GET", "/generate")
+    assert connection.getresponse().status == 401
+    connection.close()
+
+
+def test_each_server_has_a_token_of_its_own_unless_given(small_server):
+    first, second, third = small_server(), small_server(), small_server(token="mine")
+    assert len({first.token, second.token}) == 2
+    assert re.fullmatch("[0-9a-f]{64}", first.token)
+    assert third.token == "mine"
+
+
+def test_a_token_that_sglang_takes_for_an_option_is_refused(small_server):
+    with pytest.raises(ValueError, match=r"begins with '-', which SGLang takes for an option"):
+        small_server(token="-mine")
+
+
+def test_the_token_is_in_no_command_line_and_in_files_of_this_user_only(tmp_path, monkeypatch):
+    folder = write_model_folder(Qwen3Config(), tmp_path / "model")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    server = SGLangServer(folder, python="/bin/cat", token="very-secret", log_file=tmp_path / "log")
+    server.start()
+    command_lines = [" ".join(psutil.Process(server.pid).cmdline())]
+    written = list(tmp_path.glob("*.yaml"))
+    assert "very-secret" not in " ".join(command_lines)
+    modes = [stat.S_IMODE(file.stat().st_mode) for file in (*written, tmp_path / "log")]
+    server.stop(grace_s=0)
+    assert set(modes) == {0o600}
+    assert not list(tmp_path.glob("*.yaml"))
+
+
+def test_no_shell_reads_an_argument():
+    line = command_line(
+        SGLangPython("python"),
+        "a folder; touch x",
+        host="127.0.0.1",
+        port=1,
+        secrets_file="s",
+        args={"served_model_name": "$(touch y)"},
+    )
+    assert "a folder; touch x" in line
+    assert line[line.index("--served-model-name") + 1] == "$(touch y)"
+
+
+# ---------------------------------------------------------------------- SGLang's arguments
+
+
+def test_arguments_keep_sglangs_names():
+    args = {
+        "tp_size": 2,
+        "mem-fraction-static": 0.6,
+        "enable_metrics": True,
+        "disable_radix_cache": False,
+        "lora_paths": ["a", "b"],
+    }
+    assert flags({**args, "dtype": None, "model_loader_extra_config": {"a": 1}}) == [
+        *("--tp-size", "2", "--mem-fraction-static", "0.6", "--enable-metrics", "--lora-paths", "a", "b"),
+        *("--model-loader-extra-config", '{"a": 1}'),
+    ]
+
+
+def call(python: SGLangPython, **args: Any) -> str:
+    return " ".join(command_line(python, "m", host="127.0.0.1", port=7, secrets_file="s.yaml", args=args))
+
+
+def test_given_arguments_win_over_lightrls_defaults():
+    line = call(SGLangPython("p", is_plain_cpu=True), dtype="bfloat16", **{"sampling-defaults": "model"})
+    assert "-m lightrl_sglang_cpu.launch --model-path m --host 127.0.0.1 --port 7 --config s.yaml" in line
+    assert "--dtype bfloat16" in line
+    assert "float32" not in line
+    assert line.count("--sampling-defaults") == 1
+    assert "--device" not in call(SGLangPython("p"))
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin-api-key", "--port", "host", "model_path", "config"])
+def test_what_lightrl_sets_is_refused_among_the_arguments(name):
+    with pytest.raises(ValueError, match=r"which lightrl sets\. Leave it out"):
+        call(SGLangPython("p"), **{name: "x"})
+
+
+def test_each_server_gets_its_own_devices():
+    assert devices_of_servers(2, 2, [0, 1, 2, 3, 4]) == [["0", "1"], ["2", "3"]]
+    assert devices_of_servers(3, 1, []) == [[], [], []]
+    with pytest.raises(ValueError, match="want 6 devices, but there are 2"):
+        devices_of_servers(3, 2, [0, 1])
+
+
+def test_a_server_sees_its_devices_and_variables_but_not_the_trainers_packages(small_server, monkeypatch):
+    server = small_server(devices=[4, 5], environment={"SGLANG_ANYTHING": "1"})
+    server.start()
+    server.wait_ready()
+    found = ask(server)["environment"]
+    assert (found["CUDA_VISIBLE_DEVICES"], found["SGLANG_ANYTHING"]) == ("4,5", "1")
+    monkeypatch.setenv("PYTHONPATH", "/trainers/own")
+    assert "PYTHONPATH" not in SGLangPython("/other/python").environment()
+    assert SGLangPython("/other/python").environment()["SGLANG_FORCE_STREAM_INTERVAL"] == "1"
+
+
+def test_a_python_is_found_in_the_order_argument_variable_cpu_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTRL_SGLANG_CACHE", str(tmp_path))
+    monkeypatch.delenv("LIGHTRL_SGLANG_PYTHON", raising=False)
+    with pytest.raises(ValueError, match=r"pip install sglang.*scripts/sglang_cpu/build.py"):
+        find_python()
+    (tmp_path / "sglang-cpu/bin").mkdir(parents=True)
+    (tmp_path / "sglang-cpu/bin/python").symlink_to(sys.executable)
+    with pytest.raises(ValueError, match="No Python with SGLang"):  # half built
+        find_python()
+    (tmp_path / "sglang-cpu/lightrl-sglang-cpu.json").touch()
+    assert find_python() == SGLangPython(str(tmp_path / "sglang-cpu/bin/python"), is_plain_cpu=True)
+    monkeypatch.setenv("LIGHTRL_SGLANG_PYTHON", sys.executable)
+    assert find_python() == SGLangPython(sys.executable)
+    with pytest.raises(ValueError, match="sglang_python=/nowhere/python is no program"):
+        find_python("/nowhere/python")
+
+
+def test_a_folder_without_a_model_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config.json.*write_model_folder"):
+        SGLangServer(tmp_path, python=sys.executable)
+
+
+@pytest.mark.parametrize("config", [Qwen3Config(eos_token_id=1), GPT2Config(eos_token_id=3)], ids=["Qwen3", "GPT2"])
+def test_a_model_folder_has_architecture_and_tokenizer_but_no_end_token(config, tmp_path):
+    folder = write_model_folder(config, tmp_path / "model")
+    written = json.loads((folder / "config.json").read_text())
+    assert written["eos_token_id"] is None
+    assert written["architectures"] in (["Qwen3ForCausalLM"], ["GPT2LMHeadModel"])
+    assert {file.name for file in folder.iterdir()} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_the_context_has_room_for_what_sglang_keeps_back(tmp_path):
+    folder = write_model_folder(Qwen3Config(max_position_embeddings=256), tmp_path)
+    assert context_args(folder) == {"context_length": 264}
+    given = SGLangServer(folder, python=sys.executable, args={"context-length": 100})
+    assert given._args["context_length"] == 100
+
+
+# ---------------------------------------------------------------------- several
+
+
+class Seen:
+    """Callbacks of a fleet that remember; a restarted server gets its weights here."""
+
+    def __init__(self, refuse: int = 0) -> None:
+        self.events: list[tuple[str, str]] = []
+        self.refuse = refuse
+        self.is_there = threading.Event()
+
+    def on_lost(self, url: str, reason: str) -> None:
+        self.events.append(("lost", reason))
+
+    def on_started(self, url: str) -> None:
+        if self.refuse > 0:
+            self.refuse -= 1
+            raise EngineError("did not take the weights")
+        self.events.append(("started", url))
+        self.is_there.set()
+
+    def on_given_up(self, url: str, message: str) -> None:
+        self.events.append(("given up", message))
+        self.is_there.set()
+
+
+@pytest.fixture
+def fleet(small_server) -> Iterator[Callable[..., tuple[ServerFleet, Seen]]]:
+    made: list[ServerFleet] = []
+
+    def make(servers: list[SGLangServer], refuse: int = 0, **settings: Any) -> tuple[ServerFleet, Seen]:
+        seen = Seen(refuse)
+        callbacks = {"on_lost": seen.on_lost, "on_started": seen.on_started, "on_given_up": seen.on_given_up}
+        found = ServerFleet(servers, **callbacks, **{"restart_backoff_s": 0.05, **settings})
+        made.append(found)
+        return found, seen
+
+    yield make
+    for one in made:
+        one.stop(grace_s=0)
+
+
+def test_a_killed_server_is_replaced_and_the_others_stay(small_server, fleet):
+    servers = [small_server(), small_server()]
+    running, seen = fleet(servers)
+    urls = running.start()
+    pids = [ask(server)["pid"] for server in servers]
+    os.kill(pids[1], signal.SIGKILL)
+    assert seen.is_there.wait(30)
+    assert seen.events == [("lost", "its process ended (signal 9)"), ("started", servers[1].url)]
+    assert running.urls[0] == urls[0]
+    assert running.urls[1] != urls[1]
+    assert ask(servers[0])["pid"] == pids[0]
+    assert ask(servers[1])["pid"] != pids[1]
+
+
+def test_a_hanging_server_is_killed_and_replaced(small_server, fleet):
+    servers = [small_server()]
+    running, seen = fleet(servers, hang_timeout_s=0.5, probe_interval_s=0.1)
+    running.start()
+    pid = ask(servers[0])["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    assert seen.is_there.wait(30)
+    assert seen.events[0][1].startswith("it has not answered for")
+    assert is_gone(pid)
+    assert ask(servers[0])["pid"] != pid
+
+
+def test_a_reported_server_is_replaced(small_server, fleet):
+    servers = [small_server()]
+    running, seen = fleet(servers)
+    running.start()
+    running.report("http://nobody:1", "unknown")
+    running.report(servers[0].url, "a generation is overdue")
+    assert seen.is_there.wait(30)
+    assert seen.events[0] == ("lost", "a generation is overdue")
+
+
+def test_a_server_that_does_not_take_the_weights_is_tried_again(small_server, fleet):
+    servers = [small_server()]
+    running, seen = fleet(servers, refuse=2)
+    running.start()
+    os.kill(ask(servers[0])["pid"], signal.SIGKILL)
+    assert seen.is_there.wait(30)
+    assert [what for what, _ in seen.events] == ["lost", "started"]
+
+
+def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(small_server, fleet):
+    servers = [small_server("dies_after_1")]
+    running, seen = fleet(servers, refuse=99, max_restarts=2)
+    running.start()
+    assert seen.is_there.wait(30)
+    assert [what for what, _ in seen.events] == ["lost", "given up"]
+    assert "given up after 2 restarts in a row. Last reason: did not take the weights" in seen.events[-1][1]
+    assert str(servers[0].log_file) in seen.events[-1][1]
+
+
+def test_a_server_that_does_not_start_ends_the_others(small_server, fleet):
+    servers = [small_server("never_ready"), small_server("dies")]
+    running, _ = fleet(servers)
+    with pytest.raises(EngineError, match=r"server 1 ended \(exit code 1\)"):
+        running.start()
+    assert not any(server.is_alive() for server in servers)
+
+
+def test_a_stop_amid_a_restart_leaves_nothing(small_server, fleet):
+    servers = [small_server("never_ready"), small_server()]
+    running, seen = fleet([servers[1]], restart_backoff_s=30)
+    running.start()
+    os.kill(ask(servers[1])["pid"], signal.SIGKILL)
+    wait_until(lambda: seen.events)
+    running.stop()
+    assert not servers[1].is_alive()
+    assert [what for what, _ in seen.events] == ["lost"]
+
+
+def test_restarts_are_bounded_back_off_and_are_forgotten_after_a_long_run():
+    policy = RestartPolicy(max_restarts=3, backoff_s=1.0, stable_s=600)
+    assert [policy.delay_s(5) for _ in range(4)] == [1.0, 2.0, 4.0, None]
+    assert policy.delay_s(600) == 1.0
+    assert RestartPolicy(max_restarts=0).delay_s(10_000) is None

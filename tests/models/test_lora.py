@@ -1,0 +1,87 @@
+"""LoRA: adapters that change nothing at first, merge to what the model computes, and leave a reference behind."""
+
+import pytest
+import torch
+from tiny import FAMILIES
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightrl.models.lora import LoRA, adapters_off, has_adapters, merged_parameters
+
+TOKEN_IDS = torch.tensor([[3, 4, 5, 6]])
+
+
+def plain_model(family="qwen3"):
+    values = dict(FAMILIES[family])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def adapted_model(family="qwen3", **settings):
+    """With adapters that are no longer zero."""
+    model = plain_model(family)
+    LoRA(rank=2, **settings).add_to(model)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKEN_IDS).logits
+
+
+def test_fresh_adapters_change_nothing():
+    model = plain_model()
+    before = logits(model)
+    LoRA(rank=2).add_to(model)
+    assert has_adapters(model)
+    torch.testing.assert_close(logits(model), before)
+
+
+def test_only_the_adapters_train():
+    trained = {name for name, parameter in adapted_model().named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+def test_a_plain_model_with_the_merged_weights_computes_the_same(family):
+    model = adapted_model(family)
+    merged = dict(merged_parameters(model))
+    plain = plain_model(family)
+    assert merged.keys() == dict(plain.named_parameters()).keys()
+    different = logits(plain)
+    plain.load_state_dict(merged, strict=False)
+    assert (different - logits(model)).abs().max() > 0.1
+    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_with_adapters_off_the_model_is_the_one_it_came_from():
+    model = adapted_model()
+    with adapters_off(model):
+        torch.testing.assert_close(logits(model), logits(plain_model()))
+    assert (logits(model) - logits(plain_model())).abs().max() > 0.1
+
+
+def test_a_saved_adapter_is_gone_on_from(tmp_path):
+    model = adapted_model()
+    model.save_pretrained(tmp_path)
+    again = plain_model()
+    LoRA(adapter=str(tmp_path)).add_to(again)
+    torch.testing.assert_close(logits(again), logits(model))
+    assert any(parameter.requires_grad for parameter in again.parameters())
+
+
+def test_a_folder_without_adapters_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no adapter_config\.json"):
+        LoRA(adapter=str(tmp_path))
+
+
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"alpha": 0}])
+def test_sizes_that_make_no_adapter_are_refused(settings):
+    with pytest.raises(ValueError, match="expected"):
+        LoRA(**settings)

@@ -1,0 +1,256 @@
+"""Pictures from a prompt's strings to gradients: rows keep their own, whatever the cut, the form and the engine."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pictures_cases import BLUE, HALF, IMAGE_TOKEN, RED, TOKENS_EACH, picture_spec, picture_trajectories
+from tiny import gradients, tiny_spec
+
+from lightrl.algorithms import GRPO
+from lightrl.engines import LocalEngine
+from lightrl.engines.sglang.request import CompletionDraft, RequestPictures
+from lightrl.experience import Experience
+from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes
+from lightrl.models.pictures import Pictures, data_url, input_embeddings, read_image, with_pictures
+from lightrl.strategies.single import LogprobSettings, SingleModel
+from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
+from lightrl.weights import bucketed
+
+
+def pictures() -> Pictures:
+    found = Pictures.of(picture_spec().load_config())
+    assert found is not None
+    return found
+
+
+def picture_experience(**settings: int) -> Experience:
+    trajectories = picture_trajectories(**settings)
+    return with_pictures(Experience.from_trajectories(trajectories), trajectories, pictures())
+
+
+def slow_logprobs(experience: Experience, images: list[tuple[str, ...]]) -> torch.Tensor:
+    """[B, T], one row at a time, with Hugging Face's own way of putting pictures in their places.
+
+    Hugging Face takes every image token for a picture; those of completions are shown as the token they are.
+    """
+    model, read = picture_spec().load_model(), pictures()
+    logprobs = torch.zeros(experience.token_ids.shape)
+    for row, length in enumerate(experience.lengths.tolist()):
+        ids = experience.token_ids[row, :length]
+        embeddings = model.get_input_embeddings()(ids[None]).clone()
+        if images[row]:
+            features = model.get_image_features(pixel_values=read.pixel_values(images[row])).pooler_output
+            embeddings[0, 1 : 1 + TOKENS_EACH * len(images[row])] = torch.cat(list(features))
+        said = torch.log_softmax(model(inputs_embeds=embeddings, use_cache=False).logits[0], -1)
+        for t in experience.loss_mask[row, :length].nonzero()[:, 0].tolist():
+            logprobs[row, t] = said[t - 1, ids[t]]
+    return logprobs
+
+
+def test_a_picture_is_as_many_tokens_as_the_model_makes_of_it():
+    model, read = picture_spec().load_model(), pictures()
+    assert (read.tokens_each, read.image_token_id) == (TOKENS_EACH, IMAGE_TOKEN)
+    ids = [5, *[IMAGE_TOKEN] * TOKENS_EACH, 6]
+    expected = model(input_ids=torch.tensor([ids]), pixel_values=read.pixel_values([RED])).logits
+    rows = torch.tensor([[0]])
+    found = input_embeddings(model, torch.tensor([ids]), read.pixel_values([RED]), rows)
+    assert torch.allclose(model(inputs_embeds=found).logits, expected, atol=1e-6)
+
+
+def test_the_context_of_a_model_that_sees_pictures_is_that_of_its_text_model():
+    module = GRPO(picture_spec(), reward=len, sampling=Sampling(max_new_tokens=4))
+    assert module.context_tokens == 64
+    assert module.max_prompt_tokens == 60
+
+
+def test_image_tokens_are_repeated_and_folded_back():
+    read = pictures()
+    ids = read.expanded([3, IMAGE_TOKEN, 4, IMAGE_TOKEN, 5], 2, where="Row 1")
+    assert ids == [3, *[IMAGE_TOKEN] * 4, 4, *[IMAGE_TOKEN] * 4, 5]
+    assert read.expanded(ids, 2, where="Row 1") == ids
+    assert read.collapsed([*ids, IMAGE_TOKEN], 2) == [3, IMAGE_TOKEN, 4, IMAGE_TOKEN, 5, IMAGE_TOKEN]
+    with pytest.raises(ValueError, match="Row 1 has 1 pictures but 2 image tokens"):
+        read.expanded([IMAGE_TOKEN, IMAGE_TOKEN], 1, where="Row 1")
+
+
+@pytest.mark.parametrize("form", ["rectangles", "shared_prefix", "packed", None])
+@torch.no_grad()
+def test_logprobs_are_those_of_each_row_with_its_own_pictures(form):
+    experience = picture_experience()
+    expected = slow_logprobs(experience, [item.prompt.images for item in picture_trajectories()])
+    model = SingleModel(picture_spec().load_model(), LogprobSettings(), form=form)
+    assert torch.allclose(model.forward([experience])[0].logprobs, expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_pictures_of_two_rows_are_not_alike_to_the_policy():
+    trajectories = picture_trajectories(num_groups=2, group_size=1)
+    same = [replace(trajectories[0], prompt=replace(trajectories[0].prompt, images=(i,))) for i in (RED, BLUE)]
+    experience = with_pictures(Experience.from_trajectories(same), same, pictures())
+    logprobs = SingleModel(picture_spec().load_model(), LogprobSettings()).forward([experience])[0].logprobs
+    assert (logprobs[0] - logprobs[1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("form", ["rectangles", "shared_prefix", "packed"])
+def test_microbatches_in_another_order_give_the_same_gradient(form):
+    experience = picture_experience()
+    model = picture_spec().load_model()
+    parallel = SingleModel(model, LogprobSettings(), form=form)
+
+    def gradient(parts):
+        parallel.forward_backward(
+            parts, lambda part, out: (out.logprobs.sum(1) * part.rewards).sum(), torch.Tensor.backward
+        )
+        return gradients(model)
+
+    whole = gradient([experience])
+    shuffled = experience.select([6, 1, 3, 0, 7, 2, 5, 4])
+    cut = gradient(shuffled.microbatches(20))
+    assert whole.keys() == cut.keys()
+    assert any("vision_tower" in name for name in whole)
+    for name, value in whole.items():
+        assert torch.allclose(cut[name], value, atol=1e-4 * max(1.0, float(value.abs().max()))), name
+
+
+def test_split_then_concat_is_the_identity_with_pictures():
+    experience = picture_experience()
+    joined = Experience.concat(experience.split([3, 0, 4, 1]))
+    assert joined.tensors().keys() == experience.tensors().keys()
+    assert all(torch.equal(joined[name], value) for name, value in experience.tensors().items())
+
+
+def test_concat_joins_the_pictures_of_different_experiences():
+    trajectories = picture_trajectories()
+    read = pictures()
+    parts = [trajectories[:3], trajectories[3:6], trajectories[6:]]
+    made = [with_pictures(Experience.from_trajectories(part), part, read) for part in parts]
+    joined = Experience.concat(made)
+    for row, trajectory in enumerate(trajectories):
+        shown = joined.image_rows[row][joined.image_rows[row] >= 0]
+        assert len(shown) == len(trajectory.prompt.images)
+        for place, image in zip(shown, trajectory.prompt.images, strict=True):
+            assert torch.equal(joined.pixel_values[place], read.pixel_values([image])[0])
+
+
+def test_a_picture_of_several_rows_is_kept_once():
+    assert len(picture_experience(group_size=5).pixel_values) == 3
+
+
+def test_text_alone_has_no_pictures():
+    trajectories = [item for item in picture_trajectories() if not item.prompt.images]
+    experience = with_pictures(Experience.from_trajectories(trajectories), trajectories, None)
+    assert experience.pixel_values is None
+    assert "images" not in trajectories[0].to_json()["prompt"]
+
+
+def test_groups_travel_with_their_pictures():
+    trajectories = picture_trajectories(num_groups=1)
+    group = Group(0, trajectories[0].prompt, trajectories)
+    assert groups_from_bytes(groups_to_bytes([group])) == [group]
+    assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
+    assert Trajectory.from_json(json.loads(json.dumps(trajectories[0].to_json()))) == trajectories[0]
+
+
+def test_a_policy_that_takes_token_ids_only_refuses_pictures():
+    assert Pictures.of(tiny_spec().load_config()) is None
+    trajectories = picture_trajectories()
+    with pytest.raises(ValueError, match=r"3 pictures were given to a policy that takes token ids only.*llava"):
+        with_pictures(Experience.from_trajectories(trajectories), trajectories, None)
+
+
+def test_a_file_and_a_data_url_are_the_same_picture(tmp_path: Path):
+    path = tmp_path / "half.png"
+    read_image(HALF).save(path)
+    assert torch.equal(pictures().pixel_values([str(path)]), pictures().pixel_values([HALF]))
+    assert data_url(str(path)).startswith("data:image/png;base64,")
+    for wrong in (str(tmp_path / "none.png"), "data:image/png;base64,!!", "data:image/png,abc"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            read_image(wrong)
+
+
+# ------------------------------------------------------------------ engines
+
+
+def engine_completions(prompts: list[Prompt], *, reload: bool = False, max_batch: int = 8) -> list[Trajectory]:
+    """Two completions of each prompt, drawn side by side; with `reload` the weights come again in between."""
+    model = picture_spec().load_model()
+    engine = LocalEngine(max_batch=max_batch, threads=1)
+    engine.start(model.config)
+
+    def load(version: int) -> None:
+        engine.load_weights(bucketed(model.named_parameters(), 2**20), weight_version=version)
+
+    async def run() -> list[Trajectory]:
+        asked = [
+            asyncio.ensure_future(
+                engine.generate(
+                    prompt.token_ids, Sampling(max_new_tokens=12, seed=3), session="s", n=2, images=prompt.images
+                )
+            )
+            for prompt in prompts
+        ]
+        if reload:
+            await asyncio.sleep(0.01)
+            await asyncio.to_thread(load, 1)
+        found = []
+        for group, completions in enumerate(await asyncio.gather(*asked)):
+            prompt = prompts[group]
+            for sample, item in enumerate(completions):
+                start = len(prompt.token_ids)
+                found.append(
+                    Trajectory(
+                        prompt=prompt, group_id=group, sample=sample, token_ids=prompt.token_ids + item.token_ids,
+                        loss_mask=[False] * start + [True] * len(item.token_ids),
+                        behavior_logprobs=[0.0] * start + item.logprobs,
+                        weight_versions=[-1] * start + item.weight_versions, completion_ids=item.token_ids,
+                        completion="", reward=0.0,
+                    )
+                )  # fmt: skip
+        return found
+
+    try:
+        load(0)
+        return asyncio.run(run())
+    finally:
+        engine.close()
+
+
+def prompts_with_pictures() -> list[Prompt]:
+    """Two of them differ in the picture alone."""
+    prompts = [item.prompt for item in picture_trajectories(group_size=1)]
+    return [*prompts, replace(prompts[0], id="other", images=(BLUE,))]
+
+
+@pytest.mark.parametrize(("reload", "max_batch"), [(False, 8), (False, 3), (True, 8)])
+@torch.no_grad()
+def test_the_engines_logprobs_are_the_trainers(reload, max_batch):
+    trajectories = engine_completions(prompts_with_pictures(), reload=reload, max_batch=max_batch)
+    experience = with_pictures(Experience.from_trajectories(trajectories), trajectories, pictures())
+    outputs = SingleModel(picture_spec().load_model(), LogprobSettings()).forward([experience])[0]
+    assert torch.allclose(outputs.logprobs, experience.behavior_logprobs, atol=1e-5)
+    assert trajectories[0].completion_ids != trajectories[-2].completion_ids
+
+
+def test_an_engine_refuses_pictures_that_have_no_place_or_no_file():
+    for prompt, problem in (
+        (Prompt(id="a", token_ids=[5, IMAGE_TOKEN], images=(RED,)), "1 pictures and 1 image tokens"),
+        (Prompt(id="b", token_ids=[IMAGE_TOKEN] * TOKENS_EACH, images=("nowhere.png",)), "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            engine_completions([prompt])
+
+
+def test_a_request_to_sglang_has_one_image_token_and_the_image_data():
+    read = pictures()
+    prompt = [5, *[IMAGE_TOKEN] * TOKENS_EACH, 6]
+    draft = CompletionDraft(
+        prompt, Sampling(max_new_tokens=4), pictures=RequestPictures(read.collapsed(prompt, 1), [RED])
+    )
+    draft.token_ids, draft.logprobs, draft.weight_versions = [7], [-1.0], [0]
+    body = draft.body("r")
+    assert (body["input_ids"], body["image_data"]) == ([5, IMAGE_TOKEN, 6, 7], [RED])
+    assert "image_data" not in CompletionDraft(prompt, Sampling()).body("r")

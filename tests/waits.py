@@ -1,0 +1,25 @@
+"""What a test waits for instead of a while: however slow the machine is, a test then acts when the moment is there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from lightrl.testing.fake_server_process import FakeServerProcess
+
+LONGEST_S = 60.0  # of what takes milliseconds
+NUM_TOKENS = 2000  # at SLOWLY more than a minute, so a test that goes on from `until_written` is not late
+SLOWLY = {"seconds_per_token": 0.05}  # of a fake server; `pace(0)` lets it write the rest at once
+
+
+async def until(is_true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONGEST_S
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not come true"
+        await asyncio.sleep(0.01)
+
+
+async def until_written(server: FakeServerProcess, num_requests: int = 1) -> None:
+    """Until so many requests run, each with a token at least."""
+    await until(lambda: sum(count > 0 for count in server.stats()["written"]) == num_requests)

@@ -1,0 +1,121 @@
+"""A tokenizer of characters with ChatML, scripted policies, and how to play one agent: what tests of agents share."""
+
+from __future__ import annotations
+
+import asyncio
+import string
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.engines.fake_engine import FakeEngine
+from lightrl.trajectory import Prompt, Sampling, Trajectory
+from lightrl.weights import Bucket
+from lightrl.workflows.agent_workflow import AgentWorkflow
+from lightrl.workflows.workflow import Generate
+
+# `ab` is one token that no text is encoded to: the policy can write it, and encoding its text again gives two others.
+LETTERS = ["<|im_start|>", "<|im_end|>", "ab", *string.printable]
+END = 1
+UNUSUAL = 2
+CONFIG = Qwen3Config(
+    vocab_size=len(LETTERS),
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    max_position_embeddings=512,
+    initializer_range=0.4,
+    eos_token_id=END,
+)
+TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>tools\n' }}{{ tools | tojson }}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SAMPLING = Sampling(max_new_tokens=200, stop_token_ids=(END,), seed=3)
+PROMPT = Prompt(id="a", token_ids=[5], fields={"number": 7})
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(LETTERS)}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+TOKENIZER = chat_tokenizer()
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False).input_ids)
+
+
+def decode(token_ids: list[int]) -> str:
+    return str(TOKENIZER.decode(token_ids))
+
+
+def client_of(base_url: str, api_key: str, **settings: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(
+        base_url=base_url, api_key=api_key, http_client=DefaultAsyncHttpxClient(verify=False), **settings
+    )
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def scripted(*texts: str, **settings: Any) -> FakeEngine:
+    """A policy that says these, request by request, each with its end token."""
+    said = iter(texts)
+    return loaded(FakeEngine(script=lambda prompt, sampling, sample: [*encode(next(said)), END], **settings))
+
+
+def loaded(engine: FakeEngine, version: int = 0) -> FakeEngine:
+    engine.start(CONFIG)
+    engine.load_weights([Bucket({})], weight_version=version)
+    return engine
+
+
+def generate_with(engine: RolloutEngine, sampling: Sampling = SAMPLING) -> Generate:
+    async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+        longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
+        return (await engine.generate(token_ids, replace(sampling, max_new_tokens=longest), session="s"))[0]
+
+    return generate
+
+
+def workflow_of(agent: Any, **settings: Any) -> AgentWorkflow:
+    return AgentWorkflow(TOKENIZER, agent, **{"agent_timeout_s": 30.0, "max_tokens": 400, **settings})
+
+
+def play(agent: Any, engine: RolloutEngine, prompt: Prompt = PROMPT, **settings: Any) -> Trajectory:
+    """One trajectory of an agent `run(prompt, base_url, api_key)`."""
+    return asyncio.run(workflow_of(agent, **settings).run(prompt, generate_with(engine)))
+
+
+def with_client(talk: Callable[[AsyncOpenAI], Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
+    """An agent that only needs its client."""
+
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> Any:
+        async with client_of(base_url, api_key) as client:
+            return await talk(client)
+
+    return agent
+
+
+async def ask(client: AsyncOpenAI, messages: list[Any], **settings: Any) -> Any:
+    """The message of the answer."""
+    answer = await client.chat.completions.create(model="policy", messages=messages, **settings)
+    return answer.choices[0].message

@@ -1,0 +1,377 @@
+"""What becomes of an agent's requests: exact tokens over turns, branches, tools, limits; with the openai client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+import torch
+from agent_cases import (
+    CONFIG,
+    END,
+    SAMPLING,
+    UNUSUAL,
+    ask,
+    client_of,
+    decode,
+    encode,
+    generate_with,
+    loaded,
+    play,
+    scripted,
+    user,
+    with_client,
+    workflow_of,
+)
+from engine_contract import recomputed_logprobs
+from openai import AsyncOpenAI
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lightrl.engines.fake_engine import FakeEngine
+from lightrl.engines.local.local_engine import LocalEngine
+from lightrl.errors import RolloutError
+from lightrl.trajectory import Prompt, Trajectory
+from lightrl.weights import bucketed
+from lightrl.workflows.workflow import check_trajectory
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+
+
+def opening(text: str) -> str:
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def written(trajectory: Trajectory) -> list[str]:
+    return [decode(trajectory.token_ids[turn.start : turn.end]) for turn in trajectory.turns]
+
+
+def test_a_conversation_of_two_requests_is_one_trajectory_of_two_turns() -> None:
+    async def talk(client: AsyncOpenAI) -> float:
+        messages: list[Any] = [user("hi")]
+        messages += [await ask(client, messages), user("more")]
+        assert (await ask(client, messages)).content == "two"
+        return 0.5
+
+    trajectory = play(with_client(talk), scripted("one", "two"))
+    text = opening("hi") + "one<|im_end|>\n" + opening("more") + "two<|im_end|>"
+    assert decode(trajectory.token_ids) == text
+    assert written(trajectory) == ["one<|im_end|>", "two<|im_end|>"]
+    trained = [
+        token for token, is_trained in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if is_trained
+    ]
+    assert decode(trained) == "one<|im_end|>two<|im_end|>"
+    assert trajectory.rewards == [0.0] * (len(trajectory.token_ids) - 1) + [0.5]
+    assert trajectory.metrics == {"turns": 2.0, "dropped_branches": 0.0}
+    assert (trajectory.completion, trajectory.finish_reason, trajectory.is_truncated) == ("two", "stop", False)
+    assert check_trajectory(trajectory, workflow_of(talk), trajectory.prompt) is trajectory
+
+
+def test_the_trajectory_keeps_the_prompt_of_the_data_and_the_tokens_that_the_agent_made_of_it() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        await ask(client, [user("you are asked: 1+1")])
+
+    task = Prompt(id="b", messages=[user("1+1")], fields={"answer": "2"})
+    trajectory = play(with_client(talk), scripted("2"), task)
+    assert trajectory.prompt.messages == [user("1+1")]
+    assert trajectory.prompt.fields == {"answer": "2"}
+    assert decode(trajectory.prompt.token_ids or []) == opening("you are asked: 1+1")
+    assert trajectory.rewards is None
+
+
+def test_an_agent_that_changes_its_prompt_changes_nobody_elses() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        assert prompt.messages is not None
+        async with client_of(base_url, api_key) as client:
+            prompt.messages.append(await ask(client, prompt.messages))
+
+    task = Prompt(id="b", messages=[user("1+1")])
+    assert play(agent, scripted("2"), task).prompt.messages == task.messages == [user("1+1")]
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        pytest.param(lambda message: message, id="the client's object"),
+        pytest.param(lambda message: message.model_dump(), id="all fields, None too"),
+        pytest.param(lambda message: {"role": "assistant", "content": message.content + "\n"}, id="with white space"),
+        pytest.param(
+            lambda message: {"role": "assistant", "content": [{"type": "text", "text": message.content}]}, id="in parts"
+        ),
+    ],
+)
+def test_what_the_policy_wrote_is_never_encoded_again(answered: Any) -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        first = await ask(client, [user("hi")])
+        await ask(client, [user("hi"), answered(first), user("more")])
+
+    engine = loaded(FakeEngine(script=lambda prompt, sampling, sample: [UNUSUAL, END]))
+    trajectory = play(with_client(talk), engine)
+    assert encode("ab") != [UNUSUAL]
+    start = encode(opening("hi"))
+    assert engine.requests[1].token_ids == [*start, UNUSUAL, END, *encode("\n" + opening("more"))]
+    assert trajectory.token_ids == [*engine.requests[1].token_ids, UNUSUAL, END]
+    assert trajectory.metrics["dropped_branches"] == 0
+
+
+def model_of(version: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(version)
+        return AutoModelForCausalLM.from_config(CONFIG).eval()
+
+
+def test_logprobs_and_versions_equal_a_recompute_with_a_sync_between_two_turns() -> None:
+    models = [model_of(version) for version in range(2)]
+    engine = LocalEngine(threads=1)
+    engine.start(CONFIG)
+
+    def load(version: int) -> None:
+        engine.load_weights(bucketed(models[version].named_parameters(), 20_000), weight_version=version)
+
+    async def talk(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [user("hi")]
+        for version in range(2):
+            await asyncio.to_thread(load, version)
+            messages += [await ask(client, messages, max_tokens=12), user(f"more {version}")]
+
+    load(0)
+    try:
+        trajectory = play(with_client(talk), engine)
+    finally:
+        engine.close()
+    assert len(trajectory.turns) == 2
+    for version, turn in enumerate(trajectory.turns):
+        part = slice(turn.start, turn.end)
+        assert 1 <= turn.end - turn.start <= 12
+        assert trajectory.weight_versions[part] == [version] * (turn.end - turn.start)
+        ids = trajectory.token_ids
+        expected = recomputed_logprobs(models[version], ids[: turn.start], ids[part], SAMPLING)
+        assert trajectory.behavior_logprobs[part] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_tools_make_the_round_from_the_policy_to_the_agent_and_back(is_streamed: bool) -> None:
+    call_text = 'I add.\n<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+    async def call_of(client: AsyncOpenAI, messages: list[Any]) -> tuple[Any, str | None]:
+        if not is_streamed:
+            message = await ask(client, messages, tools=[ADD])
+            return message.tool_calls[0], message.content
+        stream = await client.chat.completions.create(model="policy", messages=messages, tools=[ADD], stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+        return calls[0], "".join(delta.content or "" for delta in deltas)
+
+    async def talk(client: AsyncOpenAI) -> float:
+        messages: list[Any] = [user("2+3?")]
+        call, content = await call_of(client, messages)
+        assert (call.function.name, json.loads(call.function.arguments), content) == ("add", {"a": 2, "b": 3}, "I add.")
+        function = {"name": call.function.name, "arguments": call.function.arguments}
+        calls = [{"id": call.id, "type": "function", "function": function}]
+        messages.append({"role": "assistant", "content": content, "tool_calls": calls})
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
+        return float((await ask(client, messages, tools=[ADD])).content == "it is 5")
+
+    trajectory = play(with_client(talk), scripted(call_text, "it is 5"))
+    assert written(trajectory) == [call_text + "<|im_end|>", "it is 5<|im_end|>"]
+    between = decode(trajectory.token_ids[trajectory.turns[0].end : trajectory.turns[1].start])
+    assert between == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    assert decode(trajectory.token_ids).startswith("<|im_start|>tools\n[{")
+    assert trajectory.metrics["dropped_branches"] == 0
+    assert trajectory.rewards is not None
+    assert trajectory.rewards[-1] == 1.0
+
+
+def test_a_malformed_tool_call_reaches_the_agent_as_text() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        message = await ask(client, [user("2+3?")], tools=[ADD])
+        assert message.tool_calls is None
+        assert message.content == "<tool_call>{oh</tool_call>"
+
+    play(with_client(talk), scripted("<tool_call>{oh</tool_call>"))
+
+
+def test_without_tools_in_the_request_a_tool_call_is_text() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+
+    async def talk(client: AsyncOpenAI) -> None:
+        for settings in ({}, {"tools": [ADD], "tool_choice": "none"}):
+            message = await ask(client, [user("2+3?")], **settings)
+            assert (message.tool_calls, message.content) == (None, text)
+
+    play(with_client(talk), scripted(text, text))
+
+
+def test_rewritten_history_begins_a_branch_and_the_one_with_most_tokens_of_the_policy_is_trained() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [user("hi")]
+        messages += [await ask(client, messages), user("more")]
+        await ask(client, messages)
+        await ask(client, [user("hi"), {"role": "assistant", "content": "another"}, user("more")])
+
+    trajectory = play(with_client(talk), scripted("first", "second", "third"))
+    assert written(trajectory) == ["first<|im_end|>", "second<|im_end|>"]
+    assert trajectory.metrics == {"turns": 2.0, "dropped_branches": 1.0}
+
+
+def test_a_branch_shares_the_tokens_of_the_turns_before_it() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [user("hi")]
+        messages.append(await ask(client, messages))
+        await asyncio.gather(*(ask(client, [*messages, user(text)]) for text in ("x", "y")))
+
+    def script(prompt: list[int], sampling: Any, sample: int) -> list[int]:
+        asked = decode(prompt)
+        return [*encode("a longer answer" if "y" in asked else "short"), END]
+
+    trajectory = play(with_client(talk), loaded(FakeEngine(script=script)))
+    assert written(trajectory) == ["short<|im_end|>", "a longer answer<|im_end|>"]
+    assert trajectory.metrics == {"turns": 2.0, "dropped_branches": 1.0}
+
+
+def test_a_repeated_request_is_drawn_again_and_trained_once() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        await ask(client, [user("hi")])
+        await ask(client, [user("hi")])
+
+    trajectory = play(with_client(talk), scripted("one", "two"))
+    assert written(trajectory) == ["two<|im_end|>"]
+    assert trajectory.metrics == {"turns": 1.0, "dropped_branches": 1.0}
+
+
+def test_fifty_sessions_at_once_never_mix() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> float:
+        number = prompt.fields["number"]
+        messages: list[Any] = [user(f"[{number}]")]
+        async with client_of(base_url, api_key) as client:
+            for turn in range(3):
+                message = await ask(client, messages)
+                assert message.content == f"{number}.{turn}"
+                messages += [message, user(f"[{number}]")]
+        return float(number)
+
+    def script(prompt: list[int], sampling: Any, sample: int) -> list[int]:
+        text = decode(prompt)
+        number = text.rpartition("[")[2].partition("]")[0]
+        return [*encode(f"{number}.{text.count('assistant') - 1}"), END]
+
+    engine = loaded(FakeEngine(script=script, seconds_per_token=lambda prompt, sampling: 0.001 * (len(prompt) % 3)))
+
+    async def scenario() -> list[Trajectory]:
+        workflow = workflow_of(agent, max_agents=50)
+        prompts = [Prompt(id=f"p{number}", token_ids=[5], fields={"number": number}) for number in range(50)]
+        return await asyncio.gather(*(workflow.run(prompt, generate_with(engine)) for prompt in prompts))
+
+    for number, trajectory in enumerate(asyncio.run(scenario())):
+        assert written(trajectory) == [f"{number}.{turn}<|im_end|>" for turn in range(3)]
+        assert decode(trajectory.token_ids).count(f"[{number}]") == 3
+        assert trajectory.rewards is not None
+        assert trajectory.rewards[-1] == number
+        assert trajectory.metrics["dropped_branches"] == 0
+
+
+def test_max_agents_run_at_a_time_and_the_others_wait() -> None:
+    running = most = 0
+
+    async def talk(client: AsyncOpenAI) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await ask(client, [user("hi")])
+        running -= 1
+
+    async def scenario() -> int:
+        workflow = workflow_of(with_client(talk), max_agents=3)
+        generate = generate_with(loaded(FakeEngine()))
+        return len(await asyncio.gather(*(workflow.run(Prompt(f"{i}", token_ids=[5]), generate) for i in range(8))))
+
+    assert asyncio.run(scenario()) == 8
+    assert most == 3
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_request_may_ask_for_less_than_the_run_but_not_for_more(name: str) -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        for asked in (5, 1000):
+            answer = await client.chat.completions.create(model="policy", messages=[user("hi")], **{name: asked})
+            assert answer.choices[0].finish_reason == "length"
+
+    engine = loaded(FakeEngine(script=lambda prompt, sampling, sample: encode("x" * 500)))
+    trajectory = play(with_client(talk), engine)
+    assert [request.sampling.max_new_tokens for request in engine.requests] == [5, SAMPLING.max_new_tokens]
+    assert trajectory.is_truncated
+
+
+def test_a_turn_that_was_cut_off_goes_on_after_an_end_that_is_not_trained() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [user("hi")]
+        messages += [await ask(client, messages, max_tokens=3), user("more")]
+        await ask(client, messages)
+
+    trajectory = play(with_client(talk), scripted("<<<<<", "two"))
+    assert decode(trajectory.token_ids) == opening("hi") + "<<<<|im_end|>\n" + opening("more") + "two<|im_end|>"
+    assert written(trajectory) == ["<<<", "two<|im_end|>"]
+    assert (trajectory.metrics["dropped_branches"], trajectory.is_truncated) == (0, False)
+
+
+async def goes_on_forever(client: AsyncOpenAI) -> float:
+    messages: list[Any] = [user("hi")]
+    while True:
+        messages += [await ask(client, messages), user("more")]
+
+
+def test_an_agent_that_fails_because_there_is_no_room_has_a_truncated_trajectory() -> None:
+    engine = loaded(FakeEngine(script=lambda prompt, sampling, sample: [*encode("on"), END]))
+    trajectory = play(with_client(goes_on_forever), engine, max_tokens=150, truncated_reward=-1.0)
+    assert trajectory.is_truncated
+    assert 100 < len(trajectory.token_ids) <= 150
+    assert trajectory.rewards is not None
+    assert trajectory.rewards[-1] == -1.0
+
+
+def test_no_room_is_an_error_that_the_agent_can_handle() -> None:
+    async def talk(client: AsyncOpenAI) -> float:
+        await ask(client, [user("hi")])
+        with pytest.raises(
+            openai.BadRequestError, match=r"have \d+ tokens, expected fewer than max_tokens=60"
+        ) as caught:
+            await ask(client, [user("x" * 60)])
+        assert caught.value.code == "context_length_exceeded"
+        return 0.25
+
+    trajectory = play(with_client(talk), scripted("fine"), max_tokens=60)
+    assert trajectory.is_truncated
+    assert trajectory.rewards is not None
+    assert trajectory.rewards[-1] == 0.25
+
+
+def test_a_template_that_rewrites_history_drops_the_trajectory_and_says_so() -> None:
+    forgets = "{% for message in messages %}{{ message['content'] | replace('x', '') }}|{% endfor %}"
+
+    async def talk(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [user("hi")]
+        messages += [await ask(client, messages), user("more")]
+        with pytest.raises(openai.InternalServerError, match="rewrites history"):
+            await ask(client, messages)
+
+    with pytest.raises(RolloutError, match="rewrites history"):
+        play(with_client(talk), scripted("axe"), chat_template=forgets)
+
+
+def test_a_template_that_cannot_render_the_messages_drops_the_trajectory_and_says_so() -> None:
+    strict = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+
+    async def talk(client: AsyncOpenAI) -> None:
+        await ask(client, [user("hi"), {"role": "tool", "tool_call_id": "1", "content": "5"}])
+
+    with pytest.raises(RolloutError, match="raised TemplateError: no tools"):
+        play(with_client(talk), scripted("one"), chat_template=strict + "{{ m['content'] }}{% endfor %}")

@@ -1,0 +1,424 @@
+"""The endpoint's door: keys, sessions, what is refused or ignored, streams, and that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import openai
+import pytest
+from agent_cases import (
+    PROMPT,
+    SAMPLING,
+    TOKENIZER,
+    ask,
+    client_of,
+    generate_with,
+    loaded,
+    play,
+    scripted,
+    user,
+    with_client,
+    workflow_of,
+)
+from openai import AsyncOpenAI, DefaultHttpxClient, OpenAI
+
+from lightrl.engines.fake_engine import FakeEngine
+from lightrl.errors import EngineError, RolloutError
+from lightrl.rewards import RewardHook
+from lightrl.rollout.controller import RolloutController
+from lightrl.trajectory import Prompt
+from lightrl.workflows.agent_workflow import AgentWorkflow
+
+
+def says_hi() -> tuple[Callable[..., Coroutine[Any, Any, None]], list[str]]:
+    """An agent with one request; and the addresses that it was given."""
+    seen: list[str] = []
+
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        seen.append(base_url)
+        async with client_of(base_url, api_key) as client:
+            await ask(client, [user("hi")])
+
+    return agent, seen
+
+
+def talk_once(prompt: Prompt, base_url: str, api_key: str) -> float:
+    """A sync agent."""
+    with OpenAI(base_url=base_url, api_key=api_key, http_client=DefaultHttpxClient(verify=False)) as client:
+        answer = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+    return float(answer.choices[0].message.content == "hello")
+
+
+def talk_past_proxies(prompt: Prompt, base_url: str, api_key: str) -> float:
+    http_client = DefaultHttpxClient(verify=False, trust_env=False)
+    with OpenAI(base_url=base_url, api_key=api_key, http_client=http_client) as client:
+        client.chat.completions.create(model="policy", messages=[user("hi")])
+    return 1.0
+
+
+def is_open(base_url: str) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", urlsplit(base_url).port or 0)) == 0
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightrl")]
+
+
+def test_a_sync_agent_runs_in_a_thread_and_returns_its_reward() -> None:
+    trajectory = play(talk_once, scripted("hello"))
+    assert trajectory.completion == "hello"
+    assert trajectory.rewards is not None
+    assert trajectory.rewards[-1] == 1.0
+
+
+def test_an_agent_may_be_given_by_its_dotted_path() -> None:
+    assert play("test_openai_endpoint.talk_once", scripted("hello")).completion == "hello"
+
+
+@pytest.mark.parametrize(("excepted", "num_warnings"), [("", 1), ("localhost,127.0.0.1", 0)])
+def test_a_proxy_that_would_take_the_agents_requests_is_warned_of(
+    excepted: str, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (("http_proxy", "http://proxy.example:3128"), ("no_proxy", excepted), ("NO_PROXY", excepted)):
+        monkeypatch.setenv(name, value)
+    play("test_openai_endpoint.talk_past_proxies", scripted("hello"))
+    said = [record.message for record in caplog.records if "http://proxy.example:3128" in record.message]
+    assert len(said) == num_warnings
+    assert all("export NO_PROXY=127.0.0.1,localhost" in text for text in said)
+
+
+def test_a_stream_gives_the_same_text_finish_and_usage_as_a_whole_answer() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        whole = await client.chat.completions.create(model="policy", messages=[user("hi")], logprobs=True)
+        stream = await client.chat.completions.create(
+            model="policy",
+            messages=[user("hi")],
+            logprobs=True,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+        assert "".join(choice.delta.content or "" for choice in choices) == whole.choices[0].message.content == "one"
+        assert choices[0].delta.role == "assistant"
+        assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
+        assert choices[-1].finish_reason == whole.choices[0].finish_reason
+        assert chunks[-1].usage == whole.usage
+        drawn = [token for choice in choices if choice.logprobs for token in choice.logprobs.content or []]
+        assert drawn == whole.choices[0].logprobs.content  # type: ignore[union-attr]
+        assert [token.token for token in drawn] == ["o", "n", "e", "<|im_end|>"]
+
+    play(with_client(talk), scripted("one", "one"))
+
+
+def test_the_client_collects_a_stream_with_its_own_helper() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        async with client.chat.completions.stream(model="policy", messages=[user("hi")]) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.content == "one"
+
+    play(with_client(talk), scripted("one"))
+
+
+def test_usage_and_fingerprint_say_tokens_and_weight_version() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        answer = await client.chat.completions.create(model="policy", messages=[user("hi")])
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (21, 4)
+        assert answer.system_fingerprint == "weight-version-0"
+        assert [model.id async for model in client.models.list()] == ["policy"]
+
+    play(with_client(talk), scripted("one"))
+
+
+def test_a_wrong_key_is_refused_on_every_route() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        async with client_of(base_url, "wrong") as client:
+            with pytest.raises(openai.AuthenticationError, match="API key is wrong"):
+                await ask(client, [user("hi")])
+        root = base_url.partition("/sessions")[0]
+        for path in ("/v1/models", "/", "/sessions/1/v1/models", "/sessions/1/v1/chat/completions"):
+            for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": api_key}):
+                async with aiohttp.ClientSession() as http, http.get(root + path, headers=headers) as response:
+                    assert response.status == 401
+        await talk_after(base_url, api_key)
+
+    async def talk_after(base_url: str, api_key: str) -> None:
+        async with client_of(base_url, api_key) as client:
+            await ask(client, [user("hi")])
+
+    engine = scripted("one")
+    play(agent, engine)
+    assert len(engine.requests) == 1
+
+
+def test_an_unknown_session_an_ended_one_and_an_unknown_route_are_not_found() -> None:
+    async def talk(prompt: Prompt, base_url: str, api_key: str) -> None:
+        async with client_of(base_url, api_key) as client:
+            await ask(client, [user("hi")])
+            with pytest.raises(openai.NotFoundError, match=r"/v1/responses is not served .Not Found., expected chat"):
+                await client.responses.create(model="policy", input="hi")
+        seen.append(base_url)
+
+    async def scenario() -> None:
+        workflow = workflow_of(talk)
+        await workflow.run(PROMPT, generate_with(scripted("one")))
+        unknown = seen[0].replace("/sessions/", "/sessions/0")
+        for base_url in (seen[0], unknown):
+            async with client_of(base_url, workflow.endpoint.api_key) as client:
+                with pytest.raises(openai.NotFoundError, match="no such session"):
+                    await ask(client, [user("hi")])
+
+    seen: list[str] = []
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param({"n": 2}, "n=2 is not served", id="several choices"),
+        pytest.param({"stop": ["."]}, "stop=.* is not served.*stop_token_ids", id="stop texts"),
+        pytest.param({"response_format": {"type": "json_object"}}, "response_format", id="a format"),
+        pytest.param({"tool_choice": "required"}, "tool_choice='required'", id="a forced tool"),
+        pytest.param({"max_tokens": 0}, "max_tokens=0", id="no tokens"),
+        pytest.param({"messages": []}, r"messages=\[\]", id="no messages"),
+        pytest.param({"messages": [{"role": "judge", "content": "x"}]}, "expected a role of", id="an unknown role"),
+        pytest.param(
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "expected text only",
+            id="a picture",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_the_policy_is_asked(settings: dict[str, Any], message: str) -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match=message):
+            await ask(client, **{"messages": [user("hi")], **settings})
+        await ask(client, [user("hi")], n=1, stop=[], response_format={"type": "text"}, tool_choice="auto")
+
+    engine = scripted("one")
+    play(with_client(talk), engine)
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"null"], ids=["cut", "a list", "no text", "null"])
+def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            async with http.post(f"{base_url}/chat/completions", data=body) as response:
+                assert response.status == 400
+                assert "expected a JSON object" in (await response.json())["error"]["message"]
+        async with client_of(base_url, api_key) as client:
+            await ask(client, [user("hi")])
+
+    play(agent, scripted("one"))
+
+
+def test_the_sampling_of_a_request_is_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        for temperature in (0.2, 0.3):
+            await ask(client, [user("hi")], temperature=temperature, top_p=0.5, user="me")
+
+    engine = scripted("one", "two")
+    play(with_client(talk), engine)
+    assert {request.sampling.temperature for request in engine.requests} == {1.0}
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text.split(",")[0] for text in warned] == [
+        "An agent's request sets temperature",
+        "An agent's request sets top_p",
+    ]
+
+
+def test_an_engine_error_reaches_the_run_at_once_and_is_not_asked_again() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        try:
+            await ask(client, [user("hi")])
+        except openai.InternalServerError:
+            await asyncio.sleep(3600)
+
+    engine = loaded(FakeEngine(fail_requests={0}))
+    with pytest.raises(EngineError, match="fails request 0"):
+        play(with_client(talk), engine)
+    assert len(engine.requests) == 1
+
+
+async def raises(prompt: Prompt, base_url: str, api_key: str) -> None:
+    raise KeyError("oh")
+
+
+async def hangs(prompt: Prompt, base_url: str, api_key: str) -> None:
+    await asyncio.sleep(3600)
+
+
+released = threading.Event()
+
+
+def hangs_in_a_thread(prompt: Prompt, base_url: str, api_key: str) -> None:
+    released.wait(60)
+
+
+async def asks_nothing(prompt: Prompt, base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+async def returns_text(prompt: Prompt, base_url: str, api_key: str) -> str:
+    await with_client(lambda client: ask(client, [user("hi")]))(prompt, base_url, api_key)
+    return "good"
+
+
+async def returns_nan(prompt: Prompt, base_url: str, api_key: str) -> float:
+    await with_client(lambda client: ask(client, [user("hi")]))(prompt, base_url, api_key)
+    return float("nan")
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        (raises, "The agent raises raised KeyError: 'oh'"),
+        (hangs, "The agent hangs was not done within 0.2 s"),
+        (hangs_in_a_thread, "The agent hangs_in_a_thread was not done within 0.2 s"),
+        (asks_nothing, "got no answer of the policy"),
+        (returns_text, "returned 'good' for prompt 'a', expected a finite number or None"),
+        (returns_nan, "returned nan for prompt 'a', expected a finite number"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_agent_that_fails_is_a_rollout_error(agent: Any, message: str) -> None:
+    timeout_s = 0.2 if "hangs" in agent.__name__ else 30.0
+    with pytest.raises(RolloutError, match=message):
+        play(agent, scripted("one"), agent_timeout_s=timeout_s)
+    released.set()
+    while our_threads():
+        time.sleep(0.01)
+    released.clear()
+
+
+def test_a_request_that_the_agent_gives_up_leaves_the_engine() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.APITimeoutError):
+            await ask(client.with_options(timeout=0.1, max_retries=0), [user("hi")])
+        while engine.num_running:
+            await asyncio.sleep(0.01)
+        await ask(client, [user("hi")])
+
+    engine = loaded(FakeEngine(seconds_per_token=lambda prompt, sampling: 3600.0 if not engine.requests[1:] else 0.0))
+    assert len(play(with_client(talk), engine).turns) == 1
+
+
+def test_what_is_still_asked_when_the_agent_returns_is_cancelled() -> None:
+    async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
+        clients.append(client_of(base_url, api_key))
+        await ask(clients[0], [user("hi")])
+        late.append(asyncio.ensure_future(ask(clients[0], [user("more")])))
+        while not engine.num_running:
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        assert len((await workflow_of(agent).run(PROMPT, generate_with(engine))).turns) == 1
+        with pytest.raises(openai.NotFoundError, match="The session is over"):
+            await late[0]
+        assert engine.num_running == 0
+        await clients[0].close()
+
+    clients: list[AsyncOpenAI] = []
+    late: list[asyncio.Future[Any]] = []
+    engine = loaded(FakeEngine(seconds_per_token=lambda prompt, sampling: 3600.0 if engine.requests[1:] else 0.0))
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ticks", [1, 3, 10, 30, 100, None])
+def test_a_trajectory_cancelled_anywhere_leaves_no_request_port_or_thread(ticks: int | None) -> None:
+    agent, seen = says_hi()
+
+    async def scenario() -> None:
+        task = asyncio.ensure_future(workflow_of(agent).run(PROMPT, generate_with(engine)))
+        if ticks is None:
+            while not engine.num_running:
+                await asyncio.sleep(0.01)
+        for _ in range(ticks or 0):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while engine.num_running:
+            await asyncio.sleep(0)
+
+    engine = loaded(FakeEngine(seconds_per_token=3600.0))
+    asyncio.run(scenario())
+    assert engine.num_running == 0
+    assert not any(is_open(base_url) for base_url in seen)
+    assert our_threads() == []
+
+
+def ask_in_a_thread(prompt: Prompt, base_url: str, api_key: str) -> None:
+    seen_by_threads.append(base_url)
+    http_client = DefaultHttpxClient(verify=False)
+    with OpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0) as client:
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+
+
+seen_by_threads: list[str] = []
+
+
+def test_closing_the_controller_ends_agents_requests_threads_and_port() -> None:
+    engine, judge = loaded(FakeEngine(seconds_per_token=3600.0)), RewardHook(lambda trajectory: 1.0)
+    judge.start()
+    controller = RolloutController(engine, workflow_of(ask_in_a_thread), judge, sampling=SAMPLING)
+
+    def stop_when_all_ask(done: int, total: int) -> None:
+        if engine.num_running == 6:
+            raise KeyboardInterrupt
+
+    prompts = [Prompt(f"p{number}", token_ids=[5]) for number in range(6)]
+    with pytest.raises(KeyboardInterrupt):
+        controller.evaluate(prompts, sampling=SAMPLING, on_wait=stop_when_all_ask)
+    controller.close()
+    judge.close()
+    assert engine.num_running == 0
+    assert len(set(seen_by_threads)) == 6
+    assert not any(is_open(base_url) for base_url in seen_by_threads)
+    while our_threads():
+        time.sleep(0.01)
+
+
+def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_trajectory() -> None:
+    agent, seen = says_hi()
+
+    async def scenario() -> None:
+        await workflow.run(PROMPT, generate_with(engine))
+        assert is_open(seen[0])
+        await workflow.endpoint.close()
+        await workflow.endpoint.close()
+        assert not is_open(seen[0])
+        await workflow.run(PROMPT, generate_with(engine))
+
+    workflow, engine = workflow_of(agent), scripted("one", "two", "three", "four")
+    asyncio.run(scenario())
+    asyncio.run(workflow.run(PROMPT, generate_with(engine)))  # on another event loop
+    assert len(seen) == 3
+    assert not any(is_open(base_url) for base_url in seen)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param({"agent": "nowhere.run"}, "agent='nowhere.run' cannot be imported", id="no agent"),
+        pytest.param({"agent_timeout_s": 0}, "agent_timeout_s=0", id="no time"),
+        pytest.param({"max_tokens": 1}, "max_tokens=1", id="no tokens"),
+        pytest.param({"max_agents": 0}, "max_agents=0", id="no agents"),
+        pytest.param({"chat_template": "nowhere.jinja"}, "neither a file nor a Jinja template", id="no template"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AgentWorkflow(TOKENIZER, **{"agent": raises, **settings})

@@ -1,0 +1,265 @@
+"""Tools: how they are described, called and answered; the calculator's bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+from chat_texts import END, WITH_TOOLS, Scripted, chat_prompt, chat_tokenizer, ids, letters, played, writes
+
+from lightrl.errors import RewardError, RolloutError
+from lightrl.workflows import MultiTurn, ToolEnvironment
+from lightrl.workflows.tools import Tool, ToolCall, calculator, parse_hermes, python
+
+PATH = "lightrl.workflows.tools.calculator"
+
+
+def call(name: str = "calculator", **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def answers(environment: ToolEnvironment, completion: str) -> list[str]:
+    observation, reward, done = asyncio.run(environment.step(completion))
+    assert (reward, done) == (0.0, False)
+    assert {message["role"] for message in observation} == {"tool"}  # type: ignore[union-attr, index]
+    return [message["content"] for message in observation]  # type: ignore[union-attr, index]
+
+
+def halve(number: int, times: int = 1) -> float:
+    """Divides by two.
+
+    Args:
+        number: what to divide
+        times: how often
+    """
+    return number / 2**times
+
+
+# ---------------------------------------------------------------------- in a conversation
+
+
+def test_the_policy_calls_reads_the_result_and_answers():
+    flow = MultiTurn(chat_tokenizer(WITH_TOOLS), lambda: ToolEnvironment([PATH]), max_turns=3)
+    said = letters(call(expression="12*34"))
+    engine = writes([*said, END], [*letters("408"), END])
+    trajectory = played(
+        flow,
+        engine,
+        chat_prompt("12*34?"),
+    )
+    first, second = trajectory.turns
+    assert trajectory.token_ids[first.start : first.end] == [*said, END]
+    between = "\n<|im_start|>tool\n408<|im_end|>\n<|im_start|>assistant\n"
+    assert trajectory.token_ids[first.end : second.start] == ids(between)
+    assert trajectory.completion == "408"
+    assert trajectory.metrics == {"turns": 2.0, "tool_calls": 1.0, "tool_errors": 0.0}
+
+
+def test_the_prompt_shows_the_tools_schema():
+    flow = MultiTurn(chat_tokenizer(WITH_TOOLS), lambda: ToolEnvironment([halve]))
+    trajectory = played(flow, writes([END]))
+    shown = chat_tokenizer().decode(trajectory.prompt.token_ids or []).splitlines()[0]
+    (schema,) = json.loads(shown)
+    assert schema["function"]["name"] == "halve"
+    assert schema["function"]["parameters"]["required"] == ["number"]
+    assert schema["function"]["parameters"]["properties"]["number"] == {
+        "type": "integer",
+        "description": "what to divide",
+    }
+
+
+def test_completions_without_calls_go_to_the_environment_beside_the_tools():
+    inner = Scripted(("again", 0.0, False), (None, 1.0, True))
+    flow = MultiTurn(chat_tokenizer(WITH_TOOLS), lambda: ToolEnvironment([PATH], lambda: inner), max_turns=5)
+    turns = ["3", call(expression="1+1"), "2"]
+    trajectory = played(flow, writes(*([*letters(text), END] for text in turns)))
+    assert inner.heard == ["3", "2"]
+    assert [turn for turn in (trajectory.rewards or []) if turn] == [1.0]
+    assert len(trajectory.turns) == 3
+
+
+# ---------------------------------------------------------------------- what can be wrong with a call
+
+
+@pytest.mark.parametrize(
+    ("completion", "says"),
+    [
+        (call("search", query="x"), "there is no tool 'search', only calculator, halve"),
+        (call(expression="1/0"), "ZeroDivisionError: division by zero"),
+        (call(words="1"), "missing a required argument: 'expression'"),
+        (call("halve", number="4"), "argument 'number' is '4', expected integer"),
+        (call("halve", number=True), "argument 'number' is True, expected integer"),
+        ("<tool_call>11</tool_call>", "not of the form"),
+        ("<tool_call>{1}</tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "calculator"', "not valid JSON"),
+        ('<tool_call>{"name": "calculator", "arguments": "1"}</tool_call>', "not of the form"),
+    ],
+    ids=[
+        "unknown tool",
+        "tool raises",
+        "wrong name",
+        "wrong type",
+        "bool as int",
+        "no object",
+        "no JSON",
+        "open",
+        "text",
+    ],
+)
+def test_what_is_wrong_with_a_call_is_told_to_the_policy(completion: str, says: str):
+    environment = ToolEnvironment([calculator, halve])
+    (content,) = answers(environment, completion)
+    assert content.startswith("Error: ")
+    assert says in content
+    assert asyncio.run(environment.metrics()) == {"tool_calls": 1.0, "tool_errors": 1.0}
+
+
+def test_several_calls_are_answered_in_order_and_at_most_so_many():
+    environment = ToolEnvironment([halve], max_calls=2)
+    completion = "".join(call("halve", number=number) for number in (2, 4, 6))
+    assert answers(environment, completion) == [
+        "1.0",
+        "2.0",
+        "Error: more than 2 calls in one turn; this one was not run",
+    ]
+
+
+def test_a_long_result_is_cut():
+    environment = ToolEnvironment([PATH], max_result_chars=5)
+    assert answers(environment, call(expression="10**20")) == ["10000… (21 characters, cut)"]
+
+
+def test_a_tool_that_hangs_is_told_and_the_conversation_goes_on():
+    release = threading.Event()
+
+    def wait_for_ever() -> str:
+        """Waits."""
+        release.wait()
+        return ""
+
+    environment = ToolEnvironment([wait_for_ever], tool_timeout_s=0.05)
+    assert answers(environment, call("wait_for_ever")) == ["Error: no result in 0.05 s"]
+    release.set()
+
+
+def test_an_async_tool_is_awaited_and_its_result_written_as_json():
+    async def look_up(key: str) -> dict[str, str]:
+        """Looks up.
+
+        Args:
+            key: of what
+        """
+        await asyncio.sleep(0)
+        return {key: "é"}
+
+    assert answers(ToolEnvironment([look_up]), call("look_up", key="a")) == ['{"a": "é"}']
+
+
+def test_a_parser_of_your_own_finds_the_calls():
+    def after_question_mark(completion: str) -> list[ToolCall]:
+        return [ToolCall("calculator", {"expression": completion[1:]})] if completion.startswith("?") else []
+
+    environment = ToolEnvironment([calculator], parser=after_question_mark)
+    assert answers(environment, "?2*3") == ["6"]
+    assert asyncio.run(environment.step("6"))[2]
+
+
+# ---------------------------------------------------------------------- descriptions
+
+
+def test_a_tool_without_described_arguments_is_refused():
+    def bare(number: int) -> int:
+        return number
+
+    with pytest.raises(ValueError, match=r"bare.*cannot be described.*Args:"):
+        ToolEnvironment([bare])
+
+
+def test_a_path_that_names_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"lightrl.workflows.tools.abacus.*cannot be imported"):
+        ToolEnvironment(["lightrl.workflows.tools.abacus"])
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="each once"):
+        ToolEnvironment([calculator, PATH])
+
+
+def test_a_tool_is_described_once():
+    assert Tool.of(PATH) is Tool.of(PATH)
+
+
+def test_calls_are_found_in_order_with_text_around_them():
+    text = f'First {call(expression="1")} then\n<tool_call>\n{{"name": "f"}}\n</tool_call> done'
+    assert parse_hermes(text) == [ToolCall("calculator", {"expression": "1"}), ToolCall("f", {})]
+    assert parse_hermes("nothing here") == []
+
+
+# ---------------------------------------------------------------------- the calculator
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("12 * 34", "408"),
+        ("(3 + 4) * 2.5", "17.5"),
+        ("-2 ** 2", "-4"),
+        ("7 // 2 + 7 % 4", "6"),
+        ("8 / 2", "4"),
+        ("0.1 + 0.2", "0.3"),
+        ("1e3", "1000"),
+        ("max(1, sqrt(16), abs(-3))", "4"),
+        ("round(2.567, 2)", "2.57"),
+        ("10 ** 20", "100000000000000000000"),
+    ],
+)
+def test_the_calculator_computes(expression: str, result: str):
+    assert calculator(expression) == result
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os')", "().__class__", "open", "1 if 1 else 2", "x", "e", "max", "'a' * 9", "[1]", "1, 2", "1; 2",
+        "", "9 ** 9 ** 9", "2 ** 1000", "2 ** -1000", "round(5, -10 ** 50)", "10 ** 60 * 10 ** 60", "1e400",
+        "(-8) ** 0.5", "1e99 * 1e99", "1e400 - 1e400", "(" * 199 + "1", "1" * 201, "1 2", "007", "max(key=1)",
+        "1(2)", "round(1, 2, 3)",
+    ],
+)  # fmt: skip
+def test_the_calculator_refuses_what_is_no_bounded_arithmetic(expression: str):
+    with pytest.raises((ValueError, TypeError)):
+        calculator(expression)
+
+
+# ---------------------------------------------------------------------- Python
+
+
+@pytest.mark.parametrize(
+    ("code", "shows"),
+    [
+        ("print(6 * 7)", "42"),
+        ("x = 1", "(nothing was printed)"),
+        ("print(1)\n1 / 0", "ZeroDivisionError: division by zero"),
+        ("while True: pass", "Error: ValueError: the program was stopped by its limit of time"),
+    ],
+    ids=["prints", "prints nothing", "raises", "runs for ever"],
+)
+def test_the_policy_runs_python_in_a_sandbox_and_reads_what_it_prints(code: str, shows: str):
+    (content,) = answers(ToolEnvironment([python]), call("python", code=code))
+    assert shows in content
+
+
+def test_a_sandbox_that_fails_drops_the_trajectory_instead_of_being_told():
+    def broken(code: str) -> str:
+        """Runs.
+
+        Args:
+            code: what
+        """
+        raise RewardError("no sandbox here")
+
+    with pytest.raises(RolloutError, match="no sandbox here"):
+        asyncio.run(ToolEnvironment([broken]).step(call("broken", code="1")))

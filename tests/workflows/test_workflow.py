@@ -1,0 +1,129 @@
+"""SingleTurn, a workflow of two turns, and what check_trajectory refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightrl.engines.engine import Completion
+from lightrl.errors import RolloutError
+from lightrl.trajectory import FinishReason, Prompt, Trajectory, Turn
+from lightrl.workflows.workflow import Generate, SingleTurn, Workflow, check_trajectory
+
+PROMPT = Prompt(id="a", token_ids=[3, 7, 1])
+
+
+class Words:
+    """As much of a tokenizer as SingleTurn uses; 0 is its special token."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(str(token) for token in token_ids if not (skip_special_tokens and token == 0))
+
+
+class TwoTurns(Workflow):
+    """The policy writes, the environment answers 8, the policy writes again."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        start = list(prompt.token_ids or [])
+        first = await generate(start)
+        middle = [*start, *first.token_ids, 8]
+        second = await generate(middle)
+        written = [False] * len(start) + [True] * len(first.token_ids) + [False] + [True] * len(second.token_ids)
+        return Trajectory(
+            prompt,
+            group_id=-1,
+            sample=-1,
+            token_ids=middle + second.token_ids,
+            loss_mask=written,
+            behavior_logprobs=[0.0] * len(start) + first.logprobs + [0.0] + second.logprobs,
+            weight_versions=[-1] * len(start) + first.weight_versions + [-1] + second.weight_versions,
+            completion_ids=second.token_ids,
+            completion="",
+        )
+
+
+def played(workflow: Workflow, *completions: Completion, prompt: Prompt = PROMPT) -> tuple[Trajectory, list[list[int]]]:
+    """The trajectory that the workflow makes of these completions, and the token ids that it asked with."""
+    asked: list[list[int]] = []
+
+    async def generate(token_ids: list[int]) -> Completion:
+        asked.append(list(token_ids))
+        return completions[len(asked) - 1]
+
+    return asyncio.run(workflow.run(prompt, generate)), asked
+
+
+def single_turn() -> SingleTurn:
+    return SingleTurn(Words())  # type: ignore[arg-type]
+
+
+def test_single_turn_aligns_everything_to_the_token_it_describes() -> None:
+    trajectory, asked = played(single_turn(), Completion([9, 4, 0], [-1.5, -0.5, -0.1], [2, 2, 3], "stop"))
+    assert asked == [[3, 7, 1]]
+    assert trajectory.token_ids == [3, 7, 1, 9, 4, 0]
+    assert trajectory.loss_mask == [False, False, False, True, True, True]
+    assert trajectory.behavior_logprobs == [0.0, 0.0, 0.0, -1.5, -0.5, -0.1]
+    assert trajectory.weight_versions == [-1, -1, -1, 2, 2, 3]
+    assert (trajectory.completion_ids, trajectory.completion) == ([9, 4, 0], "9 4")
+    assert (trajectory.oldest_version, trajectory.newest_version) == (2, 3)
+    assert trajectory.turns == [Turn(3, 6, "stop")]
+    assert trajectory.reward is None
+    assert check_trajectory(trajectory, single_turn(), PROMPT) is trajectory
+
+
+@pytest.mark.parametrize(("reason", "is_truncated"), [("stop", False), ("length", True)])
+def test_only_a_completion_ended_by_length_is_truncated(reason: FinishReason, is_truncated: bool) -> None:
+    trajectory, _ = played(single_turn(), Completion([9], [-1.0], [0], reason))
+    assert (trajectory.finish_reason, trajectory.is_truncated) == (reason, is_truncated)
+
+
+def test_the_prompt_and_the_completion_are_not_changed_by_the_trajectory() -> None:
+    completion = Completion([9], [-1.0], [0], "stop")
+    trajectory, _ = played(single_turn(), completion)
+    trajectory.token_ids.append(5)
+    trajectory.behavior_logprobs.append(0.0)
+    assert (PROMPT.token_ids, completion.token_ids, completion.logprobs) == ([3, 7, 1], [9], [-1.0])
+
+
+@pytest.mark.parametrize("token_ids", [None, []], ids=["messages that nobody rendered", "an empty prompt"])
+def test_a_prompt_without_token_ids_is_a_rollout_error(token_ids: list[int] | None) -> None:
+    prompt = Prompt(id="b", messages=[{"role": "user", "content": "hi"}], token_ids=token_ids)
+    with pytest.raises(RolloutError, match="'b' has no token ids"):
+        played(single_turn(), prompt=prompt)
+
+
+def test_a_workflow_of_two_turns_trains_on_what_the_policy_wrote() -> None:
+    first, second = Completion([5, 6], [-1.0, -2.0], [0, 0], "stop"), Completion([9], [-3.0], [1], "stop")
+    trajectory, asked = played(TwoTurns(), first, second)
+    assert asked == [[3, 7, 1], [3, 7, 1, 5, 6, 8]]
+    assert check_trajectory(trajectory, TwoTurns(), PROMPT) is trajectory
+    trained = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+    assert [token for token, is_trained in trained if is_trained] == [5, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"behavior_logprobs": [0.0]}, "lists of lengths .*'behavior_logprobs': 1", id="a list too short"),
+        pytest.param({"weight_versions": []}, "lists of lengths .*'weight_versions': 0", id="a list missing"),
+        pytest.param({"loss_mask": [True] * 4}, "only tokens that the policy wrote", id="a prompt token to train on"),
+    ],
+)
+def test_a_trajectory_that_cannot_be_trained_on_is_refused(changes: dict[str, Any], message: str) -> None:
+    trajectory, _ = played(single_turn(), Completion([9], [-1.0], [0], "stop"))
+    with pytest.raises(RolloutError, match=message):
+        check_trajectory(replace(trajectory, **changes), single_turn(), PROMPT)
+
+
+@pytest.mark.parametrize("returned", [None, "text", [1, 2]])
+def test_what_is_no_trajectory_is_refused(returned: object) -> None:
+    with pytest.raises(RolloutError, match=r"SingleTurn.run returned .* for prompt 'a', expected a Trajectory"):
+        check_trajectory(returned, single_turn(), PROMPT)
+
+
+def test_a_workflow_must_say_how_it_runs() -> None:
+    with pytest.raises(TypeError, match="run"):
+        Workflow()  # type: ignore[abstract]
