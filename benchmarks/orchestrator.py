@@ -42,7 +42,7 @@ from lightrl.engines import SGLangEngine
 from lightrl.engines.sglang import fake_server as fake
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.rewards import Judgment
-from lightrl.rollout import RolloutController
+from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.testing.fake_server_script import ScriptedModel
 from lightrl.trajectory import Prompt, Sampling, Trajectory
@@ -204,13 +204,15 @@ def controller_run(setting: Setting) -> None:
             engine,
             SingleTurn(NoText()),  # type: ignore[arg-type]
             Judged(),  # type: ignore[arg-type]
+            RolloutSettings(
+                group_size=GROUP_SIZE,
+                groups_per_iteration=num_groups,
+                total_groups=num_groups,
+                max_staleness=1,
+                max_concurrent=max(1, setting.in_flight // GROUP_SIZE),
+            ),
             sampling=setting.sampling,
-            group_size=GROUP_SIZE,
-            groups_per_iteration=num_groups,
             prompts=Prompts(),  # type: ignore[arg-type]
-            total_groups=num_groups,
-            max_staleness=1,
-            max_concurrent=max(1, setting.in_flight // GROUP_SIZE),
         )
         try:
             with stopwatch():

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 from benchmarks.report import Report
 from lightrl.engines import FakeEngine
 from lightrl.rewards import Judgment
-from lightrl.rollout import RolloutController
+from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
 from lightrl.workflows import Environment, MultiTurn, ToolEnvironment
@@ -160,9 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
             make_engine([*said, END], delay_s),
             workflow,
             Judged(),
+            RolloutSettings(group_size=10, groups_per_iteration=sessions // 10),
             sampling=sampling,
-            group_size=10,
-            groups_per_iteration=sessions // 10,
             prompts=Prompts(workflow.renderer.tokenizer),
         )
         try:

@@ -148,10 +148,10 @@ class RLModule(L.LightningModule):
             raise ValueError(
                 f"loss_reduction={loss_reduction!r}, expected token, sequence or fixed. Choose one of them."
             )
-        # Whether the reward model's number is all of the reward; then a rollout knows none yet.
-        self.is_judged_later = reward is None and type(self).reward is RLModule.reward and reward_model is not None
-        if self.is_judged_later:
-            reward = _judged_later
+        # False if the reward model's number is all of the reward; then a rollout knows none yet.
+        self.has_rollout_reward = reward is not None or type(self).reward is not RLModule.reward or reward_model is None
+        if not self.has_rollout_reward:
+            reward = _no_rollout_reward
         if reward is None and type(self).reward is RLModule.reward:
             raise TypeError(
                 f"{type(self).__name__} has no reward, expected one. Write `def reward(self, trajectory) -> float`, or "
@@ -584,7 +584,7 @@ def _later_than_advantages(calls: list[ModelCall], advantage_keys: Sequence[str]
     return names
 
 
-def _judged_later(trajectory: Trajectory) -> float:
+def _no_rollout_reward(trajectory: Trajectory) -> float:
     """The reward where the reward model's is all of it."""
     return 0.0
 

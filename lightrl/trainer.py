@@ -33,7 +33,7 @@ from lightrl.callbacks import (
     StalenessControl,
     WeightSync,
 )
-from lightrl.data import prompt_source
+from lightrl.data import PromptStream, prompt_source
 from lightrl.engines import LocalEngine, RolloutEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.loops import ResumeCheck, RolloutLoop, SharedRollout, StateBefore
@@ -41,7 +41,7 @@ from lightrl.models import ModelSpec
 from lightrl.models.lora import LoRA
 from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, Judge, make_judge
-from lightrl.rollout import RecordedRollout, RolloutController
+from lightrl.rollout import RecordedRollout, RolloutController, RolloutSettings
 from lightrl.strategies import (
     AtomicCheckpointIO,
     LogprobSettings,
@@ -348,20 +348,28 @@ class Trainer(L.Trainer):
             if num_iterations != float("inf"):
                 total_groups = int(num_iterations) * groups_per_iteration
             self._check_sizes(module, groups_per_iteration)
-        choice = self._choice_of_groups()
-        needs_rewards_early = staleness.max_staleness > 0 or bool(choice)
-        judges_later = is_fit and not needs_rewards_early and bool(module.data_flow().beside_rewards())
+        rollout_settings = RolloutSettings(
+            group_size=module.group_size,
+            groups_per_iteration=groups_per_iteration,
+            total_groups=total_groups,
+            max_staleness=staleness.max_staleness,
+            max_concurrent=staleness.max_concurrent,
+            redraw_stragglers=staleness.redraw_stragglers,
+            rollout_timeout_s=staleness.rollout_timeout_s,
+            loop_timeout_s=staleness.loop_timeout_s,
+            max_failed_fraction=module.max_failed_fraction,
+            **self._choice_of_groups(),
+        )
+        needs_rewards_early = staleness.max_staleness > 0 or rollout_settings.reads_rewards
+        if is_fit and not needs_rewards_early and module.data_flow().beside_rewards():
+            rollout_settings = dataclasses.replace(rollout_settings, judges_later=True)
         folder = Path(self.log_dir or self.default_root_dir)  # on all ranks: it is a collective
         start = functools.partial(
             self._start_rollout,
             module,
             None if self.fast_dev_run else folder / "failed_rewards.jsonl",
-            sampling=sampling,
-            groups_per_iteration=groups_per_iteration,
-            prompts=prompts,
-            total_groups=total_groups,
-            judges_later=judges_later,
-            **choice,
+            rollout_settings,
+            prompts,
         )
         ranks = self.rollout_loop.ranks
         if ranks.size == 1:
@@ -371,8 +379,7 @@ class Trainer(L.Trainer):
                 start,
                 ranks,
                 run_seed=self.run_seed,
-                max_staleness=staleness.max_staleness,
-                judges_later=judges_later,
+                settings=rollout_settings,
             )
         if is_fit:
             self.rollout_loop.restore_rollout()
@@ -386,9 +393,10 @@ class Trainer(L.Trainer):
         num = sum(len(group.trajectories) for groups in recorded for group in groups)
         log.info("no engine: %d recorded iterations with %d trajectories", len(recorded), num)
 
-    def _start_rollout(self, module: RLModule, failures: Path | None, **settings: Any) -> RolloutController:
+    def _start_rollout(
+        self, module: RLModule, failures: Path | None, settings: RolloutSettings, prompts: PromptStream | None
+    ) -> RolloutController:
         """Judge, engine and controller; on rank 0 only."""
-        staleness = self._one_of(StalenessControl)
         if self._judge is None:
             self._judge = make_judge_of(module)
         if failures is not None:
@@ -405,15 +413,10 @@ class Trainer(L.Trainer):
             self.engine,
             workflow,
             self._judge,
+            settings,
+            sampling=self.with_stop_tokens(module.sampling),
             run_seed=self.run_seed,
-            group_size=module.group_size,
-            max_staleness=staleness.max_staleness,
-            max_concurrent=staleness.max_concurrent,
-            redraw_stragglers=staleness.redraw_stragglers,
-            rollout_timeout_s=staleness.rollout_timeout_s,
-            loop_timeout_s=staleness.loop_timeout_s,
-            max_failed_fraction=module.max_failed_fraction,
-            **settings,
+            prompts=prompts,
         )
 
     def _say_what_runs(self, module: RLModule, max_staleness: int, groups_per_iteration: int | None) -> None:

@@ -30,7 +30,7 @@ def check(trainer: Any) -> None:
     """
     if not is_colocated(trainer):
         return
-    max_staleness = trainer.rollout.max_staleness
+    max_staleness = trainer.rollout.settings.max_staleness
     if max_staleness > 0:
         raise ValueError(
             f"max_staleness={max_staleness} lets rollouts go on during an update, but the engine is colocated, "

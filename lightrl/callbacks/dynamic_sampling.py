@@ -85,7 +85,7 @@ class DynamicSampling(RLCallback):
                 "drop_zero_variance=True drops every group of group_size=1, expected a group_size of 2 or more. Raise "
                 "it, or set DynamicSampling.drop_zero_variance to false."
             )
-        if stage == "fit" and self.group_filter.drop_zero_variance and getattr(module, "is_judged_later", False):
+        if stage == "fit" and self.group_filter.drop_zero_variance and not getattr(module, "has_rollout_reward", True):
             raise ValueError(
                 "drop_zero_variance=True drops every group where a reward model is all of the reward, for it is asked "
                 "when the groups are chosen, expected reward= beside reward_model=. Give one, or set "

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import lightning as L
 
     from lightrl.experience import Experience
+    from lightrl.rollout import RolloutSettings
     from lightrl.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class _RolloutLoop(Protocol):
 
 
 class _Rollout(Protocol):
-    max_staleness: int
+    settings: RolloutSettings
 
 
 class _Trainer(Protocol):
@@ -149,7 +150,7 @@ class RolloutMetrics(RLCallback):
         seconds = rl_trainer.rollout_loop.phase_seconds
         values = {f"time/{phase}_s": phase_s for phase, phase_s in seconds.items()}
         writing_s = seconds.get("rollout")
-        if rl_trainer.rollout.max_staleness > 0 and self._overlapped_s is not None:
+        if rl_trainer.rollout.settings.max_staleness > 0 and self._overlapped_s is not None:
             writing_s = self._overlapped_s
         if writing_s and not getattr(rl_trainer.rollout, "is_recorded", False):  # nobody wrote just now
             values["rollout/tokens_per_s"] = self._num_written_tokens / writing_s

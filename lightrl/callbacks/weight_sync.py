@@ -117,7 +117,7 @@ class WeightSync(RLCallback):
         """Waits for a load in the background where the staleness bound wants it; the same on every rank."""
         if self._load is None:
             return
-        if trainer.weight_version - self._acknowledged_version > trainer.rollout.max_staleness:
+        if trainer.weight_version - self._acknowledged_version > trainer.rollout.settings.max_staleness:
             self._finish(trainer, module)
 
     def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:

@@ -2,7 +2,7 @@
 
     take groups → Experience → score, advantages → minibatches → version + 1 → weights out
 
-On-policy the last rewards are awaited while the calls run that need none (`RolloutController(judges_later)`).
+On-policy the last rewards are awaited while the calls run that need none (`RolloutSettings.judges_later`).
 
 It takes the place of `trainer.fit_loop.epoch_loop.automatic_optimization`, whose `run` Lightning calls once for each
 training batch. One batch is one iteration is one `global_step` is one weight version. A module that is no RLModule goes
@@ -109,7 +109,7 @@ class RolloutLoop(_AutomaticOptimization):
             groups: list[Group] = trainer.rollout.take(self.weight_version, on_wait=self._on_wait_rollout)
         self.report_drops()
         trainer.call_rl_hook("on_rollout_end", groups)
-        if not trainer.rollout.judges_later:
+        if not trainer.rollout.settings.judges_later:
             trainer.call_rl_hook("on_rewards_ready", groups)
         return groups
 
@@ -132,10 +132,10 @@ class RolloutLoop(_AutomaticOptimization):
         """With what the model calls gave, rewards and advantages."""
         trainer: Any = self.trainer
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        experience = Experience.from_trajectories(trajectories, are_judged=not trainer.rollout.judges_later)
+        experience = Experience.from_trajectories(trajectories, are_judged=not trainer.rollout.settings.judges_later)
         experience = with_pictures(experience, trajectories, module.pictures).to(module.device)
         scored: set[str] = set()
-        if trainer.rollout.judges_later:
+        if trainer.rollout.settings.judges_later:
             graph = module.data_flow()
             scored = graph.beside_rewards()
             later = {call.name for call in graph.calls} - scored

@@ -26,7 +26,7 @@ from lightrl.loops.group_bytes import (
     set_rewards,
     with_head,
 )
-from lightrl.rollout import RolloutController
+from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.rollout.drop_tally import Drop
 from lightrl.strategies import Message, Ranks, mark_as_on_all_ranks
 from lightrl.trajectory import Group, Prompt, Sampling
@@ -50,7 +50,7 @@ class SharedRollout:
     Args:
         start: makes the controller, on rank 0 alone; the others wait for it here, and have its errors.
         ranks: who else there is.
-        run_seed, max_staleness, judges_later: the controller's.
+        run_seed, settings: the controller's.
     """
 
     def __init__(
@@ -59,14 +59,12 @@ class SharedRollout:
         ranks: Ranks,
         *,
         run_seed: int,
-        max_staleness: int,
-        judges_later: bool = False,
+        settings: RolloutSettings,
     ) -> None:
         self.controller: RolloutController | None = None
         self.ranks = ranks
         self.run_seed = run_seed
-        self.max_staleness = max_staleness
-        self.judges_later = judges_later
+        self.settings = settings
         self._seen_engine = _SeenEngine()
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()

@@ -1,6 +1,7 @@
 """Rollouts: prompts in, judged trajectories out, asynchronously. Knows no Lightning and no engine by name.
 
 Reading order:
+    settings.py       RolloutSettings: sizes, bounds, what is dropped
     buffer.py         what may start and what may be trained on: pure functions
     controller.py     keeps groups in flight and hands over batches
       trajectory_task.py, judging.py  one trajectory; rewards, awaited when needed
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lightrl.rollout.group_filter import GroupFilter
     from lightrl.rollout.prompt_cursor import Curriculum
     from lightrl.rollout.recorded import RecordedRollout
+    from lightrl.rollout.settings import RolloutSettings
 
 # Loaded when first used: the fake server with a script starts without torch.
 _HOMES = {
@@ -26,9 +28,10 @@ _HOMES = {
     "GroupFilter": "group_filter",
     "RecordedRollout": "recorded",
     "RolloutController": "controller",
+    "RolloutSettings": "settings",
 }
 
-__all__ = ["Curriculum", "GroupFilter", "RecordedRollout", "RolloutController"]  # fmt: skip
+__all__ = ["Curriculum", "GroupFilter", "RecordedRollout", "RolloutController", "RolloutSettings"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

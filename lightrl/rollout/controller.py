@@ -14,15 +14,12 @@ import asyncio
 import collections
 import contextlib
 import logging
-import math
-import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.loop_thread import LoopThread
 from lightrl.engines.engine import LivesOnLoop, RolloutEngine
 from lightrl.errors import RewardError, RolloutError
@@ -31,7 +28,8 @@ from lightrl.rollout.buffer import choose_batch, describe_waiting, find_overdue,
 from lightrl.rollout.drop_tally import Drop, DropTally
 from lightrl.rollout.group_filter import success_rate
 from lightrl.rollout.judging import Judging
-from lightrl.rollout.prompt_cursor import Curriculum, PromptCursor, Prompts
+from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
+from lightrl.rollout.settings import RolloutSettings
 from lightrl.rollout.trajectory_task import play_trajectory
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.weights import Bucket
@@ -44,12 +42,6 @@ _T = TypeVar("_T")
 # the others leave room for a workflow that awaits something ready first.
 WAVE_TICKS = 4
 MAX_REDRAWS = 3  # of a group for which a trajectory failed; then it is dropped
-
-
-class DropsGroups(Protocol):
-    """Why a judged group is dropped, as (reason, message); None keeps it. `GroupFilter` is one."""
-
-    def __call__(self, group: Group) -> tuple[str, str] | None: ...
 
 
 @dataclass
@@ -83,29 +75,10 @@ class RolloutController:
         engine: has been started.
         workflow: maps a prompt to a trajectory.
         judge: has been started; gives the reward, while other trajectories still generate.
+        settings: sizes, bounds and which groups are dropped.
         sampling: of training rollouts; the seed of each generation is set here.
         run_seed: with position, sample and turn it fixes every draw.
-        group_size: G, trajectories of a prompt.
-        groups_per_iteration: P.
         prompts: the stream, by position; None where only `evaluate` is used.
-        curriculum: chooses among the prompts by past success; None plays them all.
-        total_groups: what the whole run needs; None if it has no known end.
-        max_staleness: η, in versions; 0 is on-policy.
-        max_concurrent: bound on groups in flight; None for no bound but the staleness.
-        redraw_stragglers: give up a group that the next batch would have to wait for and start it again, once the
-            others are there. Faster with a heavy tail, but short completions are then drawn too often.
-        rollout_timeout_s: the run ends if for so long no trajectory finishes that a batch waits for.
-        max_failed_fraction: the run ends if more than this fraction of an iteration's trajectories fails.
-        group_filter: says which judged groups are dropped, and why; each is replaced by a new prompt.
-        max_dropped_groups: the run ends if for P groups that are kept more than this many are dropped, by the filter,
-            as incomplete, or because every trajectory failed; 10·P if None.
-        incomplete_groups: what becomes of a group of which some trajectories failed: `train` on the others, `redraw`
-            all of it with new seeds (three times at most), or `drop` it for a new prompt.
-        oversample_fraction: of P: so many more groups are started than needed. Of those still in flight, the ones that
-            would hold a batch back are given up, the others carried over; on-policy that is all of them.
-        loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for so long.
-        judges_later: on-policy, `take` gives groups that are written, and `judge` waits for their rewards; then neither
-            `curriculum` nor `group_filter` can know them.
     """
 
     def __init__(
@@ -113,55 +86,20 @@ class RolloutController:
         engine: RolloutEngine,
         workflow: Workflow,
         judge: Judge,
+        settings: RolloutSettings,
         *,
         sampling: Sampling,
         run_seed: int = 0,
-        group_size: int = 1,
-        groups_per_iteration: int = 1,
         prompts: Prompts | None = None,
-        curriculum: Curriculum | None = None,
-        total_groups: int | None = None,
-        max_staleness: int = 0,
-        max_concurrent: int | None = None,
-        redraw_stragglers: bool = False,
-        rollout_timeout_s: float = 1800.0,
-        max_failed_fraction: float = 0.5,
-        group_filter: DropsGroups | None = None,
-        max_dropped_groups: int | None = None,
-        incomplete_groups: Literal["train", "redraw", "drop"] = "train",
-        oversample_fraction: float = 0.0,
-        loop_timeout_s: float = 60.0,
-        judges_later: bool = False,
     ) -> None:
-        check_bounds(1, group_size=group_size, groups_per_iteration=groups_per_iteration, max_concurrent=max_concurrent)
-        check_bounds(0, max_staleness=max_staleness, max_dropped_groups=max_dropped_groups)
-        check_bounds(0, 1, max_failed_fraction=max_failed_fraction)
-        check_bounds(0, 10, oversample_fraction=oversample_fraction)
-        check_bounds(1e-3, threading.TIMEOUT_MAX, rollout_timeout_s=rollout_timeout_s, loop_timeout_s=loop_timeout_s)
-        chooses_by_reward = curriculum or group_filter or incomplete_groups != "train" or oversample_fraction
-        if judges_later and (max_staleness or chooses_by_reward):
-            raise ValueError(
-                "judges_later is set beside max_staleness, curriculum, group_filter, incomplete_groups or "
-                "oversample_fraction, which need rewards before a group is taken, expected none of them. Leave it out."
-            )
         self.engine = engine
         self.workflow = workflow
-        self.judges_later = judges_later
+        self.settings = settings
         self.sampling = sampling
         self.run_seed = run_seed
-        self.group_size = group_size
-        self.groups_per_iteration = groups_per_iteration
-        self.total_groups = total_groups
-        self.max_staleness = max_staleness
-        self.max_concurrent = max_concurrent
-        self.redraw_stragglers = redraw_stragglers
-        self.rollout_timeout_s = rollout_timeout_s
-        self.group_filter = group_filter
-        self.incomplete_groups = incomplete_groups
-        self.num_oversampled = math.ceil(oversample_fraction * groups_per_iteration)
 
         self.num_consumed = 0  # groups that an iteration was trained on
-        self._cursor = PromptCursor(prompts, curriculum) if prompts is not None else None
+        self._cursor = PromptCursor(prompts, settings.curriculum) if prompts is not None else None
         self._queued: collections.deque[int] = collections.deque()  # positions chosen, to start next
         self._again: list[int] = []  # on-policy, positions to draw again in the next wave
         self._redraws: dict[int, int] = {}  # how often a position in flight was started again with new seeds
@@ -170,17 +108,17 @@ class RolloutController:
         self._oldest_versions: dict[int, int] = {}  # of finished groups: each has many tokens to look at
         self._taken: list[Group] = []
         self._tally = DropTally(
-            group_size=group_size,
-            groups_per_iteration=groups_per_iteration,
-            max_failed_fraction=max_failed_fraction,
-            max_dropped_groups=max_dropped_groups,
+            group_size=settings.group_size,
+            groups_per_iteration=settings.groups_per_iteration,
+            max_failed_fraction=settings.max_failed_fraction,
+            max_dropped_groups=settings.max_dropped_groups,
         )
         self._judging = Judging(judge, self._tally, self._fail)
         self._failure: BaseException | None = None
         self._take_wait: _Wait | None = None  # of the `take` in progress
         self._is_closing = False
 
-        self._thread = LoopThread(loop_timeout_s=loop_timeout_s, on_exit=self._on_exit)
+        self._thread = LoopThread(loop_timeout_s=settings.loop_timeout_s, on_exit=self._on_exit)
         self._loop = self._thread.loop
         self._changed = asyncio.Event()
         self._waving = asyncio.Lock()
@@ -208,7 +146,7 @@ class RolloutController:
                 the engine's weights are missing or too old for anything to be taken.
             EngineError: if the engine fails.
         """
-        wait = _Wait(self.groups_per_iteration * self.group_size)
+        wait = _Wait(self.settings.groups_per_iteration * self.settings.group_size)
         who = f"The loop at weight version {weight_version}"
         return self._wait_for(self._take(weight_version, wait), wait, on_wait, who)
 
@@ -300,7 +238,7 @@ class RolloutController:
         """The coroutine's result, or an error at the deadline; whatever is raised here cancels it."""
 
         def look() -> None:
-            if time.monotonic() - wait.last_news > self.rollout_timeout_s:
+            if time.monotonic() - wait.last_news > self.settings.rollout_timeout_s:
                 raise self._overdue_error(wait, who)
             if on_wait is not None:
                 on_wait(min(wait.done, wait.total), wait.total)
@@ -310,12 +248,12 @@ class RolloutController:
     def _count_done(self, wait: _Wait) -> None:
         if wait is self._take_wait:
             wait.done = sum(item.num_done for item in self._running.values())
-            wait.done += len(self._finished) * self.group_size
+            wait.done += len(self._finished) * self.settings.group_size
 
     def _overdue_error(self, wait: _Wait, who: str) -> RolloutError:
         return RolloutError(
             f"{who} has waited for {wait.for_whom} and no trajectory finished for "
-            f"rollout_timeout_s={self.rollout_timeout_s:g}, expected {wait.total} trajectories and have "
+            f"rollout_timeout_s={self.settings.rollout_timeout_s:g}, expected {wait.total} trajectories and have "
             f"{wait.done}. Queue depths: {self.progress()}. Look at the engine and the reward, or raise "
             "StalenessControl.rollout_timeout_s."
         )
@@ -330,7 +268,7 @@ class RolloutController:
         in_flight = sorted([*self._running, *self._queued, *self._again])
         return {
             "run_seed": self.run_seed,
-            "groups_per_iteration": self.groups_per_iteration,
+            "groups_per_iteration": self.settings.groups_per_iteration,
             "num_consumed": self.num_consumed,
             "next_position": self._cursor.next_position if self._cursor is not None else 0,
             "curriculum": self._cursor.state_dict() if self._cursor is not None else None,
@@ -355,7 +293,9 @@ class RolloutController:
             )
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.run_seed = int(state["run_seed"])
-        self.num_consumed = num_iterations * self.groups_per_iteration  # admission counts in iterations of this run
+        self.num_consumed = (
+            num_iterations * self.settings.groups_per_iteration
+        )  # admission counts in iterations of this run
         if self._cursor is not None:
             self._cursor.next_position = int(state["next_position"])
             self._cursor.load_state_dict(state.get("curriculum"))
@@ -373,7 +313,7 @@ class RolloutController:
             self._check_versions(weight_version)
         self._finished.update((group.id, group) for group in self._taken)
         self._taken = []
-        if not self.judges_later:
+        if not self.settings.judges_later:
             await self._judge_restored(wait)
         self._give_back_overdue(weight_version)
         self._take_wait = wait
@@ -386,16 +326,18 @@ class RolloutController:
                     self._finished_versions(weight_version),
                     {group_id: item.started_version for group_id, item in self._running.items()},
                     weight_version=weight_version,
-                    groups_per_iteration=self.groups_per_iteration,
-                    max_staleness=self.max_staleness,
-                    max_given_up=self.num_oversampled,
+                    groups_per_iteration=self.settings.groups_per_iteration,
+                    max_staleness=self.settings.max_staleness,
+                    max_given_up=self.settings.num_oversampled,
                 )
                 if batch.group_ids is not None:
                     self._taken = [self._finished.pop(group_id) for group_id in batch.group_ids]
                     self._give_up_groups(batch.gives_up)
                     self._tally.begin_iteration()
                     return list(self._taken)
-                may_redraw = self.redraw_stragglers and len(self._finished) >= self.groups_per_iteration
+                may_redraw = (
+                    self.settings.redraw_stragglers and len(self._finished) >= self.settings.groups_per_iteration
+                )
                 if may_redraw and self._redraw(batch.waits_for):
                     continue
                 whom = f"groups {describe_waiting(batch.waits_for)}" if batch.waits_for else "more finished groups"
@@ -417,10 +359,10 @@ class RolloutController:
 
     def _check_versions(self, weight_version: int) -> None:
         served = self.engine.weight_version
-        if served < 0 or weight_version - served > self.max_staleness:
+        if served < 0 or weight_version - served > self.settings.max_staleness:
             raise RolloutError(
                 f"The engine serves weight version {served} and the trainer is at {weight_version}, expected at most "
-                f"max_staleness={self.max_staleness} between them. Load the weights before the next batch is taken."
+                f"max_staleness={self.settings.max_staleness} between them. Load the weights before the next batch."
             )
 
     def _finished_versions(self, weight_version: int) -> dict[int, int]:
@@ -436,13 +378,14 @@ class RolloutController:
         overdue = find_overdue(
             self._finished_versions(weight_version),
             weight_version=weight_version,
-            groups_per_iteration=self.groups_per_iteration,
-            max_staleness=self.max_staleness,
+            groups_per_iteration=self.settings.groups_per_iteration,
+            max_staleness=self.settings.max_staleness,
         )
         for group_id in overdue:
             group = self._finished.pop(group_id)
             self._queued.append(group_id)
-            message = f"Group {group_id} is too old for max_staleness={self.max_staleness}; its prompt is drawn again."
+            bound = f"max_staleness={self.settings.max_staleness}"
+            message = f"Group {group_id} is too old for {bound}; its prompt is drawn again."
             self._tally.drop_all(group, "stale", message)
 
     # ------------------------------------------------------------------ on the event loop: groups in flight
@@ -452,25 +395,27 @@ class RolloutController:
 
     def _num_admissible(self, max_concurrent: int | None) -> int:
         """On-policy groups start only while a batch is waited for."""
-        is_idle = self.max_staleness == 0 and self._take_wait is None
+        is_idle = self.settings.max_staleness == 0 and self._take_wait is None
         if self._cursor is None or self._failure is not None or self._is_closing or is_idle:
             return 0
         return num_admissible(
             running=len(self._running),
             accepted=self._num_accepted(),
             weight_version=self.engine.weight_version,
-            groups_per_iteration=self.groups_per_iteration,
-            max_staleness=self.max_staleness,
+            groups_per_iteration=self.settings.groups_per_iteration,
+            max_staleness=self.settings.max_staleness,
             max_concurrent=max_concurrent,
-            total=self.total_groups,
-            oversampled=self.num_oversampled,
+            total=self.settings.total_groups,
+            oversampled=self.settings.num_oversampled,
         )
 
     async def _pump(self) -> None:
         """Starts what may start; on-policy as one wave in a fixed order. What a cancelled one has started runs on."""
-        if not self._num_admissible(self.max_concurrent):
+        if not self._num_admissible(self.settings.max_concurrent):
             return
-        if self.max_staleness > 0:  # what runs already would have to stand still, and the order is not promised
+        if (
+            self.settings.max_staleness > 0
+        ):  # what runs already would have to stand still, and the order is not promised
             self._start_groups()
             return
         # What replaces dropped groups waits until all of the wave before it are in: what is drawn, and beside what it
@@ -516,10 +461,10 @@ class RolloutController:
 
     def _start_groups(self) -> None:
         try:
-            if self.max_staleness == 0 and not self._running and not self._queued:
+            if self.settings.max_staleness == 0 and not self._running and not self._queued:
                 self._plan_wave()
-            for _ in range(self._num_admissible(self.max_concurrent)):
-                if not self._queued and self.max_staleness == 0:
+            for _ in range(self._num_admissible(self.settings.max_concurrent)):
+                if not self._queued and self.settings.max_staleness == 0:
                     return
                 self._start_next_group()
         except RolloutError as error:
@@ -547,7 +492,7 @@ class RolloutController:
         self._running[position] = running
         redraws = self._redraws.get(position)
         seed_name = f"{position}:{prompt.id}" + (f":{redraws}" if redraws else "")
-        for sample in range(self.group_size):
+        for sample in range(self.settings.group_size):
             task = self._loop.create_task(self._training_trajectory(prompt, position, sample, seed_name))
             running.tasks.append(task)
             task.add_done_callback(lambda done, item=running: self._on_done(item, done))  # type: ignore[misc]
@@ -601,11 +546,11 @@ class RolloutController:
             return
         try:
             self._tally.count_trajectory(is_failed=task.result() is None)
-            if running.num_done == self.group_size:
+            if running.num_done == self.settings.group_size:
                 self._on_group_done(running)
         except RolloutError as raised:
             self._fail(raised)
-        if running.num_done == self.group_size:
+        if running.num_done == self.settings.group_size:
             self._changed.set()
             self._pump_soon()
 
@@ -616,10 +561,10 @@ class RolloutController:
         results = [task.result() for task in running.tasks]
         group.trajectories = [item for item in results if item is not None]
         redraws = self._redraws.pop(group.id, 0)
-        is_incomplete = len(group.trajectories) < self.group_size
-        if is_incomplete and self.incomplete_groups == "redraw" and redraws < MAX_REDRAWS:
+        is_incomplete = len(group.trajectories) < self.settings.group_size
+        if is_incomplete and self.settings.incomplete_groups == "redraw" and redraws < MAX_REDRAWS:
             self._redraws[group.id] = redraws + 1
-            (self._again if self.max_staleness == 0 else self._queued).append(group.id)
+            (self._again if self.settings.max_staleness == 0 else self._queued).append(group.id)
             self._tally.drop_all(group, "incomplete", f"Group {group.id} lost a trajectory and is drawn again.")
             return
         verdict = self._reason_to_drop(group, is_incomplete)
@@ -636,13 +581,13 @@ class RolloutController:
         if not group.trajectories:
             return "failed", f"Every trajectory of group {group.id} failed: {self._tally.last.message}"
         self._cursor.observe(group.id, group.prompt.id, success_rate(group))
-        if is_incomplete and self.incomplete_groups != "train":
+        if is_incomplete and self.settings.incomplete_groups != "train":
             return (
                 "incomplete",
-                f"Group {group.id} has {len(group.trajectories)} of its {self.group_size} trajectories.",
+                f"Group {group.id} has {len(group.trajectories)} of its {self.settings.group_size} trajectories.",
             )
         try:
-            return self.group_filter(group) if self.group_filter is not None else None
+            return self.settings.group_filter(group) if self.settings.group_filter is not None else None
         except Exception as error:
             self._queued.append(group.id)  # for the state: a run with a mended rule judges it anew
             raise RolloutError(f"The group filter raised {error!r} on group {group.id}. Mend the rule.") from error
@@ -662,7 +607,7 @@ class RolloutController:
     async def _training_trajectory(
         self, prompt: Prompt, group_id: int, sample: int, seed_name: str
     ) -> Trajectory | None:
-        if not self.judges_later:
+        if not self.settings.judges_later:
             return await self._trajectory(prompt, group_id, sample, self.sampling, seed_name)
         trajectory = await self._write(prompt, group_id, sample, self.sampling, seed_name)
         if trajectory is not None:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from lightrl.errors import RolloutError
 from lightrl.rollout.drop_tally import Drop
+from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Group
 from lightrl.weights import Bucket
 
@@ -23,7 +24,7 @@ class RecordedRollout:
 
     is_recorded = True  # what the trajectories' versions count is another run's business
     max_staleness = 0
-    judges_later = False
+    settings = RolloutSettings()
 
     def __init__(self, iterations: Sequence[list[Group]], *, run_seed: int) -> None:
         self.iterations = iterations

@@ -11,6 +11,7 @@ import lightning as L
 import torch
 
 from lightrl.experience import Experience
+from lightrl.rollout import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 Play = Callable[[int], list[Group]]  # iteration → its groups
@@ -66,7 +67,7 @@ class PlayedTrainer(L.Trainer):
         quiet = {"accelerator": "cpu", "enable_model_summary": False, "log_every_n_steps": 1, "logger": False}
         super().__init__(**{**quiet, **settings})
         self.rollout_loop = SimpleNamespace(phase_seconds={"rollout": 2.0, "score": 0.0, "update": 0.5, "sync": 0.25})
-        self.rollout = SimpleNamespace(max_staleness=max_staleness)
+        self.rollout = SimpleNamespace(settings=RolloutSettings(max_staleness=max_staleness))
 
     @property
     def weight_version(self) -> int:

@@ -21,6 +21,7 @@ from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError, RewardError, RolloutError, WeightSyncError
 from lightrl.rewards import Judgment, RewardHook
 from lightrl.rollout.controller import RolloutController, _Wait
+from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.weights import bucketed
 from lightrl.workflows.workflow import Generate, SingleTurn, Workflow
@@ -93,7 +94,8 @@ def make(caplog: pytest.LogCaptureFixture) -> Iterator[Make]:
         engine.start(CONFIG)
         arguments: dict[str, Any] = {"sampling": SAMPLING, "prompts": Numbers(), "groups_per_iteration": 2} | kwargs
         workflow = arguments.pop("workflow", None) or single_turn()
-        controller = RolloutController(engine, workflow, PlainJudge(reward), **arguments)
+        plain = {name: arguments.pop(name) for name in ("sampling", "prompts", "run_seed") if name in arguments}
+        controller = RolloutController(engine, workflow, PlainJudge(reward), RolloutSettings(**arguments), **plain)
         made.append(controller)
         if load:
             load_version(controller, 0)
@@ -179,7 +181,12 @@ def test_local_engine_gives_the_trajectories_of_the_plain_order(make: Make) -> N
     judge = RewardHook(lambda trajectory: float(len(trajectory.token_ids)))
     judge.start()
     controller = RolloutController(
-        engine, single_turn(), judge, sampling=SAMPLING, prompts=Numbers(), group_size=2, groups_per_iteration=3
+        engine,
+        single_turn(),
+        judge,
+        RolloutSettings(group_size=2, groups_per_iteration=3),
+        sampling=SAMPLING,
+        prompts=Numbers(),
     )
     try:
         controller.load_weights(bucketed(model.named_parameters(), 10_000), weight_version=0)
@@ -906,5 +913,5 @@ def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: M
     "setting", [{"max_staleness": 1}, {"incomplete_groups": "drop"}, {"oversample_fraction": 0.5}], ids=str
 )
 def test_rewards_cannot_come_later_where_they_choose_groups(make: Make, setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="judges_later is set beside"):
+    with pytest.raises(ValueError, match="judges_later cannot be combined"):
         make(judges_later=True, **setting)

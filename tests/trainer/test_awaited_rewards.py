@@ -26,7 +26,7 @@ class Seen(RLCallback):
         self.sizes: list[list[int]] = []
 
     def on_rollout_end(self, trainer: Any, module: Any, groups: list[Group]) -> None:
-        self.judges_later = trainer.rollout.judges_later
+        self.judges_later = trainer.rollout.settings.judges_later
 
     def on_rewards_ready(self, trainer: Any, module: Any, groups: list[Group]) -> None:
         self.sizes.append([len(group.trajectories) for group in groups])

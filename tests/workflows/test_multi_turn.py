@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM
 from lightrl.engines import FakeEngine, LocalEngine
 from lightrl.errors import RolloutError
 from lightrl.rewards import Judgment
-from lightrl.rollout import RolloutController
+from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
 from lightrl.workflows import Environment, MultiTurn, RetryWithFeedback, ToolEnvironment
@@ -323,8 +323,8 @@ def make() -> Iterator[Make]:
     made: list[RolloutController] = []
 
     def factory(flow: MultiTurn, engine: FakeEngine, **settings: Any) -> RolloutController:
-        arguments: dict[str, Any] = {"sampling": SAMPLING, "prompts": Questions(), "groups_per_iteration": 2}
-        made.append(RolloutController(engine, flow, Judged(), **(arguments | settings)))
+        arguments = RolloutSettings(**({"groups_per_iteration": 2} | settings))
+        made.append(RolloutController(engine, flow, Judged(), arguments, sampling=SAMPLING, prompts=Questions()))
         return made[-1]
 
     yield factory

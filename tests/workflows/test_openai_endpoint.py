@@ -34,6 +34,7 @@ from lightrl.engines.fake_engine import FakeEngine
 from lightrl.errors import EngineError, RolloutError
 from lightrl.rewards import RewardHook
 from lightrl.rollout.controller import RolloutController
+from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Prompt
 from lightrl.workflows.agent_workflow import AgentWorkflow
 
@@ -373,7 +374,7 @@ seen_by_threads: list[str] = []
 def test_closing_the_controller_ends_agents_requests_threads_and_port() -> None:
     engine, judge = loaded(FakeEngine(seconds_per_token=3600.0)), RewardHook(lambda trajectory: 1.0)
     judge.start()
-    controller = RolloutController(engine, workflow_of(ask_in_a_thread), judge, sampling=SAMPLING)
+    controller = RolloutController(engine, workflow_of(ask_in_a_thread), judge, RolloutSettings(), sampling=SAMPLING)
 
     def stop_when_all_ask(done: int, total: int) -> None:
         if engine.num_running == 6:
