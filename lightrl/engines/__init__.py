@@ -2,6 +2,7 @@
 
 Reading order:
     engine.py       RolloutEngine, the protocol, and Completion
+    abilities.py    what an engine may be able to do beyond that
     fake_engine.py  deterministic, slow or broken on request, for tests
     local/          LocalEngine, the engine of a laptop: it decodes in this process
     sglang/         SGLangEngine, the engine of a fleet: SGLang's servers over HTTP

@@ -81,16 +81,3 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Ends threads and processes; in-flight requests raise EngineError. May be called twice."""
         ...
-
-
-@runtime_checkable
-class LivesOnLoop(Protocol):
-    """An engine whose requests run on the controller's event loop, instead of a thread of its own."""
-
-    async def attach(self) -> None:
-        """Called on the loop, before the first request."""
-        ...
-
-    async def detach(self) -> None:
-        """Called on the loop when its tasks are cancelled and it is about to end."""
-        ...

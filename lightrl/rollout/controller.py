@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lightrl.concurrency.loop_thread import LoopThread
-from lightrl.engines.engine import LivesOnLoop, RolloutEngine
+from lightrl.engines.abilities import LivesOnLoop
+from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.buffer import choose_batch, describe_waiting, find_overdue, num_admissible
