@@ -57,8 +57,8 @@ from benchmarks.lengths import lognormal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from examples.quickstart.task import LargestDigit, tokenizer
 from lightrl.engines import Completion, RolloutEngine, SGLangEngine
-from lightrl.engines.sglang import fake_server as fake
 from lightrl.errors import EngineError
+from lightrl.testing import fake_server as fake
 from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.testing.fake_server_script import Run, ScriptedModel
 from lightrl.trajectory import Sampling

@@ -39,10 +39,10 @@ from transformers import Qwen3Config
 
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from lightrl.engines import SGLangEngine
-from lightrl.engines.sglang import fake_server as fake
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, RolloutSettings
+from lightrl.testing import fake_server as fake
 from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.testing.fake_server_script import ScriptedModel
 from lightrl.trajectory import Prompt, Sampling, Trajectory

@@ -12,11 +12,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer, Trajectory, vocabulary
+from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer, Trajectory
 from lightrl.algorithms import GRPO, PPO
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
-from lightrl.models import ModelSpec, Outputs
+from lightrl.models import ModelSpec, Outputs, vocabulary
 from lightrl.module import RLModule
 
 CHATML = (

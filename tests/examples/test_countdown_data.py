@@ -1,6 +1,6 @@
 import pytest
 
-from lightrl.data import countdown_rows
+from examples.countdown.data import countdown_rows
 
 
 def test_each_row_has_a_solution_of_its_numbers():

@@ -23,8 +23,3 @@ def test_the_countdown_example_trains_on_what_its_supervised_steps_export(tmp_pa
     assert run(["fit", "--config", str(EXAMPLE / "sft.yaml"), here, *few, *export]) == 0
     policy = [f"--model.policy={tmp_path}/sft", "--model.group_size=2", "--trainer.val_check_interval=2"]
     assert run(["fit", "--config", str(EXAMPLE / "grpo.yaml"), here, *few, *policy, "--trainer.callbacks=[]"]) == 0
-
-
-def test_the_example_has_at_most_60_lines():
-    lines = [line for path in EXAMPLE.iterdir() if path.is_file() for line in path.read_text().splitlines()]
-    assert len([line for line in lines if line.strip()]) <= 60

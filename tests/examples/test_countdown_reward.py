@@ -1,8 +1,7 @@
 import pytest
 from reward_functions import trajectory_that
 
-from examples.countdown.reward import value_of
-from lightrl.rewards import countdown
+from examples.countdown.reward import countdown, value_of
 
 
 def judged(completion: str, numbers: object = "3 5 2", target: object = 13, **settings) -> dict:
