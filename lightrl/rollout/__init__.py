@@ -3,9 +3,10 @@
 Reading order:
     protocol.py       Rollout: what the loop and the callbacks use
     settings.py       RolloutSettings: sizes, bounds, what is dropped
-    buffer.py         what may start and what may be trained on: pure functions
     controller.py     keeps groups in flight and hands over batches
-      trajectory_task.py, judging.py  one trajectory; rewards, awaited when needed
+      group_book.py   decides what starts and what may be trained on
+      player.py       plays and judges one trajectory
+      wave.py         starts requests in a fixed order
     prompt_cursor.py  which prompt comes next
     group_filter.py, drop_tally.py  which groups are replaced, and how many
     recorded.py       hands over the groups of an earlier run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from lightrl.errors import RolloutError
+from lightrl.errors import RolloutError, user_code
 from lightrl.trajectory import Prompt, sampling_seed
 
 MAX_SKIPPED = 100_000  # positions in a row
@@ -56,16 +56,19 @@ class PromptCursor:
         self.num_skipped = 0  # positions passed over, since this object was made
         self._observations: dict[int, tuple[str, float]] = {}  # not yet told to the curriculum, by position
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Tells the prompts of two runs apart; None if the stream has none."""
+        return getattr(self.prompts, "fingerprint", None)
+
     def read(self, position: int) -> Prompt:
         """The prompt at this position.
 
         Raises:
             RolloutError: if the stream raises.
         """
-        try:
+        with user_code(f"Prompt {position} of the stream"):
             return self.prompts[position]
-        except Exception as error:
-            raise RolloutError(f"Prompt {position} of the stream raised {error!r}. Mend the data set.") from error
 
     def choose(self, run_seed: int) -> int:
         """The next position to play; the cursor then stands behind it.
@@ -108,10 +111,8 @@ class PromptCursor:
     def _is_played(self, run_seed: int, position: int, prompt: Prompt) -> bool:
         if self.curriculum is None:
             return True
-        try:
+        with user_code(f"{type(self.curriculum).__name__}.weight"):
             weight = float(self.curriculum.weight(prompt.id))
-        except Exception as error:
-            raise self._broken("weight", error) from error
         if not 0 <= weight <= 1:
             raise RolloutError(
                 f"{type(self.curriculum).__name__}.weight({prompt.id!r}) is {weight}, expected a probability from 0 to "
@@ -122,10 +123,5 @@ class PromptCursor:
     def _tell_observations(self) -> None:
         while self._observations and self.curriculum is not None:
             prompt_id, success_rate = self._observations.pop(min(self._observations))
-            try:
+            with user_code(f"{type(self.curriculum).__name__}.observe"):
                 self.curriculum.observe(prompt_id, success_rate)
-            except Exception as error:
-                raise self._broken("observe", error) from error
-
-    def _broken(self, method: str, error: Exception) -> RolloutError:
-        return RolloutError(f"{type(self.curriculum).__name__}.{method} raised {error!r}, expected it not to. Mend it.")
