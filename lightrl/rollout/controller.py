@@ -260,12 +260,11 @@ class RolloutController:
                 f"The engine serves weight version {served} and the trainer is at {weight_version}, which is more than "
                 f"max_staleness={self.settings.max_staleness} ahead. Load the weights before the next batch."
             )
-        self._book.untake()
         if not self.settings.judges_later:
             unjudged = self._book.unjudged()
             await self._player.wait_for_rewards(unjudged, wait.count)
             self._book.rejudged(unjudged)
-        self._book.redraw_overdue(weight_version)
+        self._book.begin_take(weight_version)
         self._take_wait = wait
         self._spawn(self._pump())
         try:
@@ -329,11 +328,10 @@ class RolloutController:
 
     async def _play(self, running: RunningGroup, sample: int) -> None:
         """Plays one trajectory of a group and reports it to the book."""
-        group = running.group
-        play = self._player.play if self.settings.judges_later else self._player.play_and_judge
-        trajectory = await play(group, sample, self.sampling, run_seed=self.run_seed, seed_name=running.seed_name)
-        if trajectory is not None and self.settings.judges_later:
-            self._player.begin_judging(trajectory)
+        group, judge_now = running.group, not self.settings.judges_later
+        trajectory = await self._player.play(
+            group, sample, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
+        )
         if self._book.running.get(group.id) is not running:
             return  # it was redrawn or given up, and the workflow did not let itself be cancelled
         if self._take_wait is not None:
@@ -360,11 +358,9 @@ class RolloutController:
         try:
             async with self._wave.begin():
                 for group in groups:
-                    name = f"validation:{group.prompt.id}"
+                    seed_name = f"validation:{group.prompt.id}"
                     for sample in range(num_samples):
-                        run = self._player.play_and_judge(
-                            group, sample, sampling, run_seed=self.run_seed, seed_name=name
-                        )
+                        run = self._player.play(group, sample, sampling, self.run_seed, seed_name)
                         tasks.append(self._loop.create_task(run))
                         tasks[-1].add_done_callback(lambda task: wait.count())
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
@@ -399,7 +395,7 @@ class RolloutController:
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self._player.was_given_up(task):
+        if error is not None and task not in self._player.given_up:
             self._fail(error)
 
     def _on_exit(self, error: BaseException) -> None:

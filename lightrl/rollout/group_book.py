@@ -32,11 +32,10 @@ class Batch:
     waits_for: list[int]  # running groups that hold the batch back; empty if it only needs more groups
     gives_up: list[int] = field(default_factory=list)  # over-sampled groups that would hold this batch back
 
-    def describe_wait(self, limit: int = 5) -> str:
-        """The first few groups that it waits for, for messages."""
-        shown = ", ".join(str(group_id) for group_id in self.waits_for[:limit])
-        more = f" and {len(self.waits_for) - limit} more" if len(self.waits_for) > limit else ""
-        return f"groups {shown}{more}" if self.waits_for else "more finished groups"
+    def describe_wait(self) -> str:
+        """The first five groups that it waits for, for messages."""
+        more = f" and {len(self.waits_for) - 5} more" if len(self.waits_for) > 5 else ""
+        return f"groups {', '.join(map(str, self.waits_for[:5]))}{more}" if self.waits_for else "more finished groups"
 
 
 @dataclass(eq=False)
@@ -64,19 +63,16 @@ class GroupBook:
         self.tally = DropTally(settings)
         self.num_consumed = 0  # groups that an iteration was trained on
         self.running: dict[int, RunningGroup] = {}
-        self.finished: dict[int, Group] = {}
+        self.finished: dict[int, tuple[Group, int]] = {}  # with the version of its oldest token
         self.taken: list[Group] = []
         self._queued: collections.deque[int] = collections.deque()  # positions to start next
         self._again: list[int] = []  # on-policy, positions to draw again in the next wave
         self._redraws: dict[int, int] = {}  # how often a position in flight was started again, each time with new seeds
-        self._oldest_versions: dict[int, int] = {}  # of finished groups, whose tokens are too many to look at often
 
     @property
     def num_done_trajectories(self) -> int:
         """Of running and finished groups, for progress."""
         return sum(len(item.results) for item in self.running.values()) + len(self.finished) * self.settings.group_size
-
-    # ------------------------------------------------------------------ groups start
 
     def may_start(self, weight_version: int) -> bool:
         """Whether a group may start now.
@@ -90,13 +86,13 @@ class GroupBook:
 
     def plan(self, weight_version: int) -> int:
         """How many new positions to `queue` before groups start; on-policy those of a whole wave."""
-        if self.settings.max_staleness > 0:
-            return max(0, self._num_admissible(weight_version, self.settings.max_concurrent) - len(self._queued))
-        if self.running or self._queued:
-            return 0
-        self._queued.extend(sorted(self._again))
-        self._again = []
-        return max(0, self._num_admissible(weight_version, None) - len(self._queued))
+        max_concurrent = self.settings.max_concurrent
+        if self.settings.max_staleness == 0:
+            if self.running or self._queued:
+                return 0
+            self._queued.extend(sorted(self._again))
+            self._again, max_concurrent = [], None
+        return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued))
 
     def queue(self, position: int) -> None:
         """This position of the prompt stream is next after those already queued."""
@@ -118,8 +114,6 @@ class GroupBook:
         accepted = self.num_consumed + len(self.taken) + len(self.finished)
         return num_admissible(self.settings, weight_version, len(self.running), accepted, max_concurrent)
 
-    # ------------------------------------------------------------------ trajectories and groups are done
-
     def record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> bool:
         """A trajectory of a running group is done; None if it was dropped.
 
@@ -135,14 +129,14 @@ class GroupBook:
             return False
         group = running.group
         group.trajectories = [item for _, item in sorted(running.results.items()) if item is not None]
-        redraws = self._redraws.get(group.id, 0)
-        if self.settings.incomplete_groups != "redraw" or not self._is_incomplete(group) or redraws >= MAX_REDRAWS:
-            return True
-        del self.running[group.id]
-        self._redraws[group.id] = redraws + 1
-        (self._again if self.settings.max_staleness == 0 else self._queued).append(group.id)
-        self.tally.drop_all(group, "incomplete", f"Group {group.id} lost a trajectory and is drawn again.")
-        return False
+        is_incomplete, redraws = len(group.trajectories) < self.settings.group_size, self._redraws.get(group.id, 0)
+        if is_incomplete and self.settings.incomplete_groups == "redraw" and redraws < MAX_REDRAWS:
+            del self.running[group.id]
+            self._redraws[group.id] = redraws + 1
+            (self._again if self.settings.max_staleness == 0 else self._queued).append(group.id)
+            self.tally.drop_all(group, "incomplete", f"Group {group.id} lost a trajectory and is drawn again.")
+            return False
+        return True
 
     def judge(self, group: Group) -> None:
         """Keeps or drops a group that `record` returned.
@@ -161,39 +155,23 @@ class GroupBook:
             self.tally.drop_all(group, *verdict)
             self.tally.count_dropped(*verdict)
 
-    def _is_incomplete(self, group: Group) -> bool:
-        return len(group.trajectories) < self.settings.group_size
-
     def _reason_to_drop(self, group: Group) -> tuple[str, str] | None:
-        if not group.trajectories:
+        num, size = len(group.trajectories), self.settings.group_size
+        if num == 0:
             return "failed", f"Every trajectory of group {group.id} failed: {self.tally.last.message}"
-        if self._is_incomplete(group) and self.settings.incomplete_groups != "train":
-            num = f"{len(group.trajectories)} of its {self.settings.group_size} trajectories"
-            return "incomplete", f"Group {group.id} has {num}."
+        if num < size and self.settings.incomplete_groups != "train":
+            return "incomplete", f"Group {group.id} has {num} of its {size} trajectories."
         if self.settings.group_filter is None:
             return None
         with user_code("The group filter", on=f"group {group.id}"):
             return self.settings.group_filter(group)
 
     def _keep(self, group: Group) -> None:
-        self.finished[group.id] = group
-        self._oldest_versions[group.id] = group.oldest_version
-
-    def _pop(self, group_id: int) -> Group:
-        del self._oldest_versions[group_id]
-        return self.finished.pop(group_id)
-
-    # ------------------------------------------------------------------ batches
-
-    def untake(self) -> None:
-        """The groups of the last `take` are candidates again, unless they were committed."""
-        for group in self.taken:
-            self._keep(group)
-        self.taken = []
+        self.finished[group.id] = (group, group.oldest_version)
 
     def unjudged(self) -> list[Group]:
         """Finished groups without rewards: a checkpoint's, of a run that took groups before they were judged."""
-        return [group for group in self.finished.values() if any(item.reward is None for item in group.trajectories)]
+        return [group for group, _ in self.finished.values() if any(item.reward is None for item in group.trajectories)]
 
     def rejudged(self, groups: Sequence[Group]) -> None:
         """The groups of `unjudged` now have their rewards; where all of them failed, the group is drawn again."""
@@ -201,13 +179,17 @@ class GroupBook:
             if group.trajectories:
                 self._keep(group)
             else:
-                self._queued.append(self._pop(group.id).id)
+                del self.finished[group.id]
+                self._queued.append(group.id)
 
-    def redraw_overdue(self, weight_version: int) -> None:
-        """Finished groups that no batch can take in time are drawn again."""
+    def begin_take(self, weight_version: int) -> None:
+        """The last batch, unless committed, is finished again; finished groups too old for any batch are redrawn."""
+        for group in self.taken:
+            self._keep(group)
+        self.taken = []
         for group_id in find_overdue(self.settings, weight_version, self._finished_versions(weight_version)):
             message = f"Group {group_id} is too old for max_staleness={self.settings.max_staleness} and is drawn again."
-            self.tally.drop_all(self._pop(group_id), "stale", message)
+            self.tally.drop_all(self.finished.pop(group_id)[0], "stale", message)
             self._queued.append(group_id)
 
     def take(self, weight_version: int) -> Batch:
@@ -216,13 +198,13 @@ class GroupBook:
         batch = choose_batch(self.settings, weight_version, self._finished_versions(weight_version), running)
         if batch.group_ids is None:
             return batch
-        self.taken = [self._pop(group_id) for group_id in batch.group_ids]
+        self.taken = [self.finished.pop(group_id)[0] for group_id in batch.group_ids]
         for group_id in batch.gives_up:
             message = f"Group {group_id} was over-sampled and the iteration did not need it."
             if group_id in self.running:
                 self._abandon(self.running.pop(group_id), "oversampled", message)
             else:
-                self.tally.drop_all(self._pop(group_id), "oversampled", message)
+                self.tally.drop_all(self.finished.pop(group_id)[0], "oversampled", message)
             self._redraws.pop(group_id, None)
             self.tally.count_given_up("oversampled")
         self.tally.begin_iteration()
@@ -255,10 +237,7 @@ class GroupBook:
 
     def _finished_versions(self, weight_version: int) -> dict[int, int]:
         # A group in which the policy wrote nothing has version -1 and cannot be stale.
-        versions = self._oldest_versions.items()
-        return {group_id: version if version >= 0 else weight_version for group_id, version in versions}
-
-    # ------------------------------------------------------------------ resume
+        return {key: version if version >= 0 else weight_version for key, (_, version) in self.finished.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Positions in flight and groups not yet trained on; plain Python."""
@@ -268,7 +247,7 @@ class GroupBook:
             "num_consumed": self.num_consumed,
             "in_flight": in_flight,
             "redraws": [[position, self._redraws[position]] for position in in_flight if position in self._redraws],
-            "finished": [group.to_json() for group in [*self.taken, *self.finished.values()]],
+            "finished": [group.to_json() for group in [*self.taken, *(group for group, _ in self.finished.values())]],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
