@@ -471,13 +471,17 @@ class Controller(RuleBasedStateMachine):
         self.served = self.version
 
     @precondition(lambda self: self.version - self.served <= self.settings.max_staleness)
-    @rule(num_stragglers=st.integers(0, 2))
-    def iterate(self, num_stragglers: int) -> None:
-        """All but the oldest groups finish; then a batch, an update and a sync."""
-        self.wait_for_a_batch()
-        self.finish_all(but=sorted(self.book.running)[:num_stragglers])
-        self.wait_for_a_batch()
-        if self.book.taken:
+    @rule(num_iterations=st.integers(1, 4), num_stragglers=st.integers(0, 2))
+    def iterate(self, num_iterations: int, num_stragglers: int) -> None:
+        """Iterations of a batch, an update and a sync, as far as the same stragglers, which never finish, allow it."""
+        stragglers = None
+        for _ in range(num_iterations):
+            self.wait_for_a_batch()
+            stragglers = sorted(self.book.running)[:num_stragglers] if stragglers is None else stragglers
+            self.finish_all(but=stragglers)
+            self.wait_for_a_batch()
+            if not self.book.taken:
+                return
             self.train()
             self.sync()
 
