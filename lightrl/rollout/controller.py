@@ -11,6 +11,7 @@ that a blocked event loop is noticed too. GroupBook decides what starts and what
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ from lightrl.rollout.player import Player
 from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.settings import RolloutSettings
+from lightrl.rollout.tasks import Tasks
 from lightrl.rollout.wave import Wave
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
@@ -88,17 +90,15 @@ class RolloutController:
 
         self._book = GroupBook(settings)
         self._cursor = PromptCursor(prompts, settings.curriculum) if prompts is not None else None
-        self._player = Player(engine, workflow, judge, self._book.tally, self._spawn)
-        self._tasks: dict[int, list[asyncio.Task[None]]] = {}  # of running groups
-        self._background: set[asyncio.Task[Any]] = set()  # the event loop itself keeps weak references only
+        self._tasks = Tasks()
+        self._group_tasks: dict[int, list[asyncio.Task[None]]] = {}  # of running groups
+        self._player = Player(engine, workflow, judge, self._book.tally, self._tasks)
+        self._wave = Wave(engine)
         self._take_wait: _Wait | None = None  # of the `take` in progress
-        self._failure: BaseException | None = None
         self._is_closing = False
 
-        self._thread = LoopThread(loop_timeout_s=settings.loop_timeout_s, on_exit=self._on_exit)
+        self._thread = LoopThread(loop_timeout_s=settings.loop_timeout_s, on_exit=self._tasks.fail_on_exit)
         self._loop = self._thread.loop
-        self._changed = asyncio.Event()  # a group is done, or the run has failed
-        self._wave = Wave(engine)
         self._thread.start()
         if isinstance(engine, LivesOnLoop):
             self._thread.call(engine.attach())
@@ -117,7 +117,6 @@ class RolloutController:
 
         Args:
             weight_version: the trainer's version now, v.
-            on_wait: called with (trajectories finished, trajectories needed) about ten times a second; may raise.
 
         Raises:
             RolloutError: if nothing finishes for `rollout_timeout_s`, naming what it waits for; if too many fail; if
@@ -132,10 +131,6 @@ class RolloutController:
         """With `judges_later`: sets the rewards of the groups from the last `take`.
 
         A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` tells why.
-
-        Args:
-            groups: of `take`.
-            on_wait: called with (trajectories judged, trajectories) about ten times a second; may raise.
 
         Raises:
             RolloutError: if nothing is judged for `rollout_timeout_s`, or if too many fail.
@@ -253,9 +248,9 @@ class RolloutController:
         self._cursor.load_state_dict(state["curriculum"])
 
     async def _take(self, weight_version: int, wait: _Wait) -> list[Group]:
-        """Waits for `_changed`, set by each group that is done and by each failure. A cancelled one takes nothing."""
+        """Waits for `Tasks.changed`, set when a group is done and when the run fails. If cancelled, it takes nothing."""
         served = self.engine.weight_version
-        if self._failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
+        if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
                 f"The engine serves weight version {served} and the trainer is at {weight_version}, which is more than "
                 f"max_staleness={self.settings.max_staleness} ahead. Load the weights before the next batch."
@@ -266,42 +261,40 @@ class RolloutController:
             self._book.rejudged(unjudged)
         self._book.begin_take(weight_version)
         self._take_wait = wait
-        self._spawn(self._pump())
+        self._tasks.spawn(self._pump())
         try:
             while True:
-                if self._failure is not None:
-                    raise self._failure
+                if self._tasks.failure is not None:
+                    raise self._tasks.failure
                 batch = self._book.take(weight_version)
                 if batch.group_ids is not None:
                     for group_id in batch.gives_up:
-                        self._player.give_up(self._tasks.pop(group_id, []))
+                        self._tasks.give_up(self._group_tasks.pop(group_id, []))
                     if batch.gives_up:
-                        self._spawn(self._pump())
+                        self._tasks.spawn(self._pump())
                     return list(self._book.taken)
                 if stragglers := self._book.stragglers(batch, self.engine.weight_version):
                     self._redraw(stragglers)
                     continue
                 wait.for_what = batch.describe_wait()
-                self._changed.clear()
-                await self._changed.wait()
+                self._tasks.changed.clear()
+                await self._tasks.changed.wait()
         finally:
             if self._take_wait is wait:  # else a later `take` has begun
                 self._take_wait = None
 
     async def _pump(self) -> None:
         """Starts what may start, on-policy as one wave. If it is cancelled, what it has started continues."""
-        if not self._is_open() or not self._book.may_start(self.engine.weight_version):
-            return
-        if self.settings.max_staleness > 0:  # a wave would stop what already runs, and no order is promised
-            self._start_groups()
-            return
-        async with self._wave.begin():
-            self._start_groups()
+        if self._is_open() and self._book.may_start(self.engine.weight_version):
+            # Off-policy a wave would stop what already runs, and no order is promised.
+            is_wave = self.settings.max_staleness == 0
+            async with self._wave.begin() if is_wave else contextlib.nullcontext():
+                self._start_groups()
 
     def _is_open(self) -> bool:
         """Whether groups may start at all; on-policy only while a batch is waited for."""
         is_idle = self.settings.max_staleness == 0 and self._take_wait is None
-        return self._cursor is not None and self._failure is None and not self._is_closing and not is_idle
+        return self._cursor is not None and self._tasks.failure is None and not self._is_closing and not is_idle
 
     def _start_groups(self) -> None:
         if not self._is_open():
@@ -314,16 +307,16 @@ class RolloutController:
             for position in self._book.startable(version):
                 self._start(position, self._cursor.read(position))
         except RolloutError as error:
-            self._fail(error)
+            self._tasks.fail(error)
 
     def _start(self, position: int, prompt: Prompt) -> None:
         running = self._book.start(position, prompt, self.engine.weight_version)
         runs = [self._play(running, sample) for sample in range(self.settings.group_size)]
-        self._tasks[position] = [self._spawn(run) for run in runs]
+        self._group_tasks[position] = [self._tasks.spawn(run) for run in runs]
 
     def _redraw(self, group_ids: Sequence[int]) -> None:
         for group_id in group_ids:
-            self._player.give_up(self._tasks.pop(group_id))
+            self._tasks.give_up(self._group_tasks.pop(group_id))
             self._start(group_id, self._book.redraw(group_id))
 
     async def _play(self, running: RunningGroup, sample: int) -> None:
@@ -341,13 +334,13 @@ class RolloutController:
             if is_whole and group.trajectories and self._cursor is not None:
                 self._cursor.observe(group.id, group.prompt.id, success_rate(group))
             if is_whole:
-                self._book.judge(group)
+                self._book.settle(group)
         except RolloutError as error:  # before anything else starts
-            self._fail(error)
+            self._tasks.fail(error)
         if len(running.results) == self.settings.group_size:
-            del self._tasks[group.id]
-            self._changed.set()
-            self._spawn(self._pump())
+            del self._group_tasks[group.id]
+            self._tasks.changed.set()
+            self._tasks.spawn(self._pump())
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: _Wait
@@ -371,42 +364,17 @@ class RolloutController:
                 groups[item.group_id].trajectories.append(item)
             self._book.tally.check_evaluation(len(trajectories), wait.total)
         finally:
-            self._player.give_up(tasks)
+            self._tasks.give_up(tasks)
             await asyncio.gather(*tasks, return_exceptions=True)
         return groups
 
     async def _cancel_all(self) -> None:
         self._is_closing = True
-        while tasks := asyncio.all_tasks(self._loop) - {asyncio.current_task()}:
-            self._player.give_up(tasks - self._wave.resuming)
-            await asyncio.wait(tasks)
+        await self._tasks.give_up_all(but=self._wave.resuming)
         if isinstance(self.engine, LivesOnLoop):
             await self.engine.detach()
         await self._loop.shutdown_asyncgens()
         await self._loop.shutdown_default_executor()
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """A task whose error ends the run, unless it was given up."""
-        task = self._loop.create_task(coroutine)
-        self._background.add(task)
-        task.add_done_callback(self._on_done)
-        return task
-
-    def _on_done(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and task not in self._player.given_up:
-            self._fail(error)
-
-    def _on_exit(self, error: BaseException) -> None:
-        failure = RolloutError(f"A task on the event loop raised {error!r}, which would have ended the loop.")
-        failure.__cause__ = error
-        self._fail(failure)
-
-    def _fail(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
-        self._changed.set()
 
 
 async def _as_coroutine(function: Callable[[], _T]) -> _T:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rollout.group_filter import ADVICE, OTHER_ADVICE
 from lightrl.rollout.settings import RolloutSettings
-from lightrl.trajectory import Group, Prompt
+from lightrl.trajectory import Prompt
 
 MAX_DROPPED_ITERATIONS = 10  # times P: the default bound on dropped groups
 
@@ -49,11 +49,6 @@ class DropTally:
     def drop_failed(self, error: RewardError | RolloutError, prompt: Prompt) -> None:
         """A trajectory is dropped because its workflow or its reward raised this."""
         self.drop(f"reward_{error.reason}" if isinstance(error, RewardError) else "rollout", str(error), prompt)
-
-    def drop_all(self, group: Group, reason: str, message: str) -> None:
-        """The trajectories that a group still has are dropped."""
-        for _ in group.trajectories:
-            self.drop(reason, message, group.prompt)
 
     def count_trajectory(self, *, is_failed: bool) -> None:
         """A trajectory is done.

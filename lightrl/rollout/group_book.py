@@ -1,12 +1,11 @@
 """GroupBook: which groups may start and which a batch takes. Plain decisions: no asyncio, threads, clocks or I/O.
 
-Letters: v the weight version (now), η `max_staleness`, P `groups_per_iteration`, G `group_size`, s any version. A
-group's version is that of its oldest token; for a running one it is the version that served when it started, a lower
-bound.
+Letters: v the weight version (now), η `max_staleness`, P `groups_per_iteration`, s any version. A group's version is
+that of its oldest token; for a running one it is the version that served when it started, a lower bound.
 
-Two rules bound the staleness: `num_admissible` says how many groups may start, `choose_batch` which ones a batch takes.
-Admission alone does not hold the bound: with 5 % stragglers 30 times slower, staleness reached 29 at η = 1. With both
-rules it held exactly for η = 0, 1, 2, 4, 8.
+Two rules bound the staleness: `num_admissible` bounds what starts, `choose_batch` what a batch leaves over. Admission
+alone does not suffice: with 5 % stragglers 30 times slower, staleness reached 29 at η = 1. With both rules the bound
+held exactly for η = 0, 1, 2, 4, 8.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class Batch:
     waits_for: list[int]  # running groups that hold the batch back; empty if it only needs more groups
     gives_up: list[int] = field(default_factory=list)  # over-sampled groups that would hold this batch back
 
-    def describe_wait(self) -> str:
-        """The first five groups that it waits for, for messages."""
+    def describe_wait(self) -> str:  # the first five groups, for messages
         more = f" and {len(self.waits_for) - 5} more" if len(self.waits_for) > 5 else ""
         return f"groups {', '.join(map(str, self.waits_for[:5]))}{more}" if self.waits_for else "more finished groups"
 
@@ -49,9 +47,9 @@ class RunningGroup:
 
 
 class GroupBook:
-    """Knows where each group is; the controller reports what happens and does what the book decides.
+    """Knows where each group is. The controller reports what happens and does what the book decides.
 
-        queue ──start──► running ──record, judge──► finished ──take──► taken ──commit──► trained on
+        queue ──start──► running ─record, settle─► finished ──take──► taken ──commit──► trained on
           ▲                 │ redrawn                  │ overdue          │ not committed: finished again
           └─────────────────┴──────────────────────────┘
 
@@ -118,7 +116,7 @@ class GroupBook:
         """A trajectory of a running group is done; None if it was dropped.
 
         Returns:
-            True once all trajectories are done, for `judge` to decide; False before, and if the group is drawn again.
+            True once all trajectories are done, then call `settle`; False before, and if the group is drawn again.
 
         Raises:
             RolloutError: if too many trajectories failed.
@@ -131,28 +129,27 @@ class GroupBook:
         group.trajectories = [item for _, item in sorted(running.results.items()) if item is not None]
         is_incomplete, redraws = len(group.trajectories) < self.settings.group_size, self._redraws.get(group.id, 0)
         if is_incomplete and self.settings.incomplete_groups == "redraw" and redraws < MAX_REDRAWS:
-            del self.running[group.id]
+            self._drop(group.id, "incomplete", f"Group {group.id} lost a trajectory and is drawn again.")
             self._redraws[group.id] = redraws + 1
             (self._again if self.settings.max_staleness == 0 else self._queued).append(group.id)
-            self.tally.drop_all(group, "incomplete", f"Group {group.id} lost a trajectory and is drawn again.")
             return False
         return True
 
-    def judge(self, group: Group) -> None:
-        """Keeps or drops a group that `record` returned.
+    def settle(self, group: Group) -> None:
+        """Keeps or drops a group whose trajectories are all done.
 
         Raises:
-            RolloutError: if too many groups were dropped, or the group filter raises. Then the group is still in
-                flight, so that a run with a fixed filter draws it again.
+            RolloutError: if too many groups were dropped, or if the group filter raises. In that case the group stays
+                in flight, so that a run with a fixed filter draws it again.
         """
         self._redraws.pop(group.id, None)
         verdict = self._reason_to_drop(group)
-        del self.running[group.id]
         if verdict is None:
-            self.tally.count_kept()
+            del self.running[group.id]
             self._keep(group)
+            self.tally.count_kept()
         else:
-            self.tally.drop_all(group, *verdict)
+            self._drop(group.id, *verdict)
             self.tally.count_dropped(*verdict)
 
     def _reason_to_drop(self, group: Group) -> tuple[str, str] | None:
@@ -188,8 +185,8 @@ class GroupBook:
             self._keep(group)
         self.taken = []
         for group_id in find_overdue(self.settings, weight_version, self._finished_versions(weight_version)):
-            message = f"Group {group_id} is too old for max_staleness={self.settings.max_staleness} and is drawn again."
-            self.tally.drop_all(self.finished.pop(group_id)[0], "stale", message)
+            bound = f"max_staleness={self.settings.max_staleness}"
+            self._drop(group_id, "stale", f"Group {group_id} is too old for {bound} and is drawn again.")
             self._queued.append(group_id)
 
     def take(self, weight_version: int) -> Batch:
@@ -200,11 +197,7 @@ class GroupBook:
             return batch
         self.taken = [self.finished.pop(group_id)[0] for group_id in batch.group_ids]
         for group_id in batch.gives_up:
-            message = f"Group {group_id} was over-sampled and the iteration did not need it."
-            if group_id in self.running:
-                self._abandon(self.running.pop(group_id), "oversampled", message)
-            else:
-                self.tally.drop_all(self.finished.pop(group_id)[0], "oversampled", message)
+            self._drop(group_id, "oversampled", f"Group {group_id} was over-sampled and the iteration did not need it.")
             self._redraws.pop(group_id, None)
             self.tally.count_given_up("oversampled")
         self.tally.begin_iteration()
@@ -218,9 +211,9 @@ class GroupBook:
 
     def redraw(self, group_id: int) -> Prompt:
         """Puts a running group back at the front of the queue, to `start` with new seeds and this prompt."""
-        running = self.running.pop(group_id)
+        running = self.running[group_id]
         message = f"Group {group_id} of version {running.started_version} held a batch back and is drawn again."
-        self._abandon(running, "straggler", message)
+        self._drop(group_id, "straggler", message)
         self._redraws[group_id] = self._redraws.get(group_id, 0) + 1
         self._queued.appendleft(group_id)
         return running.group.prompt
@@ -230,10 +223,17 @@ class GroupBook:
         self.num_consumed += len(self.taken)
         self.taken = []
 
-    def _abandon(self, running: RunningGroup, reason: str, message: str) -> None:
-        num_dropped_before = sum(trajectory is None for trajectory in running.results.values())
-        for _ in range(self.settings.group_size - num_dropped_before):
-            self.tally.drop(reason, message, running.group.prompt)
+    def _drop(self, group_id: int, reason: str, message: str) -> None:
+        """Removes a running or finished group and drops those of its trajectories that were not dropped before."""
+        if group_id in self.running:
+            running = self.running.pop(group_id)
+            num_failed = sum(trajectory is None for trajectory in running.results.values())
+            prompt, num = running.group.prompt, self.settings.group_size - num_failed
+        else:
+            group, _ = self.finished.pop(group_id)
+            prompt, num = group.prompt, len(group.trajectories)
+        for _ in range(num):
+            self.tally.drop(reason, message, prompt)
 
     def _finished_versions(self, weight_version: int) -> dict[int, int]:
         # A group in which the policy wrote nothing has version -1 and cannot be stale.
@@ -271,9 +271,8 @@ def num_admissible(
 
     Args:
         weight_version: v, the version that all routable engines have acknowledged.
-        running: groups in flight.
+        running: groups in flight, at most `max_concurrent` if that is not None.
         accepted: groups finished and kept since the run began, trained on or waiting; dropped ones do not count.
-        max_concurrent: bound on `running`; None for no bound.
     """
     room = (settings.max_staleness + weight_version + 1) * settings.groups_per_iteration + settings.num_oversampled
     if settings.total_groups is not None:
@@ -298,8 +297,7 @@ def choose_batch(
 
     Args:
         weight_version: v, of the trainer.
-        finished: group id → version of its oldest token.
-        running: group id → version that served when it started.
+        finished, running: group id → version of its oldest token, or of the weights that served when it started.
     """
     finished, running = dict(finished), dict(running)
     size = settings.groups_per_iteration
@@ -334,11 +332,7 @@ def _choose_batch(
 def find_overdue(settings: RolloutSettings, weight_version: int, finished: Mapping[int, int]) -> list[int]:
     """The finished groups that no batch can take in time anymore.
 
-    None in a run that kept both rules; some after a resume with a smaller η or P. Their prompts are drawn again.
-
-    Args:
-        weight_version: v, of the trainer.
-        finished: group id → version of its oldest token.
+    None in a run that kept both rules; some after a resume with a smaller η or P. The arguments are `choose_batch`'s.
     """
     overdue: list[int] = []
     num_kept = 0

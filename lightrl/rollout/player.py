@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import LightRLError, RewardError, RolloutError, user_code
 from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import DropTally
+from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.workflow import Generate, Workflow, check_trajectory
 
@@ -24,22 +24,15 @@ class Player:
     workflow: Workflow
     judge: Judge  # has been started
     tally: DropTally  # counts what is dropped
-    spawn: Callable[[Coroutine[Any, Any, bool]], asyncio.Task[bool]]  # starts a task whose error ends the run
-    given_up: weakref.WeakSet[asyncio.Task[Any]] = field(default_factory=weakref.WeakSet, init=False)
+    tasks: Tasks
     _judgings: dict[tuple[int, int], asyncio.Task[bool]] = field(default_factory=dict, init=False)  # by group, sample
-
-    def give_up(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
-        """Cancels these tasks; their trajectories are not failures."""
-        for task in tasks:
-            self.given_up.add(task)
-            task.cancel()
 
     async def play(
         self, group: Group, sample: int, sampling: Sampling, run_seed: int, seed_name: str, *, judge_now: bool = True
     ) -> Trajectory | None:
         """One interaction of the workflow with the engine, judged; None if it was dropped.
 
-        Waits for workflow and judge, without a deadline of its own. A cancellation by `give_up` passes through.
+        Waits for workflow and judge, without a deadline of its own. A cancellation by `Tasks.give_up` passes through.
 
         Args:
             sampling: of every turn; the seed is set here.
@@ -106,7 +99,7 @@ class Player:
         return True
 
     def _begin_judging(self, trajectory: Trajectory) -> asyncio.Task[bool]:
-        task = self.spawn(self._set_reward(trajectory))
+        task = self.tasks.spawn(self._set_reward(trajectory))
         self._judgings[trajectory.group_id, trajectory.sample] = task
         return task
 
@@ -117,7 +110,7 @@ class Player:
         except LightRLError:
             raise
         except asyncio.CancelledError as error:
-            if asyncio.current_task() in self.given_up:
+            if asyncio.current_task() in self.tasks.given_up:
                 raise
             raise RolloutError(f"{name} let a cancellation of its own escape on prompt {prompt.id!r}.") from error
         except (Exception, SystemExit) as error:  # user code may raise anything

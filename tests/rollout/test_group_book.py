@@ -75,7 +75,7 @@ def finish(book: GroupBook, running: RunningGroup, *, version: int = 0, reward: 
         if sample not in running.results:
             trajectory = trajectory_of(running, sample, version=version, reward=reward)
             if book.record(running, sample, trajectory):
-                book.judge(running.group)
+                book.settle(running.group)
 
 
 # ---------------------------------------------------------------------- the rules by hand
@@ -174,7 +174,7 @@ def test_a_group_that_lost_a_trajectory_is_drawn_again_three_times_with_other_se
         names.append(running.seed_name)
         assert not book.record(running, 1, None)
         if book.record(running, 0, trajectory_of(running, version=0)):
-            book.judge(running.group)
+            book.settle(running.group)
     assert names == ["0:p0", "0:p0:1", "0:p0:2", "0:p0:3"]
     assert book.tally.drain_groups() == {"incomplete": 1}
     assert (book.running, book.finished, book.state_dict()["redraws"]) == ({}, {}, [])
@@ -201,7 +201,7 @@ def test_a_restored_group_whose_rewards_all_failed_is_drawn_again() -> None:
     first = GroupBook(rules(2, judges_later=True))
     for running in start_all(first, 0, next_position=0):
         first.record(running, 0, trajectory_of(running, version=0, reward=None))
-        first.judge(running.group)
+        first.settle(running.group)
     first.take(0)
     book = GroupBook(rules(2))
     book.load_state_dict(first.state_dict())
@@ -411,7 +411,7 @@ class Controller(RuleBasedStateMachine):
     def record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
         group = running.group
         if self.book.record(running, sample, trajectory):
-            self.book.judge(group)
+            self.book.settle(group)
             if group.id not in self.book.finished:
                 self.gone.append(group.id)
                 is_incomplete = len(group.trajectories) < self.settings.group_size
