@@ -248,7 +248,7 @@ class RolloutController:
         self._cursor.load_state_dict(state["curriculum"])
 
     async def _take(self, weight_version: int, wait: _Wait) -> list[Group]:
-        """Waits for `Tasks.changed`, set when a group is done and when the run fails. If cancelled, it takes nothing."""
+        """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, it takes nothing."""
         served = self.engine.weight_version
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(

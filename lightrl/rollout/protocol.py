@@ -1,4 +1,4 @@
-"""Rollout: what the loop and the callbacks use of whatever gives them groups, live or recorded, on one rank or several.
+"""Rollout: where the loop and the callbacks get their groups from.
 
 RolloutController generates them, `loops.SharedRollout` shares rank 0's controller with all ranks, and RecordedRollout
 reads those of an earlier run.
@@ -31,7 +31,7 @@ class Rollout(Protocol):
 
     @property
     def is_recorded(self) -> bool:
-        """True if an earlier run wrote the trajectories: their versions are that run's, and nothing generates now."""
+        """Whether the trajectories and their weight versions are those of an earlier run, and nothing generates now."""
         ...
 
     @property
