@@ -48,7 +48,7 @@ from lightrl.models import Outputs
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, ProcessRanks, SingleModel
 from lightrl.strategies.fsdp2_model import FSDP2Model
 from lightrl.strategies.parallel_3d import Parallel3DModel
-from lightrl.strategies.pipeline import Action, Pipeline, plan
+from lightrl.strategies.pipeline import Action, Pipeline, Slot, plan
 from lightrl.strategies.ranks import watch_all
 from lightrl.strategies.stages import SplitModel, ends_group, split_model
 
@@ -178,7 +178,7 @@ class Timed:
 
     def __post_init__(self) -> None:
         self.busy_s = self.wall_s = 0.0
-        self.cpu_s: dict[tuple[bool, int, int], float] = {}
+        self.cpu_s: dict[Action, float] = {}
         self._run = self.pipeline.run
         self.pipeline.run = self.run  # type: ignore[method-assign]
 
@@ -188,7 +188,7 @@ class Timed:
                 start, cpu = time.perf_counter(), time.process_time()
                 result = function(stage, microbatch, *args)
                 self.busy_s += time.perf_counter() - start
-                self.cpu_s[is_backward, stage, microbatch] = time.process_time() - cpu
+                self.cpu_s[Action(is_backward, stage, microbatch)] = time.process_time() - cpu
                 return result
 
             return call
@@ -200,20 +200,13 @@ class Timed:
         self.wall_s = time.perf_counter() - start
 
 
-def replayed_idle_fraction(
-    costs: dict[tuple[bool, int, int], float], num_ranks: int, stages_per_rank: int, num_microbatches: int
-) -> float:
-    """Idle share of the ranks' time if each action took its own cost and a transfer no time."""
+def idle_fraction(slots: Sequence[Slot], cost: Callable[[Action], float]) -> float:
+    """Idle share of the ranks' time on a plan if each action took its cost and transfers took no time."""
     ends: dict[Action, float] = {}
-    clock = [0.0] * num_ranks
-    for slot in plan(num_ranks, stages_per_rank, num_microbatches):
-        for rank, action in enumerate(slot):
-            if action is None:
-                continue
-            before = Action(action.is_backward, action.stage + (1 if action.is_backward else -1), action.microbatch)
-            cost = costs[action.is_backward, action.stage, action.microbatch]
-            clock[rank] = ends[action] = max(clock[rank], ends.get(before, 0.0)) + cost
-    return 1 - sum(costs.values()) / (num_ranks * max(clock))
+    clock = [0.0] * len(slots[0])
+    for rank, action in ((rank, action) for slot in slots for rank, action in enumerate(slot) if action is not None):
+        clock[rank] = ends[action] = max(clock[rank], ends.get(action.previous, 0.0)) + cost(action)
+    return 1 - sum(map(cost, ends)) / (len(clock) * max(clock))
 
 
 def least_bytes(split: SplitModel, topology: Topology, task: Task) -> dict[str, int]:
@@ -371,10 +364,10 @@ def measure(report: Report, topology: Topology, alone: World, task: Task, repeat
         replayed = []
         idle_fractions = [statistics.mean(update[rank]["idle"] for rank in ranks) for update in found]
         for update in found:
-            costs: dict[tuple[bool, int, int], float] = {}
+            costs: dict[Action, float] = {}
             for rank in ranks:
                 costs |= update[rank]["cpu_s"]
-            replayed.append(replayed_idle_fraction(costs, topology.pp, topology.stages_per_rank, num))
+            replayed.append(idle_fraction(plan(topology.pp, topology.stages_per_rank, num), costs.__getitem__))
         steps = topology.stages_per_rank * num + topology.pp - 1
         idle = {
             "idle": round(statistics.median(idle_fractions), 3),

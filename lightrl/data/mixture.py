@@ -10,6 +10,7 @@ repeats. So one number describes a run's progress, for any number of sources and
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from functools import lru_cache
 from math import gcd
 from typing import Any, TypeAlias
 
-from lightrl.data.stream import epoch_order
+import torch
 
 _CYCLE = 1000  # shares are kept to a thousandth
 
@@ -79,8 +80,8 @@ def label_of(source: DataSource, index: int) -> str:
 class MixtureOrder:
     """The row at each position, as an index into the rows of all sources concatenated.
 
-    Turns are spread evenly, so shares hold within any range of positions, to about one row. With one source this is
-    one `epoch_order` after another.
+    Turns are spread evenly, so shares hold within any range of positions, to about one row. One source gives one
+    `epoch_order` after another.
 
     Args:
         sizes: rows of each source.
@@ -137,3 +138,10 @@ def _shares(weights: Sequence[float]) -> list[int]:
         shares[index] += 1
     divisor = gcd(*shares)
     return [share // divisor for share in shares]
+
+
+def epoch_order(num_rows: int, seed: int | str, epoch: int) -> list[int]:
+    """A permutation of `range(num_rows)` determined by (seed, epoch), the same on every rank."""
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.randperm(num_rows, generator=generator).tolist()

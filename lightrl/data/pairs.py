@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightrl.data.completions import CompletedPrompt, CompletionDataModule, padded
 from lightrl.data.rows import require_column
-from lightrl.data.stream import EpochLoader, epoch_order
+from lightrl.data.stream import EpochLoader
 from lightrl.experience import Experience
 from lightrl.trajectory import Prompt
 
@@ -116,11 +116,12 @@ class PreferenceDataModule(CompletionDataModule):
 
     def train_dataloader(self) -> EpochLoader[PairBatch]:
         pairs, size = self.completed["train"], self.batch_size
-        seed, shuffle = self.prompt_stream.seed, self._shuffles()
+        ids = [pair.prompt_id for pair in pairs]
+        order = self.mixture(ids, seed=self.prompt_stream.seed, shuffle=self._shuffles())
 
         def batch_at(epoch: int, index: int) -> PairBatch:
-            rows = epoch_order(len(pairs), seed, epoch) if shuffle else list(range(len(pairs)))
-            return self.collate([pairs[row] for row in rows[index * size : (index + 1) * size]])
+            rows = range(index * size, min((index + 1) * size, len(pairs)))
+            return self.collate([pairs[order[epoch * len(pairs) + row]] for row in rows])
 
         return EpochLoader(-(-len(pairs) // size), batch_at, trainer=self.trainer)
 

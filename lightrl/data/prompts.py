@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning as L
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
 
 _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
@@ -111,21 +112,9 @@ class PromptDataModule(L.LightningDataModule):
         )
         if prompt_overflow not in ("error", "drop"):
             raise ValueError(f"prompt_overflow must be 'error' or 'drop', got {prompt_overflow!r}.")
-        self.sources: dict[Split, list[DataSource]] = {
-            "train": sources_of(train),
-            "validation": sources_of(validation),
-            "test": sources_of(test),
-        }
-        self.dataset_splits: dict[Split, str] = {
-            "train": train_split,
-            "validation": validation_split,
-            "test": test_split,
-        }
-        self.max_prompts: dict[Split, int | None] = {
-            "train": max_train_prompts,
-            "validation": max_validation_prompts,
-            "test": max_validation_prompts,
-        }
+        self.sources = _by_split(sources_of(train), sources_of(validation), sources_of(test))
+        self.dataset_splits = _by_split(train_split, validation_split, test_split)
+        self.max_prompts = _by_split(max_train_prompts, max_validation_prompts, max_validation_prompts)
         self.name = name
         self.columns = columns or {}
         self.row_filter = row_filter
@@ -265,11 +254,11 @@ class PromptDataModule(L.LightningDataModule):
                 prompts, batch_size=self.batch_size, seed=seed, shuffle=self.shuffle, order=order
             )
 
-    def mixture(self, prompt_ids: Sequence[str], *, seed: int, shuffle: bool) -> MixtureOrder | None:
-        """The order of rows made from these train prompts, by their sources' weights; None for one source."""
+    def mixture(self, prompt_ids: Sequence[str], *, seed: int, shuffle: bool) -> MixtureOrder:
+        """The order of rows made from these train prompts, by their sources' weights."""
         sources = self.sources["train"]
         if len(sources) < 2 or not self._source_of:
-            return None
+            return MixtureOrder([len(prompt_ids)], [1.0], seed=seed, shuffle=shuffle)
         sizes = Counter(self._source_of[prompt_id] for prompt_id in prompt_ids)
         for number, source in enumerate(sources):
             if not sizes[number]:
@@ -333,6 +322,10 @@ class PromptDataModule(L.LightningDataModule):
     def _where(self, split: Split, index: int) -> str:
         places = self._places.get(split, [])
         return places[index] if index < len(places) else f"Row {index + 1} of the {split} prompts"
+
+
+def _by_split(train: T, validation: T, test: T) -> dict[Split, T]:
+    return {"train": train, "validation": validation, "test": test}
 
 
 def _row_name(source: DataSource, index: int) -> str:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.data.mixture import MixtureOrder
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -24,12 +22,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-
-
-class RowOrder(Protocol):
-    """The row at each position, without end; `str` gives what determines it."""
-
-    def __getitem__(self, position: int) -> int: ...
 
 
 class PromptStream:
@@ -40,7 +32,7 @@ class PromptStream:
         batch_size: prompts per iteration, which is also groups per iteration.
         seed: determines the order, with the epoch.
         shuffle: False keeps the order of the data in every epoch.
-        order: the prompt's index at each position, for weighted sources, made with this `seed` and `shuffle`.
+        order: the prompt's index at each position; None for one source with this `seed` and `shuffle`.
 
     Raises:
         ValueError: if there are fewer prompts than one iteration needs, or two have the same id.
@@ -53,7 +45,7 @@ class PromptStream:
         batch_size: int,
         seed: int = 0,
         shuffle: bool = True,
-        order: RowOrder | None = None,
+        order: MixtureOrder | None = None,
     ) -> None:
         check_bounds(1, batch_size=batch_size)
         if len(prompts) < batch_size:
@@ -69,8 +61,7 @@ class PromptStream:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self.order = order
-        self._order = lru_cache(maxsize=3)(lambda epoch: epoch_order(len(prompts), seed, epoch))
+        self.order = order or MixtureOrder([len(prompts)], [1.0], seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Prompts per epoch."""
@@ -79,10 +70,7 @@ class PromptStream:
     def __getitem__(self, position: int) -> Prompt:
         if position < 0:
             raise IndexError(f"position must be >= 0, got {position}.")
-        if self.order is not None:
-            return self.prompts[self.order[position]]
-        epoch, index = divmod(position, len(self.prompts))
-        return self.prompts[self._order(epoch)[index] if self.shuffle else index]
+        return self.prompts[self.order[position]]
 
     @property
     def num_iterations(self) -> int:
@@ -95,9 +83,7 @@ class PromptStream:
         content = hashlib.blake2b(digest_size=6)
         for prompt in self.prompts:
             content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
-        order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
-        order = order if self.order is None else str(self.order)
-        return f"{len(self.prompts)} prompts {order}, content {content.hexdigest()}"
+        return f"{len(self.prompts)} prompts {self.order}, content {content.hexdigest()}"
 
     def first(self, num_prompts: int) -> PromptStream:
         """The first prompts of the data, over and over in order; for `overfit_batches`."""
@@ -168,10 +154,3 @@ def batches_in_order(items: Sequence[Item], batch_size: int, collate: Callable[[
     """Collated batches of consecutive items; the last may be smaller."""
     num_batches = -(-len(items) // batch_size)
     return EpochLoader(num_batches, lambda epoch, index: collate(items[index * batch_size : (index + 1) * batch_size]))
-
-
-def epoch_order(num_rows: int, seed: int | str, epoch: int) -> list[int]:
-    """A permutation of `range(num_rows)` determined by (seed, epoch), the same on every rank."""
-    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-    return torch.randperm(num_rows, generator=generator).tolist()

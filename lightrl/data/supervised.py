@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightrl.data.completions import CompletedPrompt, CompletionDataModule, padded
-from lightrl.data.mixture import DataSource
+from lightrl.data.mixture import DataSource, MixtureOrder, epoch_order
 from lightrl.data.rows import require_column
-from lightrl.data.stream import EpochLoader, RowOrder, epoch_order
+from lightrl.data.stream import EpochLoader
 from lightrl.trajectory import Prompt
 
 # Sort by length within this many shuffled batches: removes most padding, keeps most randomness.
@@ -110,9 +110,7 @@ class SFTDataModule(CompletionDataModule):
         seed, shuffle = self.prompt_stream.seed, self._shuffles()
         lengths = [chat.num_tokens for chat in chats]
         order = self.mixture([chat.prompt_id for chat in chats], seed=seed, shuffle=shuffle)
-        batches_of = lru_cache(maxsize=2)(
-            lambda epoch: _batches(lengths, size, seed=seed, epoch=epoch, shuffle=shuffle, order=order)
-        )
+        batches_of = lru_cache(maxsize=2)(lambda epoch: _batches(lengths, size, order, seed, epoch, shuffle=shuffle))
         return EpochLoader(
             len(batches_of(0)),
             lambda epoch, index: self.collate([chats[row] for row in batches_of(epoch)[index]]),
@@ -121,14 +119,11 @@ class SFTDataModule(CompletionDataModule):
 
 
 def _batches(
-    lengths: list[int], size: int, *, seed: int, epoch: int, shuffle: bool, order: RowOrder | None = None
+    lengths: list[int], size: int, order: MixtureOrder, seed: int, epoch: int, *, shuffle: bool
 ) -> list[list[int]]:
-    """The rows of each batch of an epoch: each row once, or as a mixture's order has it; the last may be smaller."""
+    """The rows of each batch of an epoch; the last batch may be smaller."""
     num = len(lengths)
-    if order is not None:
-        rows = [order[position] for position in range(epoch * num, (epoch + 1) * num)]
-    else:
-        rows = epoch_order(num, seed, epoch) if shuffle else list(range(num))
+    rows = [order[position] for position in range(epoch * num, (epoch + 1) * num)]
     if shuffle:
         window = size * _SORTED_BATCHES
         windows = [rows[start : start + window] for start in range(0, len(rows), window)]
