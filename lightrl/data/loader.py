@@ -132,11 +132,7 @@ def _rendered(
 
 
 def prompt_from(item: object, index: int, split: str) -> Prompt:
-    """One item of a user's dataset as a Prompt; its default id is `<split>-<index>`.
-
-    Raises:
-        ValueError: if the item is no prompt.
-    """
+    """An item of a user's dataset as a Prompt, by default with id `<split>-<index>`; raises ValueError if it is none."""
     name = f"{split}-{index}"
     if isinstance(item, Prompt):
         return item

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd
 from typing import Any, TypeAlias
@@ -57,24 +57,19 @@ Source: TypeAlias = "str | DataSource | list[DataSource]"
 
 
 def sources_of(source: Source | None) -> list[DataSource]:
-    """The sources as a list.
-
-    Raises:
-        ValueError: if two have the same label.
-    """
+    """The sources as a list, each with a label; raises ValueError if two are the same."""
     if source is None:
         return []
     if isinstance(source, str):
-        return [DataSource(source)]
+        source = DataSource(source)
     sources = [source] if isinstance(source, DataSource) else list(source)
-    labels = [label_of(item, index) for index, item in enumerate(sources)]
+    sources = [
+        replace(item, label=str(index) if item.label is None else item.label) for index, item in enumerate(sources)
+    ]
+    labels = [item.label for item in sources]
     if len(set(labels)) < len(labels):
         raise ValueError(f"The labels of the data's sources must be unique, got {labels}. Change the duplicates.")
     return sources
-
-
-def label_of(source: DataSource, index: int) -> str:
-    return str(index) if source.label is None else source.label
 
 
 class MixtureOrder:

@@ -14,7 +14,7 @@ import lightning as L
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.dotted_path import function_of
 from lightrl.data.chat import ChatRenderer, Messages, render_prompts, row_messages, take_images
-from lightrl.data.mixture import DataSource, MixtureOrder, label_of, sources_of
+from lightrl.data.mixture import DataSource, MixtureOrder, sources_of
 from lightrl.data.rows import Row, read_rows, renamed, require_column
 from lightrl.data.stream import EpochLoader, PromptStream, iteration_clock, prompt_batches
 from lightrl.models.pictures import Pictures
@@ -22,6 +22,8 @@ from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    PolicyInputs = tuple[PreTrainedTokenizerBase, int | None, Pictures | None]
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +134,7 @@ class PromptDataModule(L.LightningDataModule):
         self.shuffle = shuffle
         self.seed = seed
         self.prompts: dict[Split, list[Prompt]] = {}  # of the splits that are set up
-        self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._context_tokens: int | None = None
-        self._pictures: Pictures | None = None
+        self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._source_of: dict[str, int] = {}  # prompt id → index of its source, if there are several
         self._places: dict[Split, list[str]] = {}  # where each prompt of make_prompts comes from, for error messages
@@ -147,9 +147,7 @@ class PromptDataModule(L.LightningDataModule):
         pictures: Pictures | None = None,
     ) -> None:
         """Sets what otherwise comes from the trainer's module: `tokenizer`, `max_prompt_tokens` and `pictures`."""
-        self._tokenizer = tokenizer
-        self._context_tokens = max_prompt_tokens
-        self._pictures = pictures
+        self._attached = tokenizer, max_prompt_tokens, pictures
 
     def make_prompts(self, split: Split) -> list[Prompt]:
         """The prompts of one split, in order, with messages or token ids; a subclass may override it.
@@ -165,7 +163,7 @@ class PromptDataModule(L.LightningDataModule):
         sources = self.sources[split]
         for number, source in enumerate(sources):
             kept, places = self._rows(source, split)
-            prefix = split if len(sources) == 1 else f"{split}-{label_of(source, number)}"
+            prefix = split if len(sources) == 1 else f"{split}-{source.label}"
             for index, row in zip(places, kept, strict=True):
                 where = _row_name(source, index)
                 messages = row_messages(
@@ -290,10 +288,10 @@ class PromptDataModule(L.LightningDataModule):
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
         return prompt_batches(self.prompts[split], self.validation_batch_size)
 
-    def policy_inputs(self) -> tuple[PreTrainedTokenizerBase, int | None, Pictures | None]:
+    def policy_inputs(self) -> PolicyInputs:
         """The policy's tokenizer, longest prompt and picture reader, from `attach` or from the trainer's module."""
-        if self._tokenizer is not None:
-            return self._tokenizer, self._context_tokens, self._pictures
+        if self._attached is not None:
+            return self._attached
         module = self.trainer.lightning_module if self.trainer is not None else None
         tokenizer = getattr(module, "tokenizer", None)
         if tokenizer is None:

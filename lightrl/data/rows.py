@@ -84,11 +84,7 @@ def require_column(row: Row, column: str, *, where: str) -> Any:
 
 
 def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
-    """The row with columns renamed, given new name → old name.
-
-    Raises:
-        ValueError: if an old column is missing.
-    """
+    """The row with columns renamed, given new name → old name; raises ValueError if an old column is missing."""
     for new, old in columns.items():
         if old not in row:
             raise ValueError(

@@ -66,14 +66,7 @@ class BackgroundWrites:
 
 
 def write_error(error: BaseException, place: Path, requirement: str, num_bytes: int | None = None) -> OSError:
-    """The error to raise if a checkpoint could not be written.
-
-    Args:
-        error: the cause.
-        place: of the checkpoint.
-        requirement: what the disk needs besides space.
-        num_bytes: of the checkpoint, if known.
-    """
+    """The error to raise if a checkpoint could not be written; `requirement` is what the disk needs besides space."""
     return OSError(
         f"Checkpoint {place} could not be written: {write_problem(error, place, num_bytes)}. The disk needs space and "
         f"{requirement}. Free some space, or set another default_root_dir. An earlier checkpoint there is still whole."

@@ -21,11 +21,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def check_weights(saved: Shapes, own: Shapes, where: Where) -> None:
-    """Rejects a checkpoint whose weights have other names or shapes than the run's.
-
-    Raises:
-        ValueError: if they differ; names the first few.
-    """
+    """Raises ValueError, with the first few, if weights have other names or shapes than the run's."""
     reshaped = [
         f"{name} {list(saved[name])} there and {list(shape)} here"
         for name, shape in own.items()
@@ -40,11 +36,7 @@ def check_weights(saved: Shapes, own: Shapes, where: Where) -> None:
 
 
 def check_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], where: Where) -> None:
-    """Rejects states of other kinds of optimizers, by position as Lightning saves them.
-
-    Raises:
-        ValueError: if they have other settings or other parameter groups.
-    """
+    """Raises ValueError for states of other kinds of optimizers or groups, by position as Lightning saves them."""
     for state, optimizer in zip(states, optimizers, strict=False):
         saved = state["param_groups"]
         _check_complete({key for group in saved for key in optimizer.defaults.keys() - group.keys()}, optimizer, where)

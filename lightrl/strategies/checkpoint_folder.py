@@ -122,11 +122,7 @@ def _read(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """The whole checkpoint in this process, however many saved it; optimizer states are by parameter name.
-
-    Raises:
-        ValueError: if it is incomplete.
-    """
+    """The whole checkpoint in this process, however many saved it; optimizer states are by parameter name."""
     check_folder(folder)
     checkpoint: dict[str, Any] = torch.load(folder / META_FILE, map_location="cpu", weights_only=True)
     checkpoint["state_dict"] = read_tensors(folder, "state_dict.")
@@ -138,12 +134,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> dict[str, Any]:
-    """The whole tensors whose names start with `prefix`, by the rest of their names.
-
-    Args:
-        folder: of a checkpoint of several processes.
-        with_numbers: also values that are not tensors.
-    """
+    """The whole tensors whose names start with `prefix`, by the rest of the name; `with_numbers`, other values too."""
     reader = FileSystemReader(folder)
     tensors: dict[str, Any] = {}
     for name, item in reader.read_metadata().state_dict_metadata.items():
@@ -187,11 +178,7 @@ def optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 def load_optimizer_state(
     model: torch.nn.Module, optimizer: Any, state: dict[str, Any], where: str | Path | None
 ) -> None:
-    """The inverse of `optimizer_state`.
-
-    Raises:
-        ValueError: if the state is of another optimizer; names the checkpoint, which is at `where`.
-    """
+    """The inverse of `optimizer_state`; raises ValueError for the state of another optimizer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     with _without_empty_groups(optimizer) as plain:
         if plain.param_groups:

@@ -65,14 +65,10 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
     return model.eval()
 
 
-def spec_of(model: torch.nn.Module) -> ModelSpec | None:
-    """Where the weights of a model without memory come from; None if it has its weights."""
-    return getattr(model, _SPEC, None)
-
-
-def forget_spec(model: torch.nn.Module) -> None:
-    """Marks that the model has its weights now."""
-    delattr(model, _SPEC)
+def take_spec(model: torch.nn.Module) -> ModelSpec | None:
+    """Where the weights of a model without memory come from, once; None if it has its weights."""
+    spec: ModelSpec | None = vars(model).pop(_SPEC, None)
+    return spec
 
 
 def fill_model(model: torch.nn.Module, spec: ModelSpec, device: torch.device, *, is_main: bool) -> None:
@@ -97,7 +93,6 @@ def fill_model(model: torch.nn.Module, spec: ModelSpec, device: torch.device, *,
             else:
                 whole = read(base_name(name))
             _fill(parameter, whole)
-    forget_spec(model)
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:

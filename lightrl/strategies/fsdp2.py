@@ -28,7 +28,7 @@ from lightrl.checks.bounds import check_bounds
 from lightrl.models import ParallelModel, RoleMesh
 from lightrl.strategies.atomic_write import BackgroundWrites
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
-from lightrl.strategies.empty_model import empty_models, fill_model, spec_of
+from lightrl.strategies.empty_model import empty_models, fill_model, take_spec
 from lightrl.strategies.fsdp2_model import FSDP2Model
 from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors, watch_all
 from lightrl.strategies.role_mesh import (
@@ -111,11 +111,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return self.num_processes * self.num_nodes
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
-        """Rejects sizes that do not fit, before a device is touched.
-
-        Raises:
-            ValueError: with the numbers and the nearest that fit.
-        """
+        """Raises ValueError for sizes that do not fit, with the nearest that do, before a device is touched."""
         world = self.num_processes * self.num_nodes
         if world % self.num_replicas:
             raise ValueError(
@@ -219,12 +215,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return not isinstance(model, FSDPModule)
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
-        """Shards a model in place, layer by layer, and loads its weights if it has none yet; collective.
-
-        Args:
-            model: whole, or without memory.
-            place: of the model; None for all ranks.
-        """
+        """Shards a model in place, layer by layer, and loads its weights if it has none yet; collective."""
         ranks = self.ranks if place is None else place.ranks
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         settings: dict[str, Any] = {
@@ -241,7 +232,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **settings)
         # The logprobs read the root's own parameters (embedding, last norm, head) outside of its forward.
         fully_shard(model, reshard_after_forward=False, **settings)
-        spec = spec_of(model)
+        spec = take_spec(model)
         if spec is not None:
             home = torch.device("cpu") if self._offloads else self.root_device
             fill_model(model, spec, home, is_main=ranks.is_main)
@@ -296,11 +287,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes a folder beside its place, which is renamed when every rank has written its part.
-
-        Raises:
-            OSError: if it cannot be written, or an earlier one could not in the background.
-        """
+        """Writes a folder, which gets its name when every rank has written its part; raises OSError if that fails."""
         write = folder_writer(
             checkpoint,
             Path(self.broadcast(str(filepath))),
@@ -326,11 +313,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The repeated layers of a Hugging Face model, by its `_no_split_modules`; none for another kind of module.
-
-    Raises:
-        ValueError: if a Hugging Face model does not name them.
-    """
+    """The repeated layers of a Hugging Face model, by `_no_split_modules`; none for other modules."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers and hasattr(model, "config"):

@@ -141,9 +141,7 @@ def whole(value: Tensor) -> Tensor:
 def run_inside(model: PreTrainedModel, function: Callable[..., Any], *args: Any) -> Any:
     """Calls `function(*args)` while the parameters of the model's root are whole; collective if they are sharded.
 
-    Args:
-        model: plain, or sharded by FSDP2Strategy.
-        function: returns tensors, possibly in tuples or dicts: FSDP searches those for the start of the backward.
+    `function` returns tensors, possibly in tuples or dicts: FSDP searches those for the start of the backward.
     """
     if not isinstance(model, FSDPModule):
         return function(*args)

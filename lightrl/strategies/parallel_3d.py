@@ -89,11 +89,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         return max(1, self.num_processes * self.num_nodes // max(1, self.pp * self.tp))
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
-        """Rejects sizes that do not fit the world or a model of the module, before a device is touched.
-
-        Raises:
-            ValueError: with the numbers and the nearest valid choice.
-        """
+        """Raises ValueError for sizes that do not fit the world or a model of the module."""
         world = self.num_processes * self.num_nodes
         check_world(self.pp, self.dp_size, self.tp, world)
         if self.precision_plugin.precision == "16-mixed":

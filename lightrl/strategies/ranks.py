@@ -270,13 +270,7 @@ class ProcessRanks(Ranks):
 
 
 class OtherRanks(Ranks):
-    """Ranks that hold a role's model, seen from another process.
-
-    Args:
-        first_rank: world rank of the first.
-        size: their number.
-        dp_size: the number with different rows.
-    """
+    """Ranks that hold a role's model, seen from another process; `first_rank` is a world rank."""
 
     is_here = False
 
@@ -285,13 +279,7 @@ class OtherRanks(Ranks):
 
 
 def watch_all(control_group: Any, *, main_address: str, hang_timeout_s: float) -> RankWatch:
-    """Starts watching this rank, through a store on rank 0's machine; collective.
-
-    Args:
-        control_group: all ranks, on the CPU.
-        main_address: of rank 0's machine.
-        hang_timeout_s: the run ends if a rank makes no step for this long.
-    """
+    """Starts watching this rank, through a store on rank 0's machine, `main_address`; collective."""
     rank, size = dist.get_rank(control_group), dist.get_world_size(control_group)
     store = TCPStore(main_address, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = torch.tensor([0 if store is None else store.port])
@@ -303,10 +291,7 @@ def watch_all(control_group: Any, *, main_address: str, hang_timeout_s: float) -
 def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of this rank's parts, so that the sum over all ranks counts each number once.
 
-    Args:
-        gradients: DTensors, on any meshes, or whole tensors that only this rank has.
-        copies: parameters whose gradients another rank counts.
-        device: of the result.
+    Gradients are DTensors on any meshes, or whole tensors of this rank alone; another rank counts those of `copies`.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:

@@ -57,11 +57,7 @@ def role_meshes(module: object) -> dict[str, RoleMesh]:
 
 
 def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
-    """Rejects meshes that do not fit the run, before a device is touched.
-
-    Raises:
-        ValueError: for a mesh outside the world, and for a policy without rank 0.
-    """
+    """Raises ValueError for a mesh outside the world, and for a policy without rank 0."""
     for role, mesh in role_meshes(module).items():
         ranks = mesh.ranks(world_size)
         if role == "policy" and ranks[0] != 0:
@@ -72,14 +68,7 @@ def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
 
 
 def make_place(world: ProcessRanks, members: range, sizes: Sequence[int], names: Sequence[str], device: Any) -> Place:
-    """A role's own mesh; collective over all ranks of the run.
-
-    Args:
-        world: all ranks.
-        members: those of the mesh.
-        sizes, names: of its axes; the ranks of `dp` have different rows.
-        device: of this rank.
-    """
+    """A role's place on the ranks `members`; the ranks of axis `dp` have different rows. Collective over the run."""
     numbers = torch.arange(members.start, members.stop).reshape(*sizes)
     mesh = DeviceMesh(device.type, numbers, mesh_dim_names=tuple(names))
     control_group = dist.new_group(list(members), backend="gloo", timeout=CONTROL_TIMEOUT)

@@ -46,11 +46,7 @@ class SplitsModels(Protocol):
 
 
 def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
-    """Rejects strategies that would train an RLModule wrongly, and modules whose models do not fit the strategy.
-
-    Raises:
-        ValueError: for anything but a single device or SplitsModels, and for sizes that do not fit.
-    """
+    """Raises ValueError for anything but a single device or SplitsModels, and for models that do not fit."""
     if isinstance(strategy, SingleDeviceStrategy):
         check_meshes(module, 1)
     elif isinstance(strategy, SplitsModels):
@@ -64,11 +60,7 @@ def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) 
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:
-    """lightrl's strategy of this name, with default settings; anything else is left to Lightning.
-
-    Raises:
-        ValueError: for an unknown name that resembles one of ours.
-    """
+    """lightrl's strategy of this name, with defaults; other names are left to Lightning, unless they resemble ours."""
     if not isinstance(strategy, str):
         return strategy
     ours: dict[str, Callable[[], Strategy]] = {kind.__name__: kind for kind in (FSDP2Strategy, Parallel3DStrategy)}

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from lightrl.experience import Experience
 from lightrl.functional import hidden_logprobs, hidden_topk, pack, predicted_token_ids, predicting_positions
 from lightrl.models import ModelSpec, More, scalar_head
-from lightrl.strategies.empty_model import forget_spec, give_memory, parameter_reader, spec_of
+from lightrl.strategies.empty_model import give_memory, parameter_reader, take_spec
 from lightrl.strategies.fsdp2_model import reshard
 from lightrl.strategies.pipeline import Pipeline
 from lightrl.strategies.role_mesh import empty_out
@@ -335,7 +335,7 @@ def split_model(
     _drop_other_stages(model, value_head, held, last)
     if value_head is not None:
         value_head.to(device=device)
-    spec = spec_of(model)
+    spec = take_spec(model)
     if spec is None:
         model.to(device=device)
     else:
@@ -421,7 +421,6 @@ def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *,
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(read(sources[name]))
-    forget_spec(model)
 
 
 def _stage_of(name: str, ranges: list[range]) -> int:

@@ -104,11 +104,7 @@ def embed(embedding: nn.Embedding, token_ids: Tensor, mesh: DeviceMesh) -> Tenso
 def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) -> Tensor:
     """[B, T, ...] from each rank's part [B, T / tp, ...].
 
-    Args:
-        hidden: this rank's part of the sequence.
-        mesh: of the tp axis.
-        gradients_add_up: whether each rank computes a part of the gradient (from its part of the vocabulary) or all
-            compute the same.
+    `gradients_add_up`: each rank computes a part of the gradient, from its part of the vocabulary; else all the same.
     """
     split = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
     gradient = Partial() if gradients_add_up else Replicate()

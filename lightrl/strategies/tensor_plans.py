@@ -80,11 +80,7 @@ def check_world(pp: int, dp: int, tp: int, world_size: int) -> None:
 
 
 def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stages_per_rank: int) -> None:
-    """Rejects a model that cannot be split this way.
-
-    Raises:
-        ValueError: with the numbers and the nearest valid choice, for family, schedule, tp and pp.
-    """
+    """Raises ValueError, with the nearest valid choice, for a model that cannot be split this way."""
     family_of(config)
     check_schedule(schedule, stages_per_rank)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
