@@ -132,7 +132,7 @@ def _rendered(
 
 
 def prompt_from(item: object, index: int, split: str) -> Prompt:
-    """An item of a user's dataset as a Prompt, by default with id `<split>-<index>`; raises ValueError if it is none."""
+    """An item of a dataset as a Prompt, by default with id `<split>-<index>`; raises ValueError if it is none."""
     name = f"{split}-{index}"
     if isinstance(item, Prompt):
         return item
