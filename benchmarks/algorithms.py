@@ -15,7 +15,7 @@ it trains on no reward. Its curve is the reward of the student's samples, which 
 how close the student gets to its teacher, which is where the gray curve ends.
 
 Each run is a separate process, one after another, and leaves a file in the output folder. A run is not repeated if its
-file exists or `curves.csv` has it, so seeds or algorithms can be added, and a killed benchmark resumes. To repeat a run,
+file exists or `curves.csv` has it, so seeds or algorithms can be added, and a killed benchmark resumes. To repeat one,
 remove its lines from `curves.csv` and its file in `runs/`. `curves.csv` has a line per algorithm, seed and iteration;
 `curves.png` has a panel per algorithm, with GRPO, or the naive loss for the late ones, in gray.
 """

@@ -8,7 +8,7 @@ Measurements:
     overhead         a no-op function through RewardPool and RewardHook, against a direct call; all trajectories are
                      submitted at once, as in a rollout, and one by one
     kill             from the deadline of a hung call until the next call of the same worker returns
-    faults           N trajectories, of which 5 % hang and 5 % raise, against the same work without faults: there the 5 %
+    faults           N trajectories, of which 5 % hang and 5 % raise, against the same work without faults: there 5 %
                      sleep for the timeout, and all return. Both run the same calls on the same number of workers; the
                      difference is the cost of detecting, killing, replacing and reporting
     sandbox          a program that prints, in LocalSandbox, against a plain subprocess
