@@ -19,7 +19,7 @@ from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_polic
 from lightrl.models.lora import merged_parameters
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.shared_prefix import SharedPrompt
-from lightrl.strategies.single import RECTANGLE_OVERHEAD_TOKENS, Form, LogprobSettings, SingleModel
+from lightrl.strategies.single import CALL_OVERHEAD_TOKENS, Form, LogprobSettings, SingleModel
 from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class FSDP2Model(SingleModel):
         if self.form == "packed":
             return [1] * len(microbatches)
         lengths = [(microbatch.lengths - 1).clamp(min=1).tolist() for microbatch in microbatches]
-        return self.ranks.max_each([len(rectangles(rows, RECTANGLE_OVERHEAD_TOKENS)) for rows in lengths])
+        return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
 
     def _outputs(self, experience: Experience, more: More = 0) -> Outputs:
         # Tensors, not Outputs: FSDP searches known containers for the start of the backward.

@@ -122,6 +122,11 @@ class Parallel3DStrategy(FSDP2Strategy):
         return mesh["dp"].get_group()
 
     @property
+    def device_mesh(self) -> DeviceMesh:
+        """With the axes pp, dp, tp."""
+        return super().device_mesh if self._mesh is None else self._mesh
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
 
@@ -151,8 +156,7 @@ class Parallel3DStrategy(FSDP2Strategy):
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
         """Splits a model in place, the policy with the head on its body; collective over its place's ranks, or all."""
         any_model: Any = model
-        mesh = self._mesh if place is None else place.mesh
-        assert mesh is not None
+        mesh = self.device_mesh if place is None else place.mesh
         schedule, stages_per_rank = self._schedule_at(mesh["pp"].size())
         split = split_model(
             any_model,

@@ -37,8 +37,8 @@ from lightrl.weights import Bucket, bucketed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Cost in tokens of one more forward over a rectangle: below it, padding is cheaper than another call of every layer.
-RECTANGLE_OVERHEAD_TOKENS = 256
+# Cost in tokens of one more forward: below it, padding is cheaper than another call of every layer.
+CALL_OVERHEAD_TOKENS = 256
 
 # How padding is removed; all forms give the same numbers.
 Form = Literal["rectangles", "shared_prefix", "packed"]
@@ -142,15 +142,14 @@ class SingleModel:
         head, settings = self.model.get_output_embeddings(), self.settings
         masked = stops_are_masked(experience.weight_versions, settings.min_new_tokens)
         masks = settings.masks(None if masked is None else predicted_token_ids(masked, rows, columns), hidden.device)
-        plain_head = {"hidden": hidden, "weight": head.weight, "bias": head.bias, **masks}
+        inputs = {"hidden": hidden, "weight": head.weight, "bias": head.bias, **masks}
         ids = ids_to_read(
             predicted_token_ids(experience.token_ids, rows, columns),
             more if isinstance(more, int) else predicted_token_ids(more, rows, columns),
-            lambda num: hidden_topk(num=num, num_ids=settings.num_ids, **plain_head),
+            lambda num: hidden_topk(num=num, num_ids=settings.num_ids, **inputs),
         )
-        has_gradient = settings.entropy_needs_gradient
         logprobs, entropy = hidden_logprobs(
-            token_ids=ids, temperature=settings.temperature, entropy_gradient=has_gradient, **plain_head
+            token_ids=ids, temperature=settings.temperature, entropy_gradient=settings.entropy_needs_gradient, **inputs
         )
         return as_outputs(logprobs, entropy, ids, more)
 
@@ -160,9 +159,7 @@ class SingleModel:
         if form == "packed":
             yield self._packed_hidden(experience)
         elif form == "shared_prefix":
-            yield from shared_prefix_hidden(
-                self.model, experience, shared, RECTANGLE_OVERHEAD_TOKENS, self._layer_input
-            )
+            yield from shared_prefix_hidden(self.model, experience, shared, CALL_OVERHEAD_TOKENS, self._layer_input)
         else:
             for picked, token_ids in self._token_rectangles(experience):
                 inputs = self._layer_input(experience, picked, token_ids)
@@ -185,7 +182,7 @@ class SingleModel:
         if form in ("packed", "rectangles") or not self.can_share_prefixes:
             return form or "rectangles", []
         shared = find_shared_prompts(experience)
-        cost, plain_cost = sharing_costs(shared, experience.lengths.tolist(), RECTANGLE_OVERHEAD_TOKENS)
+        cost, plain_cost = sharing_costs(shared, experience.lengths.tolist(), CALL_OVERHEAD_TOKENS)
         if form == "shared_prefix" or cost < plain_cost:
             return "shared_prefix", shared
         return "rectangles", []
@@ -193,7 +190,7 @@ class SingleModel:
     def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of similar length and their tokens, without the last column, which predicts nothing."""
         lengths = (experience.lengths - 1).clamp(min=1)
-        for members in rectangles(lengths.tolist(), RECTANGLE_OVERHEAD_TOKENS):
+        for members in rectangles(lengths.tolist(), CALL_OVERHEAD_TOKENS):
             picked = torch.tensor(members, device=experience.token_ids.device)
             yield picked, experience.token_ids[picked, : int(lengths[picked].max())]
 
@@ -233,7 +230,7 @@ class SingleModel:
 
 
 def ids_to_read(token_ids: Tensor, more: More, likeliest: Callable[[int], Tensor]) -> Tensor:
-    """The predicted tokens [...], or [..., 1 + K] with K more at each position: `more`, or so many of the likeliest."""
+    """The predicted tokens [...], or [..., 1 + K] with K more at each position: `more`, or that many of the likeliest."""
     if isinstance(more, int):
         if more == 0:
             return token_ids

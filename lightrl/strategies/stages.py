@@ -308,10 +308,8 @@ def split_model(
 
     Args:
         model: of a family in tensor_plans.py, with a vocabulary head, a scalar head or both.
-        mesh: with the axes pp, dp, tp.
-        ends: the `ends_group` of the mesh.
-        schedule: `1F1B` or `Interleaved1F1B`.
-        stages_per_rank: 1, or more with `Interleaved1F1B`.
+        mesh, ends: with the axes pp, dp, tp, and its `ends_group`.
+        schedule, stages_per_rank: as in Parallel3DStrategy.
         device: of the part; None for the CPU.
         checkpoint_activations: keep only each layer's input and recompute the layer in the backward.
         value_head: the critic's head on this model's body; only the last stage's ranks keep its parameters.
@@ -351,10 +349,8 @@ def split_model(
     }
     _shard_over_dp(stages.values(), mesh)
     tied: Tensor | None = None
-    if is_tied and pp.size() > 1 and 0 in held:
-        tied = body.embed_tokens.weight
-    elif is_tied and pp.size() > 1 and last in held:
-        tied = model.get_output_embeddings().weight
+    if is_tied and pp.size() > 1 and (0 in held or last in held):
+        tied = body.embed_tokens.weight if 0 in held else model.get_output_embeddings().weight
     return SplitModel(model, mesh, pipeline, stages, parameters, head is not None, has_values, tied, ends)
 
 
