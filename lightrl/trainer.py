@@ -45,6 +45,7 @@ from lightrl.rollout import RecordedRollout, RolloutController, RolloutSettings
 from lightrl.strategies import (
     AtomicCheckpointIO,
     LogprobSettings,
+    SplitsModels,
     check_strategy,
     load_model,
     load_optimizers,
@@ -128,7 +129,7 @@ class Trainer(L.Trainer):
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
-        if not hasattr(self.strategy, "parallel_model"):  # a checkpoint of several processes can be resumed in one
+        if not isinstance(self.strategy, SplitsModels):  # a checkpoint of several processes can be resumed in one
             vars(self.strategy)["load_optimizer_state_dict"] = functools.partial(
                 load_optimizers, self.strategy, self.strategy.load_optimizer_state_dict
             )
