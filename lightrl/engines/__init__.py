@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightrl.engines.fake_engine import FakeEngine
     from lightrl.engines.local.local_engine import LocalEngine
     from lightrl.engines.sglang.engine import SGLangEngine
+    from lightrl.engines.sglang.timeouts import Timeouts
 
 # Loaded when first used: the fake server with a script starts without torch.
 _HOMES = {
@@ -27,9 +28,10 @@ _HOMES = {
     "LocalEngine": "local.local_engine",
     "RolloutEngine": "engine",
     "SGLangEngine": "sglang.engine",
+    "Timeouts": "sglang.timeouts",
 }
 
-__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine"]  # fmt: skip
+__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine", "Timeouts"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

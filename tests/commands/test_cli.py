@@ -196,7 +196,7 @@ def test_an_error_during_the_run_says_where_the_traceback_is_and_exits_with_1(se
 
 def test_a_server_that_is_not_there_is_said_in_words_alone(settings, config, capfd):
     with contextlib.closing(HeldPort("127.0.0.1")) as silent:
-        init_args = {"urls": [f"http://127.0.0.1:{silent.number}"], "startup_timeout_s": 0.1}
+        init_args = {"urls": [f"http://127.0.0.1:{silent.number}"], "timeouts": {"startup_s": 0.1}}
         settings["trainer"]["engine"] = {"class_path": "SGLangEngine", "init_args": init_args}
         assert main(["fit", "--config", config(settings)]) == 1
     said = capfd.readouterr().err

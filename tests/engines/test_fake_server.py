@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 from waits import NUM_TOKENS, SLOWLY, until, until_written
 
-from lightrl.engines.sglang.client import ServerRefused, SGLangClient
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 from lightrl.testing.fake_server import KINDS, Fault
 from lightrl.testing.fake_server_process import FakeServerProcess
