@@ -494,7 +494,7 @@ def test_an_unsized_loader_is_refused(tmp_path: Path) -> None:
             while True:
                 yield "0 1"
 
-    with pytest.raises(ValueError, match=r"Endless, is not sized and addressable.*Use a map-style dataset"):
+    with pytest.raises(ValueError, match=r"Endless, must have __len__ and __getitem__.*Use a map-style dataset"):
         make_trainer(tmp_path).fit(TinyGRPO(), DataLoader(Endless(), batch_size=2))
 
 
