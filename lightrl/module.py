@@ -25,6 +25,7 @@ from lightrl.models.load_role import load_role
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import parameter_groups, with_schedule
 from lightrl.models.pictures import Pictures
+from lightrl.models.stop_tokens import stop_token_ids
 from lightrl.rewards import RewardPart
 from lightrl.rewards.evaluation import evaluation_numbers
 from lightrl.trajectory import Group, Sampling, Trajectory
@@ -359,6 +360,11 @@ class RLModule(L.LightningModule):
         """How the policy reads pictures; None if it is a model of text alone."""
         return Pictures.of(self.policy_spec.load_config())
 
+    def stop_token_ids(self) -> dict[str, list[int]]:
+        """Where each stop token comes from → its ids."""
+        policy: Any = self.policy
+        return stop_token_ids(policy, self.tokenizer, self.sampling)
+
     @property
     def policy_config(self) -> PretrainedConfig:
         """The config of the policy's model, once that is loaded."""
@@ -391,9 +397,11 @@ class RLModule(L.LightningModule):
 
     # ------------------------------------------------------------------ Lightning's hooks
 
-    def configure_model(self) -> None:
-        if self._trainer is not None and not hasattr(self._trainer, "rollout_loop"):
+    def setup(self, stage: str) -> None:
+        if not hasattr(self.trainer, "call_rl_hook"):
             raise RuntimeError(NEEDS_OUR_TRAINER)
+
+    def configure_model(self) -> None:
         for role, spec in self.models().items():
             if not hasattr(self, role) and spec.url is None:
                 is_trained = role in self.trained_roles()
@@ -422,7 +430,7 @@ class RLModule(L.LightningModule):
         if trainer.training:
             self._log_batch_size = 1
             return batch
-        groups: list[Group] = trainer.rollout_loop.evaluate(batch)
+        groups: list[Group] = trainer.judged_groups(batch)
         self._log_batch_size = max(1, sum(len(group.trajectories) for group in groups))
         return groups
 
