@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightrl.engines.abilities import DecodesInThreads, LimitsContext, ScoresTokens
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.engines.local.decoder import Decoder, HuggingFaceDecoder
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
@@ -78,7 +79,7 @@ def _resolve(results: list[tuple[_Request, EngineError | None]]) -> None:
             request.future.set_result([completion for completion in request.completions if completion is not None])
 
 
-class LocalEngine(RolloutEngine):
+class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
     """A rollout engine in this process, on the CPU (or one GPU), that owns its copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; any other decoder-only model with a key-value cache

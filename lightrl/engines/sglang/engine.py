@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lightrl.engines.abilities import LivesOnLoop, NamesDtypes, ScoresTokens, SharesDevices
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
 from lightrl.engines.sglang.client import SGLangClient
@@ -58,7 +59,7 @@ TRANSFER_TIMEOUT_S = 120.0  # of one bucket in a broadcast, where sync_timeout_s
 STOP_GRACE_S = 5.0  # for started servers at the end: they hold nothing that is worth more
 
 
-class SGLangEngine(RolloutEngine):
+class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, SharesDevices):
     """A rollout engine of one or many SGLang servers: token ids in, token ids out, a weight version on each.
 
     Where the servers are: `urls`; or `servers` of them, started on this machine and restarted when they die; or the
@@ -103,6 +104,8 @@ class SGLangEngine(RolloutEngine):
         max_retries: of a request in a row, without a token in between.
         command: another program for the servers, with `{port}`; for tests.
     """
+
+    probe_every_n_loads = 1
 
     def __init__(
         self,
@@ -336,6 +339,10 @@ class SGLangEngine(RolloutEngine):
         self._check_open()
         assert self._writer is not None
         return self._home.call(self._writer.score(token_ids), self.generate_timeout_s)
+
+    def dtypes(self) -> set[str]:
+        """Of the weights that are sent, and of the servers as far as `server_args` says."""
+        return {self.weights_dtype or "float32", str(self.server_args.get("dtype", "auto"))}
 
     # ------------------------------------------------------------------ what it is made of
 
