@@ -57,8 +57,6 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
     # The loader only counts iterations: prompts are read by position.
     (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
-    # Every rank has all groups: a number of them must not be summed over the ranks.
-    (r"It is recommended to use `self.log\('(val|test)/prompts', \.\.\., sync_dist=True\)`", UserWarning),
     # An RLModule can validate, but need not.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
 )
@@ -274,7 +272,7 @@ class Trainer(RLTrainer):
         for kind in (*required, DynamicSampling, PromptCurriculum):
             num = sum(isinstance(callback, kind) for callback in self.callbacks)
             if num > 1 or (num == 0 and kind in required):
-                raise ValueError(f"callbacks must have one {kind.__name__}, got {num}.")
+                raise ValueError(f"A trainer takes one {kind.__name__} callback, got {num}.")
         sync = next(item for item in self.callbacks if isinstance(item, WeightSync))
         control = next(item for item in self.callbacks if isinstance(item, StalenessControl))
         needed = sync.every_n_iterations - 1

@@ -19,10 +19,12 @@ from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import ranks_of
 
 
-def is_colocated(trainer: RLTrainer) -> bool:
-    """Whether the engine is in use and its settings say so; the same on every rank."""
-    engine = None if trainer.rollout.is_recorded else trainer.engine
-    return isinstance(engine, SharesDevices) and engine.placement == "colocated"
+def colocated_engine(trainer: RLTrainer) -> SharesDevices | None:
+    """The engine, if it is in use and on the trainer's devices; every rank has the settings, rank 0 the processes."""
+    engine: object = trainer.engine
+    if trainer.rollout.is_recorded or not isinstance(engine, SharesDevices) or engine.placement == "separate":
+        return None
+    return engine
 
 
 def check(trainer: RLTrainer) -> None:
@@ -31,28 +33,28 @@ def check(trainer: RLTrainer) -> None:
     Raises:
         ValueError: if rollouts continue during an update.
     """
-    if is_colocated(trainer) and trainer.rollout.settings.max_staleness > 0:
+    max_staleness = trainer.rollout.settings.max_staleness
+    if colocated_engine(trainer) is not None and max_staleness > 0:
         raise ValueError(
-            f"max_staleness must be 0 with a colocated engine, got {trainer.rollout.settings.max_staleness}: the engine "
-            "has no memory to roll out during an update. Use StalenessControl(0), or placement: separate."
+            f"max_staleness must be 0 with a colocated engine, got {max_staleness}: the engine has no memory to roll "
+            "out during an update. Use StalenessControl(0), or placement: separate."
         )
 
 
 def to_trainer(trainer: RLTrainer) -> None:
     """Before the update: the engine releases its memory, then the optimizer's state comes to the device."""
-    if not is_colocated(trainer):
+    engine, ranks = colocated_engine(trainer), ranks_of(trainer.strategy)
+    if engine is None:
         return
-    ranks = ranks_of(trainer.strategy)
     if ranks.is_main:
-        assert isinstance(trainer.engine, SharesDevices)
-        trainer.engine.make_room()
+        engine.make_room()
     ranks.broadcast_json(None)  # no rank takes memory before the engine has released it
     move_optimizer_state(trainer.optimizers, trainer.strategy.root_device)
 
 
 def to_engine(trainer: RLTrainer) -> None:
     """After the update, before the load: the optimizer's state goes to host memory."""
-    if not is_colocated(trainer):
+    if colocated_engine(trainer) is None:
         return
     device = trainer.strategy.root_device
     move_optimizer_state(trainer.optimizers, torch.device("cpu"))
@@ -62,7 +64,7 @@ def to_engine(trainer: RLTrainer) -> None:
 
 @torch.no_grad()
 def move_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> int:
-    """Moves the state that has a parameter's shape, in place, and returns its bytes. Step counters stay where they are."""
+    """Moves the state that has a parameter's shape, in place, and returns its bytes. Step counters stay."""
     num_bytes = 0
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():

@@ -64,9 +64,7 @@ class RLCallback(Callback):
         On-policy that may be after the models have scored the trajectories, otherwise right after `on_rollout_end`.
         """
 
-    def on_experience_ready(
-        self, trainer: RLTrainer, module: RLModule, experience: Experience
-    ) -> Experience | None:
+    def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> Experience | None:
         """Called when the trajectories are scored and their advantages set, before the update.
 
         Returns:
