@@ -289,9 +289,9 @@ class Timeline(lightrl.RLCallback):
         now = time.perf_counter()
         self.seconds.append(now - self.started)
         self.started = now
-        self.rollout_s.append(trainer.rollout_loop.phase_seconds["rollout"])
-        self.update_s.append(trainer.rollout_loop.phase_seconds["update"])
-        self.sync_s.append(trainer.rollout_loop.phase_seconds["sync"])
+        self.rollout_s.append(trainer.phase_seconds["rollout"])
+        self.update_s.append(trainer.phase_seconds["update"])
+        self.sync_s.append(trainer.phase_seconds["sync"])
         self.staleness.append(float(trainer.callback_metrics["staleness/max_versions"]))
         self.mixed_fraction.append(float(trainer.callback_metrics["rollout/mixed_version_fraction"]))
 

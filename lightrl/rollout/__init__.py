@@ -1,4 +1,5 @@
-"""Rollouts: prompts in, judged trajectories out, asynchronously. Knows no Lightning and no engine by name.
+"""Rollouts: prompts in, judged trajectories out, asynchronously. Knows no engine by name, and no
+Lightning, rl_trainer.py aside.
 
 Reading order:
     protocol.py       Rollout: what the loop and the callbacks use
@@ -11,6 +12,7 @@ Reading order:
     prompt_cursor.py  which prompt comes next
     group_filter.py, drop_tally.py  which groups are replaced, and how many
     recorded.py       hands over the groups of an earlier run
+    rl_trainer.py     RLTrainer: the trainer as the loop and the callbacks see it
 
 May import: errors, checks, concurrency, trajectory, rewards, weights, engines, workflows.
 """

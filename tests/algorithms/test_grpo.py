@@ -215,7 +215,7 @@ def test_the_overlong_penalty_comes_before_the_group_statistics() -> None:
         ),
         ({"group_size": 1}, "group_size=1 leaves nothing to compare"),
         ({"group_size": 1, "advantage_mean": None}, "group_size=1 leaves nothing to compare"),
-        ({"loss_reduction": "mean"}, "loss_reduction='mean', expected token, sequence or fixed"),
+        ({"loss_reduction": "mean"}, "loss_reduction must be token, sequence or fixed, got 'mean'"),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from lightrl.dataflow import DataFlowGraph
 from lightrl.experience import Experience
 from lightrl.rollout import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Trajectory
@@ -66,8 +67,8 @@ class PlayedTrainer(L.Trainer):
     def __init__(self, *, max_staleness: int = 0, **settings: Any) -> None:
         quiet = {"accelerator": "cpu", "enable_model_summary": False, "log_every_n_steps": 1, "logger": False}
         super().__init__(**{**quiet, **settings})
-        self.rollout_loop = SimpleNamespace(phase_seconds={"rollout": 2.0, "score": 0.0, "update": 0.5, "sync": 0.25})
-        self.rollout = SimpleNamespace(settings=RolloutSettings(max_staleness=max_staleness))
+        self.phase_seconds = {"rollout": 2.0, "score": 0.0, "update": 0.5, "sync": 0.25}
+        self.rollout = SimpleNamespace(settings=RolloutSettings(max_staleness=max_staleness), is_recorded=False)
 
     @property
     def weight_version(self) -> int:
@@ -106,6 +107,9 @@ class PlayedModule(L.LightningModule):
         hook("on_policy_updated", self.trainer.global_step + 1)
         hook("on_weights_synced", self.trainer.global_step + 1)
         return self.layer(batch).sum()
+
+    def data_flow(self, *, from_file: bool = False) -> DataFlowGraph:
+        return DataFlowGraph([], roles=())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
