@@ -81,6 +81,12 @@ MEANT: tuple[tuple[str, type[Warning]], ...] = (
 )
 
 
+def ignore_srun_advice() -> None:
+    """Lightning recommends `srun` wherever it is installed; outside a Slurm job that is no advice."""
+    if "SLURM_JOB_ID" not in os.environ:
+        warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
+
+
 class Trainer(L.Trainer):
     """Lightning's Trainer for RLModules: every flag keeps its meaning, one training batch is one iteration.
 
@@ -109,13 +115,15 @@ class Trainer(L.Trainer):
         **kwargs: Any,
     ) -> None:
         given = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
-        # Lightning appends its defaults to the very list it gets: with a copy, they can be told from the user's.
-        super().__init__(
-            callbacks=list(given),
-            strategy=named_strategy(strategy),
-            log_every_n_steps=log_every_n_steps,
-            **kwargs,
-        )
+        with warnings.catch_warnings():
+            ignore_srun_advice()
+            # Lightning appends its defaults to the very list it gets: with a copy, they can be told from the user's.
+            super().__init__(
+                callbacks=list(given),
+                strategy=named_strategy(strategy),
+                log_every_n_steps=log_every_n_steps,
+                **kwargs,
+            )
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
         self.rollout: AnyRollout | None = None  # while a stage of an RLModule runs
@@ -213,6 +221,7 @@ class Trainer(L.Trainer):
         module = self.lightning_module if model is None else model
         self._mute_checkpoints()  # until the stage runs: a run whose state is half restored has nothing to save
         with warnings.catch_warnings():
+            ignore_srun_advice()
             if isinstance(module, RLModule):
                 self._check(module)
             if isinstance(module, RLModule | SupervisedModule):
