@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer, Trajectory
-from lightrl.algorithms import GRPO, PPO
+from lightrl.algorithms import GRPO, PPO, ReferenceKL
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.models import ModelSpec, Outputs, vocabulary
@@ -178,7 +178,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the policy has 11"):
         module(policy=spec).configure_model()
     with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the reference has 11"):
-        GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=spec).configure_model()
+        GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, spec)).configure_model()
 
 
 def tokenizer_of_another_family() -> Any:
@@ -196,15 +196,15 @@ def test_a_role_that_reads_other_tokens_is_refused(
     with pytest.raises(
         ValueError, match=r"tokenizer of the reference .* other tokens at 2 of .* '4' at \d+ instead of"
     ):
-        GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=other).configure_model()
+        GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, other)).configure_model()
     monkeypatch.setattr(vocabulary, "MAX_OTHER_TOKENS", 0.2)  # as if these were two of many
-    GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=other).configure_model()
+    GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, other)).configure_model()
     assert "tokenizer of the reference" in caplog.text
 
 
 def test_a_role_whose_folder_has_no_tokenizer_reads_the_policys(tmp_path: Path) -> None:
     tiny_spec(seed=1).load_model().save_pretrained(tmp_path)
-    made = GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=str(tmp_path))
+    made = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, str(tmp_path)))
     made.configure_model()
     assert made.reference is not None
 
@@ -219,7 +219,7 @@ def test_the_context_bounds_the_prompt() -> None:
 
 
 def with_reference() -> GRPO:
-    made = GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=tiny_spec(seed=1))
+    made = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, tiny_spec(seed=1)))
     made.configure_model()
     return made
 
@@ -251,7 +251,7 @@ def test_the_reference_is_not_saved_and_comes_back_from_its_source() -> None:
     made.on_save_checkpoint(checkpoint)
     assert {name.partition(".")[0] for name in checkpoint["state_dict"]} == {"policy"}
 
-    again = GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=tiny_spec(seed=1))
+    again = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, tiny_spec(seed=1)))
     again.on_load_checkpoint(checkpoint)  # `load_from_checkpoint` asks for nothing before
     again.load_state_dict(checkpoint["state_dict"])
     assert all(map(torch.equal, again.state_dict().values(), made.state_dict().values()))
@@ -280,7 +280,7 @@ def trainer(folder: Path, engine: FakeEngine | None = None, **settings: Any) -> 
 def test_a_checkpoint_of_a_run_holds_the_policy_alone_and_loads_by_itself(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"reward": lambda trajectory: float(trajectory.completion_ids[0]), "group_size": 2}
     settings["sampling"] = Sampling(max_new_tokens=4)
-    made = GRPO(tiny_spec(), kl_coef=0.1, reference=tiny_spec(seed=1), lr=0.1, **settings)
+    made = GRPO(tiny_spec(), reference=ReferenceKL(0.1, tiny_spec(seed=1)), lr=0.1, **settings)
     run = trainer(tmp_path, max_steps=1)
     run.fit(made, TwoPrompts())
     path = run.checkpoint_callback.last_model_path
@@ -288,7 +288,7 @@ def test_a_checkpoint_of_a_run_holds_the_policy_alone_and_loads_by_itself(tmp_pa
     assert state
     assert all(name.startswith("policy.") for name in state)
     again = GRPO.load_from_checkpoint(
-        path, policy=tiny_spec(), kl_coef=0.1, reference=tiny_spec(seed=1), weights_only=True, **settings
+        path, policy=tiny_spec(), reference=ReferenceKL(0.1, tiny_spec(seed=1)), weights_only=True, **settings
     )
     assert all(map(torch.equal, again.state_dict().values(), made.state_dict().values()))
 
