@@ -17,6 +17,7 @@ from lightrl.algorithms import GRPO, PPO, ReferenceKL
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.models import ModelSpec, Outputs, vocabulary
+from lightrl.models.stop_tokens import stop_token_ids
 from lightrl.module import RLModule
 
 CHATML = (
@@ -54,15 +55,15 @@ def module(**settings: Any) -> Reinforce:
         ({"weight_decay": -0.1}, "weight_decay=-0.1, expected a number from 0"),
         ({"betas": (0.9, 1.0)}, "betas=.*, expected two numbers from 0 to below 1"),
         ({"warmup_iterations": -1}, "warmup_iterations=-1, expected at least 0"),
-        ({"lr_decay": "cosine"}, "lr_decay='cosine', expected constant or linear"),
+        ({"lr_decay": "cosine"}, "lr_decay must be constant or linear, got 'cosine'"),
         ({"max_failed_fraction": 5.0}, "max_failed_fraction=5.0, expected 0 to 1. Lower it"),
         ({"update_epochs": -1}, r"update_epochs=-1, expected at least 1\. Raise it"),
         ({"reward_recycle_after": 0}, "reward_recycle_after=0, expected at least 1"),
-        ({"reward_timeout_s": 0}, "reward_timeout_s=0, expected more than 0"),
+        ({"reward_timeout_s": 0}, "reward_timeout_s must be above 0, got 0"),
         ({"max_failed_fraction": float("nan")}, "max_failed_fraction=nan, expected 0 to 1. Give a number"),
-        ({"loss_reduction": "sum"}, "loss_reduction='sum', expected token, sequence or fixed"),
-        ({"group_size": 1}, "group_size=1 leaves nothing to compare a trajectory with"),
-        ({"sampling": Sampling(temperature=0)}, "sampling.temperature=0 draws G equal completions"),
+        ({"loss_reduction": "sum"}, "loss_reduction must be token, sequence or fixed, got 'sum'"),
+        ({"group_size": 1}, "group_size must be at least 2 for group advantages, got 1"),
+        ({"sampling": Sampling(temperature=0)}, "sampling.temperature must be above 0, got 0"),
     ],
     ids=str,
 )
@@ -75,12 +76,12 @@ def test_groups_that_cannot_be_cut_into_pairs_are_refused() -> None:
     class InPairs(Reinforce):
         loss_unit = "pair"
 
-    with pytest.raises(ValueError, match="group_size=3 cannot be cut into pairs, expected an even number"):
+    with pytest.raises(ValueError, match="group_size must be even with loss_unit='pair', got 3"):
         InPairs(tiny_spec(), group_size=3)
 
 
 def test_a_module_without_a_reward_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"GRPO has no reward, expected one\. Write `def reward"):
+    with pytest.raises(TypeError, match=r"GRPO has no reward\. Write `def reward"):
         GRPO(tiny_spec())
 
 
@@ -134,7 +135,7 @@ def test_stop_tokens_are_the_union_of_all_that_name_one(tmp_path: Path) -> None:
     made = module(policy=path, sampling=Sampling(stop_token_ids=(9,)))
     made.configure_model()
     turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert made.stop_token_ids() == {
+    assert stop_token_ids(made.policy, made.tokenizer, made.sampling) == {
         "sampling": [9],
         "generation config": [5, 6],
         "model config": [7],
@@ -151,13 +152,19 @@ def test_a_turn_end_that_is_no_named_special_token_is_found_too(tmp_path: Path) 
     tokenizer.chat_template = CHATML
     made = module(policy=folder_with(tmp_path, tokenizer))
     made.configure_model()
-    assert made.stop_token_ids()["turn end"] == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert stop_token_ids(made.policy, made.tokenizer, made.sampling)["turn end"] == [
+        tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ]
 
 
 def test_without_a_chat_template_there_is_no_turn_end() -> None:
     made = module()
     made.configure_model()
-    assert made.stop_token_ids() == {"generation config": [1], "model config": [1], "tokenizer": [1]}
+    assert stop_token_ids(made.policy, made.tokenizer, made.sampling) == {
+        "generation config": [1],
+        "model config": [1],
+        "tokenizer": [1],
+    }
 
 
 def endless_tokenizer() -> Any:
@@ -168,7 +175,7 @@ def endless_tokenizer() -> Any:
 
 def test_a_tokenizer_without_an_end_token_is_refused_unless_a_stop_token_is_given() -> None:
     spec = ModelSpec(config=FAMILIES["qwen3"], tokenizer="test_module.endless_tokenizer")
-    with pytest.raises(ValueError, match=r"'test_module.endless_tokenizer' has no end token, expected eos_token"):
+    with pytest.raises(ValueError, match=r"'test_module.endless_tokenizer' has no end token. Set eos_token"):
         module(policy=spec).tokenizer  # noqa: B018
     assert module(policy=spec, sampling=Sampling(stop_token_ids=(4,))).tokenizer.eos_token_id is None
 
@@ -239,7 +246,7 @@ def test_a_roles_learning_rate_may_be_0() -> None:
 
 
 def test_a_frozen_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"policy has frozen=True, expected false: .* give it lr: 0"):
+    with pytest.raises(ValueError, match=r"policy must not be frozen: .* Set its lr to 0"):
         module(policy=tiny_spec(frozen=True))
 
 
@@ -320,7 +327,7 @@ def test_validation_logs_reward_accuracy_and_further_numbers(tmp_path: Path) -> 
 
 
 def test_equal_validation_completions_for_pass_at_k_are_refused() -> None:
-    with pytest.raises(ValueError, match="validation_group_size=4 draws equal completions"):
+    with pytest.raises(ValueError, match=r"validation_group_size=4 needs validation_sampling\.temperature above 0"):
         GRPO(tiny_spec(), reward=lambda trajectory: 0.0, validation_group_size=4)
 
 

@@ -8,6 +8,7 @@ Reading order:
     worker.py        the other end of its pipes: imports and calls the function
     hook.py          RewardHook: callables of this process, in a thread
     judge.py         Judge, what both are; make_judge, which chooses
+    evaluation.py    reward, accuracy and pass@k of judged groups
     replay.py        FailureLog, what failed; replay, which runs it again
 Reward functions:
     math_answer.py   GSM8K-like answers, checked by math-verify

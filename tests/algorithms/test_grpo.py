@@ -201,7 +201,7 @@ def test_the_overlong_penalty_comes_before_the_group_statistics() -> None:
         ({"leave_one_out": True, "advantage_mean": None, "advantage_std": "batch"}, "^leave_one_out needs a mean"),
         ({"group_size": 1}, "group_size must be at least 2 for group statistics, got 1"),
         ({"group_size": 1, "advantage_mean": None}, "group_size must be at least 2"),
-        ({"loss_reduction": "mean"}, "loss_reduction='mean', expected token, sequence or fixed"),
+        ({"loss_reduction": "mean"}, "loss_reduction must be token, sequence or fixed, got 'mean'"),
     ],
     ids=str,
 )
