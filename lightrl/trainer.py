@@ -24,6 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightrl.algorithms import AdaptiveKL, EarlyStop, ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import (
     DynamicSampling,
@@ -36,12 +37,12 @@ from lightrl.callbacks import (
 from lightrl.data import PromptStream, prompt_source
 from lightrl.engines import LocalEngine, RolloutEngine
 from lightrl.errors import OtherRankFailed
+from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import ResumeCheck, RolloutLoop, SharedRollout, StateBefore
-from lightrl.models import ModelSpec
-from lightrl.models.lora import LoRA
+from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.models.stop_tokens import stop_token_ids, with_stop_tokens
 from lightrl.module import RLModule
-from lightrl.rewards import FailureLog, Judge, make_judge
+from lightrl.rewards import FailureLog, Judge, OverlongPenalty, make_judge
 from lightrl.rollout import RecordedRollout, RolloutController, RolloutSettings
 from lightrl.strategies import (
     AtomicCheckpointIO,
@@ -62,7 +63,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Plain data that hyper-parameters may hold: checkpoints are loaded with weights_only=True.
-torch.serialization.add_safe_globals([LoRA, ModelSpec, Sampling])
+torch.serialization.add_safe_globals([
+    LoRA, ModelSpec, Role, RoleMesh, Sampling, AdaptiveKL, EarlyStop, ImportanceWeights, OverlongPenalty, ReferenceKL,
+    RewardShaping,
+])  # fmt: skip
 
 # Where the loop's groups come from: generated here, by rank 0 for all ranks, or by an earlier run.
 AnyRollout = RolloutController | SharedRollout | RecordedRollout
@@ -329,15 +333,15 @@ class Trainer(L.Trainer):
             num_ids=getattr(module.policy_config.get_text_config(), "vocab_size", None),
         )
         module.parallel_models = {
-            role: parallel_model(
+            name: parallel_model(
                 self.strategy,
-                getattr(module, role),
+                getattr(module, name),
                 settings,
-                role=role,
-                value_head=module.value_head if role == "policy" else None,
+                role=name,
+                value_head=module.value_head if name == "policy" else None,
             )
-            for role, spec in module.models().items()
-            if spec.url is None
+            for name, role in module.models().items()
+            if role.spec.url is None
         }
         self._use_plain_no_grad()
         if self._logs_every_iteration:

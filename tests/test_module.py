@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer, Trajectory
+from lightrl import FakeEngine, Prompt, PromptDataModule, Role, Sampling, Trainer, Trajectory
 from lightrl.algorithms import GRPO, PPO, ReferenceKL
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
@@ -51,9 +51,9 @@ def module(**settings: Any) -> Reinforce:
         ({"num_minibatches": 0}, "num_minibatches=0, expected at least 1"),
         ({"microbatch_tokens": 0}, "microbatch_tokens=0, expected at least 1"),
         ({"max_skipped_updates": 0}, "max_skipped_updates=0, expected at least 1"),
-        ({"lr": -1e-6}, "lr=-1e-06, expected a number from 0"),
-        ({"weight_decay": -0.1}, "weight_decay=-0.1, expected a number from 0"),
-        ({"betas": (0.9, 1.0)}, "betas=.*, expected two numbers from 0 to below 1"),
+        ({"lr": -1e-6}, "lr must be >= 0, got -1e-06"),
+        ({"weight_decay": -0.1}, "weight_decay must be >= 0, got -0.1"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
         ({"warmup_iterations": -1}, "warmup_iterations=-1, expected at least 0"),
         ({"lr_decay": "cosine"}, "lr_decay must be constant or linear, got 'cosine'"),
         ({"max_failed_fraction": 5.0}, "max_failed_fraction=5.0, expected 0 to 1. Lower it"),
@@ -240,14 +240,14 @@ def test_only_the_policy_is_trained() -> None:
 
 
 def test_a_roles_learning_rate_may_be_0() -> None:
-    made = PPO(tiny_spec(lr=0.0), critic=tiny_spec(lr=0.5), reward=judge, lr=0.1)
+    made = PPO(Role(tiny_spec(), lr=0.0), critic=Role(tiny_spec(), lr=0.5), reward=judge, lr=0.1)
     made.configure_model()
     assert [group["lr"] for group in made.parameter_groups()] == [0.0, 0.5]
 
 
 def test_a_frozen_policy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"policy must not be frozen: .* Set its lr to 0"):
-        module(policy=tiny_spec(frozen=True))
+        module(policy=Role(tiny_spec(), frozen=True))
 
 
 def test_the_reference_is_not_saved_and_comes_back_from_its_source() -> None:

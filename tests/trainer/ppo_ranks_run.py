@@ -34,7 +34,7 @@ from lightrl import (
     Sampling,
     Trajectory,
 )
-from lightrl.models import scalar_head
+from lightrl.models import Role, scalar_head
 from lightrl.strategies import ranks_of, whole
 
 # Two layers and two key-value heads, so that it can be split both ways.
@@ -53,14 +53,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "a critic on the policy's body": {"critic": "shared", "num_minibatches": 2},
     "two replicas, a frozen critic, a reference that waits in CPU memory": {
-        "critic": replace(POLICY, frozen=True, head="scalar"),
-        "reference": AdaptiveKL(0.1, replace(POLICY, seed=4, offload=True), in_reward=False),
+        "critic": Role(replace(POLICY, head="scalar"), frozen=True),
+        "reference": AdaptiveKL(0.1, Role(replace(POLICY, seed=4), offload=True), in_reward=False),
         "value_normalization": "exponential",
     },
     "a critic of its own, a reward model, a fixed reference": {
         "policy": UNTIED,
         "num_minibatches": 2,
-        "critic": replace(JUDGE, lr=0.1, weight_decay=0.01),
+        "critic": Role(JUDGE, lr=0.1, weight_decay=0.01),
         "reference": AdaptiveKL(0.1, replace(UNTIED, seed=4)),
         "reward_model": JUDGE,
     },
@@ -68,7 +68,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "policy": TIED,
         "critic": "shared",
         "num_minibatches": 2,
-        "reference": AdaptiveKL(0.1, replace(TIED, seed=4, offload=True), decay=0.5),
+        "reference": AdaptiveKL(0.1, Role(replace(TIED, seed=4), offload=True), decay=0.5),
     },
 }
 BY_ADAM = "a critic on a split policy's body, by Adam"

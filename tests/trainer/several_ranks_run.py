@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rank_scripts import leave
 from tiny_run import BATCH_SIZE, CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
-from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, ReferenceKL, Trajectory
+from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, ReferenceKL, Role, Trajectory
 from lightrl.models.lora import merged_parameters
 from lightrl.strategies import whole
 
@@ -43,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a checkpoint read tensor by tensor": ({"is_from_folder": True}, {}),
     "LoRA, with the model below the adapters as reference": (
         {
-            "policy": replace(POLICY, lora=LoRA(rank=2)),
+            "policy": Role(POLICY, lora=LoRA(rank=2)),
             "num_minibatches": 2,
             "microbatch_tokens": 20,
             "reference": ReferenceKL(0.1),
@@ -99,7 +98,7 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     settings = dict(settings)
     lora = settings.pop("lora", None)
     if settings.pop("is_from_folder", False):
-        settings["policy"] = ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer", lora=lora)
+        settings["policy"] = Role(ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer"), lora=lora)
     module = Recorded(**settings)
     engine = LocalEngine()
     spread = {"devices": devices, "strategy": FSDP2Strategy(**strategy)} if devices > 1 else {}
