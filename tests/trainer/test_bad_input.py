@@ -82,9 +82,7 @@ def test_minibatches_must_divide_the_iteration(tmp_path: Path) -> None:
 
 
 def test_more_prompts_per_iteration_than_there_are_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"batch_size=7 exceeds the 6 train prompts.*Lower batch_size"
-    ):
+    with pytest.raises(ValueError, match=r"batch_size=7 exceeds the 6 train prompts.*Lower batch_size"):
         make_trainer(tmp_path).fit(TinyGRPO(), datamodule=Digits(batch_size=7))
 
 
