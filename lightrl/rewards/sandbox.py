@@ -1,6 +1,6 @@
-"""LocalSandbox: runs a Python program that nobody trusts, with limits, and leaves nothing of it behind.
+"""LocalSandbox: runs an untrusted Python program with limits, and leaves nothing of it behind.
 
-What protects, and what each layer is for. A layer is used where the system has it; what is missing is said once.
+Each layer of protection is used where the system has it; a missing one is logged once.
 
     namespaces     own processes (all die together), no network, files in a bounded memory disk of its own.
                    Linux as root, or as a user who may make user namespaces
@@ -12,8 +12,8 @@ What protects, and what each layer is for. A layer is used where the system has 
 A program is refused where no layer protects other processes (namespaces, private_user, Landlock of Linux 6.12), files
 (private_user, landlock) or the network (namespaces, seccomp); macOS has none of them. Without `namespaces`, files are
 bounded one by one and not in sum, memory per process and not in sum, and a program may outlive the guard if that is
-killed with SIGKILL at the same time. No layer here stops an attack on the kernel: for that, write a Sandbox that asks a
-virtual machine.
+killed with SIGKILL at the same time. No layer here stops an attack on the kernel: for that, write a Sandbox that runs
+programs in a virtual machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from lightrl.errors import RewardError
 LAYERS = ("namespaces", "private_user", "landlock", "seccomp")
 
 _logger = logging.getLogger(__name__)
-_GUARD = Path(__file__).with_name("sandbox_guard.py")
+# Without lightrl and its packages, and in a file tree of its own: the guard starts in a fraction of a second.
+_START = "import sys; sys.path.append(sys.argv[1]); from sandbox_guard.guard import main; main()"
 _GRACE_S = 10.0
 _READ_BYTES = 1 << 16
 _SYSTEM_PATHS = (
@@ -133,16 +134,7 @@ class LocalSandbox:
                 "command": [self._python, "-I", "-B", "-X", "utf8", "program.py"],
                 "files": {"program.py": program},
                 "stdin": stdin,
-                "limits": {
-                    "cpu_s": limits.cpu_s,
-                    "wall_s": limits.wall_s,
-                    "memory_bytes": limits.memory_mib << 20,
-                    "max_processes": limits.max_processes,
-                    "max_open_files": limits.max_open_files,
-                    "max_files": limits.max_files,
-                    "file_bytes": limits.file_mib << 20,
-                    "output_bytes": limits.output_kib << 10,
-                },
+                "limits": asdict(limits),
             },
             limits.wall_s + _GRACE_S,
         )
@@ -172,7 +164,7 @@ class LocalSandbox:
             if self._guard is None or self._guard.poll() is not None:
                 self._end_guard()
                 self._guard = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_GUARD)],
+                    [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     bufsize=0,
