@@ -33,7 +33,6 @@ import functools
 import json
 import logging
 import math
-import os
 import random
 import statistics
 import subprocess
@@ -56,6 +55,7 @@ from benchmarks.grpo_vs_trl import odd_fraction, save_model
 from benchmarks.lengths import lognormal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from examples.quickstart.task import LargestDigit, tokenizer
+from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import Completion, RolloutEngine, SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.testing import fake_server as fake
@@ -409,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--serve", type=float, metavar="SECONDS_PER_TOKEN", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.serve is not None:
-        threading.Thread(target=fake.end_with_parent, args=(os.getppid(),), daemon=True).start()
+        end_with_parent()
         asyncio.run(serve(arguments.serve))
         return
     if arguments.max_staleness is None:

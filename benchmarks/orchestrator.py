@@ -21,12 +21,10 @@ import asyncio
 import dataclasses
 import functools
 import json
-import os
 import secrets
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +36,7 @@ from aiohttp import web
 from transformers import Qwen3Config
 
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
+from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import SGLangEngine
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.rewards import Judgment
@@ -273,7 +272,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     hard = raise_open_files()
     if options.serve:
-        threading.Thread(target=fake.end_with_parent, args=(os.getppid(),), daemon=True).start()
+        end_with_parent()
         asyncio.run(serve(float(options.serve[0]), int(options.serve[1])))
         return
     num_tokens, repeats, requests = (20, 1, 40) if options.quick else (1000, options.repeats, options.requests)

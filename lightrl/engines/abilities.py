@@ -41,9 +41,9 @@ class LimitsContext(Protocol):
 
 @runtime_checkable
 class DecodesInThreads(Protocol):
-    """Decodes in this process, with this many threads."""
+    """Decodes in this process, with this many threads; None until `start` has chosen."""
 
-    threads: int
+    threads: int | None
 
 
 @runtime_checkable

@@ -81,3 +81,24 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Ends threads and processes; in-flight requests raise EngineError. May be called twice."""
         ...
+
+
+def check_request(
+    token_ids: list[int], sampling: Sampling, n: int, *, vocab_size: int, max_context: int | None
+) -> None:
+    """Raises ValueError if no engine of this model can answer."""
+    if n < 1:
+        raise ValueError(f"n must be at least 1 completion, got {n}.")
+    if not token_ids:
+        raise ValueError("The prompt is empty. Add a token, such as the start token.")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise ValueError(
+            f"The prompt has token id {wrong}, outside the model's vocabulary (0 to {vocab_size - 1}). Use the model's "
+            "own tokenizer."
+        )
+    if max_context is not None and len(token_ids) + sampling.max_new_tokens > max_context:
+        raise ValueError(
+            f"{len(token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} exceed the context of "
+            f"{max_context} tokens. Shorten the prompt or lower max_new_tokens."
+        )

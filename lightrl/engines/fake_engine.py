@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.concurrency.wake_up import WakeUps
+from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import FinishReason, Sampling
 from lightrl.weights import Bucket
@@ -84,7 +85,7 @@ class FakeEngine(RolloutEngine):
         self.loaded_versions: list[int] = []  # all that were loaded
         self.num_running = 0  # completions that are being written now
         self._vocab_size = 0
-        self._max_context = 0
+        self._max_context: int | None = None
         self._shapes: dict[str, torch.Size] | None = None  # those of the first load
         self._lock = threading.Lock()  # guards what follows
         self._is_paused = False
@@ -100,7 +101,7 @@ class FakeEngine(RolloutEngine):
         self._shapes = None
         config = config.get_text_config()
         self._vocab_size = config.vocab_size
-        self._max_context = getattr(config, "max_position_embeddings", None) or 2**31 - 1
+        self._max_context = getattr(config, "max_position_embeddings", None)
 
     def queue_depths(self) -> dict[str, int]:
         """Completions that are being written (`running`); none ever waits for a slot (`waiting`)."""
@@ -110,15 +111,7 @@ class FakeEngine(RolloutEngine):
         self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
     ) -> list[Completion]:
         """`n` completions, written at the same time; see `RolloutEngine`. Pictures are not looked at."""
-        if n < 1 or not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            raise ValueError(
-                f"The prompt {token_ids} is empty or outside the vocabulary, expected 0 to {self._vocab_size}."
-            )
-        if len(token_ids) + sampling.max_new_tokens > self._max_context:
-            raise ValueError(
-                f"{len(token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} are more than the "
-                f"context of {self._max_context} tokens. Shorten the prompt or lower max_new_tokens."
-            )
+        check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
         number = len(self.requests)
         self.requests.append(FakeRequest(number, list(token_ids), sampling, session, n, self.weight_version))
         self._check_open()
@@ -265,11 +258,10 @@ class FakeEngine(RolloutEngine):
     def _wake_sleepers(self) -> None:
         with self._lock:
             sleepers = list(self._sleepers)
+        wake_ups = WakeUps()
         for loop, event in sleepers:
-            try:
-                loop.call_soon_threadsafe(event.set)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                continue
+            wake_ups.add(loop, event.set)
+        wake_ups.send()
 
 
 def _seconds(setting: Seconds, token_ids: list[int], sampling: Sampling) -> float:

@@ -26,7 +26,6 @@ import json
 import os
 import secrets
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -35,11 +34,11 @@ from typing import Any
 
 from aiohttp import web
 
+from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.testing.fake_server_script import LoadRefused, Run, ScriptedModel, ServedModel
 
 KINDS = ("late", "slow", "drop", "error", "garbage", "hang", "die", "lose_update", "wrong_version")
-PARENT_WATCH_S = 0.2
 MAX_MASK_TOKENS = 4096
 DEFAULT_PARAMS: dict[str, Any] = {
     "max_new_tokens": 128, "stop": None, "stop_token_ids": None, "stop_regex": None, "temperature": 1.0, "top_p": 1.0,
@@ -531,13 +530,6 @@ def _digest(sums: dict[str, str]) -> str:
     return hashlib.blake2b(json.dumps(sums, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def end_with_parent(parent: int) -> None:
-    """Ends this process when its parent does; runs in a thread."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_WATCH_S)
-    os._exit(0)
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightrl.testing.fake_server", description=__doc__.split("\n")[0])
     parser.add_argument("--host", default="127.0.0.1")
@@ -591,7 +583,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options, _ = make_parser().parse_known_args(argv)  # SGLang has 500 more
-    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     raise_open_files()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(options))

@@ -391,7 +391,7 @@ async def asks_too_much(prompt: Prompt, generate: Generate) -> None:
         (gives_up, "the environment is gone"),
         (cancels_itself, "a cancellation of its own"),
         (returns_nonsense, "returned 'nonsense'"),
-        (asks_too_much, "more than the context"),
+        (asks_too_much, "exceed the context"),
     ],
 )
 def test_a_failed_workflow_drops_its_trajectory_and_the_run_goes_on(make: Make, play: Any, message: str) -> None:

@@ -30,9 +30,9 @@ class Row:
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int  # of this completion
-    owner: Any  # whose completion it is; the batch hands it back
     images: tuple[str, ...] = ()  # what tells apart the pictures of equal prompts
     pixels: Tensor | None = None  # pixel values of those, [m, 3, H, W]
+    owner: Any = None  # whose completion it is; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version) from there on
 
 

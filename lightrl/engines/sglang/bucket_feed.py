@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from lightrl.concurrency.wake_up import wake_up
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket
 
@@ -62,8 +62,7 @@ class BucketFeed:
         self._taken.set()
 
     def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, which who waits notices
-            self._loop.call_soon_threadsafe(self._changed.set)
+        wake_up(self._loop, self._changed.set)
 
     def __aiter__(self) -> BucketFeed:
         return self
@@ -101,32 +100,3 @@ def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], 
                 "The event loop of the engine's requests has ended amid a weight sync, expected it to run until the "
                 "sync is over. The log says what ended it; resume from the last checkpoint."
             )
-
-
-async def in_thread(function: Callable[..., _T], *args: object) -> _T:
-    """What `function` gives, from a daemon thread: one that hangs keeps neither the loop nor the process.
-
-    Waits for the thread, which has its own deadlines. On cancellation the thread is left to end by itself.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[_T] = loop.create_future()
-
-    def deliver(value: _T | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(value)  # type: ignore[arg-type]
-
-    def work() -> None:
-        outcome: tuple[_T | None, BaseException | None]
-        try:
-            outcome = (function(*args), None)
-        except BaseException as error:  # noqa: BLE001  # nobody is above it in this thread; it is raised where it is awaited
-            outcome = (None, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, *outcome)
-
-    threading.Thread(target=work, name="lightrl-weights", daemon=True).start()
-    return await done

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.engines.abilities import LivesOnLoop, NamesDtypes, ScoresTokens, SharesDevices
+from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import usable_token
@@ -58,7 +59,7 @@ TRANSFER_TIMEOUT_S = 120.0  # of one bucket in a broadcast, where sync_timeout_s
 STOP_GRACE_S = 5.0  # for started servers at the end: they hold nothing that is worth more
 
 
-class SGLangEngine(RolloutEngine):
+class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, SharesDevices):
     """A rollout engine of one or many SGLang servers: token ids in, token ids out, a weight version on each.
 
     Where the servers are: `urls`; or `servers` of them, started on this machine and restarted when they die; or the
@@ -103,6 +104,8 @@ class SGLangEngine(RolloutEngine):
         max_retries: of a request in a row, without a token in between.
         command: another program for the servers, with `{port}`; for tests.
     """
+
+    probe_every_n_loads = 1
 
     def __init__(
         self,
@@ -185,7 +188,7 @@ class SGLangEngine(RolloutEngine):
         self._token: str | None = None
         self._vocab_size = 0
         self._pictures: Pictures | None = None  # how the model reads pictures; None if it sees none
-        self._max_context = 0
+        self._max_context: int | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._is_open = False
         self._has_warned = False
@@ -222,7 +225,7 @@ class SGLangEngine(RolloutEngine):
         self.weight_version = -1
         text_config = config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
-        self._max_context = int(getattr(text_config, "max_position_embeddings", None) or 2**31 - 1)
+        self._max_context = getattr(text_config, "max_position_embeddings", None)
         self._pictures = Pictures.of(config)
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
         raise_open_files()
@@ -337,6 +340,10 @@ class SGLangEngine(RolloutEngine):
         assert self._writer is not None
         return self._home.call(self._writer.score(token_ids), self.generate_timeout_s)
 
+    def dtypes(self) -> set[str]:
+        """Of the weights that are sent, and of the servers as far as `server_args` says."""
+        return {self.weights_dtype or "float32", str(self.server_args.get("dtype", "auto"))}
+
     # ------------------------------------------------------------------ what it is made of
 
     def _assemble(self, config: PretrainedConfig) -> Members:
@@ -434,18 +441,7 @@ class SGLangEngine(RolloutEngine):
 
     def _check(self, token_ids: list[int], sampling: Sampling, n: int) -> None:
         self._check_open()
-        if n < 1:
-            raise ValueError(f"n={n}, expected at least 1 completion. Raise it.")
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            raise ValueError(
-                f"The prompt of {len(token_ids)} tokens is empty or has an id outside the vocabulary, expected ids "
-                f"from 0 to {self._vocab_size - 1}. Do tokenizer and model belong together?"
-            )
-        if len(token_ids) + sampling.max_new_tokens > self._max_context:
-            raise ValueError(
-                f"{len(token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} are more than the "
-                f"context of {self._max_context} tokens. Shorten the prompt or lower max_new_tokens."
-            )
+        check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
         if self.weight_version < 0:
             raise EngineError(
                 "SGLangEngine has no weights yet, expected a load before the first request. Call load_weights first."

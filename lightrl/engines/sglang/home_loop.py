@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from lightrl.concurrency.loop_thread import LoopThread
+from lightrl.concurrency.wake_up import wake_up
 from lightrl.errors import EngineTimeout
 
 log = logging.getLogger(__name__)
@@ -116,9 +117,8 @@ class HomeLoop:
 
     def soon(self, action: Callable[[], object]) -> None:
         """From any thread: `action` on the loop, if there is one."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(action)
+        if self._loop is not None:
+            wake_up(self._loop, action)
 
     # ------------------------------------------------------------------ on the loop
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrl.engines.sglang import watch as server_watch
+from lightrl.concurrency import parent_guard
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.command import SGLangPython, command_line, context_args, find_python, usable_token
 from lightrl.engines.sglang.held_port import HeldPort
@@ -154,7 +154,7 @@ class SGLangServer:
             try:
                 os.fchmod(log_descriptor, 0o600)
                 os.write(log_descriptor, f"== lightrl starts {self.name}: {self.command}\n".encode())
-                watch = [sys.executable, "-I", server_watch.__file__, str(os.getpid()), str(self._stop_timeout_s)]
+                watch = [sys.executable, "-I", parent_guard.__file__, str(os.getpid()), str(self._stop_timeout_s)]
                 self._process = subprocess.Popen(
                     [*watch, str(secrets_file), *self._last_command],
                     stdin=subprocess.PIPE,

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from lightrl.engines.sglang.bucket_feed import in_thread
+from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.sync_report import Fleet
 from lightrl.errors import EngineError, WeightSyncError
