@@ -1,11 +1,11 @@
-"""Rewards that look at the text alone: pattern, tags, length, repetition, JSON. To be added to one that judges content.
+"""Rewards for the text alone: pattern, tags, length, repetition, JSON. Add them to one that judges the content.
 
     reward:
       - {path: lightrl.rewards.math_answer}
       - {path: lightrl.rewards.tag_format, weight: 0.2, arguments: {tags: [think, answer]}}
       - {path: lightrl.rewards.overlong_penalty, arguments: {max_tokens: 1024, margin_tokens: 256}}
 
-Lengths are in tokens that the policy wrote, over all turns.
+Lengths count the tokens that the policy wrote, over all turns.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightrl.checks.bounds import check_bounds
 from lightrl.trajectory import Trajectory
 
 _FENCE = re.compile(r"```[ \t]*(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def regex_match(trajectory: Trajectory, *, pattern: str, is_full: bool = True) -> float:
-    """1 if the completion matches the pattern, else 0; all of it but spaces around, if `is_full`. `.` is any."""
+    """1 if the completion, stripped, matches the pattern, else 0; all of it if `is_full`. `.` also matches newlines."""
     compiled = _compiled(pattern)
     text = trajectory.completion.strip()
     return float((compiled.fullmatch(text) if is_full else compiled.search(text)) is not None)
 
 
 def tag_format(trajectory: Trajectory, *, tags: Sequence[str] = ("think", "answer")) -> float:
-    """1 if the completion is `<tag>...</tag>` for each tag, in order, each exactly once, nothing outside; else 0.
+    """1 if the completion is `<tag>...</tag>` for each tag, in order, exactly once, and nothing else; else 0.
 
     Source: DeepSeek-R1, https://arxiv.org/abs/2501.12948.
     """
@@ -64,8 +65,7 @@ def repetition_penalty(trajectory: Trajectory, *, ngram_words: int = 4) -> float
     Raises:
         ValueError: if `ngram_words` is below 1.
     """
-    if ngram_words < 1:
-        raise ValueError(f"ngram_words={ngram_words}, expected at least 1. Raise it.")
+    check_bounds(1, ngram_words=ngram_words)
     words = trajectory.completion.lower().split()
     ngrams = [tuple(words[start : start + ngram_words]) for start in range(len(words) - ngram_words + 1)]
     return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0
@@ -139,4 +139,4 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"pattern={pattern!r} is no regular expression: {error}. Mend it.") from error
+        raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}.") from error

@@ -102,9 +102,9 @@ def test_a_recursive_schema_follows_a_completion_as_deep_as_it_goes():
         (lambda t: json_schema(t, schema={"type": "text"}), r"not valid at \$\.type: 'text'"),
         (lambda t: json_schema(t, schema={"$ref": "#/nowhere"}), r"\$ref to '.*nowhere'"),
         (lambda t: json_schema(t, schema={"$ref": "http://127.0.0.1:9/x"}), r"\$ref to 'http://127.0.0.1:9/x'"),
-        (lambda t: regex_match(t, pattern="("), "no regular expression"),
+        (lambda t: regex_match(t, pattern="("), "not a regular expression"),
         (lambda t: overlong_penalty(t, max_tokens=4, margin_tokens=5), "margin_tokens=5"),
-        (lambda t: repetition_penalty(t, ngram_words=0), "ngram_words=0"),
+        (lambda t: repetition_penalty(t, ngram_words=0), "ngram_words must be >= 1, got 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(call, message):

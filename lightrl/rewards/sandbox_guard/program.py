@@ -32,6 +32,21 @@ class Program:
             self.layers.discard("private_user")
 
 
+class _LastBlock:
+    """The last thing that a forked process does: an error becomes a record, and a second guard never runs from here."""
+
+    def __init__(self, records: int) -> None:
+        self.records = records
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> NoReturn:
+        if kind is not None:
+            _write_record(self.records, {"problem": f"{kind.__name__}: {error}"})
+        os._exit(126)
+
+
 def start(program: Program, folder: str, streams: tuple[int, int, int], report: int, life: int) -> NoReturn:
     """The starter: namespaces first, since a pid namespace begins with the next child.
 
@@ -42,7 +57,7 @@ def start(program: Program, folder: str, streams: tuple[int, int, int], report: 
         report: takes records about it.
         life: hangs up when the guard is gone.
     """
-    try:
+    with _LastBlock(report):
         os.setsid()
         if "namespaces" in program.layers and not layers.enter_namespaces():
             program.layers.discard("namespaces")
@@ -51,9 +66,6 @@ def start(program: Program, folder: str, streams: tuple[int, int, int], report: 
             _write_record(report, {"keeper": keeper})
             os._exit(0)
         _keep(program, folder, streams, report, life)
-    except BaseException as error:  # noqa: BLE001  # whatever it is, a second guard must not run from here
-        _write_record(report, {"problem": f"{type(error).__name__}: {error}"})
-        os._exit(1)
 
 
 def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: int, life: int) -> NoReturn:
@@ -64,11 +76,8 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
     if pid == 0:
         for descriptor in (report, life, started):
             os.close(descriptor)
-        try:
+        with _LastBlock(started_end):
             _become(program, folder, streams, started_end)
-        except BaseException as error:  # noqa: BLE001  # reported, and the program does not start
-            _write_record(started_end, {"problem": f"{type(error).__name__}: {error}"})
-        os._exit(126)
     for descriptor in (*streams, started_end):
         os.close(descriptor)
     _write_record(report, read_records(os.read(started, READ_BYTES)))
