@@ -48,9 +48,12 @@ if TYPE_CHECKING:
         RLOO,
         SAPO,
         SFT,
+        AdaptiveKL,
         Distillation,
         DrGRPO,
+        EarlyStop,
         LitePPO,
+        ReferenceKL,
         ReinforceBaseline,
         ReinforcePlusPlus,
         RewardModel,
@@ -71,8 +74,10 @@ if TYPE_CHECKING:
     from lightrl.dataflow import ModelCall
     from lightrl.engines import FakeEngine, LocalEngine, RolloutEngine, SGLangEngine
     from lightrl.experience import Experience
+    from lightrl.functional import ImportanceWeights, RewardShaping
     from lightrl.models import LoRA, ModelSpec, Outputs, RoleMesh
     from lightrl.module import RLModule
+    from lightrl.rewards import OverlongPenalty
     from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy
     from lightrl.trainer import Trainer
     from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
@@ -108,6 +113,12 @@ _HOMES = {
     "DPO": "algorithms",
     "IPO": "algorithms",
     "RewardModel": "algorithms",
+    "ReferenceKL": "algorithms",
+    "AdaptiveKL": "algorithms",
+    "EarlyStop": "algorithms",
+    "ImportanceWeights": "functional",
+    "RewardShaping": "functional",
+    "OverlongPenalty": "rewards",
     "PromptDataModule": "data",
     "SFTDataModule": "data",
     "PreferenceDataModule": "data",
@@ -148,7 +159,8 @@ _HOMES = {
 __all__ = [
     "__version__", "Trainer", "FSDP2Strategy", "Parallel3DStrategy", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO",
     "ReinforceBaseline", "GSPO", "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "PPO", "Distillation",
-    "SFT", "DPO", "IPO", "RewardModel", "PromptDataModule", "SFTDataModule", "PreferenceDataModule",
+    "SFT", "DPO", "IPO", "RewardModel", "ReferenceKL", "AdaptiveKL", "EarlyStop", "ImportanceWeights", "RewardShaping",
+    "OverlongPenalty", "PromptDataModule", "SFTDataModule", "PreferenceDataModule",
     "TrajectoryDataModule", "ModelSpec", "RoleMesh", "LoRA", "Outputs", "ModelCall", "Experience", "Prompt", "Sampling",
     "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment", "RetryWithFeedback",
     "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine", "RLCallback",

@@ -39,6 +39,7 @@ from lightrl.errors import OtherRankFailed
 from lightrl.loops import ResumeCheck, RolloutLoop, SharedRollout, StateBefore
 from lightrl.models import ModelSpec
 from lightrl.models.lora import LoRA
+from lightrl.models.stop_tokens import stop_token_ids, with_stop_tokens
 from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, Judge, make_judge
 from lightrl.rollout import RecordedRollout, RolloutController, RolloutSettings
@@ -311,8 +312,7 @@ class Trainer(L.Trainer):
     def with_stop_tokens(self, sampling: Sampling) -> Sampling:
         """`sampling` with the stop tokens of model, tokenizer and chat template added."""
         module: Any = self.lightning_module
-        ids = {token_id for ids in module.stop_token_ids().values() for token_id in ids}
-        return dataclasses.replace(sampling, stop_token_ids=tuple(sorted(ids | set(sampling.stop_token_ids))))
+        return with_stop_tokens(sampling, stop_token_ids(module.policy, module.tokenizer, module.sampling))
 
     def _open_rollout(self, module: RLModule) -> None:
         is_fit = self.state.fn == TrainerFn.FITTING
@@ -435,7 +435,9 @@ class Trainer(L.Trainer):
         engine_threads = getattr(self.engine, "threads", None)
         threads = "" if engine_threads is None else f", {engine_threads} threads for decoding"
         log.info("engine: %s%s; %d threads for updates", type(self.engine).__name__, threads, torch.get_num_threads())
-        stops = (f"{module.tokenizer.decode(ids)} {ids} ({name})" for name, ids in module.stop_token_ids().items())
+        policy: Any = module.policy
+        sources = stop_token_ids(policy, module.tokenizer, module.sampling)
+        stops = (f"{module.tokenizer.decode(ids)} {ids} ({name})" for name, ids in sources.items())
         log.info("stop tokens: %s", "; ".join(stops))
         if groups_per_iteration is not None:
             log.info(

@@ -13,7 +13,6 @@ from lightrl.commands.cli import LightRLCLI, reported
 from lightrl.commands.config_errors import UsageError
 from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall
-from lightrl.engines.sglang.scoring import ServedRewards, ServedScores
 from lightrl.models import RoleMesh
 from lightrl.module import RLModule
 
@@ -56,7 +55,7 @@ def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
     for role, spec in module.models().items():
         source = spec.path or spec.url or f"random {(spec.config or {}).get('model_type')}"
         state = "follows the policy" if role in module.saved_roles() else "frozen"
-        state = f"trained, lr {module.lr_of(role):g}" if role in trained else state
+        state = f"trained, lr {module.lr if spec.lr is None else spec.lr:g}" if role in trained else state
         notes = [state, *(["one number per position"] if spec.head == "scalar" else [])]
         notes += ["waits in CPU memory between uses"] if spec.offload else []
         notes += [_mesh_text(spec.mesh)] if spec.mesh is not None else []
@@ -95,8 +94,10 @@ def _mesh_text(mesh: RoleMesh) -> str:
 def where(call: ModelCall) -> str:
     """Whose devices a call runs on."""
     own = {"reward": "reward processes", "advantages": "trainer, on the whole iteration"}
+    if call.url is not None:
+        return "server"
     if call.role is None:
-        return own.get(call.name, "server" if isinstance(call.run, ServedRewards | ServedScores) else "its own thread")
+        return own.get(call.name, "its own thread")
     return _WHERE.get(call.kind, "trainer")
 
 

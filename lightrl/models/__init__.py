@@ -7,6 +7,9 @@ Reading order:
     lora.py           adapters trained instead of weights
     pictures.py       models and prompts with pictures
     model_folder.py   models as Hugging Face folders, complete or absent
+    load_role.py      a role's model, checked against what the role is for
+    optimizer.py      parameters by role, and the schedule of the learning rate
+    stop_tokens.py    which ids end a completion
     vocabulary.py     all models of a module read the same token ids
 
 May import: errors, checks, trajectory, experience, functional, weights. To support one more model family, nothing is

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_spec
 
-from lightrl import PPO, FSDP2Strategy, ModelSpec, Parallel3DStrategy, RoleMesh, Trainer
+from lightrl import PPO, AdaptiveKL, FSDP2Strategy, ModelSpec, Parallel3DStrategy, RoleMesh, Trainer
 from lightrl.strategies import check_strategy
 from lightrl.strategies.role_mesh import empty_out
 
@@ -16,7 +16,7 @@ def ppo(**meshes: RoleMesh) -> PPO:
     specs = {role: replace(tiny_spec(), mesh=mesh) for role, mesh in meshes.items()}
     reference = specs.get("reference", tiny_spec())
     policy, critic = specs.get("policy", tiny_spec()), specs.get("critic", tiny_spec())
-    return PPO(policy, critic=critic, reference=reference, kl_coef=0.1, reward=len)
+    return PPO(policy, critic=critic, reference=AdaptiveKL(0.1, reference), reward=len)
 
 
 def strategy(kind: type[FSDP2Strategy], num_processes: int, **sizes: Any) -> FSDP2Strategy:
@@ -79,8 +79,8 @@ def test_a_server_has_no_mesh() -> None:
 
 def test_a_moving_reference_lies_as_the_policy_does() -> None:
     reference = replace(tiny_spec(), mesh=RoleMesh(1, 1))
-    with pytest.raises(ValueError, match=r"reference_decay=0\.9 moves .* expected the same one"):
-        PPO(tiny_spec(), reference=reference, kl_coef=0.1, reference_decay=0.9, reward=len)
+    with pytest.raises(ValueError, match=r"reference.decay=0\.9 moves .* both need the same mesh"):
+        PPO(tiny_spec(), reference=AdaptiveKL(0.1, reference, decay=0.9), reward=len)
 
 
 def test_a_model_that_was_taken_out_knows_its_config_alone() -> None:

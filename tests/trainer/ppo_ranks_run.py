@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightrl import (
     PPO,
+    AdaptiveKL,
     Experience,
     FSDP2Strategy,
     ModelCall,
@@ -48,34 +49,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_minibatches": 2,
         "update_epochs": 2,
         "value_normalization": "running",
-        "kl_coef": 0.1,
-        "kl_target_nats": 0.01,
-        "reference": POLICY,
-        "reference_decay": 0.5,
+        "reference": AdaptiveKL(0.1, POLICY, target_nats=0.01, decay=0.5),
     },
     "a critic on the policy's body": {"critic": "shared", "num_minibatches": 2},
     "two replicas, a frozen critic, a reference that waits in CPU memory": {
         "critic": replace(POLICY, frozen=True, head="scalar"),
-        "kl_coef": 0.1,
-        "kl_in_reward": False,
-        "reference": replace(POLICY, seed=4, offload=True),
+        "reference": AdaptiveKL(0.1, replace(POLICY, seed=4, offload=True), in_reward=False),
         "value_normalization": "exponential",
     },
     "a critic of its own, a reward model, a fixed reference": {
         "policy": UNTIED,
         "num_minibatches": 2,
         "critic": replace(JUDGE, lr=0.1, weight_decay=0.01),
-        "kl_coef": 0.1,
-        "reference": replace(UNTIED, seed=4),
+        "reference": AdaptiveKL(0.1, replace(UNTIED, seed=4)),
         "reward_model": JUDGE,
     },
     "a critic on a split policy's body, a moving reference": {
         "policy": TIED,
         "critic": "shared",
         "num_minibatches": 2,
-        "kl_coef": 0.1,
-        "reference": replace(TIED, seed=4, offload=True),
-        "reference_decay": 0.5,
+        "reference": AdaptiveKL(0.1, replace(TIED, seed=4, offload=True), decay=0.5),
     },
 }
 BY_ADAM = "a critic on a split policy's body, by Adam"

@@ -18,7 +18,17 @@ from rank_scripts import fork_runs, leave
 from tiny_run import CONFIG, Digits, make_trainer, token_reward
 from torch import Tensor
 
-from lightrl import PPO, FSDP2Strategy, HuggingFaceExport, LoRA, ModelSpec, Parallel3DStrategy, Sampling, Trajectory
+from lightrl import (
+    PPO,
+    AdaptiveKL,
+    FSDP2Strategy,
+    HuggingFaceExport,
+    LoRA,
+    ModelSpec,
+    Parallel3DStrategy,
+    Sampling,
+    Trajectory,
+)
 from lightrl.errors import LightRLError
 from lightrl.models.lora import merged_parameters
 from lightrl.strategies import AtomicCheckpointIO, fsdp2, whole
@@ -30,9 +40,7 @@ SPEC = ModelSpec(
 ADAPTED = {"policy": replace(SPEC, lora=LoRA(rank=2))}
 ON_BODY = {
     "critic": "shared",
-    "kl_coef": 0.1,
-    "reference": replace(SPEC, seed=4, offload=True),
-    "reference_decay": 0.5,  # so that it is saved
+    "reference": AdaptiveKL(0.1, replace(SPEC, seed=4, offload=True), decay=0.5),  # a moving one is saved
 }
 
 

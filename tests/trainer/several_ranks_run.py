@@ -20,7 +20,7 @@ from rank_scripts import leave
 from tiny_run import BATCH_SIZE, CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
-from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, Trajectory
+from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, ReferenceKL, Trajectory
 from lightrl.models.lora import merged_parameters
 from lightrl.strategies import whole
 
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"activation_checkpointing": True, "reduce_every_microbatch": True},
     ),
     "two replicas, parameters kept, a reference policy": (
-        {"microbatch_tokens": 20, "loss_reduction": "sequence", "kl_coef": 0.1, "reference": POLICY},
+        {"microbatch_tokens": 20, "loss_reduction": "sequence", "reference": ReferenceKL(0.1, POLICY)},
         {"num_replicas": 2, "reshard_after_forward": False},
     ),
     "batch statistics": ({"num_minibatches": 2, "update_epochs": 2, "is_batch_wide": True}, {}),
@@ -42,7 +42,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "a checkpoint read tensor by tensor": ({"is_from_folder": True}, {}),
     "LoRA, with the model below the adapters as reference": (
-        {"policy": replace(POLICY, lora=LoRA(rank=2)), "num_minibatches": 2, "microbatch_tokens": 20, "kl_coef": 0.1},
+        {
+            "policy": replace(POLICY, lora=LoRA(rank=2)),
+            "num_minibatches": 2,
+            "microbatch_tokens": 20,
+            "reference": ReferenceKL(0.1),
+        },
         {"activation_checkpointing": True},
     ),
     "LoRA on a checkpoint read tensor by tensor": ({"is_from_folder": True, "lora": LoRA(rank=2)}, {}),

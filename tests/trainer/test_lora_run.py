@@ -12,7 +12,7 @@ import torch
 from tiny_run import POLICY, Digits, TinyGRPO, make_trainer, weights
 from transformers import AutoModelForCausalLM
 
-from lightrl import HuggingFaceExport, LocalEngine, LoRA, ModelSpec
+from lightrl import HuggingFaceExport, LocalEngine, LoRA, ModelSpec, ReferenceKL
 from lightrl.commands.export import export_checkpoint
 from lightrl.models.lora import is_adapter, merged_parameters
 from lightrl.strategies import LogprobSettings, SingleModel
@@ -33,7 +33,7 @@ def finished(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny
     """A run's module, its checkpoint and its engine."""
     folder = tmp_path_factory.mktemp("run")
     spec = ModelSpec(path=str(base), tokenizer="tiny_run.tokenizer", lora=LoRA(rank=2))
-    module, engine = TinyGRPO(spec, kl_coef=0.1), LocalEngine()
+    module, engine = TinyGRPO(spec, reference=ReferenceKL(0.1)), LocalEngine()
     module.synced = {}  # type: ignore[assignment]
     module.on_weights_synced = lambda version: module.synced.update(engine.read_weights())  # type: ignore
     trainer = make_trainer(folder, engine=engine, callbacks=[HuggingFaceExport(str(folder / "model"))])

@@ -19,7 +19,7 @@ from rank_scripts import fork_runs, leave
 from several_ranks_run import Recorded, engine_weights
 from tiny_run import CONFIG, POLICY, Digits, make_trainer
 
-from lightrl import LocalEngine, Parallel3DStrategy
+from lightrl import LocalEngine, Parallel3DStrategy, ReferenceKL
 
 LAYERS_AND_HEADS = {**CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 2}
 TIED = replace(POLICY, config=LAYERS_AND_HEADS)
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "stages and data, a reference policy": (
         4,
-        {"policy": TIED, "microbatch_tokens": 20, "loss_reduction": "sequence", "kl_coef": 0.1, "reference": UNTIED},
+        {"policy": TIED, "microbatch_tokens": 20, "loss_reduction": "sequence", "reference": ReferenceKL(0.1, UNTIED)},
         {"pp": 2, "activation_checkpointing": True},
     ),
     "all three": (8, {"policy": TIED, **SEVERAL}, {"pp": 2, "tp": 2}),
