@@ -94,31 +94,33 @@ class ReplayRow:
 
 
 def replay(
-    path: str | Path,
+    source: str | Path | Iterable[Trajectory],
     reward: Reward | Callable[[Trajectory], Any],
     *,
     num: int | None = None,
     repeats: int = 2,
     timeout_s: float = 30.0,
+    memory_limit_mib: int | None = 4096,
     search_paths: Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
 ) -> list[ReplayRow]:
-    """Judges the trajectories of a JSONL file again.
+    """Judges trajectories, for example those of a JSONL file, with this reward.
 
     Args:
-        path: a file of failed rewards or of the trajectory log.
-        reward, timeout_s, search_paths: as in `make_judge`.
+        source: a file of failed rewards or of the trajectory log, or trajectories.
+        reward, timeout_s, memory_limit_mib, search_paths: as in `make_judge`.
         num: only this many, from the start; None for all.
         repeats, decode: as in `examine`.
 
     Raises:
         ValueError: if a line has no trajectory, or there is no such reward function.
     """
-    trajectories = list(itertools.islice(read_failures(path), num))
-    judge = make_judge(reward, timeout_s=timeout_s, search_paths=search_paths)
+    trajectories = read_failures(source) if isinstance(source, str | Path) else source
+    first = list(itertools.islice(trajectories, num))
+    judge = make_judge(reward, timeout_s=timeout_s, memory_limit_mib=memory_limit_mib, search_paths=search_paths)
     try:
         judge.start()
-        return asyncio.run(examine(trajectories, judge, repeats=repeats, decode=decode))
+        return asyncio.run(examine(first, judge, repeats=repeats, decode=decode))
     finally:
         judge.close()
 
