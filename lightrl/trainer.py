@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import warnings
 from collections import deque
 from collections.abc import Iterator

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from lightrl.commands.cli import reported
+from lightrl.commands.console import reported
 from lightrl.engines.sglang.command import devices_of_servers, usable_token
 from lightrl.engines.sglang.fleet import ServerFleet
 from lightrl.engines.sglang.server import SGLangServer, write_model_folder
