@@ -1,0 +1,133 @@
+"""Lightning's private names that lightrl depends on: each is listed here with the files that use it.
+
+A new release of Lightning may rename them, so they are few. Reads of attributes, imports, overridden methods and names
+in strings (`getattr(trainer, "_x")`) all count.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from functools import cache
+from pathlib import Path
+
+import lightning.fabric
+import lightning.pytorch
+import pytest
+
+import lightrl
+
+PACKAGE = Path(lightrl.__file__).parent
+
+# (class or module where it must exist, name) → files of lightrl that use it.
+PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+@cache
+def names_of_lightning() -> frozenset[str]:
+    """Every private name that Lightning's source defines: functions, classes, methods and attributes."""
+    names: set[str] = set()
+    for root in (lightning.pytorch, lightning.fabric):
+        for file in Path(root.__file__).parent.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    names.add(node.name)
+                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    names.add(node.attr)
+    return frozenset(name for name in names if is_private(name))
+
+
+def defined_in(tree: ast.AST) -> set[str]:
+    """What a file defines itself: functions, classes, and attributes of `self`."""
+    names = {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                names.add(node.attr)
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def private_names_in(source: str) -> set[str]:
+    """Lightning's private names that a source file reads, imports or names in a string."""
+    tree = ast.parse(source)
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning":
+            names |= {alias.name for alias in node.names} | set(str(node.module).split("."))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            names.add(node.value)
+    return {name for name in names - defined_in(tree) if is_private(name) and name in names_of_lightning()}
+
+
+@cache
+def overridden() -> frozenset[tuple[str, str]]:
+    """(file, name) of each private method or attribute of a Lightning class that a class of lightrl overrides."""
+    pairs: set[tuple[str, str]] = set()
+    for info in pkgutil.walk_packages([str(PACKAGE)], "lightrl."):
+        if info.name.endswith("__main__") or info.name.startswith("lightrl.rewards.sandbox_guard"):
+            continue
+        module = importlib.import_module(info.name)
+        for kind in vars(module).values():
+            if not inspect.isclass(kind) or kind.__module__ != module.__name__:
+                continue
+            theirs = [base for base in kind.__mro__[1:] if base.__module__.split(".")[0] == "lightning"]
+            for name in vars(kind):
+                if is_private(name) and not name.startswith("_abc_") and any(name in vars(base) for base in theirs):
+                    pairs.add((str(Path(str(module.__file__)).relative_to(PACKAGE)), name))
+    return frozenset(pairs)
+
+
+def used_names() -> dict[str, set[str]]:
+    users: dict[str, set[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for name in private_names_in(file.read_text()):
+            users.setdefault(name, set()).add(str(file.relative_to(PACKAGE)))
+    for where, name in overridden():
+        users.setdefault(name, set()).add(where)
+    return users
+
+
+def test_each_private_name_in_use_is_listed_with_its_files():
+    listed = {name: files for (_, name), files in PRIVATE_NAMES.items()}
+    assert used_names() == listed
+
+
+@pytest.mark.parametrize(("home", "name"), PRIVATE_NAMES, ids=[f"{home}.{name}" for home, name in PRIVATE_NAMES])
+def test_each_private_name_still_exists(home, name):
+    module, _, owner = home.partition(":")
+    holder = importlib.import_module(module)
+    if not owner:
+        assert hasattr(holder, name)
+        return
+    kind = getattr(holder, owner)
+    sources = [inspect.getsource(base) for base in kind.__mro__ if base.__module__.split(".")[0] == "lightning"]
+    assert hasattr(kind, name) or any(f"self.{name}" in source for source in sources)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "trainer._run_stage()",
+        "x = module._current_fx_name",
+        "module._current_fx_name = None",
+        "from lightning.pytorch.trainer.call import _call_strategy_hook",
+        "setattr(trainer, '_checkpoint_connector', None)",
+    ],
+)
+def test_reads_writes_imports_and_strings_count(source):
+    assert len(private_names_in(source)) == 1
+
+
+def test_own_private_names_do_not_count():
+    assert private_names_in("class A:\n    def _run_stage(self): ...\n    def f(self): self._run_stage()") == set()
