@@ -89,7 +89,7 @@ class RolloutController:
         self.run_seed = run_seed
 
         self._book = GroupBook(settings)
-        self._cursor = PromptCursor(prompts, settings.curriculum) if prompts is not None else None
+        self._cursor = PromptCursor(prompts, settings.curriculum)
         self._tasks = Tasks()
         self._group_tasks: dict[int, list[asyncio.Task[None]]] = {}  # of running groups
         self._player = Player(engine, workflow, judge, self._book.tally, self._tasks)
@@ -177,13 +177,12 @@ class RolloutController:
 
     def progress(self) -> dict[str, int]:
         """Queue depths, for messages and metrics."""
-        cursor = self._cursor
         return {
             "running_groups": len(self._book.running),
             "finished_groups": len(self._book.finished),
             "consumed_groups": self._book.num_consumed,
-            "next_position": cursor.next_position if cursor is not None else 0,
-            "skipped_prompts": cursor.num_skipped if cursor is not None else 0,
+            "next_position": self._cursor.next_position,
+            "skipped_prompts": self._cursor.num_skipped,
             "weight_version": self.engine.weight_version,
         }
 
@@ -223,19 +222,12 @@ class RolloutController:
 
     def _state(self) -> dict[str, Any]:
         cursor = self._cursor
-        return {
-            "run_seed": self.run_seed,
-            "next_position": cursor.next_position if cursor is not None else 0,
-            "curriculum": cursor.state_dict() if cursor is not None else None,
-            "prompts": cursor.fingerprint if cursor is not None else None,
-            **self._book.state_dict(),
-        }
+        prompts = {"next_position": cursor.next_position, "prompts": cursor.fingerprint}
+        return {"run_seed": self.run_seed, **prompts, "curriculum": cursor.state_dict(), **self._book.state_dict()}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.run_seed = int(state["run_seed"])
         self._book.load_state_dict(state)
-        if self._cursor is None:
-            return
         before, now = state["prompts"], self._cursor.fingerprint
         if before is not None and now is not None and before != now:
             log.warning(
@@ -252,8 +244,8 @@ class RolloutController:
         served = self.engine.weight_version
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
-                f"The engine serves weight version {served} and the trainer is at {weight_version}, which is more than "
-                f"max_staleness={self.settings.max_staleness} ahead. Load the weights before the next batch."
+                f"The engine serves weight version {served} and the trainer is at {weight_version}. It needs weights "
+                f"(-1 is none) at most max_staleness={self.settings.max_staleness} versions behind. Load them first."
             )
         if not self.settings.judges_later:
             unjudged = self._book.unjudged()
@@ -294,12 +286,12 @@ class RolloutController:
     def _is_open(self) -> bool:
         """Whether groups may start at all; on-policy only while a batch is waited for."""
         is_idle = self.settings.max_staleness == 0 and self._take_wait is None
-        return self._cursor is not None and self._tasks.failure is None and not self._is_closing and not is_idle
+        has_prompts = self._cursor.prompts is not None
+        return has_prompts and self._tasks.failure is None and not self._is_closing and not is_idle
 
     def _start_groups(self) -> None:
         if not self._is_open():
             return
-        assert self._cursor is not None
         version = self.engine.weight_version
         try:
             for _ in range(self._book.plan(version)):
@@ -330,10 +322,10 @@ class RolloutController:
         if self._take_wait is not None:
             self._take_wait.last_news = time.monotonic()
         try:
-            is_whole = self._book.record(running, sample, trajectory)
-            if is_whole and group.trajectories and self._cursor is not None:
+            is_done = self._book.record(running, sample, trajectory)
+            if is_done and group.trajectories:
                 self._cursor.observe(group.id, group.prompt.id, success_rate(group))
-            if is_whole:
+            if is_done:
                 self._book.settle(group)
         except RolloutError as error:  # before anything else starts
             self._tasks.fail(error)

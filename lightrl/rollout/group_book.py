@@ -75,8 +75,8 @@ class GroupBook:
     def may_start(self, weight_version: int) -> bool:
         """Whether a group may start now.
 
-        On-policy, what replaces dropped groups waits until the whole wave before it is in: what is drawn, and what it
-        is decoded beside, then follows from the seed, not from who finished first.
+        On-policy, replacements of dropped groups wait until the whole wave before them is done: which groups are drawn,
+        and which are decoded together, then depends on the seed, not on which one finished first.
         """
         if self.settings.max_staleness == 0 and self.running and not self._queued:
             return False
@@ -113,13 +113,10 @@ class GroupBook:
         return num_admissible(self.settings, weight_version, len(self.running), accepted, max_concurrent)
 
     def record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> bool:
-        """A trajectory of a running group is done; None if it was dropped.
+        """A trajectory of a running group is done; None if it was dropped. Raises RolloutError if too many failed.
 
         Returns:
             True once all trajectories are done, then call `settle`; False before, and if the group is drawn again.
-
-        Raises:
-            RolloutError: if too many trajectories failed.
         """
         running.results[sample] = trajectory
         self.tally.count_trajectory(is_failed=trajectory is None)
@@ -136,11 +133,9 @@ class GroupBook:
         return True
 
     def settle(self, group: Group) -> None:
-        """Keeps or drops a group whose trajectories are all done.
+        """Keeps or drops a group whose trajectories are all done. Raises RolloutError if too many were dropped.
 
-        Raises:
-            RolloutError: if too many groups were dropped, or if the group filter raises. In that case the group stays
-                in flight, so that a run with a fixed filter draws it again.
+        It also raises if the group filter does; the group then stays in flight, so a run with a fixed filter redraws it.
         """
         self._redraws.pop(group.id, None)
         verdict = self._reason_to_drop(group)
@@ -251,11 +246,11 @@ class GroupBook:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a new book; what was in flight starts again first."""
+        """Before the first `take`: restores finished groups; what was in flight starts again first."""
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts this run's P
         self._queued = collections.deque(state["in_flight"])
-        self._redraws = dict(state["redraws"])
+        self._redraws, self.finished = dict(state["redraws"]), {}
         for record in state["finished"]:
             self._keep(Group.from_json(record))
 
@@ -266,8 +261,8 @@ def num_admissible(
     """How many groups may start now.
 
     A group may start while `accepted + running < (η + v + 1)·P`: even if it finishes at once, it is trained on no
-    later than η versions from now. With over-sampling some more may start, of which `choose_batch` gives up those that
-    would hold a batch back.
+    later than η versions from now. With over-sampling a few more may start; `choose_batch` gives up those that would
+    hold a batch back.
 
     Args:
         weight_version: v, the version that all routable engines have acknowledged.
@@ -286,14 +281,14 @@ def num_admissible(
 def choose_batch(
     settings: RolloutSettings, weight_version: int, finished: Mapping[int, int], running: Mapping[int, int]
 ) -> Batch:
-    """The oldest P finished groups, if the ones left over can still be trained on in time; else which to wait for.
+    """The oldest P finished groups, if what they leave over can still be trained on in time; else which to wait for.
 
-    Left over with version ≤ s there may be at most `(s + η - v)·P`, for every s in [v - η, v]: that many the
-    iterations up to version s + η can take.
+    A batch may leave over at most `(s + η - v)·P` groups of version ≤ s, for every s in [v - η, v]: the iterations up
+    to version s + η can take that many.
 
-    With over-sampling some groups may be given up, but only where that lets a batch be taken at once, running ones
-    before finished ones, older versions first; the others are carried over. Giving up as many as admission lets in
-    beyond the bound always suffices: for every s, at most that many too many are left over with version ≤ s.
+    With over-sampling it may give up groups, but only to take a batch at once: running ones before finished ones, older
+    versions first. The others are carried over. Giving up as many as admission lets in beyond the bound always
+    suffices, because for every s the excess of groups of version ≤ s is at most that.
 
     Args:
         weight_version: v, of the trainer.

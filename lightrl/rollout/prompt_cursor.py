@@ -45,11 +45,11 @@ class PromptCursor:
     Observations take effect at the next choice, in the order of positions, whatever was judged first.
 
     Args:
-        prompts: the stream.
+        prompts: the stream; None if there is nothing to choose.
         curriculum: None plays every position.
     """
 
-    def __init__(self, prompts: Prompts, curriculum: Curriculum | None = None) -> None:
+    def __init__(self, prompts: Prompts | None, curriculum: Curriculum | None = None) -> None:
         self.prompts = prompts
         self.curriculum = curriculum
         self.next_position = 0
@@ -67,6 +67,7 @@ class PromptCursor:
         Raises:
             RolloutError: if the stream raises.
         """
+        assert self.prompts is not None
         with user_code(f"Prompt {position} of the stream"):
             return self.prompts[position]
 

@@ -62,21 +62,13 @@ class RolloutSettings:
     judges_later: bool = False
 
     def __post_init__(self) -> None:
-        check_bounds(
-            1,
-            group_size=self.group_size,
-            groups_per_iteration=self.groups_per_iteration,
-            max_concurrent=self.max_concurrent,
-        )
+        check_bounds(1, group_size=self.group_size, groups_per_iteration=self.groups_per_iteration)
+        check_bounds(1, max_concurrent=self.max_concurrent)
         check_bounds(0, max_staleness=self.max_staleness, max_dropped_groups=self.max_dropped_groups)
         check_bounds(0, 1, max_failed_fraction=self.max_failed_fraction)
         check_bounds(0, 10, oversample_fraction=self.oversample_fraction)
-        check_bounds(
-            1e-3,
-            threading.TIMEOUT_MAX,
-            rollout_timeout_s=self.rollout_timeout_s,
-            loop_timeout_s=self.loop_timeout_s,
-        )
+        timeouts = {"rollout_timeout_s": self.rollout_timeout_s, "loop_timeout_s": self.loop_timeout_s}
+        check_bounds(1e-3, threading.TIMEOUT_MAX, **timeouts)
         if self.judges_later and (self.max_staleness or self.reads_rewards):
             raise ValueError(
                 "judges_later cannot be combined with max_staleness, curriculum, group_filter, incomplete_groups or "
