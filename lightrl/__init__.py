@@ -1,6 +1,6 @@
 """lightrl: reinforcement learning for language models, the Lightning way.
 
-The rooms, from the ground up (each imports only from those above it in this list):
+The rooms, from the ground up; each imports only from rooms above it in this list:
 
     errors        the exceptions of a run, as a tree
     checks        what a configuration says, checked with clear errors
@@ -13,12 +13,12 @@ The rooms, from the ground up (each imports only from those above it in this lis
     models        what a role is and what its model can do
     dataflow      which model computes what from what
     engines       token ids to completions: local, SGLang, fake
+    strategies    where parameters and work live
     testing       servers to test with
     workflows     a prompt to a trajectory: turns, environments, agents
     rollout       prompts to judged trajectories, within a staleness
     module        RLModule: the hooks a user writes
     data          prompts by position, chats for SFT
-    strategies    where parameters and work live
     algorithms    RLModules ready to use: GRPO and its relatives, SFT
     loops         one iteration inside Lightning's fit loop
     callbacks     weight sync, staleness, metrics, logs, export
@@ -91,71 +91,27 @@ if TYPE_CHECKING:
         Workflow,
     )
 
-_HOMES = {
-    "Trainer": "trainer",
-    "FSDP2Strategy": "strategies",
-    "Parallel3DStrategy": "strategies",
-    "RLModule": "module",
-    "GRPO": "algorithms",
-    "DrGRPO": "algorithms",
-    "DAPO": "algorithms",
-    "RLOO": "algorithms",
-    "ReinforceBaseline": "algorithms",
-    "GSPO": "algorithms",
-    "CISPO": "algorithms",
-    "SAPO": "algorithms",
-    "LitePPO": "algorithms",
-    "ReinforcePlusPlus": "algorithms",
-    "M2PO": "algorithms",
-    "PPO": "algorithms",
-    "Distillation": "algorithms",
-    "SFT": "algorithms",
-    "DPO": "algorithms",
-    "IPO": "algorithms",
-    "RewardModel": "algorithms",
-    "ReferenceKL": "algorithms",
-    "AdaptiveKL": "algorithms",
-    "EarlyStop": "algorithms",
-    "ImportanceWeights": "functional",
-    "RewardShaping": "functional",
-    "OverlongPenalty": "rewards",
-    "PromptDataModule": "data",
-    "SFTDataModule": "data",
-    "PreferenceDataModule": "data",
-    "TrajectoryDataModule": "data",
-    "ModelSpec": "models",
-    "Role": "models",
-    "RoleMesh": "models",
-    "LoRA": "models",
-    "Outputs": "models",
-    "ModelCall": "dataflow",
-    "Experience": "experience",
-    "Prompt": "trajectory",
-    "Sampling": "trajectory",
-    "Trajectory": "trajectory",
-    "Group": "trajectory",
-    "Workflow": "workflows",
-    "SingleTurn": "workflows",
-    "MultiTurn": "workflows",
-    "Environment": "workflows",
-    "RetryWithFeedback": "workflows",
-    "ToolEnvironment": "workflows",
-    "AgentWorkflow": "workflows",
-    "RolloutEngine": "engines",
-    "LocalEngine": "engines",
-    "FakeEngine": "engines",
-    "SGLangEngine": "engines",
-    "RLCallback": "callbacks",
-    "WeightSync": "callbacks",
-    "StalenessControl": "callbacks",
-    "DynamicSampling": "callbacks",
-    "PromptCurriculum": "callbacks",
-    "RolloutMetrics": "callbacks",
-    "RolloutProgressBar": "callbacks",
-    "TrajectoryLog": "callbacks",
-    "LearningCurve": "callbacks",
-    "HuggingFaceExport": "callbacks",
-}
+_NAMES = {
+    "trainer": ["Trainer"],
+    "strategies": ["FSDP2Strategy", "Parallel3DStrategy"],
+    "module": ["RLModule"],
+    "algorithms": ["GRPO", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline", "GSPO", "CISPO", "SAPO", "LitePPO",
+        "ReinforcePlusPlus", "M2PO", "PPO", "Distillation", "SFT", "DPO", "IPO", "RewardModel", "ReferenceKL",
+        "AdaptiveKL", "EarlyStop"],
+    "functional": ["ImportanceWeights", "RewardShaping"],
+    "rewards": ["OverlongPenalty"],
+    "data": ["PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule"],
+    "models": ["ModelSpec", "Role", "RoleMesh", "LoRA", "Outputs"],
+    "dataflow": ["ModelCall"],
+    "experience": ["Experience"],
+    "trajectory": ["Prompt", "Sampling", "Trajectory", "Group"],
+    "workflows": ["Workflow", "SingleTurn", "MultiTurn", "Environment", "RetryWithFeedback", "ToolEnvironment",
+        "AgentWorkflow"],
+    "engines": ["RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine"],
+    "callbacks": ["RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
+        "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "LearningCurve", "HuggingFaceExport"],
+}  # fmt: skip
+_HOMES = {name: room for room, names in _NAMES.items() for name in names}
 
 __all__ = [
     "__version__", "Trainer", "FSDP2Strategy", "Parallel3DStrategy", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO",

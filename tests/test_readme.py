@@ -39,13 +39,6 @@ def test_every_file_that_the_readme_names_is_there():
         assert (ROOT / name).exists(), name
 
 
-def test_the_files_of_one_iteration_are_there():
-    path = README[README.index("One iteration, in reading order") : README.index("`CONTRIBUTING.md` says")]
-    files = re.findall(r"`([\w/]+\.py)`", path)
-    assert 14 <= len(files) <= 18
-    assert all((ROOT / "lightrl" / name).exists() for name in files)
-
-
 def test_example_configs_are_at_most_40_lines():
     for config in (ROOT / "examples").rglob("*.yaml"):
         assert len(config.read_text().splitlines()) <= 40, config

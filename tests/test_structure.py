@@ -1,7 +1,7 @@
 """The structure of the package: who imports whom, which private names of Lightning are in use, what is public."""
 
 import ast
-import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,24 +26,6 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-
-# Every private name of Lightning that we use: (module, name, where it must exist), and the files that may use it.
-PRIVATE_NAMES = {
-    ("lightning.pytorch.loops.optimization.automatic", "_AutomaticOptimization"): {"loops/rollout_loop.py"},
-    ("lightning.pytorch.trainer.call", "_call_strategy_hook"): {"loops/rollout_loop.py"},
-    ("lightning.pytorch.trainer.call", "_call_lightning_module_hook"): {"loops/rollout_loop.py"},
-    ("lightning.pytorch.trainer.trainer:Trainer", "_run_stage"): {"trainer.py"},
-    ("lightning.pytorch.trainer.trainer:Trainer", "_teardown"): {"trainer.py"},
-    ("lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector", "dump_checkpoint"): {
-        "loops/resume_check.py"
-    },
-    ("lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization", "_on_before_zero_grad"): {
-        "loops/rollout_loop.py"
-    },
-    ("lightning.pytorch.loops.optimization.automatic:_AutomaticOptimization", "_optimizer_zero_grad"): {
-        "loops/rollout_loop.py"
-    },
-}
 
 
 def modules_of(room_only: str | None = None) -> list[Path]:
@@ -70,6 +52,23 @@ def test_every_room_has_a_floor():
     assert rooms == set(FLOOR)
 
 
+def test_the_map_names_the_rooms_that_are_there():
+    named = re.findall(r"^    (\w+) {2,}\S", str(lightrl.__doc__), flags=re.M)
+    rooms = {room_of(file) for file in modules_of()} - {"__init__", "__main__"}
+    assert set(named) == rooms
+    assert len(named) == len(rooms)
+
+
+def test_the_map_lists_rooms_from_the_ground_up():
+    named = re.findall(r"^    (\w+) {2,}\S", str(lightrl.__doc__), flags=re.M)
+    assert [FLOOR[room] for room in named] == sorted(FLOOR[room] for room in named)
+
+
+def test_only_files_that_a_user_knows_by_name_lie_on_the_top_level():
+    names = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    assert names == {"errors", "trajectory", "experience", "dataflow", "module", "trainer"}
+
+
 def test_imports_go_downward_only():
     upward = []
     for file in modules_of():
@@ -94,28 +93,6 @@ def test_only_strategies_and_module_and_above_import_lightning():
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             wrong += [f"{file}:{node.lineno}" for name in names if name.split(".")[0] == "lightning"]
     assert not wrong
-
-
-@pytest.mark.parametrize(("where", "name"), PRIVATE_NAMES, ids=lambda value: str(value).rsplit(".", 1)[-1])
-def test_private_lightning_names_in_use_still_exist(where, name):
-    module, _, owner = where.partition(":")
-    home = importlib.import_module(module)
-    assert hasattr(getattr(home, owner) if owner else home, name)
-
-
-def test_private_lightning_names_are_used_in_the_listed_files_only():
-    for (_, name), files in PRIVATE_NAMES.items():
-        users = {str(file.relative_to(PACKAGE)) for file in modules_of() if f"{name}(" in file.read_text()}
-        assert users <= files, f"{name} is used in {users}"
-
-
-def test_no_private_lightning_module_is_imported_elsewhere():
-    allowed = {file for files in PRIVATE_NAMES.values() for file in files}
-    for file in modules_of():
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning"):
-                private = [alias.name for alias in node.names if alias.name.startswith("_")]
-                assert not private or str(file.relative_to(PACKAGE)) in allowed, f"{file}: {private}"
 
 
 def test_public_names_all_exist():
