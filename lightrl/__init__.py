@@ -6,8 +6,8 @@ The rooms, from the ground up; each imports only from rooms above it in this lis
     checks        what a configuration says, checked with clear errors
     concurrency   threads, event loops and processes
     trajectory    Prompt, Sampling, Trajectory, Group: plain Python
-    experience    trajectories as tensors
     functional    equations: advantages, losses, KL, logprobs, packing
+    experience    trajectories as tensors
     rewards       reward functions and the processes that run them
     weights       parameters on their way from trainer to engine
     models        what a role is and what its model can do

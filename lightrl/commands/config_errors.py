@@ -301,7 +301,7 @@ class _Walk:
             inner, outer = (", ".join(f"{name}: ..." for name in names[kind]) for kind in (ModelSpec, Role))
             fix = f"Write {path.rpartition('.')[2]}: {{model: {{{inner}}}, {outer}}}."
             if "model" in names[Role]:
-                fix = f"To replace a model by a role, write {{class_path: Role, init_args: {{{outer}}}}} later."
+                fix = f"To replace the model by a role, write {{class_path: Role, init_args: {{{outer}}}}}."
             raise UsageError(
                 f"{path} mixes settings of the model ({', '.join(names[ModelSpec])}) with those of its role "
                 f"({', '.join(names[Role])}){self._from(path)}. {fix}"

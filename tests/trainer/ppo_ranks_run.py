@@ -159,8 +159,9 @@ class TinyPPO(PPO):
         self.experiences.append(experience)
 
     def configure_optimizers(self) -> Any:
-        # Adam divides the rounding of a small gradient by it.
-        return super().configure_optimizers() if self.is_adam else torch.optim.SGD(self.parameter_groups())
+        # With its usual epsilon of 1e-8, Adam divides the rounding of a tiny gradient by that gradient.
+        groups = self.parameter_groups()
+        return torch.optim.AdamW(groups, eps=self.lr) if self.is_adam else torch.optim.SGD(groups)
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         super().configure_gradient_clipping(*args, **kwargs)
@@ -180,9 +181,12 @@ class TinyPPO(PPO):
 def play(settings: str, folder: Path, **spread: Any) -> dict[str, Any]:
     """Trains with these settings; gives what is compared. Of a split model this rank's part, each parameter whole."""
     given = dict(SETTINGS[settings])
-    for role, spec in given.items():
-        if isinstance(spec, ModelSpec) and spec.head == "scalar" and spec.seed == JUDGE.seed:
-            given[role] = replace(spec, config=None, path=str(folder / "judge"))
+    judge = replace(JUDGE, config=None, path=str(folder / "judge"))
+    for name, role in given.items():
+        if isinstance(role, Role) and role.model == JUDGE:
+            given[name] = replace(role, model=judge)
+        elif role == JUDGE:
+            given[name] = judge
     module = TinyPPO(**given)
     trainer = make_trainer(folder, gradient_clip_val=0.5, **spread)
     with second_device() as moved:

@@ -46,12 +46,19 @@ ON_BODY = {
 
 
 class TinyPPO(PPO):
-    """By default a policy and a critic of its own; keeps the metrics of each update."""
+    """By default a policy and a critic of its own; keeps the metrics of each update.
+
+    Trains by Adam, whose state has two tensors for each parameter, with an epsilon as large as lr: a weight is then off
+    by at most as much as its gradient. The usual 1e-8 divides the rounding of a tiny gradient by that gradient.
+    """
 
     def __init__(self, policy: ModelSpec | Role = SPEC, **settings: Any) -> None:
         sampling = Sampling(max_new_tokens=6)
         super().__init__(policy, sampling=sampling, lr=1e-2, group_size=4, num_minibatches=2, **settings)
         self.updates: list[dict[str, float]] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameter_groups(), eps=self.lr)
 
     def reward(self, trajectory: Trajectory) -> Any:
         return token_reward(trajectory)

@@ -54,14 +54,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Recorded(TinyGRPO):
-    """Keeps the metrics of each update.
+    """Keeps the metrics of each update. Trains by SGD: Adam divides the rounding of a tiny gradient by that gradient.
 
     `is_batch_wide` compares with the whole iteration instead of the group; with `loses_some` one reward of each
     iteration raises.
     """
 
     def __init__(self, is_batch_wide: bool = False, loses_some: bool = False, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**{"lr": 0.1, **kwargs})
         self.is_batch_wide = is_batch_wide
         self.loses_some = loses_some
         self.updates: list[dict[str, float]] = []
@@ -80,6 +80,9 @@ class Recorded(TinyGRPO):
         if not self.is_batch_wide:
             return super().advantages(experience)
         return (experience.rewards - experience.rewards.mean()) / (experience.rewards.std() + 1e-4)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameter_groups(), momentum=0.9)
 
     def on_minibatch_end(self, metrics: dict[str, float], index: int, total: int) -> None:
         self.updates.append(dict(metrics))
