@@ -46,7 +46,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from aiohttp import web
 from transformers import Qwen3Config
 
 import lightrl
@@ -241,13 +240,7 @@ class PlayedServer(FakeServerProcess):
 
 
 async def serve(seconds_per_token: float) -> None:
-    """Runs until the process ends; prints `{"port": ...}` when it listens."""
-    server = fake.FakeServer(PlayedModel(len(tokenizer()), seconds_per_token), arguments={})
-    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=8192).start()
-    print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
-    await asyncio.Event().wait()
+    await fake.serve(fake.FakeServer(PlayedModel(len(tokenizer()), seconds_per_token), arguments={}))
 
 
 class PlayedSGLangEngine(SGLangEngine):

@@ -798,7 +798,7 @@ def test_close_says_what_it_leaves_behind(make: Make, caplog: pytest.LogCaptureF
     controller = make(workflow=Playing(blocks), max_staleness=1, groups_per_iteration=1)
     is_blocked.wait(20)
     controller.close(timeout_s=0.05)
-    assert "leaving them behind" in caplog.text
+    assert "abandoning them" in caplog.text
     released.set()
 
 

@@ -30,29 +30,29 @@ ONE_THREAD_PARAMETERS = 10_000_000
 
 
 class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
-    """A rollout engine in this process, on the CPU (or one GPU), that owns its copy of the weights.
+    """A rollout engine in this process, on the CPU (or one GPU), with its own copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; any other decoder-only model with a key-value cache
-    runs as Hugging Face wrote it, with pictures too. Both share the scheduler: rows wait in the order of the calls, are
+    runs Hugging Face's code, with pictures too. Both share the scheduler: rows wait in the order of the calls, are
     admitted into free slots, and leave with their last token; equal prompts that are admitted together are computed
     once. Tokens depend on (seed, position) and the logits, not on the batch, up to float rounding of the logits.
 
-    `pause` and `resume` set and clear one flag: any number of pauses ends with one resume. A paused engine queues
-    requests, so `pause`, many `generate` calls, `resume` admits them as one wave in the order of the calls. `pause` on
-    an engine that idles returns at once. A load holds decoding by itself and leaves the flag as it is.
+    `pause` and `resume` set and clear one flag: one resume ends any number of pauses. A paused engine queues requests,
+    so `pause`, many `generate` calls, `resume` admits them as one wave in the order of the calls. `pause` on an idle
+    engine returns at once. A load holds decoding by itself and does not change the flag.
 
-    Memory: the weights once; while a load runs, the old ones too, since a bad bucket must be undone; key-values for the
-    rows and tokens that were in use at the most.
+    Memory: the weights once; during a load also the old ones, to undo a bad bucket; key-values for the largest number
+    of rows and tokens so far.
 
     Args:
-        max_batch: slots, most completions that decode together.
+        max_batch: slots, the most completions that decode together.
         threads: cores that decoding uses; None takes 1 for a model below 10 M parameters, whose small operations a
-            second thread slows down, and what torch uses in the thread that calls `start` for others.
+            second thread slows down, and for others as many as torch uses in the thread that calls `start`.
         max_context: most tokens of prompt and completion together; None is the config's `max_position_embeddings`.
         dtype: of the engine's weights, such as `bfloat16`; `auto` is float32 on the CPU, elsewhere the config's.
         device: where to decode.
-        fast_path: False runs every model as Hugging Face wrote it.
-        prefill_tokens: most prompt tokens, padding included, in one forward; bounds the memory of a wave's prefill.
+        fast_path: False runs Hugging Face's code for every model.
+        prefill_tokens: most prompt tokens, with padding, in one forward; bounds the memory of a wave's prefill.
         boundary_timeout_s: how long `pause`, `load_weights` and `close` wait for the token in progress.
     """
 
@@ -72,19 +72,19 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
     ) -> None:
         for name, value in (("max_batch", max_batch), ("prefill_tokens", prefill_tokens)):
             if value < 1:
-                raise ValueError(f"{name}={value}, expected at least 1. Raise it.")
+                raise ValueError(f"{name} must be at least 1, got {value}.")
         if threads is not None and threads < 1:
-            raise ValueError(f"threads={threads}, expected at least 1, or None for torch's own number. Raise it.")
+            raise ValueError(f"threads must be at least 1, or None for torch's own number, got {threads}.")
         if max_context is not None and max_context < 2:
-            raise ValueError(f"max_context={max_context}, expected at least 2, a prompt token and a new one. Raise it.")
+            raise ValueError(f"max_context must be at least 2, a prompt token and a new one, got {max_context}.")
         if boundary_timeout_s <= 0:
-            raise ValueError(f"boundary_timeout_s={boundary_timeout_s}, expected more than 0. Raise it.")
+            raise ValueError(f"boundary_timeout_s must be > 0 seconds, got {boundary_timeout_s}.")
         if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"dtype={dtype!r}, expected auto or a torch dtype such as float32 or bfloat16.")
+            raise ValueError(f"dtype must be auto or a torch dtype such as float32 or bfloat16, got {dtype!r}.")
         self.weight_version = -1
         self.max_batch = max_batch
         self.threads = threads
-        self.max_context = max_context  # after `start` a number
+        self.max_context = max_context  # a number after `start`
         self._given_max_context = max_context
         self.dtype = dtype
         self.device = torch.device(device)
