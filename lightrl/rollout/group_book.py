@@ -135,7 +135,7 @@ class GroupBook:
     def settle(self, group: Group) -> None:
         """Keeps or drops a group whose trajectories are all done. Raises RolloutError if too many were dropped.
 
-        It also raises if the group filter does; the group then stays in flight, so a run with a fixed filter redraws it.
+        It also raises if the group filter does; the group stays in flight, and a run with a fixed filter redraws it.
         """
         self._redraws.pop(group.id, None)
         verdict = self._reason_to_drop(group)
