@@ -230,7 +230,7 @@ class SingleModel:
 
 
 def ids_to_read(token_ids: Tensor, more: More, likeliest: Callable[[int], Tensor]) -> Tensor:
-    """The predicted tokens [...], or [..., 1 + K] with K more at each position: `more`, or that many likeliest."""
+    """The predicted tokens [...], or [..., 1 + K] with K more at each position: `more`, or the `more` likeliest."""
     if isinstance(more, int):
         if more == 0:
             return token_ids
