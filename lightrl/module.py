@@ -22,7 +22,7 @@ from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph, served
 from lightrl.experience import Experience, LossUnit
 from lightrl.functional import group_advantages
 from lightrl.models import Metric as LossMetric
-from lightrl.models import ModelSpec, Outputs, ParallelModel, check_adamw
+from lightrl.models import ModelSpec, Outputs, ParallelModel, Role, check_adamw
 from lightrl.models.load_role import load_role
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import parameter_groups, with_schedule
@@ -53,7 +53,7 @@ class RLModule(L.LightningModule):
     and normalizes nothing.
 
     Args:
-        policy: the model to train: a hub name, a local folder, or a ModelSpec.
+        policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role, which has further settings.
         reward: instead of the `reward` hook, a function or its dotted path, such as `my_project.rewards.exact`; a
             RewardPart, which is a path with arguments; or a list of them, whose weighted sum is the reward. Paths run
             in processes that can be killed; a hook that uses `self` runs in a thread.
@@ -100,10 +100,10 @@ class RLModule(L.LightningModule):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
         reward: str | RewardPart | list[RewardPart] | RewardFunction | None = None,
-        reward_model: str | ModelSpec | None = None,
+        reward_model: str | ModelSpec | Role | None = None,
         reward_model_coef: float = 1.0,
         workflow: Callable[[PreTrainedTokenizerBase], Workflow] | None = None,
         group_size: int = 8,
@@ -162,21 +162,19 @@ class RLModule(L.LightningModule):
             )
         if self.loss_unit == "pair" and group_size % 2:
             raise ValueError(f"group_size must be even with loss_unit='pair', got {group_size}.")
-        self.policy_spec = ModelSpec.of(policy)
+        self.policy_role = Role.of(policy)
         if self.policy_spec.url is not None:
             raise ValueError(
                 f"policy must have a path or config, got url={self.policy_spec.url!r}: it is trained here. Servers "
                 "that generate its rollouts belong to trainer.engine."
             )
-        if self.policy_spec.frozen:
+        if self.policy_role.frozen:
             raise ValueError(
                 "policy must not be frozen: updates train it. Set its lr to 0 to keep its weights; frozen is for a "
                 "critic."
             )
         self.reward_source = reward if has_reward else _no_rollout_reward
-        self.reward_model_spec = (
-            None if reward_model is None else dataclasses.replace(ModelSpec.of(reward_model), head="scalar")
-        )
+        self.reward_model_role = None if reward_model is None else Role.of(reward_model).with_scalar_head()
         self.reward_model_coef = reward_model_coef
         self.workflow = workflow
         self.group_size = group_size
@@ -217,10 +215,10 @@ class RLModule(L.LightningModule):
 
     # ------------------------------------------------------------------ hooks to write or override
 
-    def models(self) -> dict[str, ModelSpec]:
-        """The roles and where their models come from; each becomes the attribute `self.<role>`."""
-        judge = {} if self.reward_model_spec is None else {"reward_model": self.reward_model_spec}
-        return {"policy": self.policy_spec, **judge}
+    def models(self) -> dict[str, Role]:
+        """The roles by name; the model of each becomes the attribute `self.<name>`."""
+        judge = {} if self.reward_model_role is None else {"reward_model": self.reward_model_role}
+        return {"policy": self.policy_role, **judge}
 
     def configure_workflow(self) -> Workflow:
         """What maps a prompt to a trajectory: `workflow`, made with the policy's tokenizer."""
@@ -270,7 +268,7 @@ class RLModule(L.LightningModule):
         Add one of your own, such as a second judge, with `run=` a function; its output is `experience["key"]`.
         """
         calls: list[ModelCall] = []
-        if self.reward_model_spec is not None:
+        if self.reward_model_role is not None:
             calls.append(ModelCall("reward_model", "reward_model", "infer", ("token_ids",), ("reward_model_scores",)))
         if self.needs_proximal_logprobs and not self.makes_one_update:  # else the update computes them anyway
             calls.append(ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",)))
@@ -290,7 +288,7 @@ class RLModule(L.LightningModule):
 
     def trained_roles(self) -> list[str]:
         """The roles whose parameters the optimizer has: the policy, and a critic of its own that is not frozen."""
-        return [role for role, spec in self.models().items() if role in ("policy", "critic") and not spec.frozen]
+        return [name for name, role in self.models().items() if name in ("policy", "critic") and not role.frozen]
 
     def saved_roles(self) -> list[str]:
         """The roles whose weights are in a checkpoint; the others are loaded again from their source."""
@@ -308,8 +306,8 @@ class RLModule(L.LightningModule):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups: one for each trained role, with its `lr` and `weight_decay`."""
-        specs = self.models()
-        return parameter_groups(self, {role: specs[role] for role in self.trained_roles()}, lr=self.lr)
+        roles = self.models()
+        return parameter_groups(self, {name: roles[name] for name in self.trained_roles()}, lr=self.lr)
 
     def validation_step(self, batch: list[Group], batch_idx: int) -> None:
         """Logs mean reward, accuracy, pass@k and the reward's further numbers of judged validation groups."""
@@ -332,7 +330,7 @@ class RLModule(L.LightningModule):
         Raises:
             ValueError: if the calls make no graph (see DataFlowGraph), or a server cannot answer its call.
         """
-        specs = self.models()
+        specs = {name: role.spec for name, role in self.models().items()}
         calls = [
             call
             if (spec := specs.get(call.role or "")) is None or spec.url is None
@@ -348,6 +346,11 @@ class RLModule(L.LightningModule):
             advantage_keys=self.advantage_keys,
             from_file=from_file,
         )
+
+    @property
+    def policy_spec(self) -> ModelSpec:
+        """Where the policy's model comes from."""
+        return self.policy_role.spec
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -407,10 +410,10 @@ class RLModule(L.LightningModule):
             raise RuntimeError(NEEDS_OUR_TRAINER)
 
     def configure_model(self) -> None:
-        for role, spec in self.models().items():
-            if not hasattr(self, role) and spec.url is None:
-                is_trained = role in self.trained_roles()
-                setattr(self, role, load_role(role, spec, self.policy_spec, self.tokenizer, is_trained=is_trained))
+        for name, role in self.models().items():
+            if not hasattr(self, name) and role.spec.url is None:
+                is_trained = name in self.trained_roles()
+                setattr(self, name, load_role(name, role, self.policy_role, self.tokenizer, is_trained=is_trained))
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         raise RuntimeError(NEEDS_OUR_TRAINER)
@@ -447,14 +450,14 @@ class RLModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Frozen roles are loaded again from their source, so checkpoints leave them out."""
-        keep_trained(checkpoint, self._models_and_specs(), self.saved_roles())
+        keep_trained(checkpoint, self._loaded_models(), self.saved_roles())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.configure_model()  # `load_from_checkpoint` calls this before there is a trainer
-        fill_in(checkpoint, self._models_and_specs(), self.saved_roles())
+        fill_in(checkpoint, self._loaded_models(), self.saved_roles())
 
-    def _models_and_specs(self) -> dict[str, tuple[PreTrainedModel, ModelSpec]]:
-        return {role: (getattr(self, role), spec) for role, spec in self.models().items() if spec.url is None}
+    def _loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
+        return {name: (getattr(self, name), role) for name, role in self.models().items() if role.spec.url is None}
 
     def _log_evaluation(self, stage: str, groups: list[Group]) -> None:
         for name, metric in self._evaluation.update(groups, self.validation_metrics).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightrl.algorithms import AdaptiveKL, EarlyStop, ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import (
     DynamicSampling,
@@ -32,10 +34,11 @@ from lightrl.callbacks import (
 )
 from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
+from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import ResumeCheck, RolloutLoop, RolloutStage, StateBefore, logging_allowed
-from lightrl.models import ModelSpec
-from lightrl.models.lora import LoRA
+from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.module import RLModule
+from lightrl.rewards import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import AtomicCheckpointIO, load_model, load_optimizers, named_strategy
 from lightrl.trajectory import Group, Sampling
@@ -47,7 +50,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Plain data that hyper-parameters may hold: checkpoints are loaded with weights_only=True.
-torch.serialization.add_safe_globals([LoRA, ModelSpec, Sampling])
+torch.serialization.add_safe_globals([
+    LoRA, ModelSpec, Role, RoleMesh, Sampling, AdaptiveKL, EarlyStop, ImportanceWeights, OverlongPenalty, ReferenceKL,
+    RewardShaping,
+])  # fmt: skip
 
 # Lightning's warnings about what our modules do on purpose.
 INTENDED: tuple[tuple[str, type[Warning]], ...] = (
@@ -60,6 +66,12 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     # An RLModule can validate, but need not.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
 )
+
+
+def ignore_srun_advice() -> None:
+    """Lightning recommends `srun` wherever it is installed; outside a Slurm job that is no advice."""
+    if "SLURM_JOB_ID" not in os.environ:
+        warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
 
 
 class Trainer(RLTrainer):
@@ -86,13 +98,15 @@ class Trainer(RLTrainer):
         **kwargs: Any,
     ) -> None:
         own = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
-        # Lightning appends its defaults to the very list it gets: with a copy, they can be told from the user's.
-        super().__init__(
-            callbacks=list(own),
-            strategy=named_strategy(strategy),
-            log_every_n_steps=log_every_n_steps,
-            **kwargs,
-        )
+        with warnings.catch_warnings():
+            ignore_srun_advice()
+            # Lightning appends its defaults to the very list it gets; a copy keeps them apart from the user's.
+            super().__init__(
+                callbacks=list(own),
+                strategy=named_strategy(strategy),
+                log_every_n_steps=log_every_n_steps,
+                **kwargs,
+            )
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
         self.phase_seconds = {}
@@ -163,6 +177,7 @@ class Trainer(RLTrainer):
         module = self.lightning_module if model is None else model
         self._mute_checkpoints()  # until the stage runs: a run whose state is half restored has nothing to save
         with warnings.catch_warnings():
+            ignore_srun_advice()
             if isinstance(module, RLModule):
                 self._stage.check(module)
                 self._check_callbacks()

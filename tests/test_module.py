@@ -12,8 +12,8 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer, Trajectory
-from lightrl.algorithms import GRPO, PPO
+from lightrl import FakeEngine, Prompt, PromptDataModule, Role, Sampling, Trainer, Trajectory
+from lightrl.algorithms import GRPO, PPO, ReferenceKL
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.models import ModelSpec, Outputs, vocabulary
@@ -50,9 +50,9 @@ def module(**settings: Any) -> Reinforce:
         ({"num_minibatches": 0}, "num_minibatches=0, expected at least 1"),
         ({"microbatch_tokens": 0}, "microbatch_tokens=0, expected at least 1"),
         ({"max_skipped_updates": 0}, "max_skipped_updates=0, expected at least 1"),
-        ({"lr": -1e-6}, "lr=-1e-06, expected a number from 0"),
-        ({"weight_decay": -0.1}, "weight_decay=-0.1, expected a number from 0"),
-        ({"betas": (0.9, 1.0)}, "betas=.*, expected two numbers from 0 to below 1"),
+        ({"lr": -1e-6}, "lr must be >= 0, got -1e-06"),
+        ({"weight_decay": -0.1}, "weight_decay must be >= 0, got -0.1"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
         ({"warmup_iterations": -1}, "warmup_iterations=-1, expected at least 0"),
         ({"lr_decay": "cosine"}, "lr_decay must be constant or linear, got 'cosine'"),
         ({"max_failed_fraction": 5.0}, "max_failed_fraction=5.0, expected 0 to 1. Lower it"),
@@ -182,7 +182,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the policy has 11"):
         module(policy=spec).configure_model()
     with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the reference has 11"):
-        GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=spec).configure_model()
+        GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, spec)).configure_model()
 
 
 def tokenizer_of_another_family() -> Any:
@@ -200,15 +200,15 @@ def test_a_role_that_reads_other_tokens_is_refused(
     with pytest.raises(
         ValueError, match=r"tokenizer of the reference .* other tokens at 2 of .* '4' at \d+ instead of"
     ):
-        GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=other).configure_model()
+        GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, other)).configure_model()
     monkeypatch.setattr(vocabulary, "MAX_OTHER_TOKENS", 0.2)  # as if these were two of many
-    GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=other).configure_model()
+    GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, other)).configure_model()
     assert "tokenizer of the reference" in caplog.text
 
 
 def test_a_role_whose_folder_has_no_tokenizer_reads_the_policys(tmp_path: Path) -> None:
     tiny_spec(seed=1).load_model().save_pretrained(tmp_path)
-    made = GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=str(tmp_path))
+    made = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, str(tmp_path)))
     made.configure_model()
     assert made.reference is not None
 
@@ -223,7 +223,7 @@ def test_the_context_bounds_the_prompt() -> None:
 
 
 def with_reference() -> GRPO:
-    made = GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=tiny_spec(seed=1))
+    made = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, tiny_spec(seed=1)))
     made.configure_model()
     return made
 
@@ -237,14 +237,14 @@ def test_only_the_policy_is_trained() -> None:
 
 
 def test_a_roles_learning_rate_may_be_0() -> None:
-    made = PPO(tiny_spec(lr=0.0), critic=tiny_spec(lr=0.5), reward=judge, lr=0.1)
+    made = PPO(Role(tiny_spec(), lr=0.0), critic=Role(tiny_spec(), lr=0.5), reward=judge, lr=0.1)
     made.configure_model()
     assert [group["lr"] for group in made.parameter_groups()] == [0.0, 0.5]
 
 
 def test_a_frozen_policy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"policy must not be frozen: .* Set its lr to 0"):
-        module(policy=tiny_spec(frozen=True))
+        module(policy=Role(tiny_spec(), frozen=True))
 
 
 def test_the_reference_is_not_saved_and_comes_back_from_its_source() -> None:
@@ -255,7 +255,7 @@ def test_the_reference_is_not_saved_and_comes_back_from_its_source() -> None:
     made.on_save_checkpoint(checkpoint)
     assert {name.partition(".")[0] for name in checkpoint["state_dict"]} == {"policy"}
 
-    again = GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=tiny_spec(seed=1))
+    again = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, tiny_spec(seed=1)))
     again.on_load_checkpoint(checkpoint)  # `load_from_checkpoint` asks for nothing before
     again.load_state_dict(checkpoint["state_dict"])
     assert all(map(torch.equal, again.state_dict().values(), made.state_dict().values()))
@@ -284,7 +284,7 @@ def trainer(folder: Path, engine: FakeEngine | None = None, **settings: Any) -> 
 def test_a_checkpoint_of_a_run_holds_the_policy_alone_and_loads_by_itself(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"reward": lambda trajectory: float(trajectory.completion_ids[0]), "group_size": 2}
     settings["sampling"] = Sampling(max_new_tokens=4)
-    made = GRPO(tiny_spec(), kl_coef=0.1, reference=tiny_spec(seed=1), lr=0.1, **settings)
+    made = GRPO(tiny_spec(), reference=ReferenceKL(0.1, tiny_spec(seed=1)), lr=0.1, **settings)
     run = trainer(tmp_path, max_steps=1)
     run.fit(made, TwoPrompts())
     path = run.checkpoint_callback.last_model_path
@@ -292,7 +292,7 @@ def test_a_checkpoint_of_a_run_holds_the_policy_alone_and_loads_by_itself(tmp_pa
     assert state
     assert all(name.startswith("policy.") for name in state)
     again = GRPO.load_from_checkpoint(
-        path, policy=tiny_spec(), kl_coef=0.1, reference=tiny_spec(seed=1), weights_only=True, **settings
+        path, policy=tiny_spec(), reference=ReferenceKL(0.1, tiny_spec(seed=1)), weights_only=True, **settings
     )
     assert all(map(torch.equal, again.state_dict().values(), made.state_dict().values()))
 

@@ -15,7 +15,7 @@ from lightrl.algorithms.grpo import GRPO
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import Divergence, check_divergence, group_advantages, kl, rest_mass, topk_divergence
-from lightrl.models import ModelSpec, Outputs
+from lightrl.models import ModelSpec, Outputs, Role
 from lightrl.trajectory import Trajectory
 
 
@@ -54,9 +54,9 @@ class Distillation(GRPO):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
-        teacher: str | ModelSpec,
+        teacher: str | ModelSpec | Role,
         teacher_topk: int | None = None,
         divergence: Divergence = "reverse_kl",
         jsd_beta: float = 0.5,
@@ -83,7 +83,7 @@ class Distillation(GRPO):
         super().__init__(
             policy, group_size=group_size, advantage_mean=advantage_mean, advantage_std=advantage_std, **kwargs
         )
-        self.teacher_spec = ModelSpec.of(teacher)
+        self.teacher_role = Role.of(teacher)
         self.teacher_topk = teacher_topk
         self.divergence = divergence
         self.jsd_beta = jsd_beta
@@ -105,8 +105,8 @@ class Distillation(GRPO):
         """Nothing is judged unless `reward=` is given."""
         return 0.0
 
-    def models(self) -> dict[str, ModelSpec]:
-        return {**super().models(), "teacher": self.teacher_spec}
+    def models(self) -> dict[str, Role]:
+        return {**super().models(), "teacher": self.teacher_role}
 
     def score_calls(self) -> list[ModelCall]:
         teacher = ModelCall("teacher_logprobs", "teacher", "infer", ("token_ids",), ("teacher_logprobs",))

@@ -15,7 +15,7 @@ from lightrl.data.pairs import PairBatch
 from lightrl.experience import Experience
 from lightrl.functional import preference_loss, preference_margin
 from lightrl.functional.preference import PreferenceLoss
-from lightrl.models import ModelSpec, Outputs
+from lightrl.models import ModelSpec, Outputs, Role
 from lightrl.models.lora import adapters_off
 from lightrl.strategies import LogprobSettings, parallel_model
 
@@ -49,18 +49,18 @@ class DPO(SupervisedModule):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
-        reference: str | ModelSpec | None = None,
+        reference: str | ModelSpec | Role | None = None,
         kl_coef: float = 0.1,
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, **kwargs)
         if kl_coef <= 0:
             raise ValueError(f"kl_coef={kl_coef}, expected more than 0 (0.1 is usual). Raise it.")
-        self.reference_spec = self.policy_spec if reference is None else ModelSpec.of(reference)
-        self.check_spec("reference", self.reference_spec)
-        lora = self.policy_spec.lora
+        self.reference_role = self.policy_role if reference is None else Role.of(reference)
+        self.check_role("reference", self.reference_role)
+        lora = self.policy_role.lora
         self.has_own_reference = reference is not None or lora is None or lora.adapter is not None
         self.kl_coef = kl_coef
 
@@ -68,14 +68,14 @@ class DPO(SupervisedModule):
         if hasattr(self, "policy"):
             return
         # Both in evaluation mode: dropout would make the margin of equal policies a random number.
-        self.policy = self.policy_spec.load_model()
+        self.policy = self.policy_role.load_model()
         if self.has_own_reference:
-            self.reference = self.reference_spec.load_model()
+            self.reference = self.reference_role.load_model()
             self.reference.requires_grad_(False)
 
-    def models_and_specs(self) -> dict[str, tuple[PreTrainedModel, ModelSpec]]:
-        reference = {"reference": (self.reference, self.reference_spec)} if self.has_own_reference else {}
-        return {**super().models_and_specs(), **reference}
+    def loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
+        reference = {"reference": (self.reference, self.reference_role)} if self.has_own_reference else {}
+        return {**super().loaded_models(), **reference}
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
         experience = batch.experience()

@@ -193,15 +193,15 @@ def _parallel_models(trainer: RLTrainer, module: RLModule) -> dict[str, Parallel
         num_ids=getattr(module.policy_config.get_text_config(), "vocab_size", None),
     )
     return {
-        role: parallel_model(
+        name: parallel_model(
             trainer.strategy,
-            getattr(module, role),
+            getattr(module, name),
             settings,
-            role=role,
-            value_head=module.value_head if role == "policy" else None,
+            role=name,
+            value_head=module.value_head if name == "policy" else None,
         )
-        for role, spec in module.models().items()
-        if spec.url is None
+        for name, role in module.models().items()
+        if role.spec.url is None
     }
 
 

@@ -56,7 +56,7 @@ def score(
         if call.name == ADVANTAGES:
             return _advantages(module, seen)
         if call.url is not None:
-            call = with_server(call, is_scalar=module.models()[_role(call)].head == "scalar")
+            call = with_server(call, is_scalar=module.models()[_role(call)].spec.head == "scalar")
         if call.run is not None:
             found = asked_once(call, rows, lambda: _own_outputs(call, _called(call, seen, rows), seen))
             return {key: value.to(seen.token_ids.device) for key, value in found.items()}
@@ -126,7 +126,7 @@ def _infer(module: RLModule, call: ModelCall, experience: Experience, ranks: Ran
     the call's `topk` its likeliest tokens and their logprobs too, [B, T, K].
     """
     role, key = _role(call), call.outputs[0]
-    scores_ends = key != "values" and module.models()[role].head == "scalar"
+    scores_ends = key != "values" and module.models()[role].spec.head == "scalar"
     seen = experience
     if scores_ends:
         seen = _with_an_end(experience, torch.ones_like(experience.is_truncated))
@@ -171,7 +171,7 @@ def _advantages(module: RLModule, experience: Experience) -> dict[str, Tensor]:
     if "reward_model_scores" in experience.extras:
         scores = experience["reward_model_scores"]
         if not scores.any():
-            raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"]))
+            raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"].spec))
         given = module.reward_model_coef * scores
         changes["rewards"] = experience.rewards + given
         if experience.token_rewards is not None:

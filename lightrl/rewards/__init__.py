@@ -32,7 +32,14 @@ from lightrl.rewards.parts import RewardPart
 from lightrl.rewards.pool import RewardPool
 from lightrl.rewards.replay import FailureLog, ReplayRow, examine, replay
 from lightrl.rewards.sandbox import Limits, LocalSandbox, Run, Sandbox
-from lightrl.rewards.text_rewards import json_schema, overlong_penalty, regex_match, repetition_penalty, tag_format
+from lightrl.rewards.text_rewards import (
+    OverlongPenalty,
+    json_schema,
+    overlong_penalty,
+    regex_match,
+    repetition_penalty,
+    tag_format,
+)
 
 __all__ = [
     "Judge",
@@ -52,6 +59,7 @@ __all__ = [
     "Run",
     "Sandbox",
     "json_schema",
+    "OverlongPenalty",
     "overlong_penalty",
     "regex_match",
     "repetition_penalty",

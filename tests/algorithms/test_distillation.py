@@ -153,7 +153,7 @@ def test_more_tokens_than_a_model_has_are_refused(role: str) -> None:
         ({"teacher_topk": 4, "divergence": "jsd", "jsd_beta": 0.0}, "jsd_beta=0.0, expected more than 0"),
         ({"divergence": "jsd"}, "divergence='jsd' is of the teacher's likeliest tokens, expected teacher_topk"),
         ({"reward_coef": -1.0}, "reward_coef=-1.0, expected 0"),
-        ({"reward_coef": 1.0, "group_size": 1}, "group_size=1 leaves nothing to compare"),
+        ({"reward_coef": 1.0, "group_size": 1}, "group_size must be at least 2 for group statistics"),
     ],
     ids=str,
 )

@@ -40,7 +40,9 @@ def scored(teacher: ModelSpec, experience: Experience, **settings: Any) -> Exper
     module.configure_model()
     settings = LogprobSettings()
     module.parallel_models = {
-        role: SingleModel(getattr(module, role), settings) for role, spec in module.models().items() if spec.url is None
+        name: SingleModel(getattr(module, name), settings)
+        for name, role in module.models().items()
+        if role.spec.url is None
     }
     return score(module, experience)
 
@@ -91,9 +93,9 @@ def rewards(reward_model: str | ModelSpec, experience: Experience) -> Tensor:
     module = GRPO(tiny_spec(), reward_model=reward_model, group_size=3, sampling=Sampling(temperature=0.7))
     module.configure_model()
     module.parallel_models = {
-        role: SingleModel(getattr(module, role), LogprobSettings())
-        for role, spec in module.models().items()
-        if spec.url is None
+        name: SingleModel(getattr(module, name), LogprobSettings())
+        for name, role in module.models().items()
+        if role.spec.url is None
     }
     return score(module, experience).rewards
 
