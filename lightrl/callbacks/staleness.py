@@ -19,8 +19,8 @@ class StalenessControl(RLCallback):
 
     With 0 the loop is on-policy: it collects an iteration, learns, syncs, collects the next. With η > 0 rollouts
     continue while the policy is updated, up to (η + 1)·P groups ahead; a generation that a weight sync interrupts
-    continues under the new weights. It is one loop in both cases: rollout/buffer.py decides what may start and what may
-    be taken.
+    continues under the new weights. It is one loop in both cases: rollout/group_book.py decides what starts and what is
+    taken.
 
     Args:
         max_staleness: η, in versions.

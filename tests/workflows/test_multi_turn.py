@@ -323,8 +323,10 @@ def make() -> Iterator[Make]:
     made: list[RolloutController] = []
 
     def factory(flow: MultiTurn, engine: FakeEngine, **settings: Any) -> RolloutController:
+        plain: dict[str, Any] = {"sampling": SAMPLING, "prompts": Questions()}
+        plain |= {name: settings.pop(name) for name in ("sampling", "run_seed") if name in settings}
         arguments = RolloutSettings(**({"groups_per_iteration": 2} | settings))
-        made.append(RolloutController(engine, flow, Judged(), arguments, sampling=SAMPLING, prompts=Questions()))
+        made.append(RolloutController(engine, flow, Judged(), arguments, **plain))
         return made[-1]
 
     yield factory
