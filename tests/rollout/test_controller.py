@@ -391,7 +391,7 @@ async def asks_too_much(prompt: Prompt, generate: Generate) -> None:
         (gives_up, "the environment is gone"),
         (cancels_itself, "a cancellation of its own"),
         (returns_nonsense, "returned 'nonsense'"),
-        (asks_too_much, "more than the context"),
+        (asks_too_much, "exceed the context"),
     ],
 )
 def test_a_failed_workflow_drops_its_trajectory_and_the_run_goes_on(make: Make, play: Any, message: str) -> None:
@@ -798,7 +798,7 @@ def test_close_says_what_it_leaves_behind(make: Make, caplog: pytest.LogCaptureF
     controller = make(workflow=Playing(blocks), max_staleness=1, groups_per_iteration=1)
     is_blocked.wait(20)
     controller.close(timeout_s=0.05)
-    assert "leaving them behind" in caplog.text
+    assert "abandoning them" in caplog.text
     released.set()
 
 
