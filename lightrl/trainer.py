@@ -100,7 +100,7 @@ class Trainer(RLTrainer):
         own = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()
-            # Lightning appends its defaults to the very list it gets: with a copy, they can be told from the user's.
+            # Lightning appends its defaults to the very list it gets; a copy keeps them apart from the user's.
             super().__init__(
                 callbacks=list(own),
                 strategy=named_strategy(strategy),
