@@ -210,5 +210,5 @@ def test_a_family_without_a_score_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_coefficient_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"kl_coef=0.0, expected more than 0"):
+    with pytest.raises(ValueError, match=r"kl_coef must be above 0 .* got 0.0"):
         DPO(tiny_spec(), kl_coef=0.0)
