@@ -29,16 +29,11 @@ _CLOSE_TIMEOUT_S = 60.0
 
 @dataclass
 class RestartPolicy:
-    """When to restart a lost server, and when to give it up.
+    """When to restart a lost server, and when to give it up."""
 
-    Args:
-        max_restarts: in a row; the count starts over after `stable_s` of running.
-        backoff_s: before the first restart; doubled for each further one, up to a minute.
-    """
-
-    max_restarts: int = 3
-    backoff_s: float = 1.0
-    stable_s: float = 600.0
+    max_restarts: int = 3  # in a row
+    backoff_s: float = 1.0  # before the first; doubled for each further one, up to a minute
+    stable_s: float = 600.0  # of running, after which the count starts over
     restarts: int = 0  # in a row
 
     def delay_s(self, ran_s: float) -> float | None:
@@ -102,11 +97,7 @@ class ServerFleet:
         return [server.url for server in self.servers]
 
     def start(self) -> list[str]:
-        """Starts all servers at once, waits until all are ready, and watches them from then on; returns their urls.
-
-        Raises:
-            EngineError: if one does not get ready; all are stopped then.
-        """
+        """Starts all servers at once, waits until all are ready, and watches them from then on; returns their urls."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.stop, grace_s=0)
             for server in self.servers:
@@ -116,11 +107,8 @@ class ServerFleet:
                 list(pool.map(self._wait_ready_or_stop, self.servers))
             undo.pop_all()
         for server, policy in zip(self.servers, self._policies, strict=True):
-            thread = threading.Thread(
-                target=self._watch, args=(server, policy), name=f"watch {server.name}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(threading.Thread(target=self._watch, args=(server, policy), daemon=True))
+            self._threads[-1].start()
         return self.urls
 
     def report(self, url: str, reason: str) -> None:

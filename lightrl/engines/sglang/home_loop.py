@@ -25,7 +25,6 @@ class HomeLoop:
     Args:
         describe: the engine's state, for messages.
         on_enter: called from any thread when there is a new loop.
-        timeout_s: for calls that should take milliseconds.
     """
 
     def __init__(self, describe: Callable[[], str], on_enter: Callable[[], None], *, timeout_s: float = 60.0) -> None:
@@ -36,8 +35,6 @@ class HomeLoop:
         self._own_thread: LoopThread | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()  # a new one for each loop
-
-    # ------------------------------------------------------------------ moving in and out
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -88,14 +85,8 @@ class HomeLoop:
         self._changed = asyncio.Event()
         self._on_enter()
 
-    # ------------------------------------------------------------------ from other threads
-
     def call(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-        """From another thread: the coroutine's result.
-
-        Raises:
-            EngineTimeout: if it takes longer.
-        """
+        """From another thread: the coroutine's result."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
@@ -117,8 +108,6 @@ class HomeLoop:
         """From any thread: `action` on the loop, if there is one."""
         if self._loop is not None:
             wake_up(self._loop, action)
-
-    # ------------------------------------------------------------------ on the loop
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Starts a task that nothing awaits."""

@@ -27,13 +27,7 @@ from lightrl.weights import Bucket
 class Loading:
     """Loads weight versions into the servers, and knows which one they have.
 
-    Args:
-        home: the loop.
-        members: the servers.
-        writer: its requests wait during a load.
-        sync: how versions get to servers.
-        timeouts: `request_s` and `sync_s` apply.
-        is_aborting: requests in flight return for a load, instead of waiting in the paused server.
+    With `is_aborting`, requests in flight return for a load, instead of waiting in the paused server.
     """
 
     def __init__(
@@ -60,12 +54,7 @@ class Loading:
         self._is_over = False
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """From the thread that gathers the buckets: loads a version into all servers; returns when they have it.
-
-        Raises:
-            WeightSyncError: if the parameters are not those of the first load, or no server has them afterwards.
-            EngineError: if no server is left.
-        """
+        """From the thread that gathers the buckets: loads a version into all servers; returns when they have it."""
         with self.lock:
             self._load(self._checked(buckets), weight_version)
 
@@ -143,8 +132,6 @@ class Loading:
                 raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
             shapes[name] = tensor.shape
 
-    # ------------------------------------------------------------------ on the loop
-
     async def _begin(self) -> tuple[list[str], dict[str, str]]:
         """The servers that take part, and why the others do not."""
         urls = self._members.pool.urls("starting", "routable", "syncing")
@@ -187,7 +174,7 @@ class Loading:
         fleet = Fleet([self._members.clients[url] for url in urls], self._timeouts.sync_s)
         self._writer.lend(urls)
         await self._writer.hold(urls, is_aborting=False)
-        await fleet.ask(lambda client: client.pause("retract", timeout_s=fleet.timeout_s))
+        await fleet.ask(lambda client: client.pause(timeout_s=fleet.timeout_s))
         await memory.release(fleet.clients, None, fleet.ask)
         for url, reason in fleet.lost.items():
             memory.forget(url)
