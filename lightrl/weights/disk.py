@@ -107,11 +107,6 @@ class WeightFolder:
         for number in set(numbers[: -self.keep]) - set(but):
             shutil.rmtree(self.path_of(number), ignore_errors=True)
 
-    def clear(self) -> None:
-        """Removes all versions, at the end of a run."""
-        for path in [*self.root.glob("version-*"), *self.root.glob(".unfinished-*"), *self.root.glob(".replaced-*")]:
-            shutil.rmtree(path, ignore_errors=True)
-
 
 class VersionWriter:
     """One version being written; `finish` makes it exist, `discard` removes it if it is unfinished.

@@ -52,16 +52,12 @@ class ServerFleet:
     This class's threads call the callbacks, in order for each server, concurrently for several.
 
     Args:
-        servers: not started yet.
         on_lost: (url, reason) of a server that is gone and must get no more requests.
         on_started: url of a server that is ready again, but without the run's weights: loads the current ones, and only
             then admits requests. If it raises a LightRLError, the server counts as lost again.
         on_given_up: (url, message) of a server that will not be restarted.
         silent_s: returns the seconds since the server at an address last answered another part of the engine.
-        max_restarts: of one server in a row, before it is given up.
-        restart_backoff_s: wait before the first restart; doubled each time.
         hang_timeout_s: a server that answers nothing for this long is killed and replaced.
-        probe_interval_s: between two health checks.
     """
 
     def __init__(

@@ -20,11 +20,8 @@ _T = TypeVar("_T")
 class HomeLoop:
     """The controller's event loop, or one of its own, in a thread, while there is no controller.
 
-    Tasks that are `spawned`, or run inside `counted`, are cancelled when the loop changes.
-
-    Args:
-        describe: the engine's state, for messages.
-        on_enter: called from any thread when there is a new loop.
+    Tasks that are `spawned`, or run inside `counted`, are cancelled when the loop changes; `on_enter` is then called,
+    from any thread.
     """
 
     def __init__(self, describe: Callable[[], str], on_enter: Callable[[], None], *, timeout_s: float = 60.0) -> None:
@@ -55,7 +52,7 @@ class HomeLoop:
         if old is not None and thread is not None:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(leave(), old))
             self._own_thread = None
-            await asyncio.to_thread(thread.close, _nothing, self.timeout_s)
+            await asyncio.to_thread(thread.close, lambda: asyncio.sleep(0), self.timeout_s)
         self._enter(here)
 
     def forget(self) -> None:
@@ -70,7 +67,7 @@ class HomeLoop:
                 self.call(leave(), self.timeout_s)
         self._loop = self._own_thread = None
         if thread is not None:
-            thread.close(_nothing, self.timeout_s)
+            thread.close(lambda: asyncio.sleep(0), self.timeout_s)
 
     async def end_tasks(self) -> None:
         """On the loop: cancels all tasks and waits for them."""
@@ -139,7 +136,3 @@ class HomeLoop:
 
 def _log_exit(error: BaseException) -> None:
     log.error("A request ended with %r.", error)
-
-
-async def _nothing() -> None:
-    return None

@@ -56,7 +56,24 @@ class Loading:
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
         """From the thread that gathers the buckets: loads a version into all servers; returns when they have it."""
         with self.lock:
-            self._load(self._checked(buckets), weight_version)
+            urls, absent = self._home.call(self._begin(), self._timeouts.sync_s + self._timeouts.request_s)
+            report: SyncReport | None = None
+            try:
+                report = self._sync.load_from_thread(
+                    self._home.loop,
+                    [self._members.clients[url] for url in urls],
+                    self._checked(buckets),
+                    weight_version=weight_version,
+                    previous_version=self.weight_version if self.weight_version >= 0 else None,
+                    report=SyncReport(weight_version, absent=absent),
+                )
+                self.weight_version = weight_version
+            except SyncFailed as error:
+                report = error.report
+                raise
+            finally:
+                self.last_report = report or self.last_report
+                self._home.call(self._end(urls, report), self._timeouts.request_s * 2)
 
     def give(self, url: str) -> None:
         """From a thread: loads the current version into a server that is back, or leaves it to the next load."""
@@ -87,26 +104,6 @@ class Loading:
         closing = threading.Thread(target=asyncio.run, args=(self._sync.transport.close(),), daemon=True)
         closing.start()
         closing.join(self._timeouts.request_s)
-
-    def _load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        urls, absent = self._home.call(self._begin(), self._timeouts.sync_s + self._timeouts.request_s)
-        report: SyncReport | None = None
-        try:
-            report = self._sync.load_from_thread(
-                self._home.loop,
-                [self._members.clients[url] for url in urls],
-                buckets,
-                weight_version=weight_version,
-                previous_version=self.weight_version if self.weight_version >= 0 else None,
-                report=SyncReport(weight_version, absent=absent),
-            )
-            self.weight_version = weight_version
-        except SyncFailed as error:
-            report = error.report
-            raise
-        finally:
-            self.last_report = report or self.last_report
-            self._home.call(self._end(urls, report), self._timeouts.request_s * 2)
 
     def _checked(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         """The buckets; raises if they are not the parameters of the first load, or not finite."""

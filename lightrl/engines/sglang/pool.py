@@ -74,12 +74,7 @@ class ServerPool:
         self.servers.pop(url, None)
 
     def choose(self, session: str, *, min_version: int = -1, excluded: Collection[str] = ()) -> str | None:
-        """The address for a request of this session; None if no routable server fits.
-
-        Args:
-            min_version: no older weights: a trajectory's versions never decrease.
-            excluded: avoided if another one fits.
-        """
+        """The address for a request of this session; None if no server fits. Avoids `excluded` if another one fits."""
         fitting = [
             item for item in self.servers.values() if item.state == "routable" and item.weight_version >= min_version
         ]

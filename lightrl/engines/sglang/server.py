@@ -54,14 +54,12 @@ class SGLangServer:
 
     Args:
         model_folder: with config.json, and weights unless `args` has `load_format: dummy`; see `write_model_folder`.
-        name: for messages, for example `server 0`.
         python: of an environment with SGLang; see `find_python` for None.
         host: address to listen on. Consider who can reach it before you leave the loopback.
         port: None for a free one at each start, 0 for one that it keeps from its first start on.
         token: that requests must carry; None for a random one. It cannot start with `-`.
         args: SGLang's own arguments by their own names, for example `{"mem_fraction_static": 0.6, "tp_size": 2}`.
         devices: the GPUs it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
-        seed: SGLang's `random_seed`.
         log_file: its output, appended; None for a file in a temporary folder.
         command: a program to run instead of SGLang, with `{port}` for its port, for tests; it finds the token in
             LIGHTRL_SERVER_TOKEN. Its socket must set SO_REUSEADDR, as most servers do.

@@ -56,7 +56,7 @@ class Writer:
     async def write(
         self, token_ids: list[int], sampling: Sampling, session: str, n: int, pictures: RequestPictures | None = None
     ) -> list[Completion]:
-        """`n` completions of one prompt. On cancellation the servers are told."""
+        """`n` completions of one prompt. A cancellation aborts the requests on the servers."""
         with self._home.counted():
             if n == 1:
                 return [await self._write(CompletionDraft(token_ids, sampling, pictures=pictures), session)]
