@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import Report
+from lightrl import ImportanceWeights
 
 if TYPE_CHECKING:
     import lightrl
@@ -64,12 +65,12 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "PPO": ("PPO", {"group_size": 1, "bootstrap_truncated": False}),  # a completion that reaches the limit is wrong
     "decoupled": ("GRPO", {"decoupled": True}),
     "decoupled PPO": ("PPO", {"group_size": 1, "bootstrap_truncated": False, "decoupled": True}),
-    "MIS": ("GRPO", {"decoupled": {"cap": 2.0, "mode": "mask"}}),
-    "TIS": ("GRPO", {"decoupled": {"cap": 2.0, "mode": "clamp"}}),
-    "IcePop": ("GRPO", {"decoupled": {"floor": 0.5, "cap": 5.0}}),
+    "MIS": ("GRPO", {"decoupled": ImportanceWeights(cap=2.0, mode="mask")}),
+    "TIS": ("GRPO", {"decoupled": ImportanceWeights(cap=2.0, mode="clamp")}),
+    "IcePop": ("GRPO", {"decoupled": ImportanceWeights(floor=0.5, cap=5.0)}),
     "naive" + LATE: ("GRPO", {}),
     "decoupled" + LATE: ("GRPO", {"decoupled": True}),
-    "guessed proximal" + LATE: ("GRPO", {"decoupled": {"approximate_proximal": True}}),
+    "guessed proximal" + LATE: ("GRPO", {"decoupled": ImportanceWeights(approximate_proximal=True)}),
     "M2PO" + LATE: ("M2PO", {}),
     "naive" + SLOW: ("GRPO", {"lr": 1e-4}),
     "decoupled" + SLOW: ("GRPO", {"decoupled": True, "lr": 1e-4}),
@@ -209,8 +210,6 @@ def fit(name: str, seed: int, options: argparse.Namespace, callback: lightrl.RLC
         "sampling": lightrl.Sampling(max_new_tokens=4),
         "lr": 3e-4,
     }
-    if isinstance(settings.get("decoupled"), dict):
-        settings = {**settings, "decoupled": lightrl.ImportanceWeights(**settings["decoupled"])}
     if "teacher" in settings:
         settings = {**settings, "teacher": str(options.out / settings["teacher"])}
     module = getattr(lightrl, kind)(str(options.out / "start"), **{**shared, **settings})

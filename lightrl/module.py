@@ -403,6 +403,20 @@ class RLModule(L.LightningModule):
         """Whether an iteration has one update; then the proximal policy is the current one and costs nothing."""
         return self.num_minibatches * self.update_epochs == 1
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether a trainer runs this module."""
+        try:
+            return self.trainer is not None
+        except RuntimeError:
+            return False
+
+    @property
+    def weight_version(self) -> int:
+        """That of the weights at the start of the update; 0 outside a run."""
+        trainer: Any = self.trainer if self.is_attached else None
+        return 0 if trainer is None else int(trainer.weight_version)
+
     # ------------------------------------------------------------------ Lightning's hooks
 
     def setup(self, stage: str) -> None:

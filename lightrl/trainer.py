@@ -154,10 +154,9 @@ class Trainer(RLTrainer):
             before, self._has_started = StateBefore(self, self.rollout_loop), False
             try:
                 super().fit(model, *args, **kwargs)
-            except BaseException:
+            finally:
                 if not self._has_started:
                     before.give_back()
-                raise
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         with self._checked(model):

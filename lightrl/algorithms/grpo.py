@@ -165,12 +165,6 @@ class GRPO(RLModule):
         assert experience.proximal_logprobs is not None
         return experience.proximal_logprobs
 
-    @property
-    def weight_version(self) -> int:
-        """That of the weights at the start of the update; 0 outside a run."""
-        trainer: Any = self._trainer
-        return 0 if trainer is None else int(trainer.weight_version)
-
     def ratio(self, logprobs: Tensor, center: Tensor, loss_mask: Tensor) -> Tensor:
         """Policy ÷ center of the clip, [B, T]: of each token, or of the whole trajectory."""
         if self.ratio_level == "sequence":

@@ -236,7 +236,7 @@ class PPO(GRPO):
         self.kl_coef = self.kl_controller.coef
 
     def _log(self, name: str, value: float) -> None:
-        if self._trainer is not None:
+        if self.is_attached:
             self.log(name, value)
 
     # ------------------------------------------------------------------ the losses
@@ -254,7 +254,7 @@ class PPO(GRPO):
     @property
     def is_warming_up(self) -> bool:
         """Whether this iteration trains the critic alone; False outside a run, so that a plan shows all calls."""
-        return self._trainer is not None and self.weight_version < self.critic_warmup_iterations
+        return self.is_attached and self.weight_version < self.critic_warmup_iterations
 
     def is_update_the_last(self, metrics: dict[str, float]) -> bool:
         if self.is_warming_up:

@@ -15,7 +15,7 @@ from tiny import QUIET, random_experience, tiny_spec
 from torch import Tensor
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
-from lightrl.algorithms import GRPO
+from lightrl.algorithms import GRPO, EarlyStop
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
@@ -296,7 +296,7 @@ def test_an_iterations_metrics_weigh_its_minibatches_by_their_tokens(tmp_path: P
 def test_an_update_that_went_too_far_is_the_iterations_last(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"num_minibatches": 2, "update_epochs": 3, "group_size": 2}
     assert fit(tmp_path, module_to_fit("PPO", **settings)).rollout_loop.num_updates == 6
-    module, counts = module_to_fit("PPO", stop_kl_nats=1e-12, **settings), Counts()
+    module, counts = module_to_fit("PPO", early_stop=EarlyStop(kl_nats=1e-12), **settings), Counts()
     trainer = fit(tmp_path, module, counts, num_iterations=2)
     assert len(counts.metrics) == trainer.rollout_loop.num_updates <= 4
     assert trainer.weight_version == 2
