@@ -96,5 +96,5 @@ def _game(trajectory: Trajectory) -> tuple[list[int], Fraction]:
             "whole numbers) and 'target' (a number). Map the data's columns with data.columns."
         ) from error
     if not found:
-        raise ValueError(f"Prompt {trajectory.prompt.id!r} has no number in 'numbers', expected some. Mend the row.")
+        raise ValueError(f"Prompt {trajectory.prompt.id!r} needs numbers in its column 'numbers'.")
     return found, target
