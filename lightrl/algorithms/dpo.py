@@ -28,14 +28,14 @@ class DPO(SupervisedModule):
 
     Trains on the batches of PreferenceDataModule. Logs, as `dpo/…` per step and `val/…` per validation: `loss`;
     `accuracy_fraction`, how often the margin is above 0; `margin_nats`, how much more than the reference the policy
-    prefers the chosen completion; `chosen_nats` and `rejected_nats`, how much the logprob of either has moved.
+    prefers the chosen completion; `chosen_nats` and `rejected_nats`, how far the logprob of each has moved.
 
     Source: https://arxiv.org/abs/2305.18290.
 
     Args:
         policy: the model to train, usually the export of an SFT.
-        reference: the fixed policy of the KL penalty; None is the policy as training starts, which with LoRA is the
-            same model without its adapters, at no cost of memory.
+        reference: the fixed policy of the KL penalty; None is the initial policy, which with LoRA is the same model
+            without its adapters, at no cost of memory.
         kl_coef: β of the paper: the larger, the closer the policy stays to the reference.
         kwargs: those of SupervisedModule.
     """
@@ -57,7 +57,7 @@ class DPO(SupervisedModule):
     ) -> None:
         super().__init__(policy, **kwargs)
         if kl_coef <= 0:
-            raise ValueError(f"kl_coef={kl_coef}, expected more than 0 (0.1 is usual). Raise it.")
+            raise ValueError(f"kl_coef must be above 0 (0.1 is usual), got {kl_coef}.")
         self.reference_role = self.policy_role if reference is None else Role.of(reference)
         self.check_role("reference", self.reference_role)
         lora = self.policy_role.lora
@@ -97,22 +97,22 @@ class DPO(SupervisedModule):
         }
 
     def _completion_logprobs(self, role: str, experience: Experience) -> Tensor:
-        """Σ of the logprobs of each trajectory's loss tokens, [2B]; the policy's with gradient."""
+        """Sum of the logprobs of each trajectory's loss tokens, [2B]; the policy's with gradient."""
         if role not in self.parallel_models:
             settings = LogprobSettings(entropy_needs_gradient=False)
             self.parallel_models[role] = parallel_model(self.trainer.strategy, getattr(self, role), settings)
-        found: list[Tensor] = []
+        results: list[Tensor] = []
 
         def sums(part: Experience, outputs: Outputs) -> Tensor:
             return torch.where(part.loss_mask, outputs.logprobs, 0.0).sum(1)
 
-        # One microbatch, so the graph is there for Lightning, which runs the backward of what `training_step` returns.
-        self.parallel_models[role].forward_backward([experience], sums, found.append)
-        return found[0]
+        # One microbatch keeps the graph for Lightning, which runs the backward of the value of `training_step`.
+        self.parallel_models[role].forward_backward([experience], sums, results.append)
+        return results[0]
 
 
 class IPO(DPO):
-    """DPO with a target for the margin, 1/(2·kl_coef), so that pairs without noise are not pushed apart for ever.
+    """DPO with a target for the margin, 1/(2·kl_coef), so that noiseless pairs do not move apart without end.
 
     Source: https://arxiv.org/abs/2310.12036.
     """

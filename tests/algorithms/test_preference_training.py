@@ -96,7 +96,7 @@ def test_batches_of_another_data_module_are_refused_and_the_right_one_is_named(m
     batch, right = (
         (make_batch(), "SFTDataModule") if make is SFT else ([Prompt("a", token_ids=[3])], "PreferenceDataModule")
     )
-    with pytest.raises(TypeError, match=rf"{make.__name__} got a batch of type \w+, expected \w+Batch. Use {right}"):
+    with pytest.raises(TypeError, match=rf"{make.__name__} needs batches of type \w+Batch, got \w+\. Use {right}"):
         module.training_step(batch, 0)
 
 
@@ -205,10 +205,10 @@ def test_a_family_without_a_score_head_is_refused(tmp_path: Path) -> None:
         config={**config, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8},
         tokenizer="tiny.char_tokenizer",
     )
-    with pytest.raises(ValueError, match=r"BertForSequenceClassification has no linear layer `score`"):
+    with pytest.raises(ValueError, match=r"linear layer `score`, which BertForSequenceClassification does not have"):
         RewardModel(spec).configure_model()
 
 
 def test_a_coefficient_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"kl_coef=0.0, expected more than 0"):
+    with pytest.raises(ValueError, match=r"kl_coef must be above 0 .* got 0.0"):
         DPO(tiny_spec(), kl_coef=0.0)

@@ -175,11 +175,11 @@ def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_p
         pytest.param(["--ckpt_path", "nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist", id="checkpoint"),
         pytest.param(["--model.reward", "tiny_task.exat"], "Did you mean 'exact'", id="reward"),
         pytest.param(
-            ["--model.policy.path", "some/model"], "lightrl: ModelSpec got path='some/model'", id="of a union"
+            ["--model.policy.path", "some/model"], "lightrl: A model needs exactly one of path", id="of a union"
         ),
         pytest.param(
             ["--model.policy.model", "org/name", "--model.policy.lora.rank", "0"],
-            "lightrl: lora.rank=0, expected at least 1",
+            "lightrl: lora.rank must be at least 1, got 0",
             id="deep in a union",
         ),
     ],

@@ -201,13 +201,13 @@ def test_the_plan_names_the_server_and_a_checkpoint_leaves_its_model_out() -> No
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda spec: replace(spec, path="here"), "expected exactly one of them"),
+        (lambda spec: replace(spec, path="here"), "A model needs exactly one of path"),
         (
             lambda spec: PPO(tiny_spec(), reward=len, critic=spec).data_flow(),
             "The critic must have a path or config, got url=",
         ),
         (lambda spec: GRPO(spec, reward=len), "policy must have a path or config, got url="),
-        (lambda spec: spec.load_model(), "Give its path"),
+        (lambda spec: spec.load_model(), "needs path or config, got url="),
         (
             lambda spec: Distillation(tiny_spec(), teacher=spec, sampling=Sampling(temperature=0.7)).data_flow(),
             "scores tokens at temperature 1",

@@ -18,7 +18,7 @@ from lightrl.workflows.environment import Step
 
 
 def test_a_missing_model_folder_is_named() -> None:
-    with pytest.raises(ValueError, match=r"Model folder './no/such/model' does not exist, expected .* Mend the path"):
+    with pytest.raises(ValueError, match=r"Model folder './no/such/model' does not exist\. Set path to"):
         GRPO("./no/such/model", reward="digit_reward.token_reward")
 
 
@@ -28,7 +28,7 @@ def test_a_missing_model_folder_is_named() -> None:
         (ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer_without_end"), "no end token. Set eos_token"),
         (
             ModelSpec(config=CONFIG, tokenizer="tiny_run.large_tokenizer"),
-            "22 tokens but the vocabulary of the policy has 8, expected at most as many",
+            "22 tokens but the vocabulary of the policy has only 8",
         ),
     ],
     ids=["no end token", "another vocabulary"],
@@ -71,7 +71,7 @@ def test_turns_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_group_of_one_has_no_statistics() -> None:
-    with pytest.raises(ValueError, match=r"group_size must be at least 2 for group statistics, got 1"):
+    with pytest.raises(ValueError, match=r"group_size must be at least 2 for group statistics, got 1\. Increase it"):
         TinyGRPO(group_size=1)
 
 
