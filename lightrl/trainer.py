@@ -200,24 +200,26 @@ class Trainer(RLTrainer):
         if not isinstance(module, RLModule):
             self._has_started = True
             return super()._run_stage()
-        try:
-            try:
-                return self._run_rl_stage(module)
-            finally:
-                self._stage.close()
-        except BaseException as error:
-            self.rollout_loop.resume.note_failure(error)
-            failed_before = self.rollout_loop.ranks.failed_before
-            if self.rollout_loop.resume.why_no_checkpoint is not None:  # closing may have failed to read the state
-                for callback in self._mute_checkpoints():
-                    if failed_before is None:  # else the rank that failed says it
-                        self._warn_of_no_checkpoint(getattr(callback, "dirpath", None))
-            if failed_before is not None and isinstance(error, Exception):
-                raise OtherRankFailed(
-                    f"Rank {self.global_rank} could not continue because another rank failed first. Fix that; its "
-                    f"traceback is above.\n{failed_before}"
-                ) from error
-            raise
+        with contextlib.ExitStack() as stack:
+            stack.push(self._note_failure)
+            stack.callback(self._stage.close)
+            return self._run_rl_stage(module)
+
+    def _note_failure(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        """A stage has ended, perhaps with an error."""
+        if error is None:
+            return
+        resume, failed_before = self.rollout_loop.resume, self.rollout_loop.ranks.failed_before
+        resume.note_failure(error)
+        if resume.why_no_checkpoint is not None:  # closing may have failed to read the state
+            for callback in self._mute_checkpoints():
+                if failed_before is None:  # else the rank that failed says it
+                    self._warn_of_no_checkpoint(getattr(callback, "dirpath", None))
+        if failed_before is not None and isinstance(error, Exception):
+            raise OtherRankFailed(
+                f"Rank {self.global_rank} could not continue because another rank failed first. Fix that; its "
+                f"traceback is above.\n{failed_before}"
+            ) from error
 
     def _run_rl_stage(self, module: RLModule) -> Any:
         loop, ranks = self.rollout_loop, self.rollout_loop.ranks
@@ -226,7 +228,8 @@ class Trainer(RLTrainer):
         with loop.gate.raised_at_once(ranks):
             if self.received_sigterm:  # while models were loaded
                 raise SIGTERMException
-            loop.begin()
+            loop.gate.begin()
+            loop.resume.begin()
             for inner in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop, self.predict_loop):
                 inner.inference_mode = False  # what is made there could not be loaded into in place later
             if self._logs_every_iteration:

@@ -15,11 +15,12 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import Optimizer
 
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
@@ -36,16 +37,9 @@ from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Ranks, ranks_of
 from lightrl.trajectory import Group, Trajectory, sampling_seed
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
 
 class RolloutLoop(_AutomaticOptimization):
-    """One iteration of RL for each of Lightning's training batches.
-
-    Args:
-        trainer: its `rollout` is open while it runs.
-    """
+    """One iteration of RL for each of Lightning's training batches, while `trainer.rollout` is open."""
 
     trainer: RLTrainer
 
@@ -83,8 +77,6 @@ class RolloutLoop(_AutomaticOptimization):
             torch.manual_seed(sampling_seed(self.trainer.rollout.run_seed, "iteration", self.trainer.weight_version))
             yield
 
-    # ------------------------------------------------------------------ phases
-
     def _take_groups(self) -> list[Group]:
         trainer = self.trainer
         trainer.call_rl_hook("on_rollout_start")
@@ -102,9 +94,8 @@ class RolloutLoop(_AutomaticOptimization):
         self.resume.why_no_checkpoint = "an update is in progress or failed"
         with self._phase("update"):
             self._update(module, experience, batch_idx)
-        progress = self.optim_progress.optimizer.step
-        progress.increment_ready()
-        progress.increment_completed()
+        self.optim_progress.optimizer.step.increment_ready()
+        self.optim_progress.optimizer.step.increment_completed()
         trainer.rollout.commit()
         self.resume.why_no_checkpoint = "an iteration is in progress or failed"  # Lightning has not counted it yet
         with self._phase("sync"):
@@ -234,13 +225,6 @@ class RolloutLoop(_AutomaticOptimization):
         groups = evaluate(self.trainer, batch, self._waiting())
         self._report_drops()
         return groups
-
-    # ------------------------------------------------------------------ checkpoints, waiting, times
-
-    def begin(self) -> None:
-        """A stage begins: forgets what an earlier one, which may have failed, left behind."""
-        self.gate.begin()
-        self.resume.begin()
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state = self.resume.state_dict()

@@ -65,18 +65,18 @@ def test_metrics_are_means_over_the_loss_tokens_and_trajectories_of_the_whole_mi
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"policy_loss": torch.zeros(9, 1)}, r"loss returned the keys \['policy_loss'\], expected 'loss' among them"),
-        ({"loss": torch.zeros(())}, r"loss returned 'loss' of shape \(\), expected \[B, T\] = \(9, "),
-        ({"loss": torch.zeros(9, 1)}, r"'loss' of shape \(9, 1\), expected"),
-        ({"loss": torch.zeros(9), "level": torch.zeros(4)}, r"'level' of shape \(4,\), expected .* or \[B\] = \(9,\)"),
-        ({"loss": torch.zeros(9), "level": 0.5}, "'level' as float, expected"),
-        ({"loss": (torch.zeros(9), torch.ones(9))}, "'loss' as tuple, expected"),
+        ({"policy_loss": torch.zeros(9, 1)}, r"loss must return 'loss' among its keys, got \['policy_loss'\]"),
+        ({"loss": torch.zeros(())}, r"loss must return 'loss' per token, \[B, T\] = \(9, .*got \(\)\."),
+        ({"loss": torch.zeros(9, 1)}, r"'loss' per token, .* got \(9, 1\)"),
+        ({"loss": torch.zeros(9), "level": torch.zeros(4)}, r"'level' per token, .* \[B\] = \(9,\), got \(4,\)"),
+        ({"loss": torch.zeros(9), "level": 0.5}, "'level' per token, .* got float"),
+        ({"loss": (torch.zeros(9), torch.ones(9))}, "'loss' per token, .* got tuple"),
         (
             {"loss": torch.zeros(9), "level": (random_experience().rewards, random_experience().behavior_logprobs)},
-            r"'level' with values of shape \(9,\) and weights of shape \(9, \d+\), expected the same",
+            r"values and weights of 'level' from loss must have one shape, got \(9,\) and \(9, \d+\)",
         ),
-        ({"loss": torch.zeros(9), "level": (torch.zeros(9),)}, "'level' as tuple, expected"),
-        ({"loss": torch.zeros(9), "level": (torch.zeros(4), torch.ones(4))}, r"'level' of shape \(4,\), expected"),
+        ({"loss": torch.zeros(9), "level": (torch.zeros(9),)}, "'level' per token, .* got tuple"),
+        ({"loss": torch.zeros(9), "level": (torch.zeros(4), torch.ones(4))}, r"'level' per token, .* got \(4,\)"),
     ],
     ids=["no loss", "scalar", "would broadcast", "wrong metric", "number", "pair", "shapes", "no pair", "wrong pair"],
 )
@@ -196,7 +196,7 @@ def test_the_run_ends_after_the_stated_number_in_a_row_and_a_good_update_starts_
     for value in (math.nan, math.nan, 1.0, math.inf, math.nan):
         check(value)
     assert (guard.num_skipped, guard.num_in_a_row) == (4, 2)
-    with pytest.raises(TrainingError, match=r"3 updates in a row .* max_skipped_updates=3\. Lower the learning rate"):
+    with pytest.raises(TrainingError, match=r"3 updates in a row .*max_skipped_updates=3\)\. Lower the learning rate"):
         check(math.nan)
 
 
