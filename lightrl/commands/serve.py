@@ -155,11 +155,7 @@ def served_folder(model: ModelSpec, folder: Path) -> Path:
 
 
 def settings_of(configs: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """The policy and the engine's settings of run configurations; later ones win.
-
-    Raises:
-        ValueError: if a file cannot be read, or its engine is not SGLangEngine.
-    """
+    """The policy and the engine's settings of run configurations; later ones win."""
     policy: Any = None
     settings: dict[str, Any] = {}
     for config in configs:
@@ -192,12 +188,7 @@ def model_of(policy: Any) -> ModelSpec:
 
 
 def parse(args: Sequence[str]) -> dict[str, Any]:
-    """The arguments of `serve` from a command line and its configurations; the command line wins.
-
-    Raises:
-        UsageError: if an argument is unknown or has the wrong type.
-        ValueError: if there is no model.
-    """
+    """The arguments of `serve` from a command line and its configurations; the command line wins."""
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     reader.add_argument("--config", action="append", default=[])
     options, rest = reader.parse_known_args([_with_value(*pair) for pair in zip(args, [*args[1:], "--"], strict=False)])
@@ -227,14 +218,7 @@ def _with_value(arg: str, following: str) -> str:
 
 
 def run(args: Sequence[str]) -> int:
-    """`lightrl serve`.
-
-    Args:
-        args: without the command's name.
-
-    Returns:
-        0 ended by Ctrl-C or SIGTERM, 1 a server failed, 2 the call has an error.
-    """
+    """`lightrl serve ARGS`; returns 0 ended by Ctrl-C or SIGTERM, 1 a server failed, 2 the call has an error."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -48,14 +48,8 @@ class LoopThread(threading.Thread):
                 self._on_exit(error)
         self.loop.close()
 
-    # ------------------------------------------------------------------ from the main thread
-
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """The result of a coroutine that takes milliseconds.
-
-        Raises:
-            RolloutError: if the loop is closed or blocked.
-        """
+        """The result of a coroutine that takes milliseconds; RolloutError if the loop is closed or blocked."""
         future = self._submit(coroutine)
         concurrent.futures.wait([future], self.loop_timeout_s)
         if not future.done():
@@ -77,9 +71,6 @@ class LoopThread(threading.Thread):
             on_answer: called on the loop each time it answers.
             on_wait: called here about ten times a second; may raise, for a deadline or a signal.
             who: the waiting part, for messages.
-
-        Raises:
-            RolloutError: if the loop is closed or blocked.
         """
         future = self._submit(coroutine)
         has_answered = threading.Event()

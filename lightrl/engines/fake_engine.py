@@ -94,7 +94,7 @@ class FakeEngine(RolloutEngine):
         self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def start(self, config: PretrainedConfig) -> None:
-        """Takes the sizes of vocabulary and context from the config; possible again after `close`."""
+        """Takes the sizes of vocabulary and context from the config."""
         with self._lock:
             self._is_closed = self._is_paused = False
         self.weight_version = -1
@@ -104,13 +104,12 @@ class FakeEngine(RolloutEngine):
         self._max_context = getattr(config, "max_position_embeddings", None)
 
     def queue_depths(self) -> dict[str, int]:
-        """Completions being written (`running`); none ever waits for a slot (`waiting`)."""
         return {"running": self.num_running, "waiting": 0}
 
     async def generate(
         self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
     ) -> list[Completion]:
-        """`n` completions, written concurrently; see `RolloutEngine`. Ignores pictures."""
+        """`n` completions, written concurrently; ignores pictures."""
         check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
         number = len(self.requests)
         self.requests.append(FakeRequest(number, list(token_ids), sampling, session, n, self.weight_version))
@@ -125,24 +124,18 @@ class FakeEngine(RolloutEngine):
         return list(await asyncio.gather(*(self._write(token_ids, sampling, sample) for sample in range(n))))
 
     async def pause(self) -> None:
-        """Stops all writing; idempotent."""
         self._check_open()
         with self._lock:
             self._is_paused = True
 
     async def resume(self) -> None:
-        """Continues all writing."""
         self._check_open()
         with self._lock:
             self._is_paused = False
         self._wake_sleepers()
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Reads the buckets and adopts the version; names and shapes must be those of the first load.
-
-        Raises:
-            WeightSyncError: if a name or shape differs, a value is not finite, or the version is in `fail_loads`.
-        """
+        """Reads the buckets and adopts the version; names and shapes must be those of the first load."""
         self._check_open()
         with self._lock:
             self._is_loading = True
@@ -167,7 +160,6 @@ class FakeEngine(RolloutEngine):
             self._wake_sleepers()
 
     def close(self) -> None:
-        """Requests in flight raise EngineError. May be called twice."""
         with self._lock:
             self._is_closed = True
         self._wake_sleepers()

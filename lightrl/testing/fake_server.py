@@ -5,9 +5,8 @@
     … --model-path FOLDER --is-embedding                                       a reward model, for /classify
 
 It takes SGLang's own arguments (and ignores those it has no use for) and ends with its parent. Its behavior was
-measured on SGLang 0.5.23: pause modes, the lock between generations and weight updates, the bracket around an update,
-versions per token, the ways to kill a server. Two differences: `in_place` recomputes key-values, as `retract` does; the
-sampling seed is always honored, as under `--enable-deterministic-inference`.
+measured on SGLang 0.5.23: `retract`, the lock between generations and weight updates, the bracket around an update,
+versions per token, the ways to kill a server. It honors the sampling seed as under `--enable-deterministic-inference`.
 
 Request faults with `--fault KIND[:PATH[:COUNT[:SECONDS]]]` or by POST to `/fake/faults`, see fake_server_faults.py. GET
 `/fake/stats` counts requests; POST `/fake/pace` changes a script's `seconds_per_token` from the next token on, for a
@@ -26,7 +25,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
 from typing import Any, NoReturn
 
 from aiohttp import web
@@ -34,7 +32,7 @@ from aiohttp import web
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.testing.fake_server_faults import Fault, Faults, faulty_answer
-from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel, ServedModel
+from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
 from lightrl.testing.fake_server_weights import Route, WeightRoutes
 
 DEFAULT_PARAMS: dict[str, Any] = {
@@ -49,7 +47,7 @@ DEFAULT_PARAMS: dict[str, Any] = {
 class FakeServer:
     """The routes of generation, pause and memory, and what the others share; aiohttp runs its `application`."""
 
-    def __init__(self, model: ServedModel, *, arguments: dict[str, Any], faults: Sequence[Fault] = ()) -> None:
+    def __init__(self, model: ScriptedModel, *, arguments: dict[str, Any], faults: Sequence[Fault] = ()) -> None:
         self.model = model
         self.arguments = arguments
         self.faults = Faults(faults)
@@ -57,14 +55,14 @@ class FakeServer:
         self.most_running = 0
         self._runs: dict[str, Run] = {}
         self._released: Counter[str] = Counter()
-        self._pause_mode: str | None = None
+        self._is_paused = False  # with requests retracted
         self._unpaused = asyncio.Event()
         self._unpaused.set()
         self._weights = WeightRoutes(
             model,
             model_path=arguments.get("model_path"),
             faults=self.faults,
-            is_busy=lambda: self._pause_mode is None and bool(self._runs),
+            is_busy=lambda: not self._is_paused and bool(self._runs),
             abort_all=self._abort_all,
         )
 
@@ -103,71 +101,57 @@ class FakeServer:
         fault = None if path.startswith("/fake") else self.faults.next(path)
         return await (handler(request) if fault is None else faulty_answer(fault, request, handler))
 
-    # ------------------------------------------------------------------ generation
-
     async def _generate(self, body: dict[str, Any]) -> Any:
         params = body.get("sampling_params") or {}
         unknown = sorted(set(params) - set(DEFAULT_PARAMS))
         if unknown:
             raise Refused(f"unknown field `{unknown[0]}`, expected one of {', '.join(DEFAULT_PARAMS)}")
         params = {**DEFAULT_PARAMS, **params}
-        prompt = body.get("input_ids")
-        self._check(prompt, params)
-        if not prompt or isinstance(prompt[0], list):
-            prompts: list[list[int]] = prompt or [[]]
-        else:
-            prompts = [prompt]
-        num = int(params["n"])
-        is_single = num == 1 and prompts is not prompt and len(prompts) == 1
+        if params["n"] != 1:
+            raise Refused("the fake server writes one completion per request")
+        prompt: list[int] = body.get("input_ids") or []
+        self._check(prompt, int(params["max_new_tokens"]))
+        if params["temperature"] < 0:
+            raise Refused("temperature must be non-negative")
         rid = body.get("rid") or secrets.token_hex(16)
         if rid in self._runs:
             raise Refused(f"Duplicate request ID detected: {rid}")
-        rids = [rid] if is_single else [secrets.token_hex(16) for _ in range(num * len(prompts))]
-        runs = [Run(name, prompts[index // num], params) for index, name in enumerate(rids)]
-        answers = await asyncio.gather(*(self._one(run, bool(body.get("return_logprob"))) for run in runs))
-        for run, answer in zip(runs, answers, strict=True):
-            if body.get("return_logprob") and body.get("logprob_start_len") == 0:
-                scores = await asyncio.to_thread(self.model.score, run.prompt)
-                answer["meta_info"]["input_token_logprobs"] = [
-                    [None if index == 0 else score, run.prompt[index], None] for index, score in enumerate(scores)
+        has_logprobs = bool(body.get("return_logprob"))
+        answer = await self._one(Run(rid, prompt, params), has_logprobs)
+        if has_logprobs and body.get("logprob_start_len") == 0:
+            scores = await asyncio.to_thread(self.model.score, prompt)
+            answer["meta_info"]["input_token_logprobs"] = [
+                [None if index == 0 else score, prompt[index], None] for index, score in enumerate(scores)
+            ]
+            if body.get("top_logprobs_num"):
+                likeliest = await asyncio.to_thread(self.model.likeliest, prompt, body["top_logprobs_num"])
+                answer["meta_info"]["input_top_logprobs"] = [
+                    [[score, token, None] for score, token in place] or None for place in likeliest
                 ]
-                if body.get("top_logprobs_num"):
-                    likeliest = await asyncio.to_thread(self.model.likeliest, run.prompt, body["top_logprobs_num"])
-                    answer["meta_info"]["input_top_logprobs"] = [
-                        [[score, token, None] for score, token in place] or None for place in likeliest
-                    ]
-        return answers[0] if is_single else answers
+        return answer
 
     async def _classify(self, body: dict[str, Any]) -> Any:
-        prompt = body.get("input_ids")
         if not self.arguments.get("is_embedding"):
             raise Refused(
                 "This model does not appear to be an embedding model by default. Please add `--is-embedding` when "
                 "launching the server or try another model."
             )
-        self._check(prompt, {"max_new_tokens": 0, "temperature": 1.0})
-        assert isinstance(prompt, list)
-        is_single = not isinstance(prompt[0], list)
-        rows: list[list[int]] = [prompt] if is_single else prompt
+        rows: list[list[int]] = body["input_ids"]
+        for row in rows:
+            self._check(row, 0)
         judged = await asyncio.to_thread(self.model.classify, rows)
-        answers = [
+        return [
             {"embedding": numbers, "meta_info": {"prompt_tokens": len(row), "weight_version": self.model.version}}
             for row, numbers in zip(rows, judged, strict=True)
         ]
-        return answers[0] if is_single else answers
 
-    def _check(self, prompt: Any, params: dict[str, Any]) -> None:
+    def _check(self, prompt: Any, max_new_tokens: int) -> None:
         if not isinstance(prompt, list) or not prompt:
             raise Refused("input_ids has to be a list of token ids that is not empty")
-        for ids in prompt if isinstance(prompt[0], list) else [prompt]:
-            if not ids:
-                raise Refused("input_ids is empty")
-            if min(ids) < 0 or max(ids) >= self.model.vocab_size:
-                _die("IndexError: index out of range in self")
-            if len(ids) + int(params["max_new_tokens"]) > self.model.max_context:
-                raise Refused(f"Requested token count exceeds the context length of {self.model.max_context} tokens")
-        if params["temperature"] < 0:
-            raise Refused("temperature must be non-negative")
+        if min(prompt) < 0 or max(prompt) >= self.model.vocab_size:
+            _die("IndexError: index out of range in self")
+        if len(prompt) + max_new_tokens > self.model.max_context:
+            raise Refused(f"Requested token count exceeds the context length of {self.model.max_context} tokens")
 
     async def _one(self, run: Run, wants_logprobs: bool) -> dict[str, Any]:
         self._runs[run.rid] = run
@@ -183,7 +167,7 @@ class FakeServer:
             aborting = asyncio.ensure_future(run.aborted.wait())
             try:
                 await asyncio.wait({writing, aborting}, return_when=asyncio.FIRST_COMPLETED)
-                if not writing.done() and self._pause_mode == "retract":
+                if not writing.done() and self._is_paused:
                     finish = "abort"  # what was written and not yet streamed is lost
                 else:
                     finish = await writing
@@ -232,34 +216,28 @@ class FakeServer:
                 run.is_aborted = True
                 run.aborted.set()
 
-    # ------------------------------------------------------------------ pause, cache, memory
-
     async def _pause(self, body: dict[str, Any]) -> Any:
-        mode = body.get("mode", "abort")
+        if body.get("mode") != "retract":
+            raise Refused("the fake server only knows the mode retract")
         self._unpaused.clear()
-        if mode == "abort":
-            self._abort_all()
-            while any(not run.is_aborted or run.token_ids for run in self._runs.values()):
-                await asyncio.sleep(0.01)
-        else:
-            for run in self._runs.values():
-                run.num_retractions += mode == "retract"
-            await self.model.pause()
-        self._pause_mode = mode
+        for run in self._runs.values():
+            run.num_retractions += 1
+        await self.model.pause()
+        self._is_paused = True
         return {"message": "Generation paused successfully.", "status": "ok"}
 
     async def _continue(self, body: dict[str, Any]) -> Any:
-        self._pause_mode = None
+        self._is_paused = False
         await self.model.resume()
         self._unpaused.set()
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     async def _flush(self, body: dict[str, Any]) -> Any:
-        if self._runs and self._pause_mode != "retract":
+        if self._runs and not self._is_paused:
             raise Refused("Flush cache failed: there are running or waiting requests.")
 
     async def _release(self, body: dict[str, Any]) -> Any:
-        if self._runs and self._pause_mode != "retract":
+        if self._runs and not self._is_paused:
             _die("AssertionError: release_memory_occupation requires an idle server")
         self._released.update(body.get("tags") or ["kv_cache", "weights", "cuda_graph"])
 
@@ -268,8 +246,6 @@ class FakeServer:
             if not self._released[tag]:
                 _die(f"KeyError: {tag!r}")
             self._released[tag] = 0
-
-    # ------------------------------------------------------------------ state, and what a test sets
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({
@@ -287,11 +263,9 @@ class FakeServer:
 
     async def _add_fault(self, body: dict[str, Any]) -> Any:
         self.faults.append(Fault(**body))
-        return {"faults": [asdict(fault) for fault in self.faults]}
+        return {}
 
     async def _set_pace(self, body: dict[str, Any]) -> Any:
-        if not isinstance(self.model, ScriptedModel):
-            raise Refused("Only a script has a pace. Start the fake server without --model-path.")
         self.model.seconds_per_token = float(body["seconds_per_token"])
         return {}
 
@@ -359,7 +333,7 @@ async def _serve(options: argparse.Namespace) -> None:
     late_s = sum(fault.seconds for fault in options.fault if fault.kind == "late")
     if late_s:
         await asyncio.sleep(late_s)
-    model: ServedModel
+    model: ScriptedModel
     if options.model_path is None:
         model = ScriptedModel(
             vocab_size=options.vocab_size,

@@ -29,7 +29,7 @@ from lightrl.weights import Bucket
 ALL_TOKENS = 2**30  # SGLang's top_k without a bound
 
 
-class EmbeddedModel:
+class EmbeddedModel(ScriptedModel):
     """A tiny model, decoded in pieces of a few tokens: an abort takes effect between two pieces.
 
     The seed of a piece follows from the request's seed and the piece's position, so tokens do not depend on other
@@ -40,17 +40,20 @@ class EmbeddedModel:
         piece_tokens: per piece.
     """
 
-    def __init__(self, folder: str, *, version: str = "default", piece_tokens: int = 16, max_batch: int = 64) -> None:
+    takes_tensors = True
+
+    def __init__(self, folder: str, *, version: str = "default", piece_tokens: int = 16) -> None:
         config = AutoConfig.from_pretrained(folder)
         self.piece_tokens = piece_tokens
-        self.vocab_size = int(config.vocab_size)
+        self._versions = {0: version}  # names of the engine's numbers
+        self._is_tied = bool(getattr(config, "tie_word_embeddings", False))
+        self._engine = LocalEngine(max_batch=64, threads=1)
+        self._engine.start(config)
+        super().__init__(
+            vocab_size=int(config.vocab_size), max_context=int(self._engine.max_context or 2**20), version=version
+        )
         eos = config.eos_token_id
         self.eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
-        self._versions = {0: version}  # of the engine's numbers
-        self._is_tied = bool(getattr(config, "tie_word_embeddings", False))
-        self._engine = LocalEngine(max_batch=max_batch, threads=1)
-        self._engine.start(config)
-        self.max_context = int(self._engine.max_context or 2**20)
         if list(Path(folder).glob("*.safetensors")):
             tensors = self._read(folder)
         else:
@@ -58,13 +61,8 @@ class EmbeddedModel:
             tensors = dict(model.named_parameters())
         self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
 
-    @property
-    def version(self) -> str:
-        return self._versions[self._engine.weight_version]
-
-    @version.setter
-    def version(self, name: str) -> None:
-        self._versions[self._engine.weight_version] = name
+    def rename(self, version: str) -> None:
+        self.version = self._versions[self._engine.weight_version] = version
 
     async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
         params = run.params
@@ -104,9 +102,6 @@ class EmbeddedModel:
     def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
         return self._engine.likeliest(token_ids, num)
 
-    def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        raise Refused("This is a language model, not a reward model.")
-
     async def pause(self) -> None:
         await self._engine.pause()
 
@@ -135,6 +130,7 @@ class EmbeddedModel:
             self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=number)
         except EngineError as error:
             raise Refused(f"{error} Rolling back.") from error
+        self.version = self._versions[number]
 
     def _read(self, folder: str) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}

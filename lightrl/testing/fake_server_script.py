@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = 0xBF58476D1CE4E5B9
@@ -39,53 +39,15 @@ class Run:
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class ServedModel(Protocol):
-    """Writes the completions behind the fake server's HTTP."""
-
-    vocab_size: int
-    max_context: int
-    eos_token_ids: frozenset[int]
-    version: str  # of the weights that write now
-
-    async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
-        """Appends to the run's lists until it ends or is aborted; stands still while paused."""
-        ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def load_folder(self, folder: str, version: str | None) -> None:
-        """Loads the weights of a safetensors folder, or raises Refused."""
-        ...
-
-    async def load_tensors(self, tensors: Any, version: str | None) -> None:
-        """Loads (name, tensor) pairs, possibly not all, or raises Refused."""
-        ...
-
-    def score(self, token_ids: list[int]) -> list[float]:
-        """Logprobs of a prompt's tokens, 0 for the first; empty if there are none."""
-        ...
-
-    def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
-        """Logprob and id of the likeliest tokens at each place of a prompt; empty if there are none."""
-        ...
-
-    def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """The numbers of a reward model's head at the last token of each row."""
-        ...
-
-    def checksums(self) -> dict[str, str]: ...
-
-
 class ScriptedModel:
-    """No model: tokens by rule.
+    """Writes tokens by rule; subclasses put a model behind the server.
 
     Args:
-        vocab_size, max_context: as a model's.
         delay_s: before the first token.
         seconds_per_token: pace; 0 writes all tokens at once after the delay.
     """
+
+    takes_tensors = False
 
     def __init__(
         self,
@@ -107,6 +69,7 @@ class ScriptedModel:
         self._running.set()
 
     async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
+        """Appends to the run's lists until it ends or is aborted; stands still while paused."""
         params = run.params
         seed = 42 if params.get("sampling_seed") is None else int(params["sampling_seed"])
         longest = int(params["max_new_tokens"])
@@ -133,10 +96,16 @@ class ScriptedModel:
         return "length"
 
     def score(self, token_ids: list[int]) -> list[float]:
+        """Logprobs of a prompt's tokens, 0 for the first; empty if there are none."""
         return []
 
     def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
+        """Logprob and id of the likeliest tokens at each place of a prompt; empty if there are none."""
         return []
+
+    def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """The numbers of a reward model's head at the last token of each row."""
+        return [[0.0] for _ in rows]
 
     async def pause(self) -> None:
         self._running.clear()
@@ -145,14 +114,17 @@ class ScriptedModel:
         self._running.set()
 
     async def load_folder(self, folder: str, version: str | None) -> None:
+        """Loads the weights of a safetensors folder, or raises Refused."""
         self._sums = await asyncio.to_thread(_read_sums, folder)
         self.version = version or self.version
 
     async def load_tensors(self, tensors: Any, version: str | None) -> None:
+        """Loads (name, tensor) pairs, possibly not all, or raises Refused."""
         raise Refused("A fake server with a script takes no tensors. Start it with --model-path.")
 
-    def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        return [[0.0] for _ in rows]
+    def rename(self, version: str) -> None:
+        """Changes the name of the weights."""
+        self.version = version
 
     def checksums(self) -> dict[str, str]:
         return self._sums

@@ -10,25 +10,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from lightrl.testing.fake_server_faults import Faults
-from lightrl.testing.fake_server_script import Refused, ScriptedModel, ServedModel
+from lightrl.testing.fake_server_script import Refused, ScriptedModel
 
 Route = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class WeightRoutes:
-    """Routes and their state.
-
-    Args:
-        model: gets the weights.
-        model_path: of the weights it has.
-        faults: of updates apply here.
-        is_busy: whether requests run and are not paused: an update waits until they are done.
-        abort_all: ends all requests.
-    """
+    """Routes and their state; an update waits while the server `is_busy`."""
 
     def __init__(
         self,
-        model: ServedModel,
+        model: ScriptedModel,
         *,
         model_path: str | None,
         faults: Faults,
@@ -120,7 +112,7 @@ class WeightRoutes:
         return {"success": True, "message": "Succeeded to destroy the process group."}
 
     def _receiving(self) -> Any:
-        if isinstance(self._model, ScriptedModel):
+        if not self._model.takes_tensors:
             raise Refused("A fake server with a script takes no tensors. Start it with --model-path.")
         if self._receiver is None:
             from lightrl.testing.fake_server_model import TensorReceiver
@@ -147,7 +139,7 @@ class WeightRoutes:
     async def _set_version(self, body: dict[str, Any]) -> Any:
         if body.get("abort_all_requests", True):
             self._abort_all()
-        self._model.version = body["new_version"]
+        self._model.rename(body["new_version"])
         return {"success": True, "message": "", "new_version": body["new_version"]}
 
     async def _checksum(self, body: dict[str, Any]) -> Any:

@@ -107,14 +107,12 @@ class WeightFolder:
         for number in set(numbers[: -self.keep]) - set(but):
             shutil.rmtree(self.path_of(number), ignore_errors=True)
 
-    def clear(self) -> None:
-        """Removes all versions, at the end of a run."""
-        for path in [*self.root.glob("version-*"), *self.root.glob(".unfinished-*"), *self.root.glob(".replaced-*")]:
-            shutil.rmtree(path, ignore_errors=True)
-
 
 class VersionWriter:
-    """One version being written; `finish` makes it exist, `discard` removes it if it is unfinished."""
+    """One version being written; `finish` makes it exist, `discard` removes it if it is unfinished.
+
+    Both and `add` raise WeightSyncError if the disk is full or fails.
+    """
 
     def __init__(self, folder: WeightFolder, weight_version: int) -> None:
         self.folder = folder
@@ -125,11 +123,7 @@ class VersionWriter:
         self._place = folder.root / f".unfinished-{weight_version:08d}-{os.getpid()}"
 
     def add(self, bucket: Bucket) -> None:
-        """Writes the bucket as a file.
-
-        Raises:
-            WeightSyncError: if a name is repeated, a dtype has no safetensors name, or the disk is full or fails.
-        """
+        """Writes the bucket as a file."""
         layout = self.folder.form.layout(bucket)
         if not layout:
             return
@@ -149,11 +143,7 @@ class VersionWriter:
         self._file_of.update({parameter: name for parameter, _, _ in layout})
 
     def finish(self) -> Path:
-        """The complete folder of the version, under its name; removes versions beyond `keep`.
-
-        Raises:
-            WeightSyncError: if nothing was added, or the disk is full or fails.
-        """
+        """The complete folder of the version, under its name; removes versions beyond `keep`."""
         if not self._files:
             raise WeightSyncError(f"Version {self.weight_version} has no parameters.")
         metadata = {"weight_version": self.weight_version, "file_bytes": self._files, "total_size": self.num_bytes}

@@ -38,8 +38,8 @@ class ServerForm:
         for name, tensor in bucket.tensors.items():
             if name in self.skip_names:
                 continue
-            wants = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
-            yield name, tensor.detach().to(wants).contiguous()
+            dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+            yield name, tensor.detach().to(dtype).contiguous()
 
     def layout(self, bucket: Bucket) -> list[tuple[str, torch.dtype, torch.Size]]:
         """(name, dtype, shape) of each of `tensors`, without converting them."""

@@ -80,17 +80,16 @@ def test_an_abort_returns_what_was_written_and_hits_every_rid_that_begins_so(slo
         assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < NUM_TOKENS
 
 
-def test_a_live_rid_is_refused_and_several_samples_lose_theirs(slow_server: FakeServerProcess) -> None:
-    async def scenario(client: SGLangClient) -> list[Any]:
+def test_a_live_rid_is_refused(slow_server: FakeServerProcess) -> None:
+    async def scenario(client: SGLangClient) -> None:
         task = asyncio.create_task(client.generate(body("same", max_new_tokens=NUM_TOKENS)))
         await until_written(slow_server)
         with pytest.raises(ServerRefused, match="Duplicate"):
             await client.generate(body("same"))
         slow_server.pace(0)
         assert len((await task)["output_ids"]) == NUM_TOKENS
-        return await client.generate(body("mine", n=2, max_new_tokens=2))
 
-    assert "mine" not in [answer["meta_info"]["id"] for answer in ask(slow_server, scenario)]
+    ask(slow_server, scenario)
 
 
 def test_an_update_that_is_not_paused_waits_for_running_requests(
@@ -122,7 +121,7 @@ def test_spans_tell_versions_apart_after_a_paused_update(slow_server: FakeServer
     async def scenario(client: SGLangClient) -> Any:
         task = asyncio.create_task(client.generate(body(max_new_tokens=NUM_TOKENS)))
         await until_written(slow_server)
-        await client.pause("retract")
+        await client.pause()
         await client.update_weights_from_disk(str(tmp_path), weight_version="2")
         await client.resume()
         await client.set_weight_version("2")

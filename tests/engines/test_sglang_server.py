@@ -142,12 +142,12 @@ def test_a_server_that_dies_says_command_log_and_last_words_but_not_the_token(sm
 
 
 def test_a_server_that_is_not_ready_in_time_is_named(small_server):
-    server = small_server("never_ready")
+    server = small_server("never_ready", startup_timeout_s=1.0)
     server.start()
     with pytest.raises(
         EngineTimeout, match=r"(?s)server 0 at http://127.0.0.1:\d+ was not ready.*engine.timeouts.startup_s.*listening"
     ):
-        server.wait_ready(within_s=1.0)
+        server.wait_ready()
     assert server.answers()
 
 
@@ -210,7 +210,7 @@ from lightrl.engines.sglang.server import SGLangServer
 how, log = sys.argv[1:3]
 server = SGLangServer(".", command=sys.argv[3:], log_file=log, stop_timeout_s=1)
 server.start()
-server.wait_ready(60)
+server.wait_ready()
 if how == "forked":
     if os.fork() == 0:  # holds the pipe open
         time.sleep(30)
@@ -363,7 +363,8 @@ def test_each_server_gets_its_own_devices():
 
 
 def test_a_server_sees_its_devices_and_variables_but_not_the_trainers_packages(small_server, monkeypatch):
-    server = small_server(devices=[4, 5], environment={"SGLANG_ANYTHING": "1"})
+    monkeypatch.setenv("SGLANG_ANYTHING", "1")
+    server = small_server(devices=[4, 5])
     server.start()
     server.wait_ready()
     found = ask(server)["environment"]

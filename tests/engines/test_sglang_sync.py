@@ -369,7 +369,7 @@ def test_weights_get_their_memory_back_before_the_load_and_the_rest_after_it(fol
     async def release():
         clients = [SGLangClient(server.url) for server in two_servers]
         for client in clients:
-            await client.pause("retract")
+            await client.pause()
         await memory.release(clients, None, lambda tell: asyncio.gather(*(tell(client) for client in clients)))
         for client in clients:
             await client.close()

@@ -44,21 +44,14 @@ class Decoder(Protocol):
         ...
 
     def append(
-        self,
-        sequences: Sequence[Sequence[int]],
-        owners: Sequence[int],
-        pictures: Sequence[Tensor | None] | None = None,
+        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], pictures: Sequence[Tensor | None] | None = None
     ) -> Tensor:
-        """New rows with the key-values of these tokens.
+        """Adds rows with the key-values of these tokens; logits after each sequence, [len(sequences), V] float32.
 
         Args:
             sequences: token ids, at least one each; each is computed once.
-            owners: one entry per new row, the index of the sequence that it starts from.
-            pictures: pixel values [m, 3, H, W] of each sequence, None for those without; None if there are none, as
-                always for a model that takes none.
-
-        Returns:
-            Logits after the last token of each sequence, [len(sequences), V] float32.
+            owners: the index of each new row's sequence.
+            pictures: pixel values [m, 3, H, W] of each sequence, None for those without; None if there are none.
         """
         ...
 
@@ -67,15 +60,11 @@ class Decoder(Protocol):
         ...
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """One more token in every row.
+        """Adds the last token of each row to its key-values; logits of the next, [n, V] float32, for in-place use.
 
         Args:
-            token_ids: [n], the last token of each row, not yet in its key-values.
-            positions: [n], of that token.
+            token_ids, positions: [n], of the last tokens.
             longest: the greatest of `positions` plus 1.
-
-        Returns:
-            Logits of the token after it, [n, V] float32; the caller may change them in place.
         """
         ...
 
@@ -165,10 +154,7 @@ class HuggingFaceDecoder:
         return copy
 
     def append(
-        self,
-        sequences: Sequence[Sequence[int]],
-        owners: Sequence[int],
-        pictures: Sequence[Tensor | None] | None = None,
+        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], pictures: Sequence[Tensor | None] | None = None
     ) -> Tensor:
         longest = max(len(sequence) for sequence in sequences)
         logits: list[Tensor | None] = [None] * len(sequences)

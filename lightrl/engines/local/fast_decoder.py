@@ -34,12 +34,7 @@ class Family:
     has_qk_norm: bool = False  # RMS norm of each query and key head, before the rotation
 
 
-FAMILIES = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(has_qk_norm=True),
-}
+FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(), "qwen3": Family(has_qk_norm=True)}
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others change with the length of the text
 
 
@@ -161,10 +156,7 @@ class LlamaDecoder:
         return view.clone(memory_format=torch.contiguous_format).view(target.shape)
 
     def append(
-        self,
-        sequences: Sequence[Sequence[int]],
-        owners: Sequence[int],
-        pictures: Sequence[Tensor | None] | None = None,
+        self, sequences: Sequence[Sequence[int]], owners: Sequence[int], pictures: Sequence[Tensor | None] | None = None
     ) -> Tensor:
         assert pictures is None, "these families take no pictures"
         first = self._num_rows

@@ -23,14 +23,9 @@ def completion_seed(seed: int, sample: int) -> int:
 
 
 def uniforms(seeds: Tensor, first: int, count: int) -> Tensor:
-    """Uniform numbers for the positions `first` to `first + count - 1` of a completion.
+    """Uniform numbers for the positions `first` to `first + count - 1` of completions with these seeds [n], int64.
 
     Source: splitmix64, https://doi.org/10.1145/2660193.2660195, its state hashed from the seed.
-
-    Args:
-        seeds: [n] int64.
-        first: position of the new token within the completion, from 0.
-        count: how many positions.
 
     Returns:
         [n, count] float64 in [0, 1), with 53 random bits.
@@ -41,12 +36,9 @@ def uniforms(seeds: Tensor, first: int, count: int) -> Tensor:
 
 
 def ban_stop_tokens(logits: Tensor, is_banned: Tensor, stop_token_ids: Tensor) -> None:
-    """Sets the logits of each row's stop tokens to -inf where `is_banned`; the softmax then renormalizes the rest.
+    """Sets the logits [n, V] of each row's stop tokens to -inf, in place, where `is_banned` [n].
 
-    Args:
-        logits: [n, V], changed in place.
-        is_banned: [n] bool.
-        stop_token_ids: [n, K]; -1 is no token.
+    `stop_token_ids` [n, K] has -1 for no token.
     """
     rows, columns = torch.nonzero(is_banned[:, None] & (stop_token_ids >= 0), as_tuple=True)
     logits[rows, stop_token_ids[rows, columns]] = float("-inf")
@@ -94,14 +86,7 @@ def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The probabilities, with 0 outside top-k, then outside top-p of the rest.
 
     Top-p keeps the likeliest tokens until their sum reaches `top_p`, including the one that reaches it. Ties go to the
-    lower token id.
-
-    Args:
-        probabilities: [n, V].
-        top_k, top_p: [n].
-
-    Returns:
-        [n, V], not renormalized.
+    lower token id. The result [n, V] is not renormalized.
     """
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[-1], device=ordered.device)

@@ -17,11 +17,8 @@ LOOK_S = 1.0  # a waiting thread checks this often that the loop still runs
 class BucketFeed:
     """Buckets from the thread that gathers them to a coroutine; `put` returns when the coroutine has taken the bucket.
 
-    The thread puts buckets inside `with feed:`, whose end, or error, ends the coroutine's iteration.
-
-    Args:
-        loop: of the coroutine.
-        timeout_s: how long the coroutine waits for the next bucket.
+    The thread puts buckets inside `with feed:`, whose end or error ends the coroutine's iteration. The coroutine waits
+    `timeout_s` for each bucket.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float = 600.0) -> None:
@@ -35,11 +32,7 @@ class BucketFeed:
         self._error: BaseException | None = None
 
     def put(self, bucket: Bucket) -> bool:
-        """Hands a bucket over; False if the coroutine takes no more. The coroutine has the deadlines.
-
-        Raises:
-            WeightSyncError: if its loop has ended.
-        """
+        """Hands a bucket over; False if the coroutine takes no more. The coroutine has the deadlines."""
         self._taken.clear()
         if self._is_stopped:
             return False
@@ -86,11 +79,7 @@ class BucketFeed:
 
 
 def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], object]) -> None:
-    """From another thread than the loop's: calls `wait` with a number of seconds until it returns something true.
-
-    Raises:
-        WeightSyncError: if the loop has ended.
-    """
+    """From another thread: calls `wait` with a number of seconds until it is true; raises if the loop has ended."""
     num_silent = 0
     while not wait(LOOK_S):
         num_silent = 0 if loop.is_running() else num_silent + 1

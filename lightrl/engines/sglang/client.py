@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from lightrl.engines.sglang.connection import Connection, ServerRefused
 from lightrl.errors import EngineError
+from lightrl.weights.shared_memory import LOAD_FORMAT
 
-PauseMode = Literal["abort", "retract", "in_place"]
 _NOT_FOUND = 404
 
 
 class SGLangClient(Connection):
     """One SGLang server; see `Connection` for the arguments."""
-
-    # ------------------------------------------------------------------ generation
 
     async def generate(
         self,
@@ -51,8 +49,6 @@ class SGLangClient(Connection):
         """Ends the requests whose id starts with `rid` at the next token; their `generate` gets what was written."""
         await self.request("POST", "/abort_request", {"rid": rid, "abort_all": abort_all}, read=None)
 
-    # ------------------------------------------------------------------ state
-
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> dict[str, Any]:
         """`model_path`, the live `weight_version` and more; also the cheapest sign of life."""
         return await self.request("GET", "/model_info", timeout_s=timeout_s, num_retries=num_retries)  # type: ignore[no-any-return]
@@ -69,9 +65,9 @@ class SGLangClient(Connection):
             return False
         return True
 
-    async def pause(self, mode: PauseMode = "retract", *, timeout_s: float = 0.0) -> None:
-        """`retract`: running requests stop at a token; after `resume` they continue with recomputed key-values."""
-        await self.request("POST", "/pause_generation", {"mode": mode}, timeout_s=timeout_s, read=None)
+    async def pause(self, *, timeout_s: float = 0.0) -> None:
+        """Stops running requests at a token; after `resume` they continue with recomputed key-values."""
+        await self.request("POST", "/pause_generation", {"mode": "retract"}, timeout_s=timeout_s, read=None)
 
     async def resume(self, *, timeout_s: float = 0.0) -> None:
         """Continues generation; harmless if it was not paused."""
@@ -89,12 +85,10 @@ class SGLangClient(Connection):
         """Takes the memory again; a tag that was not released kills the server."""
         await self.request("POST", "/resume_memory_occupation", {"tags": tags}, num_retries=0)
 
-    # ------------------------------------------------------------------ weights
-
-    async def begin_weight_update(self, selector: str = "all") -> bool:
+    async def begin_weight_update(self) -> bool:
         """Opens the bracket around updates by tensors or a group; False if the server is too old to have one."""
         try:
-            await self._update("/begin_weight_update", {"selector": selector})
+            await self._update("/begin_weight_update", {"selector": "all"})
         except ServerRefused as error:
             if error.status == _NOT_FOUND:
                 return False
@@ -108,12 +102,8 @@ class SGLangClient(Connection):
         self, folder: str, *, weight_version: str | None = None, timeout_s: float = 0.0
     ) -> None:
         """Loads a safetensors folder that the server can read; if that fails it keeps its old weights."""
-        body = {
-            "model_path": folder,
-            "load_format": "auto",  # else that of its start: a server of dummy weights would refuse real ones
-            "weight_version": weight_version,
-            "flush_cache": True,
-        }
+        # Without a format it takes that of its start: a server of dummy weights would refuse real ones.
+        body = {"model_path": folder, "load_format": "auto", "weight_version": weight_version, "flush_cache": True}
         await self._update("/update_weights_from_disk", body, timeout_s)
 
     async def init_weights_group(
@@ -135,9 +125,9 @@ class SGLangClient(Connection):
     async def update_weights_from_distributed(
         self,
         layout: Sequence[tuple[str, torch.dtype, torch.Size]],
-        *,
         group_name: str,
-        weight_version: str | None = None,
+        weight_version: str | None,
+        *,
         timeout_s: float = 0.0,
     ) -> None:
         """Receives these tensors by broadcast from rank 0 of the group, in order; the last call has the version."""
@@ -146,8 +136,7 @@ class SGLangClient(Connection):
             "dtypes": [str(dtype).removeprefix("torch.") for _, dtype, _ in layout],
             "shapes": [list(shape) for _, _, shape in layout],
             "group_name": group_name,
-            "weight_version": weight_version,
-            "flush_cache": weight_version is not None,
+            **_version(weight_version),
         }
         await self._update("/update_weights_from_distributed", body, timeout_s)
 
@@ -155,21 +144,11 @@ class SGLangClient(Connection):
         await self._update("/destroy_weights_update_group", {"group_name": name})
 
     async def update_weights_from_tensor(
-        self,
-        serialized_named_tensors: Sequence[str],
-        *,
-        load_format: str | None = None,
-        weight_version: str | None = None,
-        timeout_s: float = 0.0,
+        self, serialized_named_tensors: Sequence[str], weight_version: str | None = None, *, timeout_s: float = 0.0
     ) -> None:
         """Sends tensors, one base64 string per tp rank, pickled as SGLang demands; the last call has the version."""
-        body = {
-            "serialized_named_tensors": list(serialized_named_tensors),
-            "load_format": load_format,
-            "weight_version": weight_version,
-            "flush_cache": weight_version is not None,
-        }
-        await self._update("/update_weights_from_tensor", body, timeout_s)
+        body = {"serialized_named_tensors": list(serialized_named_tensors), "load_format": LOAD_FORMAT}
+        await self._update("/update_weights_from_tensor", body | _version(weight_version), timeout_s)
 
     async def set_weight_version(self, weight_version: str) -> None:
         """Renames the weights without changing them; aborts nothing."""
@@ -187,3 +166,7 @@ class SGLangClient(Connection):
         if not isinstance(answer, dict) or answer.get("success") is False:
             raise ServerRefused(f"{self.url} failed {path}: {str(answer)[:300]}. Check the server's log.", status=200)
         return answer
+
+
+def _version(weight_version: str | None) -> dict[str, Any]:
+    return {"weight_version": weight_version, "flush_cache": weight_version is not None}

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightrl.checks.bounds import check_bounds
+
 _READY = "lightrl-sglang-cpu.json"  # scripts/sglang_cpu/build.py writes it last, into the environment
 _RESERVED_TOKENS = 8
 _HOW = (
@@ -72,11 +74,7 @@ class SGLangPython:
 
 
 def find_python(path: str | None = None) -> SGLangPython:
-    """The Python with SGLang: at `path`, else $LIGHTRL_SGLANG_PYTHON, else this one, else the CPU environment.
-
-    Raises:
-        ValueError: if there is none, with how to get one.
-    """
+    """The Python with SGLang: at `path`, else $LIGHTRL_SGLANG_PYTHON, else this one, else the CPU environment."""
     for name, value in (("sglang_python", path), ("LIGHTRL_SGLANG_PYTHON", os.environ.get("LIGHTRL_SGLANG_PYTHON"))):
         if not value:
             continue
@@ -108,15 +106,9 @@ def command_line(
     """The server's program and arguments; no shell sees them, and they contain no secret.
 
     Args:
-        python: of the environment with SGLang.
-        model_folder: with config.json.
-        host, port: where it listens.
         secrets_file: a YAML file of further arguments, which only this user can read.
         args: SGLang's arguments by their own names, with `_` or `-`: True is the bare flag, False and None omit it, a
             list is several values, a dict is JSON. They override lightrl's defaults.
-
-    Raises:
-        ValueError: if lightrl sets one of the arguments itself.
     """
     named = {name.removeprefix("--").replace("-", "_"): value for name, value in args.items()}
     for name in sorted(_OURS.keys() & named.keys()):
@@ -129,11 +121,7 @@ def command_line(
 
 
 def usable_token(token: str | None) -> str:
-    """The server's token, or a random one for None.
-
-    Raises:
-        ValueError: if the token starts with `-`.
-    """
+    """The server's token, or a random one for None."""
     if token is not None and token.startswith("-"):  # in its secrets file too
         raise ValueError(
             "The server's token starts with '-', which SGLang takes for an option. Change token= or "
@@ -165,16 +153,9 @@ def flags(args: Mapping[str, Any]) -> list[str]:
 
 
 def devices_of_servers(servers: int, tp: int, devices: Sequence[int | str]) -> list[list[str]]:
-    """`tp` devices for each server, in order; empty lists where there are no devices at all.
-
-    Raises:
-        ValueError: if there are fewer than `servers * tp`.
-    """
-    if servers < 1 or tp < 1:
-        raise ValueError(f"servers and tp must be at least 1, got servers={servers} and tp={tp}.")
-    if not devices:
-        return [[] for _ in range(servers)]
-    if len(devices) < servers * tp:
+    """`tp` devices for each server, in order; empty lists if there are no devices at all."""
+    check_bounds(1, servers=servers, tp=tp)
+    if devices and len(devices) < servers * tp:
         raise ValueError(
             f"servers={servers} with tp={tp} need {servers * tp} devices, but there are {len(devices)} "
             f"({', '.join(map(str, devices))}). Lower servers or tp, or list more devices."

@@ -42,9 +42,7 @@ class Connection:
     """HTTP to one server. For one event loop at a time; after `close` the next request opens new connections.
 
     Args:
-        url: such as `http://127.0.0.1:30000`.
         token: the server's API key; None if it has none.
-        timeouts: `generate_s` for generations, `request_s` for the rest, `connect_s` for both.
         num_retries: of a request that may be repeated.
         backoff_s: before the first retry; doubled each time up to 5 s, with jitter.
         max_connections: concurrent generations; more of them queue here.
@@ -83,13 +81,9 @@ class Connection:
         num_retries: int | None = None,
         read: Callable[[bytes], Any] | None = json.loads,
     ) -> Any:
-        """The answer, as `read` parses it; None without `read`.
+        """The answer, as `read` parses it; a `timeout_s` of 0 means `timeouts.generate_s` or `timeouts.request_s`.
 
         A retried `/generate` gets a new random `rid`, also in `body`: the server may still hold the old one.
-
-        Args:
-            timeout_s: of each attempt; 0 means `timeouts.generate_s` or `timeouts.request_s`.
-            num_retries: None takes the connection's own.
 
         Raises:
             ServerRefused: if the server answers with an error.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lightrl.checks.bounds import check_bounds
 from lightrl.engines.abilities import LivesOnLoop, NamesDtypes, ScoresTokens, SharesDevices
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
@@ -63,13 +64,10 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
 
     A request goes to the server with the fewest outstanding tokens, a session's turns to the one that has its prefix.
     If a server is lost, hangs or fails (5xx), its requests continue elsewhere with what they have; no token is counted
-    twice. An error in the request (4xx) is raised. If no server is left, the run ends with an EngineError that tells
-    what happened to each.
+    twice. An error in the request (4xx) is raised. If no server is left, the EngineError tells what happened to each.
 
-    Logprobs are those before top-p and top-k, as `Completion` defines them and the trainer recomputes them: SGLang's
-    `output_token_logprobs`. With truncated sampling they are not those of the truncated distribution.
-
-    The seed of a request determines its tokens only if the servers run with `enable_deterministic_inference`.
+    Logprobs are SGLang's `output_token_logprobs`: those before top-p and top-k, as `Completion` defines them. The seed
+    of a request determines its tokens only if the servers run with `enable_deterministic_inference`.
 
     Args:
         urls: addresses of running servers, such as `http://host:30000`.
@@ -123,8 +121,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
     ) -> None:
         if urls is not None and servers is not None:
             raise ValueError(f"Set urls or servers, not both (urls={urls}, servers={servers}).")
-        if servers is not None and servers < 1:
-            raise ValueError(f"servers must be at least 1, got {servers}.")
+        check_bounds(1, servers=servers, tp=tp, max_connections=max_connections)
         for name, value, choices in (
             ("transport", transport, ("disk", "distributed", "tensor")),
             ("placement", placement, ("separate", "colocated")),
@@ -134,9 +131,8 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
                 raise ValueError(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}.")
         if weights_dtype is not None and not isinstance(getattr(torch, weights_dtype, None), torch.dtype):
             raise ValueError(f"weights_dtype must be a torch dtype such as bfloat16, or None, got {weights_dtype!r}.")
-        for name, number in (("tp", tp), ("max_connections", max_connections), ("probe_interval_s", probe_interval_s)):
-            if number <= 0:
-                raise ValueError(f"{name} must be > 0, got {number}.")
+        if probe_interval_s <= 0:
+            raise ValueError(f"probe_interval_s must be > 0 seconds, got {probe_interval_s}.")
         self.weight_version = -1  # that all routable servers have acknowledged
         self.urls = list(urls) if urls is not None else None
         self.num_servers = servers
@@ -158,7 +154,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         self.max_retries = max_retries
         self.command = list(command) if command is not None else None
 
-        self._home = HomeLoop(self._describe, self._on_new_loop, timeout_s=timeouts.request_s)
+        self._home = HomeLoop(lambda: self.pool.describe(), self._on_new_loop, timeout_s=timeouts.request_s)
         self._members: Members | None = None  # these three live from `start` to the next `start`
         self._writer: Writer | None = None
         self._loading: Loading | None = None
@@ -185,15 +181,8 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         """The processes of servers that were started here."""
         return self._members.fleet if self._members is not None else None
 
-    # ------------------------------------------------------------------ life
-
     def start(self, config: PretrainedConfig) -> None:
-        """Starts servers or connects to running ones, and waits until all answer.
-
-        Raises:
-            ValueError: if there are neither addresses nor a number of servers.
-            EngineError: if a server does not get ready.
-        """
+        """Starts servers or connects to running ones, and waits until all answer."""
         if self._is_open:
             raise EngineError("SGLangEngine is already started. Close it first.")
         urls = self.urls if self.urls is not None or self.num_servers is not None else addresses_from_environment()
@@ -227,7 +216,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         self._home.forget()
 
     def close(self) -> None:
-        """Ends the servers that were started here; in-flight requests raise EngineError. May be called twice."""
+        """Ends the servers that were started here, and requests in flight."""
         was_open, self._is_open = self._is_open, False
         if not was_open:
             return
@@ -244,23 +233,13 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
             self._scratch.cleanup()
 
     def queue_depths(self) -> dict[str, int]:
-        """Completions that servers write (`running`) and that wait for the gate or a server (`waiting`)."""
         writer = self._writer
         return {"running": writer.num_running if writer else 0, "waiting": writer.num_waiting if writer else 0}
-
-    # ------------------------------------------------------------------ generation
 
     async def generate(
         self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
     ) -> list[Completion]:
-        """`n` completions of one prompt; see `RolloutEngine`.
-
-        Waits for the servers, at most `timeouts.generate_s` for each request. A cancellation reaches the server.
-
-        Raises:
-            ValueError: if the prompt is empty, has an id outside the vocabulary, or leaves no room in the context.
-            EngineError: if there are no weights yet, no server is left, or a server refuses the request.
-        """
+        """`n` completions of one prompt; waits at most `timeouts.generate_s` for each request to a server."""
         writer = self._open_writer()
         check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
         if self.weight_version < 0:
@@ -281,29 +260,17 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
             raise EngineError("SGLangEngine was closed before the completion was finished.") from None
 
     async def pause(self) -> None:
-        """Stops requests in flight at a token; new ones wait here. Waits for the servers that have any."""
         await self._home.across(self._open_writer().pause())
 
     async def resume(self) -> None:
-        """Continues all requests."""
         await self._home.across(self._open_writer().resume())
 
     def score(self, token_ids: list[int]) -> list[float]:
-        """Logprobs at temperature 1 of each token given those before, 0 for the first; called from another thread.
-
-        Empty if the server gives none. Waits for a server, as a request does.
-        """
+        """Waits for a server, as a request does; empty if the server gives no logprobs."""
         return self._home.call(self._open_writer().score(token_ids), self.timeouts.generate_s)
 
-    # ------------------------------------------------------------------ weights
-
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Loads a version into all servers; see `RolloutEngine`.
-
-        Raises:
-            WeightSyncError: if the parameters are not those of the first load, or no server has them afterwards.
-            EngineError: if no server is left, or the engine is closed.
-        """
+        """Raises WeightSyncError only if no server has the new weights; `last_sync` tells about each server."""
         self._open_writer()
         assert self._loading is not None
         try:
@@ -320,8 +287,6 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
     def dtypes(self) -> set[str]:
         """The dtypes of the weights that are sent, and of the servers as far as `server_args` tells."""
         return {self.weights_dtype or "float32", str(self.server_args.get("dtype", "auto"))}
-
-    # ------------------------------------------------------------------ parts
 
     def _assemble(self, config: PretrainedConfig, scratch: Path) -> Members:
         folder = Path(self.weight_folder) if self.weight_folder is not None else scratch / "weights"
@@ -399,6 +364,3 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
     def _on_new_loop(self) -> None:
         if self._members is not None:
             self._members.watch_all()
-
-    def _describe(self) -> str:
-        return self.pool.describe()

@@ -29,16 +29,11 @@ _CLOSE_TIMEOUT_S = 60.0
 
 @dataclass
 class RestartPolicy:
-    """When to restart a lost server, and when to give it up.
+    """When to restart a lost server, and when to give it up."""
 
-    Args:
-        max_restarts: in a row; the count starts over after `stable_s` of running.
-        backoff_s: before the first restart; doubled for each further one, up to a minute.
-    """
-
-    max_restarts: int = 3
-    backoff_s: float = 1.0
-    stable_s: float = 600.0
+    max_restarts: int = 3  # in a row
+    backoff_s: float = 1.0  # before the first; doubled for each further one, up to a minute
+    stable_s: float = 600.0  # of running, after which the count starts over
     restarts: int = 0  # in a row
 
     def delay_s(self, ran_s: float) -> float | None:
@@ -57,16 +52,12 @@ class ServerFleet:
     This class's threads call the callbacks, in order for each server, concurrently for several.
 
     Args:
-        servers: not started yet.
         on_lost: (url, reason) of a server that is gone and must get no more requests.
         on_started: url of a server that is ready again, but without the run's weights: loads the current ones, and only
             then admits requests. If it raises a LightRLError, the server counts as lost again.
         on_given_up: (url, message) of a server that will not be restarted.
         silent_s: returns the seconds since the server at an address last answered another part of the engine.
-        max_restarts: of one server in a row, before it is given up.
-        restart_backoff_s: wait before the first restart; doubled each time.
         hang_timeout_s: a server that answers nothing for this long is killed and replaced.
-        probe_interval_s: between two health checks.
     """
 
     def __init__(
@@ -102,11 +93,7 @@ class ServerFleet:
         return [server.url for server in self.servers]
 
     def start(self) -> list[str]:
-        """Starts all servers at once, waits until all are ready, and watches them from then on; returns their urls.
-
-        Raises:
-            EngineError: if one does not get ready; all are stopped then.
-        """
+        """Starts all servers at once, waits until all are ready, and watches them from then on; returns their urls."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.stop, grace_s=0)
             for server in self.servers:
@@ -116,11 +103,8 @@ class ServerFleet:
                 list(pool.map(self._wait_ready_or_stop, self.servers))
             undo.pop_all()
         for server, policy in zip(self.servers, self._policies, strict=True):
-            thread = threading.Thread(
-                target=self._watch, args=(server, policy), name=f"watch {server.name}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(threading.Thread(target=self._watch, args=(server, policy), daemon=True))
+            self._threads[-1].start()
         return self.urls
 
     def report(self, url: str, reason: str) -> None:

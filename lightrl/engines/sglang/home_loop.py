@@ -20,12 +20,8 @@ _T = TypeVar("_T")
 class HomeLoop:
     """The controller's event loop, or one of its own, in a thread, while there is no controller.
 
-    Tasks that are `spawned`, or run inside `counted`, are cancelled when the loop changes.
-
-    Args:
-        describe: the engine's state, for messages.
-        on_enter: called from any thread when there is a new loop.
-        timeout_s: for calls that should take milliseconds.
+    Tasks that are `spawned`, or run inside `counted`, are cancelled when the loop changes; `on_enter` is then called,
+    from any thread.
     """
 
     def __init__(self, describe: Callable[[], str], on_enter: Callable[[], None], *, timeout_s: float = 60.0) -> None:
@@ -36,8 +32,6 @@ class HomeLoop:
         self._own_thread: LoopThread | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()  # a new one for each loop
-
-    # ------------------------------------------------------------------ moving in and out
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -58,7 +52,7 @@ class HomeLoop:
         if old is not None and thread is not None:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(leave(), old))
             self._own_thread = None
-            await asyncio.to_thread(thread.close, _nothing, self.timeout_s)
+            await asyncio.to_thread(thread.close, lambda: asyncio.sleep(0), self.timeout_s)
         self._enter(here)
 
     def forget(self) -> None:
@@ -73,7 +67,7 @@ class HomeLoop:
                 self.call(leave(), self.timeout_s)
         self._loop = self._own_thread = None
         if thread is not None:
-            thread.close(_nothing, self.timeout_s)
+            thread.close(lambda: asyncio.sleep(0), self.timeout_s)
 
     async def end_tasks(self) -> None:
         """On the loop: cancels all tasks and waits for them."""
@@ -88,14 +82,8 @@ class HomeLoop:
         self._changed = asyncio.Event()
         self._on_enter()
 
-    # ------------------------------------------------------------------ from other threads
-
     def call(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-        """From another thread: the coroutine's result.
-
-        Raises:
-            EngineTimeout: if it takes longer.
-        """
+        """From another thread: the coroutine's result."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
@@ -117,8 +105,6 @@ class HomeLoop:
         """From any thread: `action` on the loop, if there is one."""
         if self._loop is not None:
             wake_up(self._loop, action)
-
-    # ------------------------------------------------------------------ on the loop
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Starts a task that nothing awaits."""
@@ -150,7 +136,3 @@ class HomeLoop:
 
 def _log_exit(error: BaseException) -> None:
     log.error("A request ended with %r.", error)
-
-
-async def _nothing() -> None:
-    return None

@@ -27,13 +27,7 @@ from lightrl.weights import Bucket
 class Loading:
     """Loads weight versions into the servers, and knows which one they have.
 
-    Args:
-        home: the loop.
-        members: the servers.
-        writer: its requests wait during a load.
-        sync: how versions get to servers.
-        timeouts: `request_s` and `sync_s` apply.
-        is_aborting: requests in flight return for a load, instead of waiting in the paused server.
+    With `is_aborting`, requests in flight return for a load, instead of waiting in the paused server.
     """
 
     def __init__(
@@ -60,14 +54,26 @@ class Loading:
         self._is_over = False
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """From the thread that gathers the buckets: loads a version into all servers; returns when they have it.
-
-        Raises:
-            WeightSyncError: if the parameters are not those of the first load, or no server has them afterwards.
-            EngineError: if no server is left.
-        """
+        """From the thread that gathers the buckets: loads a version into all servers; returns when they have it."""
         with self.lock:
-            self._load(self._checked(buckets), weight_version)
+            urls, absent = self._home.call(self._begin(), self._timeouts.sync_s + self._timeouts.request_s)
+            report: SyncReport | None = None
+            try:
+                report = self._sync.load_from_thread(
+                    self._home.loop,
+                    [self._members.clients[url] for url in urls],
+                    self._checked(buckets),
+                    weight_version=weight_version,
+                    previous_version=self.weight_version if self.weight_version >= 0 else None,
+                    report=SyncReport(weight_version, absent=absent),
+                )
+                self.weight_version = weight_version
+            except SyncFailed as error:
+                report = error.report
+                raise
+            finally:
+                self.last_report = report or self.last_report
+                self._home.call(self._end(urls, report), self._timeouts.request_s * 2)
 
     def give(self, url: str) -> None:
         """From a thread: loads the current version into a server that is back, or leaves it to the next load."""
@@ -99,26 +105,6 @@ class Loading:
         closing.start()
         closing.join(self._timeouts.request_s)
 
-    def _load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        urls, absent = self._home.call(self._begin(), self._timeouts.sync_s + self._timeouts.request_s)
-        report: SyncReport | None = None
-        try:
-            report = self._sync.load_from_thread(
-                self._home.loop,
-                [self._members.clients[url] for url in urls],
-                buckets,
-                weight_version=weight_version,
-                previous_version=self.weight_version if self.weight_version >= 0 else None,
-                report=SyncReport(weight_version, absent=absent),
-            )
-            self.weight_version = weight_version
-        except SyncFailed as error:
-            report = error.report
-            raise
-        finally:
-            self.last_report = report or self.last_report
-            self._home.call(self._end(urls, report), self._timeouts.request_s * 2)
-
     def _checked(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         """The buckets; raises if they are not the parameters of the first load, or not finite."""
         shapes: dict[str, torch.Size] = {}
@@ -142,8 +128,6 @@ class Loading:
             if not torch.isfinite(tensor).all():
                 raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
             shapes[name] = tensor.shape
-
-    # ------------------------------------------------------------------ on the loop
 
     async def _begin(self) -> tuple[list[str], dict[str, str]]:
         """The servers that take part, and why the others do not."""
@@ -187,7 +171,7 @@ class Loading:
         fleet = Fleet([self._members.clients[url] for url in urls], self._timeouts.sync_s)
         self._writer.lend(urls)
         await self._writer.hold(urls, is_aborting=False)
-        await fleet.ask(lambda client: client.pause("retract", timeout_s=fleet.timeout_s))
+        await fleet.ask(lambda client: client.pause(timeout_s=fleet.timeout_s))
         await memory.release(fleet.clients, None, fleet.ask)
         for url, reason in fleet.lost.items():
             memory.forget(url)

@@ -28,15 +28,8 @@ _WARN_AFTER_S = 3.0  # a wrong address looks like a server that is starting
 class Members:
     """Keeps `pool` and `clients` up to date; both belong to the home loop.
 
-    A `fleet` watches and restarts the servers that were started here. A task watches each server given by address and
-    readmits it when it comes back.
-
-    Args:
-        home: the loop.
-        make_client: for an address.
-        give_weights: called in a thread with the address of a server that is back; admits it if it gets the weights.
-        timeouts: `request_s`, `startup_s` and `hang_s` apply.
-        probe_interval_s: between two health checks of a server.
+    A `fleet` watches and restarts the servers that were started here. A task watches each server given by address. When
+    a server is back, `give_weights`, called in a thread with its address, loads the weights and admits the server.
     """
 
     def __init__(
@@ -58,8 +51,6 @@ class Members:
         self._look_s = min(timeouts.hang_s, timeouts.request_s)
         self._probe_interval_s = probe_interval_s
         self._rejoins: dict[str, int] = {}
-
-    # ------------------------------------------------------------------ on the loop
 
     async def join(self, url: str) -> None:
         """Adds a server that is up but does not have our weights."""
@@ -169,8 +160,6 @@ class Members:
                 self.pool.forget(old)
                 await self.clients.pop(old).close()
         await self.join(url)
-
-    # ------------------------------------------------------------------ from the fleet's threads
 
     def on_lost(self, url: str, reason: str) -> None:
         self._home.soon(lambda: self.lose(url, reason))

@@ -32,10 +32,7 @@ class ServerPool:
     """The servers of an engine, and the sessions whose prefixes they hold.
 
     A server is routable only after it acknowledged the current weights. A session stays on its server while that server
-    is routable and at most `max_lead_tokens` busier than the least busy one.
-
-    Args:
-        max_lead_tokens: what a prefix cache is worth.
+    is routable and at most `max_lead_tokens` busier than the least busy one; a prefix cache is worth that much.
     """
 
     def __init__(self, *, max_lead_tokens: int = 65536) -> None:
@@ -62,8 +59,7 @@ class ServerPool:
     def lose(self, url: str, reason: str, *, comes_back: bool = False) -> bool:
         """Marks a server that is gone, or whose weights are unknown; False if it was marked before.
 
-        Args:
-            comes_back: it is being restarted, so requests may wait for it.
+        Requests wait for one that `comes_back`.
         """
         server = self.servers.get(url)
         if server is None:
@@ -78,12 +74,7 @@ class ServerPool:
         self.servers.pop(url, None)
 
     def choose(self, session: str, *, min_version: int = -1, excluded: Collection[str] = ()) -> str | None:
-        """The address for a request of this session; None if no routable server fits.
-
-        Args:
-            min_version: no older weights: a trajectory's versions never decrease.
-            excluded: avoided if another one fits.
-        """
+        """The address for a request of this session; None if no server fits. Avoids `excluded` if another one fits."""
         fitting = [
             item for item in self.servers.values() if item.state == "routable" and item.weight_version >= min_version
         ]

@@ -43,18 +43,11 @@ class RequestPictures:
 
 @dataclass
 class CompletionDraft:
-    """One completion in progress.
-
-    Args:
-        prompt: token ids.
-        sampling: of the whole completion; `max_new_tokens` counts all its requests together.
-        sample: which of the n completions of the prompt.
-        pictures: of the prompt, if it has any.
-    """
+    """One completion in progress."""
 
     prompt: list[int]
-    sampling: Sampling
-    sample: int = 0
+    sampling: Sampling  # of the whole completion; `max_new_tokens` counts all its requests together
+    sample: int = 0  # which of the n completions of the prompt
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
@@ -97,11 +90,7 @@ class CompletionDraft:
         return body
 
     def add(self, answer: Answer, server: str) -> None:
-        """Appends an answer; sets `finish_reason` if that ends the completion.
-
-        Raises:
-            MalformedAnswer: if tokens, logprobs and versions do not match, or a version is older than the last.
-        """
+        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion."""
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
             raise MalformedAnswer(
@@ -122,11 +111,9 @@ class CompletionDraft:
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.weight_versions += versions
-        if len(self.token_ids) == self.sampling.max_new_tokens and finish != "stop":
-            self.finish_reason = "length"
-        elif finish == "stop" and self._is_end(self.token_ids[-1]):
+        if finish == "stop" and self._is_end(self.token_ids[-1]):
             self.finish_reason = "stop"
-        elif finish == "stop" and len(self.token_ids) == self.sampling.max_new_tokens:
+        elif len(self.token_ids) == self.sampling.max_new_tokens:
             self.finish_reason = "length"
         # else it continues: aborted, or stopped at an end token of the model's config that the sampling does not have
 

@@ -57,9 +57,6 @@ class ServedScores:
         """Logprobs of the loss tokens at temperature 1, [B, T], 0 elsewhere.
 
         With `topk` as `teacher_logprobs`, with `teacher_topk_ids` and `teacher_topk_logprobs`, [B, T, K].
-
-        Raises:
-            EngineError: if the server does not answer, or has other tokens.
         """
         import torch
 
@@ -133,11 +130,7 @@ class ServedRewards:
     timeout_s: float = 1800.0  # deadline of one request of BATCH trajectories
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor:
-        """The reward model's number after each trajectory's last token, [B].
-
-        Raises:
-            EngineError: if the server does not answer, or its model does not give one number each.
-        """
+        """The reward model's number after each trajectory's last token, [B]."""
         import torch
 
         rows = _rows(experience)

@@ -54,27 +54,17 @@ class SGLangServer:
 
     Args:
         model_folder: with config.json, and weights unless `args` has `load_format: dummy`; see `write_model_folder`.
-        name: for messages, for example `server 0`.
         python: of an environment with SGLang; see `find_python` for None.
         host: address to listen on. Consider who can reach it before you leave the loopback.
         port: None for a free one at each start, 0 for one that it keeps from its first start on.
         token: that requests must carry; None for a random one. It cannot start with `-`.
         args: SGLang's own arguments by their own names, for example `{"mem_fraction_static": 0.6, "tp_size": 2}`.
         devices: the GPUs it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
-        seed: SGLang's `random_seed`.
-        environment: further variables for the server.
         log_file: its output, appended; None for a file in a temporary folder.
         command: a program to run instead of SGLang, with `{port}` for its port, for tests; it finds the token in
             LIGHTRL_SERVER_TOKEN. Its socket must set SO_REUSEADDR, as most servers do.
         startup_timeout_s: how long it may take to be ready.
         stop_timeout_s: how long it may take to exit when asked to; then it is killed.
-
-    Example:
-        server = SGLangServer(folder, args={"context_length": 4096})
-        server.start()
-        server.wait_ready()
-        server.url  # http://127.0.0.1:41231
-        server.stop()
     """
 
     def __init__(
@@ -89,7 +79,6 @@ class SGLangServer:
         args: Mapping[str, Any] | None = None,
         devices: Sequence[int | str] | None = None,
         seed: int = 0,
-        environment: Mapping[str, str] | None = None,
         log_file: str | Path | None = None,
         command: Sequence[str] | None = None,
         startup_timeout_s: float = 900.0,
@@ -115,9 +104,7 @@ class SGLangServer:
         self._python: SGLangPython | None = find_python(python) if command is None else None
         defaults = {"random_seed": seed, **(context_args(Path(model_folder)) if command is None else {})}
         self._args = {**defaults, **{key.replace("-", "_"): value for key, value in (args or {}).items()}}
-        self._environment = dict(environment or {})
-        if devices is not None:
-            self._environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        self._devices = devices
         self._custom_command = list(command) if command is not None else None
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -137,12 +124,7 @@ class SGLangServer:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Starts the process and returns at once.
-
-        Raises:
-            RuntimeError: if it is running.
-            EngineError: if its port is taken.
-        """
+        """Starts the process and returns at once; raises EngineError if its port is taken."""
         with self._lock:
             if self.is_alive():
                 raise RuntimeError(f"{self.name} is already running at {self.url}. Call stop() first.")
@@ -173,18 +155,14 @@ class SGLangServer:
                 os.close(log_descriptor)
             self._started_at = time.monotonic()
 
-    def wait_ready(self, within_s: float | None = None) -> None:
-        """Returns when the server, which must have been started, reports that it is ready.
-
-        Args:
-            within_s: seconds from now; `startup_timeout_s` from its start if None.
+    def wait_ready(self) -> None:
+        """Returns when the server reports that it is ready.
 
         Raises:
             EngineError: if the process ended.
-            EngineTimeout: if it is not ready in time. Both give the command and the server's last output.
+            EngineTimeout: if it is not ready `startup_timeout_s` after its start. Both give the server's last output.
         """
-        now = time.monotonic()
-        deadline = self._started_at + self.startup_timeout_s if within_s is None else now + within_s
+        deadline = self._started_at + self.startup_timeout_s
         while not self.is_ready():
             if not self.is_alive():
                 raise EngineError(
@@ -219,11 +197,7 @@ class SGLangServer:
         return f"signal {code - 128}" if code > 128 else f"exit code {code}"
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Ends the server and everything it started; returns when they are gone. May be called twice.
-
-        Args:
-            grace_s: seconds to exit by itself; `stop_timeout_s` if None, 0 kills it at once.
-        """
+        """Ends the server and everything it started, after `grace_s` or `stop_timeout_s` to exit by itself."""
         with self._lock:
             self._end_process(self._stop_timeout_s if grace_s is None else grace_s)
             self._release_port()
@@ -270,18 +244,14 @@ class SGLangServer:
             return [part.replace("{port}", str(self.port)) for part in self._custom_command]
         assert self._python is not None
         return command_line(
-            self._python,
-            self._model_folder,
-            host=self.host,
-            port=self.port,
-            secrets_file=secrets_file,
-            args=self._args,
+            self._python, self._model_folder, host=self.host, port=self.port, secrets_file=secrets_file, args=self._args
         )
 
     def _server_environment(self) -> dict[str, str]:
+        gpus = {} if self._devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._devices))}
         if self._python is None:
-            return {**os.environ, TOKEN_VARIABLE: self.token, **self._environment}
-        return {**self._python.environment(), **self._environment}
+            return {**os.environ, TOKEN_VARIABLE: self.token, **gpus}
+        return {**self._python.environment(), **gpus}
 
     def _write_secrets(self) -> Path:
         """SGLang also reads arguments from a file: every user of the machine can see a command line."""
@@ -314,15 +284,10 @@ def make_servers(
     log_folder: Path | None = None,
     **settings: Any,
 ) -> list[SGLangServer]:
-    """Servers of one model, not started; number i has its share of the devices, `seed + i` and `port + i`.
-
-    Args:
-        tp: GPUs of each server.
-        devices: of all servers together; None leaves them those of this process.
-        settings: of all of them, see `SGLangServer`.
+    """Servers of one model, not started; number i gets `tp` of the devices, `seed + i` and `port + i`.
 
     Raises:
-        ValueError: if there are fewer devices than `num * tp`.
+        ValueError: if there are fewer devices than `num * tp`; None leaves each server the devices of this process.
     """
     return [
         SGLangServer(
@@ -347,9 +312,6 @@ def write_model_folder(
     The config gets no end token: SGLang stops at a config's end tokens whatever a request says, and lightrl's requests
     name their stop tokens. Without `tokenizer` it writes one of a single token: requests and answers are token ids, but
     a request with `min_new_tokens` kills an SGLang without a tokenizer.
-
-    Returns:
-        The folder.
     """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -35,19 +35,12 @@ _LAST_RESUME_S = 10.0  # for a server that a cancelled sync has paused
 
 @dataclass(frozen=True)
 class ServerSync:
-    """How versions get to servers.
-
-    Args:
-        transport: moves the bytes.
-        timeout_s: for each request and each bucket.
-        verify: checks the version that each server reports and, with several servers, that their checksums agree.
-        memory: of colocated servers: weights get their memory back before the load, the rest after it.
-    """
+    """How versions get to servers."""
 
     transport: WeightTransport
-    timeout_s: float = 600.0
-    verify: bool = True
-    memory: EngineMemory | None = None
+    timeout_s: float = 600.0  # for each request and each bucket
+    verify: bool = True  # checks the version that each server reports, and that the checksums of several agree
+    memory: EngineMemory | None = None  # of colocated servers: weights get theirs before the load, the rest after it
 
     async def load(
         self,
@@ -64,8 +57,7 @@ class ServerSync:
         untouched resume, the others stay paused.
 
         Args:
-            clients: of the servers that are up.
-            buckets: of the trainer; None loads what the transport holds, for servers that come late.
+            buckets: of the trainer; None loads what the transport holds, for late servers.
             previous_version: what the servers have now; restored if none takes the new one.
             report: is filled in during the sync, for a caller that needs it whatever is raised.
 
@@ -157,7 +149,7 @@ class ServerSync:
             fleet.check_some_left()
 
     async def _pause(self, fleet: Fleet) -> None:
-        await fleet.ask(lambda client: client.pause("retract", timeout_s=fleet.timeout_s))
+        await fleet.ask(lambda client: client.pause(timeout_s=fleet.timeout_s))
         if self.memory is not None:
             await self.memory.resume(fleet.clients, ["weights"], fleet.ask)
 

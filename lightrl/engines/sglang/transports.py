@@ -24,22 +24,20 @@ from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import BroadcastGroup, Bucket, HostCopy, ServerForm, SharedBucket, WeightFolder, bucketed
 from lightrl.weights.broadcast import listen
 from lightrl.weights.disk import is_whole
-from lightrl.weights.shared_memory import LOAD_FORMAT, PART_BYTES
+from lightrl.weights.shared_memory import PART_BYTES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 TransportName = Literal["disk", "distributed", "tensor"]
 TRANSFER_TIMEOUT_S = 120.0  # for one bucket in a broadcast
+_HOST = "127.0.0.1"  # of the group's store
 _GROUP_NUMBERS = itertools.count()
 _SERVER_GRACE_S = 10.0  # a server's own deadline is the group's; its answer may come a little later
 
 
 class WeightTransport(Protocol):
-    """How the bytes of a version reach paused servers. May keep a version, for servers that join late.
-
-    Serves one sync at a time.
-    """
+    """How the bytes of a version reach paused servers, one sync at a time. May keep a version for late servers."""
 
     needs_bracket: bool  # SGLang's begin_weight_update and end_weight_update
 
@@ -57,15 +55,12 @@ class WeightTransport(Protocol):
 
     def holds(self, weight_version: int) -> bool: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        return None
 
 
 class DiskTransport(WeightTransport):
-    """Through a folder that trainer and servers see. Written while they generate; each server loads by itself.
-
-    Args:
-        folder: keeps at least 2 versions, so that a failed sync can be rolled back.
-    """
+    """Through a folder that trainer and servers see. Written while they generate; each server loads by itself."""
 
     needs_bracket = False
 
@@ -99,17 +94,11 @@ class DiskTransport(WeightTransport):
     def holds(self, weight_version: int) -> bool:
         return is_whole(self.folder.path_of(weight_version))
 
-    async def close(self) -> None:
-        return None
-
 
 class _Streaming(WeightTransport):
     """Bucket by bucket while the servers are paused; a server that fails half-way holds a mixture.
 
     A copy of the whole model stays in host memory, for servers that join late and for those of a group that broke.
-
-    Args:
-        form: dtype and names that the servers need.
     """
 
     needs_bracket = True
@@ -146,9 +135,6 @@ class _Streaming(WeightTransport):
     def holds(self, weight_version: int) -> bool:
         return self.copy.weight_version == weight_version
 
-    async def close(self) -> None:
-        return None
-
     async def _connect(self, fleet: Fleet) -> None:
         """Asks each server what the transfer depends on."""
         raise NotImplementedError
@@ -178,29 +164,14 @@ class BroadcastTransport(_Streaming):
 
     The group is built at the first sync, and again whenever the set of servers changes. A server that dies half-way
     breaks it for all, a hanging one after `transfer_timeout_s`; the others then get everything from the copy, in a new
-    group.
-
-    Args:
-        form: dtype and names that the servers need.
-        host: address at which the servers reach this process.
-        backend: `nccl` or `gloo`.
-        device: of the tensors that are sent; `cuda` for NCCL.
-        transfer_timeout_s: for one bucket, and for the group to form.
+    group. The deadline holds for one bucket, and for the group to form.
     """
 
     def __init__(
-        self,
-        form: ServerForm | None = None,
-        *,
-        host: str = "127.0.0.1",
-        backend: str = "gloo",
-        device: str | torch.device = "cpu",
-        transfer_timeout_s: float = 120.0,
+        self, form: ServerForm | None = None, *, device: str = "cpu", transfer_timeout_s: float = 120.0
     ) -> None:
         super().__init__(form)
-        self.host = host
-        self.backend = backend
-        self.device = torch.device(device)
+        self.device = device
         self.transfer_timeout_s = transfer_timeout_s
         self._group: BroadcastGroup | None = None
         self._members: list[str] = []
@@ -228,12 +199,13 @@ class BroadcastTransport(_Streaming):
         fleet.check_some_left()
         offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
         world_size = 1 + sum(sizes.values())
-        name, listener = f"lightrl-{os.getpid()}-{next(_GROUP_NUMBERS)}", listen(self.host)
+        name, listener = f"lightrl-{os.getpid()}-{next(_GROUP_NUMBERS)}", listen(_HOST)
         port = listener.getsockname()[1]
+        backend = "gloo" if self.device == "cpu" else "nccl"
         joining = asyncio.ensure_future(
             in_thread(
                 lambda: BroadcastGroup(
-                    self.host, port, rank=0, world_size=world_size, name=name, backend=self.backend,
+                    _HOST, port, rank=0, world_size=world_size, name=name, backend=backend,
                     timeout_s=self.transfer_timeout_s, listener=listener,
                 )
             )
@@ -241,8 +213,8 @@ class BroadcastTransport(_Streaming):
         trying = Fleet(fleet.clients, fleet.timeout_s)  # one that does not join makes all others fail
         await trying.ask(
             lambda client: client.init_weights_group(
-                name, master_address=self.host, master_port=port, rank_offset=offsets[client.url],
-                world_size=world_size, backend=self.backend, timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S,
+                name, master_address=_HOST, master_port=port, rank_offset=offsets[client.url],
+                world_size=world_size, backend=backend, timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S,
             )
         )  # fmt: skip
         group = await joining
@@ -277,12 +249,8 @@ class BroadcastTransport(_Streaming):
 
         async def tell(client: SGLangClient) -> None:
             try:
-                await client.update_weights_from_distributed(
-                    layout,
-                    group_name=group.name,
-                    weight_version=version,
-                    timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S,
-                )
+                timeout_s = self.transfer_timeout_s + _SERVER_GRACE_S
+                await client.update_weights_from_distributed(layout, group.name, version, timeout_s=timeout_s)
             except EngineError:
                 failed.append(client.url)
                 raise
@@ -307,11 +275,7 @@ class BroadcastTransport(_Streaming):
 class SharedMemoryTransport(_Streaming):
     """Through shared memory to servers of the same host. **SGLang demands a pickle**, see weights/shared_memory.py.
 
-    A bucket is sent in parts, so that the shared block is small compared with the bucket.
-
-    Args:
-        form: dtype and names that the servers need.
-        part_bytes: upper bound of the block, unless one tensor is larger.
+    A bucket is sent in parts of at most `part_bytes`, unless one tensor is larger, so that the shared block is small.
     """
 
     def __init__(self, form: ServerForm | None = None, *, part_bytes: int = PART_BYTES) -> None:
@@ -332,8 +296,7 @@ class SharedMemoryTransport(_Streaming):
         await fleet.ask(
             lambda client: client.update_weights_from_tensor(
                 [self._shared.payload() for _ in range(self._sizes[client.url])],  # one for each rank
-                load_format=LOAD_FORMAT,
-                weight_version=version,
+                version,
                 timeout_s=fleet.timeout_s,
             )
         )
@@ -365,23 +328,11 @@ async def _each(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:
 def make_transport(
     name: TransportName, config: PretrainedConfig, *, dtype: torch.dtype | None, folder: Path, sync_s: float
 ) -> WeightTransport:
-    """The transport of this name.
-
-    Args:
-        config: of the model.
-        dtype: that the servers need; None sends the trainer's own.
-        folder: for `disk`.
-        sync_s: deadline of each step of a sync; bounds the transfer of a bucket.
-    """
+    """The transport of this name; it sends `dtype`, or the trainer's own if None."""
     form = ServerForm.of(config, dtype)
     if name == "distributed":
-        is_cuda = torch.cuda.is_available()
-        return BroadcastTransport(
-            form,
-            backend="nccl" if is_cuda else "gloo",
-            device="cuda" if is_cuda else "cpu",
-            transfer_timeout_s=min(TRANSFER_TIMEOUT_S, sync_s),
-        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return BroadcastTransport(form, device=device, transfer_timeout_s=min(TRANSFER_TIMEOUT_S, sync_s))
     if name == "tensor":
         return SharedMemoryTransport(form)
     return DiskTransport(WeightFolder(folder, config, form=form, is_durable=False))

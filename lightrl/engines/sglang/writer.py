@@ -39,14 +39,7 @@ class _Failures:
 
 
 class Writer:
-    """Writes completions while the gate is open.
-
-    Args:
-        home: the loop.
-        members: the servers.
-        timeouts: `sync_s` and `server_wait_s` apply.
-        max_retries: of a request in a row, without a token in between.
-    """
+    """Writes completions while the gate is open; `max_retries` counts failures in a row, without a token between."""
 
     def __init__(self, home: HomeLoop, members: Members, *, timeouts: Timeouts, max_retries: int = 8) -> None:
         self.num_running = 0  # completions that a server writes
@@ -61,14 +54,9 @@ class Writer:
         self._timeouts = timeouts
 
     async def write(
-        self,
-        token_ids: list[int],
-        sampling: Sampling,
-        session: str,
-        n: int,
-        pictures: RequestPictures | None = None,
+        self, token_ids: list[int], sampling: Sampling, session: str, n: int, pictures: RequestPictures | None = None
     ) -> list[Completion]:
-        """`n` completions of one prompt. On cancellation the servers are told."""
+        """`n` completions of one prompt. A cancellation aborts the requests on the servers."""
         with self._home.counted():
             if n == 1:
                 return [await self._write(CompletionDraft(token_ids, sampling, pictures=pictures), session)]
@@ -95,8 +83,6 @@ class Writer:
                     continue
                 scores = answer["meta_info"].get("input_token_logprobs") or []
                 return [0.0, *(float(entry[0]) for entry in scores[1:])] if len(scores) == len(token_ids) else []
-
-    # ------------------------------------------------------------------ the gate
 
     async def pause(self) -> None:
         """Stops requests in flight at a token; new ones wait. Waits for the servers that have any."""
@@ -148,13 +134,11 @@ class Writer:
         async def pause(url: str) -> None:
             self._paused_urls.add(url)
             try:
-                await self._members.clients[url].pause("retract")
+                await self._members.clients[url].pause()
             except EngineError as error:
                 self._members.lose(url, f"it could not be paused: {error}")
 
         await asyncio.gather(*(pause(url) for url in self._members.pool.urls("routable", "syncing")))
-
-    # ------------------------------------------------------------------ one completion
 
     async def _write(self, draft: CompletionDraft, session: str) -> Completion:
         """Sends requests until the completion is finished: again after an abort, elsewhere after a loss."""
