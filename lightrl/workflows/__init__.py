@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightrl.workflows.tools import ToolEnvironment
     from lightrl.workflows.workflow import SingleTurn, Workflow
 
-# Loaded when first used: the fake server with a script starts without torch.
+# Loaded when first used: a reward process that imports a user's environment starts without torch.
 _HOMES = {
     "AgentWorkflow": "agent_workflow",
     "Environment": "environment",

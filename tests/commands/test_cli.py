@@ -167,11 +167,7 @@ def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_p
         pytest.param(
             ["--model.sampling.top_p", "3"], "top_p must be in (0, 1] (1 keeps every token), got 3.0", id="data class"
         ),
-        pytest.param(
-            ["--trainer.engine", "LocalEngine", "--trainer.engine.threads", "0"],
-            "threads",
-            id="engine",
-        ),
+        pytest.param(["--trainer.engine", "LocalEngine", "--trainer.engine.threads", "0"], "threads", id="engine"),
         pytest.param(["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches must be 1", id="set-up"),
         pytest.param(["--ckpt_path", "nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist", id="checkpoint"),
         pytest.param(["--model.reward", "tiny_task.exat"], "Did you mean 'exact'", id="reward"),
@@ -185,7 +181,7 @@ def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_p
         ),
     ],
 )
-def test_what_a_user_can_mend_is_one_message_and_exit_code_2(settings, config, capfd, flags, message):
+def test_what_a_user_can_fix_is_one_message_and_exit_code_2(settings, config, capfd, flags, message):
     assert main(["fit", "--config", config(settings), *flags]) == 2
     said = capfd.readouterr().err
     assert message in said
