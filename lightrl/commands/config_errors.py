@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, get_loader
 
+from lightrl.checks.user_code import user_code
 from lightrl.models import ModelSpec, Role
 
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
@@ -397,8 +398,13 @@ def _resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> 
         hint = _did_you_mean(class_path, classes, cutoff=0.5) or f" Short names: {', '.join(sorted(classes)[:20])}."
         raise UsageError(f"{setting}: no class has this name. Use a short name, or a path like my_file.MyClass.{hint}")
     module_name, _, name = class_path.rpartition(".")
+
+    def failed(error: BaseException) -> UsageError:
+        return UsageError(f"{setting}: importing {module_name} raised {type(error).__name__}: {error}.")
+
     try:
-        module = importlib.import_module(module_name)
+        with user_code(failed, ModuleNotFoundError):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
             raise UsageError(f"{setting}: {module_name} imports {error.name}, which is not installed.") from error
@@ -409,8 +415,6 @@ def _resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> 
             f"{setting}: there is no module {error.name}, neither installed nor in the working folder "
             f"({Path.cwd()}).{meant}"
         ) from error
-    except Exception as error:  # a user's module raises anything
-        raise UsageError(f"{setting}: importing {module_name} raised {type(error).__name__}: {error}.") from error
     target = getattr(module, name, None)
     if target is None:
         hint = _did_you_mean(name, dir(module), f"{module_name}.")

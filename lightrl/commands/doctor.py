@@ -17,10 +17,8 @@ import os
 import shutil
 import statistics
 import sys
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -61,9 +59,9 @@ def _run(options: argparse.Namespace, rest: Sequence[str], callbacks: Sequence[A
         return _show(
             replay(options.file, options.reward, num=options.n, repeats=options.repeats, search_paths=here), options
         )
-    with _quiet_lightning():
-        command = _DoctorCLI(options, rest, callbacks)
-    return _show(command.rows, options)
+    for name in ("lightning.pytorch", "lightning.fabric"):  # their lines about devices and stages mean nothing here
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return _show(_DoctorCLI(options, rest, callbacks).rows, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -229,21 +227,6 @@ def _of_texts(prompts: Sequence[Prompt], texts: Sequence[str], module: RLModule)
             )
         )
     return trajectories
-
-
-@contextmanager
-def _quiet_lightning() -> Iterator[None]:
-    """Hides Lightning's lines about devices and stages: no run is visible here."""
-    loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]
-    levels = [logger.level for logger in loggers]
-    try:
-        with warnings.catch_warnings():
-            for logger in loggers:
-                logger.setLevel(logging.WARNING)
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _show(rows: list[ReplayRow], options: argparse.Namespace) -> int:

@@ -40,31 +40,10 @@ from lightrl.rewards.text_rewards import (
     regex_match,
     repetition_penalty,
     tag_format,
-)
+)  # fmt: skip
 
 __all__ = [
-    "Judge",
-    "Judgment",
-    "RewardHook",
-    "RewardPart",
-    "RewardPool",
-    "make_judge",
-    "FailureLog",
-    "ReplayRow",
-    "examine",
-    "replay",
-    "math_answer",
-    "code_tests",
-    "Limits",
-    "LocalSandbox",
-    "Run",
-    "Sandbox",
-    "json_schema",
-    "OverlongPenalty",
-    "overlong_penalty",
-    "regex_match",
-    "repetition_penalty",
-    "tag_format",
-    "LLMJudge",
-    "environment_reward",
-]
+    "Judge", "Judgment", "RewardHook", "RewardPart", "RewardPool", "make_judge", "FailureLog", "ReplayRow", "examine",
+    "replay", "math_answer", "code_tests", "Limits", "LocalSandbox", "Run", "Sandbox", "json_schema", "OverlongPenalty",
+    "overlong_penalty", "regex_match", "repetition_penalty", "tag_format", "LLMJudge", "environment_reward",
+]  # fmt: skip

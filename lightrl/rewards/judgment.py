@@ -13,15 +13,18 @@ import math
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from lightrl.checks.user_code import user_code
 from lightrl.errors import RewardError
 from lightrl.trajectory import Trajectory
 
 _MAX_TRACEBACK_CHARS = 8_000  # the end of a traceback matters most; messages are also stored in logs
 _CANCEL_TIMEOUT_S = 1.0
-_OWN_FILES = {__file__, *(str(Path(__file__).with_name(name)) for name in ("parts.py", "worker.py"))}
+_OWN_FILES = (
+    "lightrl/checks/user_code.py",
+    *(f"lightrl/rewards/{name}.py" for name in ("judgment", "parts", "worker")),
+)
 
 
 @dataclass(frozen=True)
@@ -169,26 +172,12 @@ class Runner:
             return error
 
     def _border(self, trajectory: Trajectory) -> contextlib.AbstractContextManager[None]:
-        return user_code(lambda error: raised_error(self.name, error, trajectory))
+        return user_code(lambda error: raised_error(self.name, error, trajectory), RewardError)
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         return self._loop
-
-
-@contextlib.contextmanager
-def user_code(translate: Callable[[BaseException], Exception]) -> Iterator[None]:
-    """The border of user code: what is raised inside leaves as the error that `translate` makes of it.
-
-    A RewardError passes through unchanged.
-    """
-    try:
-        yield
-    except RewardError:
-        raise
-    except (Exception, SystemExit) as error:  # user code raises anything
-        raise translate(error) from error
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -232,7 +221,7 @@ def user_traceback(error: BaseException) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None:
         file = frames.tb_frame.f_code.co_filename
-        if file not in _OWN_FILES and "importlib" not in file:
+        if not file.endswith(_OWN_FILES) and "importlib" not in file:
             break
         frames = frames.tb_next
     lines = traceback.format_exception(type(error), error, frames)

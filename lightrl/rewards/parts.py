@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightrl.checks.user_code import user_code
 from lightrl.errors import RewardError
-from lightrl.rewards.judgment import Judgment, is_async, raised_error, user_code
+from lightrl.rewards.judgment import Judgment, is_async, raised_error
 from lightrl.trajectory import Trajectory
 
 
@@ -143,7 +144,7 @@ async def _judged_async(part: RewardPart, trajectory: Trajectory, function: Call
 def _named_errors(part: RewardPart, trajectory: Trajectory) -> Iterator[None]:
     """What is raised inside becomes a RewardError that names the part."""
     try:
-        with user_code(lambda error: raised_error(part.path, error, trajectory)):
+        with user_code(lambda error: raised_error(part.path, error, trajectory), RewardError):
             yield
     except RewardError as error:
         raise RewardError(f"Part {part.label!r} of the reward failed. {error}", reason=error.reason) from error

@@ -31,9 +31,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
+from lightrl.checks.user_code import user_code
 from lightrl.concurrency.parent_guard import kill_group, wait_for_parent
 from lightrl.errors import RewardError
-from lightrl.rewards.judgment import Outcome, Runner, user_code, user_traceback
+from lightrl.rewards.judgment import Outcome, Runner, user_traceback
 from lightrl.rewards.parts import RewardPart, bound, summed
 from lightrl.trajectory import Trajectory
 

@@ -153,7 +153,7 @@ def test_a_template_that_only_adds_is_taken(template: str):
 
 
 def test_a_template_that_takes_thinking_out_is_refused_with_the_fix_named():
-    with pytest.raises(ValueError, match=r"rewrites history.*</think>.*Give chat_template="):
+    with pytest.raises(ValueError, match=r"rewrites history.*</think>.*Set chat_template="):
         workflow(AGAIN, template=TAKES_THINKING_OUT)
 
 
@@ -255,7 +255,7 @@ def test_without_max_tokens_a_trajectory_may_fill_the_context():
 
 
 def test_more_than_the_context_is_refused():
-    with pytest.raises(ValueError, match=r"max_tokens=57 of MultiTurn is more than .* context of 56 tokens.*Lower"):
+    with pytest.raises(ValueError, match=r"max_tokens=57 of MultiTurn exceeds the model's context of 56 tokens.*Lower"):
         workflow(AGAIN, max_tokens=57).fit_context(56)
 
 
@@ -322,11 +322,15 @@ Make = Callable[..., RolloutController]
 def make() -> Iterator[Make]:
     made: list[RolloutController] = []
 
-    def factory(flow: MultiTurn, engine: FakeEngine, **settings: Any) -> RolloutController:
-        plain: dict[str, Any] = {"sampling": SAMPLING, "prompts": Questions()}
-        plain |= {name: settings.pop(name) for name in ("sampling", "run_seed") if name in settings}
-        arguments = RolloutSettings(**({"groups_per_iteration": 2} | settings))
-        made.append(RolloutController(engine, flow, Judged(), arguments, **plain))
+    def factory(
+        flow: MultiTurn, engine: FakeEngine, *, sampling: Sampling = SAMPLING, run_seed: int = 0, **settings: Any
+    ) -> RolloutController:
+        rollout = RolloutSettings(**({"groups_per_iteration": 2} | settings))
+        made.append(
+            RolloutController(
+                engine, flow, Judged(), rollout, sampling=sampling, prompts=Questions(), run_seed=run_seed
+            )
+        )
         return made[-1]
 
     yield factory
@@ -379,8 +383,8 @@ class Failing(Environment):
     [
         ("raises", "Failing.step raised KeyError: 'lost'"),
         ("exits", "SystemExit"),
-        ("gives nonsense", r"expected \(observation, reward, done\)"),
-        ("gives NaN", "expected a finite number"),
+        ("gives nonsense", r"must return \(observation, reward, done\), got 1\.0"),
+        ("gives NaN", "with a finite number"),
         ("says nothing", "no observation"),
         ("hangs", "Failing.step did not finish within 0.2 s"),
     ],

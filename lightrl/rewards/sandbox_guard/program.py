@@ -50,12 +50,7 @@ class _LastBlock:
 def start(program: Program, folder: str, streams: tuple[int, int, int], report: int, life: int) -> NoReturn:
     """The starter: namespaces first, since a pid namespace begins with the next child.
 
-    Args:
-        program: what to run.
-        folder: where it runs.
-        streams: descriptors of its stdin, stdout and stderr.
-        report: takes records about it.
-        life: hangs up when the guard is gone.
+    The program gets `streams` as stdin, stdout and stderr; `report` takes records; `life` hangs up when the guard ends.
     """
     with _LastBlock(report):
         os.setsid()
