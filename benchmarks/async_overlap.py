@@ -47,7 +47,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from aiohttp import web
 from transformers import Qwen3Config
 
 import lightrl
@@ -242,13 +241,7 @@ class PlayedServer(FakeServerProcess):
 
 
 async def serve(seconds_per_token: float) -> None:
-    """Runs until the process ends; prints `{"port": ...}` when it listens."""
-    server = fake.FakeServer(PlayedModel(len(tokenizer()), seconds_per_token), arguments={})
-    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=8192).start()
-    print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
-    await asyncio.Event().wait()
+    await fake.serve(fake.FakeServer(PlayedModel(len(tokenizer()), seconds_per_token), arguments={}))
 
 
 class PlayedSGLangEngine(SGLangEngine):
@@ -290,9 +283,9 @@ class Timeline(lightrl.RLCallback):
         now = time.perf_counter()
         self.seconds.append(now - self.started)
         self.started = now
-        self.rollout_s.append(trainer.rollout_loop.phase_seconds["rollout"])
-        self.update_s.append(trainer.rollout_loop.phase_seconds["update"])
-        self.sync_s.append(trainer.rollout_loop.phase_seconds["sync"])
+        self.rollout_s.append(trainer.phase_seconds["rollout"])
+        self.update_s.append(trainer.phase_seconds["update"])
+        self.sync_s.append(trainer.phase_seconds["sync"])
         self.staleness.append(float(trainer.callback_metrics["staleness/max_versions"]))
         self.mixed_fraction.append(float(trainer.callback_metrics["rollout/mixed_version_fraction"]))
 

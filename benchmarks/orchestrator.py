@@ -102,11 +102,7 @@ class Server(FakeServerProcess):
 async def serve(delay_s: float, num_tokens: int) -> None:
     server = CannedServer(ScriptedModel(vocab_size=VOCAB_SIZE), arguments={})
     server.delay_s, server.num_tokens = delay_s, num_tokens
-    runner = web.AppRunner(server.application(), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=8192).start()
-    print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
-    await asyncio.Event().wait()
+    await fake.serve(server)
 
 
 class Judged:

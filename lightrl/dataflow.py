@@ -1,22 +1,24 @@
-"""Which model computes what from what: ModelCalls and the graph that their keys make, checked before anything runs.
+"""Which model computes what from what: ModelCalls and the graph of their keys, checked before anything runs.
 
     generate ─┬─► reward ─────┐
               ├─► reference ──┤
               ├─► values ─────┼─► advantages ─► policy update, critic update
               └─► teacher … ──┘
 
-A key is the name of a field or an extra of Experience. A call runs as soon as what it needs is there, each trajectory
-passes each call once. Calls of models that share ranks run one after another, in the same order on each; those of roles
-with ranks of their own run at the same time; calls without a role (a judge behind a server, a function) run beside them
-on rank 0, each in a thread of its own. loops/run_calls.py executes it.
+A key is the name of a field or an extra of Experience. A call runs as soon as its inputs exist; each trajectory passes
+each call once. Calls of models that share ranks run one after another, in the same order on each; those of roles with
+ranks of their own run at the same time; calls without a role (a judge behind a server, a function) run beside them on
+rank 0, each in its own thread. loops/run_calls.py executes the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
+from lightrl.checks.bounds import check_bounds
+from lightrl.checks.choices import check_choice
 from lightrl.experience import ROLLOUT_FIELDS
 from lightrl.trajectory import Sampling
 
@@ -30,9 +32,9 @@ ADVANTAGES = "advantages"
 class ModelCall:
     """One use of one model, or of a function, on the whole iteration's Experience.
 
-    With `run` it is a function of (experience, trajectories), both with the same rows, that gives one tensor for its
-    one output, or a dict with a tensor for each; [B], [B, T] or [B, T, ...], rows in order, without gradient. Without
-    `run` it is the forward of the role's model, whose logprobs, values or scores the output stands for.
+    With `run` it is a function of (experience, trajectories), both with the same rows, that returns a tensor for its
+    only output, or a dict with a tensor for each; [B], [B, T] or [B, T, ...], rows in order, without gradient. Without
+    `run` it is the forward of the role's model, and the output is its logprobs, values or scores.
 
     Example:
         ModelCall("reference_logprobs", role="reference", kind="infer",
@@ -41,37 +43,29 @@ class ModelCall:
     """
 
     name: str  # unique within a module
-    role: str | None = None  # the key of `RLModule.models()`; None: no model of ours, runs beside the others
+    role: str | None = None  # a key of `RLModule.models()`; None: no model of the trainer, runs beside the others
     kind: Kind = "infer"
-    inputs: tuple[str, ...] = ()  # keys that must be there
-    outputs: tuple[str, ...] = ()  # keys that it fills in; a new name becomes an extra
+    inputs: tuple[str, ...] = ()  # keys that it needs
+    outputs: tuple[str, ...] = ()  # keys that it produces; a new name becomes an extra
     microbatch_tokens: int | None = None  # None: the module's
     run: Callable[..., Any] | None = field(default=None, compare=False)
-    after: tuple[str, ...] = ()  # names of calls that must have ended, though no key says so
+    after: tuple[str, ...] = ()  # names of calls that must end first, though no key connects them
     timeout_s: float = 1800.0  # deadline of a call without a role
-    adapters_off: bool = False  # the role's model as it was before it got its LoRA adapters
-    on_all_ranks: bool = False  # a function that each rank runs for itself, in the trainer's thread
+    adapters_off: bool = False  # run the role's model without its LoRA adapters
+    on_all_ranks: bool = False  # a function that every rank runs, in the trainer's thread
     url: str | None = None  # of the server that has the role's model and answers instead of it
-    topk: int = 0  # of so many likeliest tokens too: the outputs have teacher_topk_ids and teacher_topk_logprobs
+    topk: int = 0  # also the K likeliest tokens: the outputs have teacher_topk_ids and teacher_topk_logprobs
 
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs", "after"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise TypeError(
-                    f"Model call {self.name!r} has {name}={value!r}, expected a tuple of names. Write ({value!r},), "
+                    f"{name} of model call {self.name!r} must be a tuple of names, got {value!r}. Write ({value!r},), "
                     "with the comma."
                 )
-        if self.kind not in get_args(Kind):
-            raise ValueError(
-                f"Model call {self.name!r} has kind={self.kind!r}, expected one of {', '.join(get_args(Kind))}. "
-                "Mend it."
-            )
-        if self.microbatch_tokens is not None and self.microbatch_tokens < 1:
-            raise ValueError(
-                f"Model call {self.name!r} has microbatch_tokens={self.microbatch_tokens}, expected at least 1, or "
-                "None for the module's. Raise it."
-            )
+        check_choice(get_args(Kind), **{f"kind of model call {self.name!r}": self.kind})
+        check_bounds(1, **{f"microbatch_tokens of model call {self.name!r}": self.microbatch_tokens})
         if self.kind == "infer" and self.role is not None and self.run is None:
             self._check_outputs_of_a_forward()
 
@@ -81,45 +75,52 @@ class ModelCall:
         if outputs and outputs in ((outputs[0], *further), ("values", "bootstrap_values")):
             return
         raise ValueError(
-            f"Model call {self.name!r} is a forward of {self.role!r} with outputs {list(outputs)}, expected one key"
-            f"{''.join(f', then {key}' for key in further)}: a forward gives one tensor. Make a call for each, or give "
-            "it run= a function."
+            f"Model call {self.name!r} is a forward of {self.role!r}, which returns one tensor, so its outputs must be "
+            f"one key{''.join(f', then {key}' for key in further)}, got {list(outputs)}. Make a call for each, or set "
+            "run= to a function."
         )
 
 
+class ModelSource(Protocol):
+    """Where a role's model is: behind `url`, or here."""
+
+    @property
+    def url(self) -> str | None: ...
+
+    @property
+    def head(self) -> Literal["vocabulary", "scalar"]: ...
+
+
 class DataFlowGraph:
-    """Calls in an order in which they can run. Edges follow from the keys, and from `after`.
+    """Calls in an order in which they can run. Edges come from the keys and from `after`.
 
     Args:
         calls: in any order.
         roles: of the module's models.
-        given: keys that are there before any call; those of a trajectory file, for example.
+        given: keys that exist before any call; those of a trajectory file, for example.
 
     Raises:
-        ValueError: for a name used twice, a role that does not exist, a key given twice or by nobody, an `after` that
-            names no call, or calls that wait for each other in a circle.
+        ValueError: for a name used twice, an unknown role, a key that two calls or none produce, an `after` that names
+            no call, or calls that wait for each other in a circle.
     """
 
     def __init__(self, calls: Iterable[ModelCall], *, roles: Iterable[str], given: Iterable[str] = ()) -> None:
         self.given = frozenset(given)
-        found = list(calls)
-        known_roles = sorted(roles)
-        for index, call in enumerate(found):
-            if any(call.name == other.name for other in found[:index]):
-                raise ValueError(f"Two model calls are named {call.name!r}, expected distinct names. Rename one.")
-            if call.role is not None and call.role not in known_roles:
+        declared = list(calls)
+        all_roles = sorted(roles)
+        for index, call in enumerate(declared):
+            if any(call.name == other.name for other in declared[:index]):
+                raise ValueError(f"Two model calls are named {call.name!r}. Rename one.")
+            if call.role is not None and call.role not in all_roles:
                 raise ValueError(
-                    f"Model call {call.name!r} uses role {call.role!r}, expected one of {known_roles}. Add the role to "
-                    "models() or mend its name."
+                    f"role of model call {call.name!r} must be one of {all_roles}, got {call.role!r}. Add the role to "
+                    "models(), or fix its name."
                 )
             if call.role is None and call.run is None and call.kind == "infer":
-                raise ValueError(
-                    f"Model call {call.name!r} has neither role nor run, expected one of them. Give role= a role of "
-                    "models(), or run= a function."
-                )
-        self.producers = self._find_producers(found)
-        self.edges = {call.name: self._needs(call, found) for call in found}
-        self.calls = self._in_order(found)
+                raise ValueError(f"Model call {call.name!r} needs a role of models(), or run=, a function.")
+        self.producers = self._find_producers(declared)
+        self.edges = {call.name: self._needs(call, declared) for call in declared}
+        self.calls = self._in_order(declared)
 
     def __getitem__(self, name: str) -> ModelCall:
         return next(call for call in self.calls if call.name == name)
@@ -130,7 +131,7 @@ class DataFlowGraph:
     def beside_rewards(self) -> set[str]:
         """Names of the infer calls that can run while rewards are awaited; all others come after the rewards.
 
-        Empty where something else than the advantages reads rewards: it would have to wait for these, too.
+        Empty if something other than the advantages reads rewards: it would have to wait for them too.
         """
         late = {REWARD}
         for call in self.of_kind("infer"):  # in an order in which they can run
@@ -147,8 +148,7 @@ class DataFlowGraph:
                 other = producers.get(key) or ("the rollout" if key in self.given else None)
                 if other is not None:
                     raise ValueError(
-                        f"Model call {call.name!r} gives {key!r} a second time, after {other!r}, expected a new key. "
-                        "Rename it."
+                        f"Model call {call.name!r} produces {key!r}, which {other!r} produces already. Rename it."
                     )
                 producers[key] = call.name
         return producers
@@ -159,27 +159,27 @@ class DataFlowGraph:
         unknown = [name for name in call.after if name not in names]
         if unknown:
             raise ValueError(
-                f"Model call {call.name!r} comes after {unknown[0]!r}, expected one of {sorted(names)}. Mend the name."
+                f"after of model call {call.name!r} must name calls among {sorted(names)}, got {unknown[0]!r}."
             )
         missing = [key for key in call.inputs if key not in self.producers and key not in self.given]
         if missing:
             raise ValueError(
-                f"Model call {call.name!r} needs {missing[0]!r}, which no call gives; there are "
-                f"{sorted({*self.producers, *self.given})}. Add a call that gives it, or mend the key."
+                f"Model call {call.name!r} needs {missing[0]!r}, which no call produces; there are "
+                f"{sorted({*self.producers, *self.given})}. Add a call that produces it, or fix the key."
             )
         needed = [self.producers[key] for key in call.inputs if key in self.producers]
         updates = [other.name for other in calls if other.kind == "train" and other.name in {*needed, *call.after}]
         if updates and call.kind != "train":
             raise ValueError(
-                f"Model call {call.name!r} comes after the update {updates[0]!r}, expected it before all updates: an "
-                "iteration ends with them. Let it need something else."
+                f"Model call {call.name!r} comes after the update {updates[0]!r}, but an iteration ends with its "
+                "updates. Change its inputs or after."
             )
         return tuple(dict.fromkeys([*needed, *call.after]))
 
     def _in_order(self, calls: list[ModelCall]) -> list[ModelCall]:
-        """Topological; where there is a choice, what waits for no call beside the trainer's comes first.
+        """Topological; calls that wait for nothing outside the trainer come first.
 
-        The order follows from the graph alone, so every rank runs its models' collectives in the same one.
+        The order depends on the graph alone, so every rank runs its models' collectives in the same order.
         """
         by_name = {call.name: call for call in calls}
         waits_beside: dict[str, bool] = {}
@@ -189,8 +189,8 @@ class DataFlowGraph:
             ready = [call for call in left if all(name in waits_beside for name in self.edges[call.name])]
             if not ready:
                 raise ValueError(
-                    f"Model calls wait for each other: {' -> '.join(self._circle(left))}, expected no circle. Take one "
-                    "of the keys out of inputs, or one name out of after."
+                    f"Model calls wait for each other: {' -> '.join(self._circle(left))}. Remove one of the keys from "
+                    "inputs, or one name from after."
                 )
             for call in ready:
                 waits_beside[call.name] = any(
@@ -214,7 +214,8 @@ def iteration_graph(
     score_calls: Sequence[ModelCall],
     train_calls: Sequence[ModelCall],
     *,
-    roles: Iterable[str],
+    roles: Mapping[str, ModelSource],
+    sampling: Sampling,
     reward: Callable[..., Any],
     advantages: Callable[..., Any],
     advantage_keys: tuple[str, ...],
@@ -223,8 +224,10 @@ def iteration_graph(
     """Everything that an iteration computes, from the prompt to the updates.
 
     Raises:
-        ValueError: if a score call is an update, or the calls make no graph; see DataFlowGraph.
+        ValueError: if a score call is an update, a server cannot answer its call, or the calls make no graph; see
+            DataFlowGraph.
     """
+    score_calls = [_served(call, roles.get(call.role or ""), sampling) for call in score_calls]
     wrong = next((call for call in score_calls if call.kind != "infer"), None)
     if wrong is not None:
         raise ValueError(
@@ -254,18 +257,15 @@ def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[
     return names
 
 
-def served(call: ModelCall, url: str, *, is_scalar: bool, sampling: Sampling) -> ModelCall:
-    """The call of a role whose model is behind a server.
-
-    Args:
-        call: of the role.
-        url: of the server.
-        is_scalar: whether the model has a scalar head.
-        sampling: what the policy is sampled with.
+def _served(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> ModelCall:
+    """The call with the URL of its role's server, if there is one.
 
     Raises:
         ValueError: if a server cannot compute the outputs.
     """
+    if source is None or source.url is None:
+        return call
+    url, is_scalar = source.url, source.head == "scalar"
     if is_scalar and "values" in call.outputs:
         raise ValueError(
             f"The {call.role} must have a path or config, got url={url!r}: a server gives one number after a "
@@ -286,5 +286,5 @@ def runs_beside(call: ModelCall) -> bool:
 
 
 def follows_from_trajectories(call: ModelCall) -> bool:
-    """Whether what it gives does not depend on any model of ours, so that a recorded answer stays right."""
+    """Whether its outputs depend on no model of the trainer, so that recorded ones stay valid."""
     return runs_beside(call) and not call.after and ROLLOUT_FIELDS.issuperset(call.inputs)

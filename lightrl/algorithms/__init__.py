@@ -1,4 +1,4 @@
-"""Algorithms ready to use: RLModules with a loss, and supervised fine-tuning. Each is a short file.
+"""Algorithms ready to use: RLModules with a loss, and supervised training. Each is a short file.
 
 Reading order:
     grpo.py       GRPO and the settings that its relatives differ in
@@ -11,8 +11,8 @@ Reading order:
     dpo.py        DPO and IPO, from pairs
     reward_model.py  RewardModel, from pairs
 
-May import: everything up to module and data. To add one: subclass RLModule, write `loss` from equations in functional/,
-give its paper as Source, and add it to the parametrized invariances in tests/algorithms/.
+May import: everything up to module and data. To add one: subclass RLModule, write `loss` with equations of functional/,
+name its paper as Source, and add it to the parametrized invariances in tests/algorithms/.
 """
 
 from lightrl.algorithms.distillation import Distillation

@@ -21,7 +21,7 @@ from lightrl.functional import (
     policy_ratio,
     sequence_ratio,
 )
-from lightrl.models import ModelSpec, Outputs
+from lightrl.models import ModelSpec, Outputs, Role
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
 
@@ -56,7 +56,7 @@ class GRPO(RLModule):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
         clip_low: float = 0.2,
         clip_high: float = 0.2,
@@ -81,7 +81,7 @@ class GRPO(RLModule):
                 "advantage_std to batch or null."
             )
         if reference is not None:
-            reference.check(self.policy_spec, in_reward=self.kl_in_reward)
+            reference.check(self.policy_role, in_reward=self.kl_in_reward)
         if overlong_penalty is not None and self.workflow is not None:
             raise ValueError(
                 "overlong_penalty compares a trajectory with the length limit of one completion, so it does not work "
@@ -109,7 +109,7 @@ class GRPO(RLModule):
         if overlong_penalty is not None:
             overlong_penalty(0, self.sampling.max_new_tokens)
 
-    def models(self) -> dict[str, ModelSpec]:
+    def models(self) -> dict[str, Role]:
         return {**super().models(), **({} if self.reference_kl is None else self.reference_kl.models())}
 
     def score_calls(self) -> list[ModelCall]:

@@ -26,7 +26,7 @@ from lightrl.functional import (
     on_loss_tokens,
     value_loss,
 )
-from lightrl.models import ModelSpec
+from lightrl.models import ModelSpec, Role
 from lightrl.models.model_folder import ModelDescription
 
 
@@ -94,9 +94,9 @@ class PPO(GRPO):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
-        critic: str | ModelSpec | None = None,
+        critic: str | ModelSpec | Role | None = None,
         gamma: float = 1.0,
         lam: float = 0.95,
         bootstrap_truncated: bool = True,
@@ -127,7 +127,8 @@ class PPO(GRPO):
         self.reference_kl: AdaptiveKL | None = reference
         self.kl_controller = None if reference is None else reference.controller()
         self.shares_body = critic == "shared"
-        self.critic_spec = _critic_spec(critic, self.policy_spec)
+        initial = self.policy_role if critic is None or critic == "shared" else Role.of(critic)
+        self.critic_role = initial.with_scalar_head()
         self.gamma = gamma
         self.lam = lam
         self.bootstrap_truncated = bootstrap_truncated
@@ -146,10 +147,10 @@ class PPO(GRPO):
 
     # ------------------------------------------------------------------ models and calls
 
-    def models(self) -> dict[str, ModelSpec]:
+    def models(self) -> dict[str, Role]:
         models = super().models()
         if not self.shares_body:
-            models["critic"] = self.critic_spec
+            models["critic"] = self.critic_role
         return models
 
     def configure_model(self) -> None:
@@ -271,7 +272,7 @@ class PPO(GRPO):
         super().on_save_checkpoint(checkpoint)
         if self.shares_body:
             models: Any = self
-            critic = ModelDescription.of_critic(models.policy, self.policy_spec)
+            critic = ModelDescription.of_critic(models.policy, self.policy_role)
             checkpoint["models"].update({} if critic is None else {"critic": dict(vars(critic))})
         normalizer = None if self.normalizer is None else self.normalizer.state_dict()
         checkpoint["ppo"] = {"kl_coef": self.kl_coef, "value_normalizer": normalizer}
@@ -293,8 +294,3 @@ class PPO(GRPO):
             self.kl_coef = controller.coef = state["kl_coef"]
         if self.normalizer is not None and state["value_normalizer"] is not None:
             self.normalizer.load_state_dict(state["value_normalizer"])
-
-
-def _critic_spec(critic: str | ModelSpec | None, policy: ModelSpec) -> ModelSpec:
-    spec = policy if critic is None or critic == "shared" else ModelSpec.of(critic)
-    return dataclasses.replace(spec, head="scalar")

@@ -16,7 +16,7 @@ from lightrl.checks.choices import check_choice
 from lightrl.dataflow import ModelCall
 from lightrl.functional import KLController, kl
 from lightrl.functional.kl import KLEstimator
-from lightrl.models import ModelSpec
+from lightrl.models import ModelSpec, Role
 from lightrl.strategies import local
 
 
@@ -33,7 +33,7 @@ class ReferenceKL:
     """
 
     coef: float
-    model: str | ModelSpec | None = None
+    model: str | ModelSpec | Role | None = None
     estimator: KLEstimator | None = None
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class ReferenceKL:
             raise ValueError(f"coef of reference must be above 0, got {self.coef}. For none, leave out reference.")
         check_choice((*get_args(KLEstimator), None), estimator=self.estimator)
 
-    def check(self, policy: ModelSpec, *, in_reward: bool) -> None:
+    def check(self, policy: Role, *, in_reward: bool) -> None:
         """Checks the term against the policy and its use.
 
         Raises:
@@ -58,9 +58,9 @@ class ReferenceKL:
                 "expectation. k1 is for a KL in the reward."
             )
 
-    def models(self) -> dict[str, ModelSpec]:
+    def models(self) -> dict[str, Role]:
         """The role that the term adds; none if the policy without its adapters is the reference."""
-        return {} if self.model is None else {"reference": ModelSpec.of(self.model)}
+        return {} if self.model is None else {"reference": Role.of(self.model)}
 
     def score_call(self) -> ModelCall:
         """The forward that gives `reference_logprobs`."""
@@ -100,12 +100,12 @@ class AdaptiveKL(ReferenceKL):
         """The weight of the term over a run."""
         return KLController(self.coef, self.target_nats, self.horizon)
 
-    def check(self, policy: ModelSpec, *, in_reward: bool) -> None:
+    def check(self, policy: Role, *, in_reward: bool) -> None:
         super().check(policy, in_reward=in_reward)
         if self.decay is None:
             return
         reference = self.models().get("reference")
-        if reference is None or reference.url is not None:
+        if reference is None or reference.spec.url is not None:
             raise ValueError(
                 f"reference.decay={self.decay} moves the reference policy, but that is behind a server, or the policy "
                 "without its adapters. Set reference.model to the checkpoint that training starts from."

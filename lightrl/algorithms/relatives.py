@@ -12,7 +12,7 @@ from lightrl.algorithms.grpo import GRPO
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import batch_normalized, cispo_loss, group_advantages, sapo_loss, second_moment_mask
-from lightrl.models import ModelSpec, Outputs
+from lightrl.models import ModelSpec, Outputs, Role
 
 
 class DrGRPO(GRPO):
@@ -23,7 +23,7 @@ class DrGRPO(GRPO):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
         loss_reduction: Literal["token", "sequence", "fixed"] = "fixed",
         **kwargs: Any,
@@ -41,7 +41,7 @@ class DAPO(GRPO):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
         clip_high: float = 0.28,
         loss_reduction: Literal["token", "sequence", "fixed"] = "token",
@@ -61,7 +61,7 @@ class RLOO(GRPO):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
         loss_reduction: Literal["token", "sequence", "fixed"] = "fixed",
         **kwargs: Any,
@@ -82,7 +82,7 @@ class ReinforceBaseline(GRPO):
     Source: Williams, 1992, https://doi.org/10.1007/BF00992696.
     """
 
-    def __init__(self, policy: str | ModelSpec, *, group_size: int = 1, **kwargs: Any) -> None:
+    def __init__(self, policy: str | ModelSpec | Role, *, group_size: int = 1, **kwargs: Any) -> None:
         super().__init__(policy, advantage_mean="batch", advantage_std=None, group_size=group_size, **kwargs)
 
 
@@ -94,7 +94,7 @@ class GSPO(GRPO):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
         clip_low: float = 3e-4,
         clip_high: float = 4e-4,
@@ -118,7 +118,7 @@ class CISPO(GRPO):
     """
 
     def __init__(
-        self, policy: str | ModelSpec, *, clip_low: float = 1.0, clip_high: float = 4.0, **kwargs: Any
+        self, policy: str | ModelSpec | Role, *, clip_low: float = 1.0, clip_high: float = 4.0, **kwargs: Any
     ) -> None:
         super().__init__(policy, clip_low=clip_low, clip_high=clip_high, dual_clip=None, ratio_level="token", **kwargs)
 
@@ -149,7 +149,7 @@ class SAPO(GRPO):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
         temperature_positive: float = 1.0,
         temperature_negative: float = 1.05,
@@ -187,7 +187,7 @@ class LitePPO(GRPO):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
         loss_reduction: Literal["token", "sequence", "fixed"] = "token",
         **kwargs: Any,
@@ -212,7 +212,7 @@ class ReinforcePlusPlus(GRPO):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
         advantage_mean: Literal["group", "batch"] = "batch",
         group_size: int = 1,
@@ -256,7 +256,7 @@ class M2PO(GRPO):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
         second_moment_threshold: float = 0.04,
         **kwargs: Any,

@@ -1,7 +1,7 @@
-"""SFT: supervised fine-tuning, a plain LightningModule; what comes before reinforcement learning.
+"""SFT: supervised fine-tuning, a plain LightningModule; the stage before reinforcement learning.
 
 Shapes: B chats, T tokens, N loss tokens, H hidden size. The loss is computed from hidden states at the N positions that
-predict a completion's token, as an RLModule's logprobs are.
+predict a completion's tokens, like an RLModule's logprobs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightrl.strategies import head_is_plain
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ARGMAX_LOGITS = 2**24  # logits held at once when the likeliest tokens are looked for
+_ARGMAX_LOGITS = 2**24  # logits in memory at once when finding the likeliest tokens
 
 
 class SFT(SupervisedModule):
@@ -38,7 +38,7 @@ class SFT(SupervisedModule):
     def configure_model(self) -> None:
         if hasattr(self, "policy"):
             return
-        self.policy = self.policy_spec.load_model().train()
+        self.policy = self.policy_role.load_model().train()
 
     @functools.cached_property
     def _head_is_plain(self) -> bool:
@@ -52,7 +52,7 @@ class SFT(SupervisedModule):
 
     def measure(self, batch: ChatBatch) -> dict[str, Tensor]:
         """The loss of each loss token, [N], and whether the likeliest token is the right one."""
-        assert self._head_is_plain is not None  # found before, since it is found by running the model
+        assert self._head_is_plain is not None  # computed first, since it runs the model
         measured: dict[str, Tensor] = self.run_inside(self._measure, batch)
         return measured
 
@@ -69,8 +69,8 @@ class SFT(SupervisedModule):
         }
 
     def _predictions(self, batch: ChatBatch) -> tuple[Tensor, Tensor]:
-        """What predicts the loss tokens, and those tokens [N]: hidden states [N, H] if an output head is all that makes
-        logits of them, else logits [N, V]."""
+        """Predictions of the loss tokens, and those tokens [N]: hidden states [N, H] if the model only applies an
+        output head to them, else logits [N, V]."""
         rows, columns = predicting_positions(batch.loss_mask)
         inputs = batch.token_ids[:, :-1]
         if self._head_is_plain:

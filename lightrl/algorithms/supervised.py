@@ -1,9 +1,9 @@
-"""What SFT, DPO and reward models share: a model trained on data that is there, by Lightning's own loop.
+"""What SFT, DPO and reward models share: a model trained on given data, by Lightning's own loop.
 
-A subclass says in `measure` what a batch is worth; checkpoints, logging and export are Lightning's and ours as usual.
+A subclass computes losses and metrics of a batch in `measure`; checkpoints, logging and export are as usual.
 
-Under FSDP2Strategy all ranks draw the same batches and each measures its share of the rows. Losses and metrics are sums
-over the share, divided by the whole batch's number: the update is that of one process.
+Under FSDP2Strategy all ranks read the same batches and each measures its share of the rows. Losses and metrics are sums
+over the share, divided by the whole batch's count: the update is that of one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data import ChatBatch, PairBatch
-from lightrl.models import ModelSpec, ParallelModel, check_adamw
+from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.strategies import LogprobSettings, Parallel3DStrategy, check_strategy, parallel_model, ranks_of, run_inside
 
@@ -27,19 +27,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# Settings of a ModelSpec that are not read here.
-_OF_ROLES = ("frozen", "lr", "weight_decay", "offload", "mesh")
 _MADE_BY = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 
 
 class SupervisedModule(L.LightningModule):
-    """A plain LightningModule with a model from a ModelSpec, AdamW, linear warm-up and decay.
+    """A plain LightningModule with one trained model, AdamW, linear warm-up and decay.
 
-    With `accumulate_grad_batches` an update is that of one batch of all their rows: a batch weighs as much as it has
+    With `accumulate_grad_batches` an update equals that of one batch of all their rows: a batch is weighted by its
     tokens (SFT) or pairs.
 
     Args:
-        policy: the model to train: a hub name, a local folder, or a ModelSpec.
+        policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role with `lora`.
         lr: learning rate after the warm-up.
         betas: of AdamW.
         weight_decay: of AdamW, on matrices only: not on norms and biases.
@@ -49,14 +47,14 @@ class SupervisedModule(L.LightningModule):
 
     # The attribute that holds the trained model; what HuggingFaceExport writes.
     trained_role: str = "policy"
-    # What `measure` understands.
+    # The batches that `measure` takes.
     batch_type: type[Any] = object
-    # Before the slash of what is logged per step.
+    # The first part of the names that are logged per step.
     log_room: str = "train"
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
         lr: float = 1e-5,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -67,48 +65,46 @@ class SupervisedModule(L.LightningModule):
         super().__init__()
         check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
         if lr_decay not in ("constant", "linear", "cosine"):
-            raise ValueError(f"lr_decay={lr_decay!r}, expected constant, linear or cosine. Choose one of them.")
+            raise ValueError(f"lr_decay must be constant, linear or cosine, got {lr_decay!r}.")
         check_bounds(0, warmup_steps=warmup_steps)
-        self.policy_spec = ModelSpec.of(policy)
-        self.check_spec("policy", self.policy_spec)
+        self.policy_role = Role.of(policy)
+        self.check_role("policy", self.policy_role)
         self.lr = lr
         self.betas = betas
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
         self.lr_decay = lr_decay
-        self.parallel_models: dict[str, ParallelModel] = {}  # by role; what exports a model of several ranks asks for
+        self.parallel_models: dict[str, ParallelModel] = {}  # by role; HuggingFaceExport needs them on several ranks
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._num_accumulated = 0  # numbers whose mean has made the gradients, where they are accumulated
+        self._num_accumulated = 0  # tokens or pairs in the gradients accumulated so far
 
-    def check_spec(self, role: str, spec: ModelSpec) -> None:
-        """Raises ValueError for settings that nobody would read here."""
-        defaults = {item.name: item.default for item in dataclasses.fields(ModelSpec)}
-        unread = [name for name in _OF_ROLES if getattr(spec, name) != defaults[name]]
-        if unread:
+    def check_role(self, name: str, role: Role) -> None:
+        """Raises ValueError for settings that have no effect here: `model` and `lora` are read."""
+        if dataclasses.replace(role, lora=None) != Role(role.model):
             raise ValueError(
-                f"{type(self).__name__}'s {role} has {', '.join(unread)}, which only an RLModule's roles have, "
-                "expected none of them. Leave them out; lr and weight_decay are the module's."
+                f"{type(self).__name__}'s {name} takes only model and lora of a Role, got {role}. lr and weight_decay "
+                "are settings of the module; frozen, offload and mesh need an RLModule."
             )
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
-        """What is logged in validation, one number for each trajectory, pair or token; `loss` is what is minimized.
+        """The numbers to log, one for each trajectory, pair or token; `loss` is minimized.
 
-        For several ranks the batch has `share(rank, size)`, a batch or None, and `num_measured`, how many numbers that
-        is. What reads parameters but by calling a model goes through `run_inside`.
+        For several ranks the batch has `share(rank, size)`, a batch or None, and `num_measured`, the count of these
+        numbers. Code that reads parameters other than by calling a model goes through `run_inside`.
         """
-        raise NotImplementedError(f"{type(self).__name__}.measure must be written.")
+        raise NotImplementedError(f"{type(self).__name__} must define measure.")
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's; loaded once."""
         if self._tokenizer is None:
-            self._tokenizer = self.policy_spec.load_tokenizer()
+            self._tokenizer = self.policy_role.spec.load_tokenizer()
         return self._tokenizer
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The model's context, which prompt and completion share; None if the model states none."""
-        return getattr(self.policy_spec.load_config(), "max_position_embeddings", None)
+        """The model's context length, for prompt and completion together; None if it states none."""
+        return getattr(self.policy_role.spec.load_config(), "max_position_embeddings", None)
 
     def setup(self, stage: str) -> None:
         """
@@ -118,13 +114,10 @@ class SupervisedModule(L.LightningModule):
         strategy = self.trainer.strategy
         check_strategy(strategy)
         if isinstance(strategy, Parallel3DStrategy):
-            raise ValueError(
-                f"Parallel3DStrategy got a {type(self).__name__}, expected an RLModule, whose models it splits. Use "
-                "FSDP2Strategy."
-            )
+            raise ValueError(f"Parallel3DStrategy trains RLModules only, got {type(self).__name__}. Use FSDP2Strategy.")
 
     def run_inside(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(*args)`, which gives tensors, where the trained model's parameters can be read."""
+        """`function(*args)`, which returns tensors, run where the trained model's parameters can be read."""
         return run_inside(getattr(self, self.trained_role), function, *args)
 
     def on_fit_start(self) -> None:
@@ -147,22 +140,20 @@ class SupervisedModule(L.LightningModule):
             return optimizer
         num_steps = self.trainer.estimated_stepping_batches
         if self.lr_decay != "constant" and num_steps == math.inf:
-            raise ValueError(
-                f"lr_decay={self.lr_decay!r} needs the end of the run, expected max_steps or max_epochs. Set one."
-            )
+            raise ValueError(f"lr_decay={self.lr_decay!r} needs the end of the run. Set max_steps or max_epochs.")
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._lr_factor(step, num_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def models_and_specs(self) -> dict[str, tuple[PreTrainedModel, ModelSpec]]:
-        """The models by role, and where they come from; those that are not `trained_role` come back from there."""
-        return {self.trained_role: (getattr(self, self.trained_role), self.policy_spec)}
+    def loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
+        """The models and their roles by name; checkpoints leave out all but `trained_role`."""
+        return {self.trained_role: (getattr(self, self.trained_role), self.policy_role)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        keep_trained(checkpoint, self.models_and_specs(), [self.trained_role])
+        keep_trained(checkpoint, self.loaded_models(), [self.trained_role])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.configure_model()  # `load_from_checkpoint` comes here before any trainer does
-        fill_in(checkpoint, self.models_and_specs(), [self.trained_role])
+        self.configure_model()  # `load_from_checkpoint` calls this before there is a trainer
+        fill_in(checkpoint, self.loaded_models(), [self.trained_role])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         means, number = self.means(self.measure, batch)
@@ -180,16 +171,16 @@ class SupervisedModule(L.LightningModule):
         self._log_means(stage, means, on_step=False, batch_size=number)
 
     def means(self, measure: Callable[[Any], dict[str, Tensor]], batch: Any) -> tuple[dict[str, Tensor], int]:
-        """What to log and minimize, and over how many numbers: the mean over ranks of what each gets is the batch's.
+        """Means to log and minimize, and their count. Averaged over ranks they are those of the batch.
 
         Raises:
-            TypeError: if the batch is another module's.
+            TypeError: if the batch belongs to another module.
         """
         if not isinstance(batch, self.batch_type):
-            made_by = _MADE_BY.get(self.batch_type, "a data module that makes them")
+            made_by = _MADE_BY.get(self.batch_type, "a data module that makes these")
             raise TypeError(
-                f"{type(self).__name__} got a batch of type {type(batch).__name__}, expected "
-                f"{self.batch_type.__name__}. Use {made_by} as the data."
+                f"{type(self).__name__} needs batches of type {self.batch_type.__name__}, got {type(batch).__name__}. "
+                f"Use {made_by}."
             )
         ranks = ranks_of(self.trainer.strategy)
         if ranks.dp_size == 1:
@@ -201,11 +192,11 @@ class SupervisedModule(L.LightningModule):
         return {name: values.sum() * factor for name, values in measured.items()}, number
 
     def accumulated(self, loss: Tensor, number: int, batch_idx: int) -> Tensor:
-        """The loss for Lightning to divide by accumulate_grad_batches, which gives all batches the same weight.
+        """The loss, scaled so that Lightning's division by accumulate_grad_batches weights batches by their size.
 
         Args:
-            loss: the mean over the batch's numbers.
-            number: how many these are.
+            loss: the mean over the batch's tokens or pairs.
+            number: their count.
             batch_idx: Lightning's; it zeroes the gradients at multiples of accumulate_grad_batches.
         """
         num_batches = self.trainer.accumulate_grad_batches
@@ -213,7 +204,7 @@ class SupervisedModule(L.LightningModule):
             return loss
         before = self._num_accumulated if batch_idx % num_batches else 0
         self._num_accumulated = before + number
-        # Their gradients are so far the mean over `before` numbers. The module may hold gathered parameters in between.
+        # So far the gradients are the mean over `before` numbers. Between, the module may hold gathered parameters.
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         for parameter in (parameter for group in groups for parameter in group["params"]):
             if parameter.grad is not None and before:
@@ -221,7 +212,7 @@ class SupervisedModule(L.LightningModule):
         return loss * (num_batches * number / self._num_accumulated)
 
     def _log_means(self, room: str, means: dict[str, Tensor], *, on_step: bool, batch_size: int = 1) -> None:
-        # Lightning weighs each batch's mean by batch_size, so an epoch's mean is over trajectories or pairs.
+        # Lightning weights each batch's mean by batch_size, so an epoch's mean is over trajectories or pairs.
         self.log_dict(
             {f"{room}/{name}": value for name, value in means.items()},
             on_step=on_step,

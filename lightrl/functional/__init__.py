@@ -1,9 +1,9 @@
-"""Equations: tensors in, tensors out. No function here knows a config, a trainer or a process group.
+"""Equations: tensors in, tensors out. Nothing here knows a trainer or a process group.
 
-A reader comes to see what is computed; sums over microbatches and ranks are the framework's business.
+Read this room for what is computed; the framework sums over microbatches and ranks.
 
 Reading order:
-    shapes.py       the check on entry: tensors that would broadcast by accident are refused
+    shapes.py       the check on entry: equal shapes, so that nothing broadcasts by accident
     logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
     advantages.py   rewards → advantages
     returns.py      rewards per token and values → advantages and returns (GAE); reward shaping
@@ -14,12 +14,12 @@ Reading order:
     preference.py   losses of pairs: DPO, IPO, Bradley-Terry
     kl.py           estimators of the KL divergence, its adaptive weight
     divergence.py   KL and Jensen-Shannon divergence over a teacher's likeliest tokens
-    reduction.py    masking before and after the loss, and the three ways to average it
+    reduction.py    masking before and after the loss, and three ways to average it
     packing.py      trajectories of unequal length without their padding
 
 May import: errors, checks, trajectory.
 
-One more equation: a pure function in the file of its kind, shapes checked on entry, `Source:` in its docstring, and
+To add an equation: a pure function in the file of its kind, shapes checked on entry, `Source:` in its docstring, and
 beside it in tests/functional/ a value worked by hand and an independent slow implementation.
 """
 

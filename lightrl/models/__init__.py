@@ -1,6 +1,7 @@
 """Models: what a role is, how its model is loaded and saved, and what a strategy can do with it.
 
 Reading order:
+    role.py           Role: a model in a run, how it is trained and where it lies
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     role_mesh.py      RoleMesh: ranks of its own for a role
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
@@ -17,15 +18,10 @@ needed here: transformers loads it. strategies/tensor_plans.py lists the familie
 """
 
 from lightrl.models.lora import LoRA
-from lightrl.models.model_spec import (
-    ModelSpec,
-    check_adamw,
-    is_silent,
-    models_made_by,
-    scalar_head,
-    untrained_reward_model,
-)
+from lightrl.models.model_spec import ModelSpec, is_silent, scalar_head, untrained_reward_model
+from lightrl.models.optimizer import check_adamw
 from lightrl.models.parallel_model import Backward, LossFunction, Metric, More, Outputs, ParallelModel, asked_of_policy
+from lightrl.models.role import Role, models_made_by
 from lightrl.models.role_mesh import RoleMesh
 
 __all__ = [
@@ -37,6 +33,7 @@ __all__ = [
     "More",
     "Outputs",
     "ParallelModel",
+    "Role",
     "RoleMesh",
     "asked_of_policy",
     "check_adamw",

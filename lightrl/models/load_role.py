@@ -1,38 +1,59 @@
-"""load_role: a role's model on the CPU, checked against the policy's tokens and against what the role is for."""
+"""load_role: a role's model on the CPU, checked against the policy's tokens and against its purpose."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from lightrl.models.model_spec import ModelSpec, is_silent, untrained_reward_model
+from lightrl.models.role import Role
 from lightrl.models.vocabulary import check_size, check_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+def trainable_policy(policy: str | ModelSpec | Role) -> Role:
+    """The policy's role.
+
+    Raises:
+        ValueError: if it is behind a server or frozen.
+    """
+    role = Role.of(policy)
+    if role.spec.url is not None:
+        raise ValueError(
+            f"policy must have a path or config, got url={role.spec.url!r}: it is trained here. Servers that generate "
+            "its rollouts belong to trainer.engine."
+        )
+    if role.frozen:
+        raise ValueError(
+            "policy must not be frozen: updates train it. Set its lr to 0 to keep its weights; frozen is for a critic."
+        )
+    return role
+
+
 def load_role(
-    role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTrainedTokenizerBase, *, is_trained: bool
+    name: str, role: Role, policy: Role, tokenizer: PreTrainedTokenizerBase, *, is_trained: bool
 ) -> PreTrainedModel:
     """The model of a role, without gradients if it is not trained.
 
     Args:
-        policy: where the policy comes from.
+        name: of the role, such as `critic`.
+        policy: the policy's role.
         tokenizer: the policy's.
 
     Raises:
         ValueError: if the model reads other tokens, is trained and has `offload`, or is an untrained reward model.
     """
-    check_tokens(role, spec, policy, tokenizer)
-    model = spec.load_model()
-    check_size(role, model, tokenizer)
+    check_tokens(name, role.spec, policy.spec, tokenizer)
+    model = role.load_model()
+    check_size(name, model, tokenizer)
     if not is_trained:
         model.requires_grad_(False)
-    elif spec.offload:
+    elif role.offload:
         raise ValueError(
-            f"Role {role!r} is trained, so offload must be false: updates need its model. Set offload for roles that "
+            f"Role {name!r} is trained, so offload must be false: updates need its model. Set offload for roles that "
             "are not trained."
         )
-    if role == "reward_model" and is_silent(model):
-        raise untrained_reward_model(spec)
+    if name == "reward_model" and is_silent(model):
+        raise untrained_reward_model(role.spec)
     return model

@@ -1,4 +1,4 @@
-"""LoRA: small trained adapters on a frozen model, through `peft`; merged where whole parameters are wanted.
+"""LoRA: small trained adapters on a frozen model, through `peft`; merged where whole parameters are needed.
 
 The model keeps its Hugging Face class and the names of its weights: peft replaces its linear layers by ones that hold
 the frozen weight W and the adapters A, B, and compute (W + scaling · B A) x.
@@ -22,10 +22,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ADAPTER = "default"  # peft's name of the one adapter that there is
+_ADAPTER = "default"  # peft's name of the only adapter
 _HEAD = "score"  # of critics and reward models: trained itself, without an adapter
 
-# Settings of peft's under which the weights change otherwise than by B A: setting → its value when it is off.
+# Settings of peft that change the weights in other ways than by B A → their value when off.
 _OFF: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -37,14 +37,14 @@ _OFF: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LoRA:
-    """What is trained instead of a model's own weights.
+    """Adapters to train instead of a model's own weights.
 
     Args:
         rank: of the adapters, the inner dimension of B A.
-        alpha: the adapters count `alpha / rank` times.
+        alpha: the adapters are scaled by `alpha / rank`.
         target_modules: names of the linear layers that get adapters; `all-linear` is all but the output head.
-        adapter: a folder in peft's form whose adapters training goes on from; fresh ones, which change nothing yet,
-            if None. Its rank, alpha and layers then hold, not those given here.
+        adapter: a folder in peft's form with adapters to start from, whose rank, alpha and layers replace those given
+            here; None for fresh ones, which change nothing yet.
     """
 
     rank: int = 16
@@ -54,40 +54,38 @@ class LoRA:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"lora.rank={self.rank}, expected at least 1. Raise it.")
+            raise ValueError(f"lora.rank must be at least 1, got {self.rank}.")
         if self.alpha <= 0:
-            raise ValueError(f"lora.alpha={self.alpha}, expected more than 0. Raise it.")
+            raise ValueError(f"lora.alpha must be above 0, got {self.alpha}.")
         if self.adapter is not None and not (Path(self.adapter) / "adapter_config.json").is_file():
             raise ValueError(
-                f"lora.adapter={self.adapter!r} has no adapter_config.json, expected a folder in peft's form. Mend the "
-                "path, or leave it out for fresh adapters."
+                f"lora.adapter={self.adapter!r} must be a folder in peft's form, but has no adapter_config.json. Leave "
+                "it out for fresh adapters."
             )
 
     def add_to(self, model: PreTrainedModel, *, seed: int = 0) -> None:
-        """Freezes the model and adds the adapters, which are trained; of a critic or reward model its head too.
+        """Freezes the model and adds trained adapters; the head of a critic or reward model is trained too.
 
         Args:
-            model: may have its parameters on the meta device; `adapter_reader` then gives those of the adapters.
-            seed: of fresh adapters, whose numbers follow from it and from their names.
+            model: may have its parameters on the meta device; `adapter_reader` then has those of the adapters.
+            seed: of fresh adapters, which depend on it and on their names only.
 
         Raises:
             ImportError: if peft is not installed.
-            ValueError: if the model has no such layers, or the adapters of the folder are more than B A.
+            ValueError: if the model has no such layers, or the folder's adapters are more than B A.
         """
         try:
             from peft import LoraConfig
         except ImportError as error:
-            raise ImportError(
-                "lora= needs the package peft, expected it installed. pip install lightrl[lora]"
-            ) from error
+            raise ImportError("lora needs peft: pip install lightrl[lora].") from error
         model.requires_grad_(False)
         if self.adapter is not None:
             config = LoraConfig.from_pretrained(self.adapter)
             for name, value in _OFF.items():
                 if getattr(config, name, value) != value:
                     raise ValueError(
-                        f"lora.adapter={self.adapter!r} has {name}={getattr(config, name)!r}, expected {value!r}: "
-                        "adapters A and B alone. Merge that adapter into its model, and start from the result."
+                        f"lora.adapter={self.adapter!r} must have {name}={value!r}, that is only A and B, got "
+                        f"{getattr(config, name)!r}. Merge that adapter into its model, and start from the result."
                     )
             config.inference_mode = False
             config.lora_dropout = 0.0
@@ -111,9 +109,9 @@ class LoRA:
 
 
 def adapter_reader(lora: LoRA, seed: int) -> Callable[[str, torch.Size], Tensor]:
-    """Gives the adapters' weights by name and shape, from `lora.adapter` or fresh: A as a linear layer's, B zero.
+    """Returns the adapters' weights by name and shape, from `lora.adapter` or fresh: A as a linear layer's, B zero.
 
-    Fresh ones follow from seed and name, so that any process can make any of them.
+    Fresh ones depend on seed and name only, so any process can make any of them.
     """
     if lora.adapter is None:
         return lambda name, shape: _fresh(name, shape, seed)
@@ -141,10 +139,10 @@ def has_adapters(model: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def adapters_off(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the model computes what it did before it got adapters: the reference policy, at no cost of memory."""
+    """Inside, the model computes as if without adapters: the reference policy, at no cost of memory."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
-    # peft's `enable_adapters(False)` also takes `requires_grad` away, which a sharded parameter's whole copy would
-    # remember.
+    # peft's `enable_adapters(False)` also clears `requires_grad`, which would stick to the whole copy of a sharded
+    # parameter.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -159,12 +157,12 @@ def merged_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """The parameters under their Hugging Face names, adapters merged into the weights they belong to.
 
-    One at a time: the memory of one merged weight is all that is needed beside the model. As peft merges: in the
-    adapters' dtype, then cast to the weight's.
+    One at a time, so it needs the memory of one merged weight beside the model. Merges as peft does: in the adapters'
+    dtype, then cast to the weight's.
 
     Args:
         model: with or without adapters.
-        whole: gives the whole tensor of a shard; called once for each parameter, in the same order on every rank.
+        whole: maps a shard to its whole tensor; called once per parameter, in the same order on every rank.
     """
     if not has_adapters(model):
         for name, parameter in model.named_parameters():
@@ -188,21 +186,21 @@ def merged_parameters(
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Whether the parameter of this name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def base_name(name: str) -> str:
-    """The Hugging Face name of a parameter that is no adapter."""
+    """The Hugging Face name of a parameter outside adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def adapter_config(model: torch.nn.Module, base: str | None) -> str:
-    """What `adapter_config.json` says, as JSON.
+    """The content of `adapter_config.json`.
 
     Args:
         model: with adapters.
-        base: the model that they belong to, a folder or a hub name.
+        base: the model that the adapters belong to, a folder or a hub name.
     """
     any_model: Any = model
     values = any_model.peft_config[_ADAPTER].to_dict()
@@ -215,9 +213,9 @@ def save_adapter(tensors: Mapping[str, Tensor], config: str, folder: Path) -> No
     """Writes a folder in peft's form.
 
     Args:
-        tensors: of a model with adapters, by name; those of adapters are taken.
+        tensors: of a model with adapters, by name; only those of adapters are written.
         config: of `adapter_config`.
-        folder: exists.
+        folder: must exist.
     """
     from safetensors.torch import save_file
 

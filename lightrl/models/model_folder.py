@@ -1,6 +1,6 @@
-"""Model folders in Hugging Face's form: what a checkpoint must say so that one can be made of it, and whole writes.
+"""Model folders in Hugging Face's form: made from checkpoints, and written as a whole or not at all.
 
-A folder is always whole: it is written beside its place, under a hidden name, and takes it when it is complete.
+A folder is written beside its place, under a hidden name, and takes its place when it is complete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,53 +23,54 @@ from lightrl.checks.disk_errors import is_disk_full, write_problem
 from lightrl.models.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
 from lightrl.models.model_spec import ModelSpec, scalar_head
 from lightrl.models.pictures import save_processor, sees_pictures
+from lightrl.models.role import Role
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-# What `save_pretrained` of models and tokenizers writes. A folder with anything else in it is no export to replace.
+# What `save_pretrained` of models and tokenizers writes. A folder with anything else is not replaced.
 _SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".txt", ".model", ".bin", ".py"})
 
 # Families whose scalar head has a bias in SGLang and none in transformers.
 _BIASED_IN_SGLANG = frozenset({"qwen2", "qwen3"})
 
 HEAD_STAYS_BEHIND = (
-    "The critic's head on the policy's body is not part of it: a run that starts there begins with a new head. A "
-    "resume from the checkpoint keeps it, and role critic exports body and head as a model of its own."
+    "The export leaves out the critic's head on the policy's body: a run that starts from it begins with a new head. A "
+    "resume from the checkpoint keeps the head, and role critic exports body and head as a model of its own."
 )
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """All of a model but its weights, as plain data: travels in a checkpoint, so that the checkpoint can be exported.
+    """A model without its weights, as plain data in a checkpoint, so that the checkpoint can be exported.
 
     Example:
         ModelDescription("transformers.Qwen3ForCausalLM", config='{"model_type": "qwen3", ...}',
                          generation_config=None, tokenizer="Qwen/Qwen3-0.6B")
 
-    With LoRA the checkpoint holds adapters only, and this says what they belong to. A critic that is a head on another
-    role's body is described as the model of its own that `with_head` makes of the two.
+    With LoRA the checkpoint holds only adapters, and `base` is the model they belong to. A critic that is a head on
+    another role's body is described as the model that `with_head` makes of the two.
     """
 
     model_class: str  # dotted path
     config: str  # JSON
     generation_config: str | None  # JSON
-    tokenizer: str | None  # as in ModelSpec; None: no tokenizer is known
+    tokenizer: str | None  # as in ModelSpec; None: unknown
     adapter_config: str | None = None  # JSON, as in peft's folders; None: no adapters
     base: str | None = None  # JSON, the ModelSpec of the model without adapters
-    body: str | None = None  # the role whose weights this one has, below its own head; None: they are its own
+    body: str | None = None  # the role whose weights are below this one's head; None: its own
 
     @classmethod
-    def of(cls, model: PreTrainedModel, spec: ModelSpec) -> ModelDescription:
-        """Of a role's model, whose weights may be sharded or on no device."""
+    def of(cls, model: PreTrainedModel, role: Role) -> ModelDescription:
+        """The description of a role's model, whose weights may be sharded or on the meta device."""
         kind = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
         generation_config = getattr(model, "generation_config", None)
+        spec = role.spec
         lora: dict[str, str] = {}
-        if spec.lora is not None:
-            values = {item.name: getattr(spec, item.name) for item in fields(spec)}
-            values.update(lora=None, seed=spec.random_seed)
-            lora = {"adapter_config": adapter_config(model, spec.path), "base": json.dumps(values)}
+        if role.lora is not None:
+            base = asdict(replace(spec, seed=spec.random_seed))
+            lora = {"adapter_config": adapter_config(model, spec.path), "base": json.dumps(base)}
         return cls(
             model_class=f"{kind.__module__}.{kind.__name__}",
             config=model.config.to_json_string(use_diff=False),
@@ -79,8 +80,8 @@ class ModelDescription:
         )
 
     @classmethod
-    def of_critic(cls, policy: PreTrainedModel, spec: ModelSpec) -> ModelDescription | None:
-        """Of a critic that is a head on this policy's body; None if its family has no model with a scalar head."""
+    def of_critic(cls, policy: PreTrainedModel, role: Role) -> ModelDescription | None:
+        """The description of a critic's head on this policy's body; None if the family has no scalar head."""
         from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KINDS
 
         if sees_pictures(policy.config) or type(policy.config) not in KINDS:
@@ -89,7 +90,7 @@ class ModelDescription:
         config = copy.deepcopy(policy.config)
         config.num_labels = 1
         return replace(
-            cls.of(policy, replace(spec, head="scalar")),
+            cls.of(policy, role.with_scalar_head()),
             model_class=f"{kind.__module__}.{kind.__name__}",
             config=config.to_json_string(use_diff=False),
             generation_config=None,
@@ -97,7 +98,7 @@ class ModelDescription:
         )
 
     def with_head(self, body: Mapping[str, torch.Tensor], weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What `save` takes for a critic on another role's body.
+        """The tensors that `save` needs for a critic on another role's body.
 
         Args:
             body: that role's weights; its own head is left out.
@@ -110,10 +111,10 @@ class ModelDescription:
         """Writes the model to a folder: in Hugging Face's form, or with LoRA in peft's, adapters only.
 
         Args:
-            tensors: what a checkpoint has of it: all weights, or with LoRA those that are trained.
-            folder: exists.
-            merged: with LoRA, the whole model with the adapters merged into its weights. A critic or a reward model is
-                always written so, for its head is trained too.
+            tensors: from a checkpoint: all weights, or with LoRA the trained ones.
+            folder: must exist.
+            merged: with LoRA, write the whole model with the adapters merged into its weights. A critic or a reward
+                model is always written that way, since its head is trained too.
         """
         config = self.adapter_config
         if config is not None and not merged and all(is_adapter(name) for name in tensors):
@@ -123,7 +124,7 @@ class ModelDescription:
             self._save_processor(folder)
 
     def _save_processor(self, folder: Path) -> None:
-        """The image processor of a model that sees pictures, from where the model came from."""
+        """The image processor of a model that sees pictures, from the model's source."""
         from transformers import AutoConfig
 
         values = json.loads(self.config)
@@ -134,7 +135,7 @@ class ModelDescription:
             save_processor(config, folder)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-        """The model with these weights, which it takes over without a copy; adapters are merged into the base.
+        """The model with these weights, without copying them; adapters are merged into the base.
 
         Args:
             tensors: under the names of the model's `state_dict`; the second name of a shared weight may be missing.
@@ -164,7 +165,7 @@ class ModelDescription:
             model.generation_config = generation_config
         try:
             unexpected = model.load_state_dict(dict(tensors), strict=False, assign=True).unexpected_keys
-            problem = f"there is no {unexpected[0]!r} in it" if unexpected else ""
+            problem = f"it has no {unexpected[0]!r}" if unexpected else ""
         except RuntimeError as error:
             problem = str(error)
         model.tie_weights()
@@ -173,8 +174,8 @@ class ModelDescription:
             problem = f"{missing[0]!r} is missing"
         if problem:
             raise ValueError(
-                f"The weights do not fit {self.model_class}: {problem}. Export with the transformers release that the "
-                "checkpoint was made with."
+                f"The weights do not fit {self.model_class}: {problem}. Export with the transformers release of the "
+                "checkpoint."
             )
         return model
 
@@ -183,7 +184,7 @@ class ModelDescription:
         return getattr(importlib.import_module(module), name)
 
     def _merged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The weights of the base, which comes from where it came from, with the adapters merged into it."""
+        """The weights of the base, loaded from its source, with the adapters merged into it."""
         assert self.adapter_config is not None
         assert self.base is not None
         model = ModelSpec(**json.loads(self.base)).load_model()
@@ -198,10 +199,10 @@ class ModelDescription:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """`save_pretrained`; beside a scalar head that SGLang gives a bias, a bias of 0 in a file of its own.
+    """`save_pretrained`; if SGLang expects a bias in the scalar head, also a bias of 0 in a file of its own.
 
-    transformers' Qwen2 and Qwen3 heads have none and would report one in the model's file; SGLang reads all files of a
-    folder without an index, and fills a bias that it does not find with a random number.
+    transformers' Qwen2 and Qwen3 heads have none and would warn of one in the model's file; SGLang reads all files of a
+    folder without an index, and initializes a missing bias at random.
     """
     from safetensors.torch import save_file
 
@@ -214,35 +215,35 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
 
 
 def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:
-    """Refuses a folder whose content an export must not replace.
+    """Checks that an export may replace the content of a folder.
 
     Args:
-        to: where the export shall be.
+        to: where the export goes.
         asked_by: the setting, for the message.
         source: where the model comes from.
 
     Raises:
-        ValueError: if it is a file, holds something that is no export, or is `source`.
+        ValueError: if it is a file, holds something other than an export, or is `source`.
     """
     if to.exists() and not to.is_dir():
-        raise ValueError(f"{asked_by} got to={str(to)!r}, a file, expected a folder. Name another one.")
+        raise ValueError(f"{asked_by} needs a folder, got to={str(to)!r}, a file.")
     if source and Path(source).is_dir() and Path(source).resolve() == to.resolve():
         raise ValueError(
-            f"{asked_by} got to={str(to)!r}, the folder that the policy is loaded from, expected another: it would be "
-            "replaced, and the run could not be repeated. Name another folder."
+            f"{asked_by} must not write to={str(to)!r}, the folder that the policy is loaded from: the run could not "
+            "be repeated. Choose another folder."
         )
-    found = sorted(to.iterdir()) if to.is_dir() else []
-    foreign = [path.name for path in found if not path.is_file() or path.suffix not in _SUFFIXES]
-    if foreign or (found and not any((to / name).exists() for name in ("config.json", "adapter_config.json"))):
+    files = sorted(to.iterdir()) if to.is_dir() else []
+    foreign = [path.name for path in files if not path.is_file() or path.suffix not in _SUFFIXES]
+    if foreign or (files and not any((to / name).exists() for name in ("config.json", "adapter_config.json"))):
         raise ValueError(
-            f"{asked_by} got to={str(to)!r}, which holds {(foreign or [found[0].name])[0]!r}, expected an empty folder "
-            "or an earlier export, since all in it is replaced. Name another folder, or empty it."
+            f"{asked_by} replaces all of to={str(to)!r}, which must be empty or an earlier export, but holds "
+            f"{(foreign or [files[0].name])[0]!r}. Choose another folder, or empty it."
         )
 
 
 @contextlib.contextmanager
 def replaced_folder(to: Path) -> Iterator[Path]:
-    """An empty folder that takes the place of `to` when the block ends well; on an exception `to` stays as it was."""
+    """An empty folder that replaces `to` if the block succeeds; on an exception `to` stays as it was."""
     place = to.absolute()
     unfinished = place.with_name(f".{place.name}.unfinished-{os.getpid()}")
     replaced = place.with_name(f".{place.name}.replaced-{os.getpid()}")
@@ -251,7 +252,7 @@ def replaced_folder(to: Path) -> Iterator[Path]:
         unfinished.mkdir(parents=True)
         with _without_bars():
             yield unfinished
-        # Two renames, for a folder cannot be renamed onto a full one; killed between, the old one is at `replaced`.
+        # Two renames: a folder cannot be renamed onto a full one. If killed between, the old one is at `replaced`.
         if place.exists():
             place.rename(replaced)
         unfinished.rename(place)
@@ -260,60 +261,60 @@ def replaced_folder(to: Path) -> Iterator[Path]:
         if not is_disk_full(error):
             raise
         raise OSError(
-            f"The model could not be exported to {to}: {write_problem(error, place)}, expected room for a whole model "
-            "beside the earlier export. Free some, or name another folder; the earlier export is still whole."
+            f"The model could not be exported to {to}: {write_problem(error, place)}. It needs room for a whole model "
+            "beside the earlier export, which is intact. Free some space, or choose another folder."
         ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-Roles = Mapping[str, tuple["PreTrainedModel", ModelSpec]]  # a module's models and where they come from
+Models = Mapping[str, tuple["PreTrainedModel", Role]]  # a module's models, by the name of the role
 
 
-def keep_trained(checkpoint: dict[str, Any], roles: Roles, saved: Collection[str]) -> None:
-    """Takes out of a checkpoint what comes back from where it came from, and describes the models that stay in it.
+def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
+    """Removes from a checkpoint what can be loaded from its source again, and describes the models that stay.
 
     Args:
-        checkpoint: with `state_dict`, whose names begin with those of the roles.
-        roles: all models of the module.
-        saved: the roles that travel with the checkpoint; of one with LoRA, what is trained.
+        checkpoint: with `state_dict`, whose names begin with those of roles.
+        models: all models of the module.
+        saved: the roles that the checkpoint keeps; with LoRA, what is trained of them.
     """
     state = checkpoint["state_dict"]
-    for role, (model, spec) in roles.items():
-        kept = {f"{role}.{name}" for name, value in model.named_parameters() if value.requires_grad}
-        for name in [name for name in state if name.startswith(f"{role}.")]:
-            if role not in saved or (spec.lora is not None and name not in kept):
-                del state[name]
-    checkpoint["models"] = describe({role: models for role, models in roles.items() if role in saved})
+    for name, (model, role) in models.items():
+        kept = {f"{name}.{key}" for key, value in model.named_parameters() if value.requires_grad}
+        for key in [key for key in state if key.startswith(f"{name}.")]:
+            if name not in saved or (role.lora is not None and key not in kept):
+                del state[key]
+    checkpoint["models"] = describe({name: pair for name, pair in models.items() if name in saved})
 
 
-def fill_in(checkpoint: dict[str, Any], roles: Roles, saved: Collection[str]) -> None:
-    """Gives a checkpoint, which is about to be loaded, what `keep_trained` took out of it: the models' present state.
+def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
+    """Adds what `keep_trained` removed to a checkpoint that is about to be loaded: the models' present state.
 
-    One that the strategy has loaded by itself, tensor by tensor, is left as it is.
+    A checkpoint that the strategy loads itself, tensor by tensor, stays as it is.
     """
     if "state_dict" not in checkpoint:
         return
-    for role, (model, spec) in roles.items():
-        if role not in saved or spec.lora is not None:
-            for name, value in model.state_dict(prefix=f"{role}.").items():
-                checkpoint["state_dict"].setdefault(name, value)
+    for name, (model, role) in models.items():
+        if name not in saved or role.lora is not None:
+            for key, value in model.state_dict(prefix=f"{name}.").items():
+                checkpoint["state_dict"].setdefault(key, value)
 
 
-def describe(models: Roles) -> dict[str, dict[str, str | None]]:
-    """What `checkpoint["models"]` holds: role → ModelDescription as plain data."""
-    return {role: dict(vars(ModelDescription.of(model, spec))) for role, (model, spec) in models.items()}
+def describe(models: Models) -> dict[str, dict[str, str | None]]:
+    """The content of `checkpoint["models"]`: role → ModelDescription as plain data."""
+    return {name: dict(vars(ModelDescription.of(model, role))) for name, (model, role) in models.items()}
 
 
-def parse_descriptions(found: Any) -> dict[str, ModelDescription]:
+def parse_descriptions(saved: Any) -> dict[str, ModelDescription]:
     """The inverse of `describe`; empty for a checkpoint without descriptions."""
-    return {role: ModelDescription(**values) for role, values in (found or {}).items()}
+    return {role: ModelDescription(**values) for role, values in (saved or {}).items()}
 
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Hugging Face's progress bar for writing files would break into the run's own."""
+    """Hides Hugging Face's progress bar for writing files, which would interrupt the run's own."""
     from transformers.utils import logging as transformers_logging
 
     if not transformers_logging.is_progress_bar_enabled():

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightrl.models.lora import LoRA
 from lightrl.models.pictures import auto_model, sees_pictures
-from lightrl.models.role_mesh import RoleMesh
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-def check_adamw(
-    *, lr: float | None = None, weight_decay: float | None = None, betas: Sequence[float] = (0.0, 0.0)
-) -> None:
-    """Refuses settings that AdamW cannot use, which torch does only when there is a model.
-
-    Raises:
-        ValueError: if one is out of its range.
-    """
-    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-        if value is not None and not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value}, expected a number from 0. Mend it.")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas={betas}, expected two numbers from 0 to below 1, (0.9, 0.95) for example. Mend them.")
 
 
 @dataclass(frozen=True)
@@ -45,21 +25,15 @@ class ModelSpec:
     Args:
         path: a Hugging Face hub name or a local folder with weights.
         config: instead of `path`: the model's config, with `model_type`, for random weights.
-        url: instead of `path`: of an SGLang server that has the model, for a teacher, a reference policy or a reward
-            model, which must have the policy's tokens. The server's token is that of LIGHTRL_SERVER_TOKEN.
+        url: instead of `path`: an SGLang server that has the model, for a teacher, a reference policy or a reward model
+            with the policy's tokens. The server's token comes from LIGHTRL_SERVER_TOKEN.
         tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None.
         dtype: of the weights, for example `float32` or `bfloat16`; float32 if None, which mixed precision expects.
         attn_implementation: as in transformers; None is its default.
-        seed: of the random weights when `config` is given; None is that of `seed_everything`.
-        trust_remote_code: runs the Python code of a hub repository; think before you say true.
+        seed: of the random weights with `config`; None is that of `seed_everything`.
+        trust_remote_code: run the Python code of a hub repository; only if you trust its owner.
         head: `vocabulary` for a language model; `scalar` for a critic or a reward model, one number per position, which
-            `AutoModelForSequenceClassification` loads. A checkpoint without such a head gets one that says 0.
-        frozen: a critic that is not trained; the policy always is.
-        lr: learning rate of this role, which may be 0; None is the module's.
-        weight_decay: of this role; None is the module's.
-        offload: between uses the model waits in CPU memory; for roles that are not trained.
-        mesh: ranks of its own for this role's model; None for all, split as the strategy says.
-        lora: train small adapters instead of the weights; needs `pip install lightrl[lora]`.
+            `AutoModelForSequenceClassification` loads. A checkpoint without such a head gets one that returns 0.
     """
 
     path: str | None = None
@@ -72,41 +46,24 @@ class ModelSpec:
     trust_remote_code: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of `from_pretrained`
     head: Literal["vocabulary", "scalar"] = "vocabulary"
-    frozen: bool = False
-    lr: float | None = None
-    weight_decay: float | None = None
-    offload: bool = False
-    mesh: RoleMesh | None = None
-    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         if (self.path is None) + (self.config is None) + (self.url is None) != 2:
             raise ValueError(
-                f"ModelSpec got path={self.path!r}, config={self.config!r} and url={self.url!r}, expected exactly one "
-                "of them. Give path for a checkpoint, config for random weights, url for a server that has the model; "
-                "null takes out what an earlier configuration file gave."
-            )
-        if self.url is not None and self.mesh is not None:
-            raise ValueError(
-                f"ModelSpec got url={self.url!r} and a mesh, expected one of them: a server has its own devices. Leave "
-                "mesh out."
+                "A model needs exactly one of path (a checkpoint), config (random weights) and url (a server that has "
+                f"it), got path={self.path!r}, config={self.config!r} and url={self.url!r}. Set one from an earlier "
+                "configuration file to null to remove it."
             )
         if self.config is not None and self.tokenizer is None:
-            raise ValueError("ModelSpec has a config but no tokenizer, expected both. Add tokenizer=.")
+            raise ValueError("A model with config needs a tokenizer too. Set tokenizer.")
         if self.config is not None and "model_type" not in self.config:
-            raise ValueError(
-                f"ModelSpec's config has the keys {sorted(self.config)}, expected model_type among them. Add one, for "
-                "example qwen3."
-            )
+            raise ValueError(f"A model's config needs model_type, for example qwen3, got {sorted(self.config)}.")
         if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(
-                f"dtype={self.dtype!r}, expected a torch dtype such as float32 or bfloat16. Mend its name."
-            )
-        check_adamw(lr=self.lr, weight_decay=self.weight_decay)
+            raise ValueError(f"dtype must be a torch dtype such as float32 or bfloat16, got {self.dtype!r}.")
         if self.path is not None and _looks_local(self.path) and not Path(self.path).is_dir():
             raise ValueError(
-                f"Model folder {self.path!r} does not exist, expected a folder with config.json or a hub name. "
-                "Mend the path, or export a model there first."
+                f"Model folder {self.path!r} does not exist. Set path to a folder with config.json or a hub name, or "
+                "export a model there first."
             )
 
     @classmethod
@@ -116,7 +73,7 @@ class ModelSpec:
 
     @property
     def random_seed(self) -> int:
-        """Of weights that no checkpoint gives: `seed`, or else that of `seed_everything`."""
+        """The seed of weights that no checkpoint has: `seed`, or that of `seed_everything`."""
         return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
 
     def load_config(self) -> PretrainedConfig:
@@ -125,23 +82,13 @@ class ModelSpec:
         self._check_is_here()
         if self.config is None:
             return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        # Random weights know no end token: a family's default id would stand for some other token of this tokenizer.
+        # Random weights have no end token: a family's default id may be any token of this tokenizer.
         values = {"eos_token_id": None, **copy.deepcopy(self.config)}
         return AutoConfig.for_model(values.pop("model_type"), **values)
 
     def load_model(self) -> PreTrainedModel:
-        """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree).
-
-        Inside `models_made_by` it is what that function makes, which may have no weights yet.
-        """
+        """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree)."""
         self._check_is_here()
-        make = _MAKE.get()
-        if make is not None:
-            return make(self)
-        if self.lora is not None:
-            model = replace(self, lora=None).load_model()
-            self.lora.add_to(model, seed=self.random_seed)
-            return model
         if self.head == "scalar":
             return self._load_scalar_model()
         dtype = getattr(torch, self.dtype or "float32")
@@ -162,24 +109,24 @@ class ModelSpec:
     def _check_is_here(self) -> None:
         if self.url is not None:
             raise ValueError(
-                f"url={self.url!r} stands where a model is loaded, expected path or config: only a teacher, a "
-                "reference policy or a reward model of an RLModule can be behind a server. Give its path."
+                f"This model is loaded here, so it needs path or config, got url={self.url!r}. Only a teacher, a "
+                "reference policy or a reward model of an RLModule can be behind a server."
             )
 
     def _load_scalar_model(self) -> PreTrainedModel:
-        """With a linear head `score` of one number; zeros, if the checkpoint has none."""
+        """With a linear head `score` of one output; zeros if the checkpoint has none."""
         from transformers import AutoModelForSequenceClassification
 
         if sees_pictures(self.load_config()):
             raise ValueError(
-                "A model that sees pictures has no scalar head, expected a language model, or a critic on the policy's "
-                "own body. Use critic='shared', or another reward."
+                "A model that sees pictures cannot have a scalar head. Use critic='shared', which is a head on the "
+                "policy's body, or another reward."
             )
         body = replace(self, head="vocabulary").load_model() if self.config is not None else None
         options: dict[str, Any] = {"dtype": getattr(torch, self.dtype or "float32"), **self.options}
         if self.attn_implementation is not None:
             options["attn_implementation"] = self.attn_implementation
-        if body is not None:  # random weights: the body is the one that a language model of this config and seed has
+        if body is not None:  # random weights: the same body as a language model of this config and seed
             config = self.load_config()
             config.num_labels = 1
             with torch.random.fork_rng(devices=[]):
@@ -187,7 +134,7 @@ class ModelSpec:
             is_fresh = True
         else:
             with torch.random.fork_rng(devices=[]):
-                model, found = AutoModelForSequenceClassification.from_pretrained(
+                model, loading = AutoModelForSequenceClassification.from_pretrained(
                     self.path,
                     num_labels=1,
                     use_safetensors=True,
@@ -195,12 +142,12 @@ class ModelSpec:
                     output_loading_info=True,
                     **options,
                 )
-            is_fresh = any(name.startswith("score.") for name in found["missing_keys"])
+            is_fresh = any(name.startswith("score.") for name in loading["missing_keys"])
         head = scalar_head(model)
         if head is None:
             raise ValueError(
-                f"{type(model).__name__} has no linear layer `score`, expected one for a critic or a reward model. Use "
-                "a decoder such as Qwen3 or Llama."
+                f"A critic or a reward model needs a linear layer `score`, which {type(model).__name__} does not have. "
+                "Use a decoder such as Qwen3 or Llama."
             )
         if body is not None:
             model.base_model.load_state_dict(body.base_model.state_dict())
@@ -221,42 +168,28 @@ class ModelSpec:
         tokenizer = make()
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(
-                f"tokenizer {source!r} returned {type(tokenizer).__name__}, expected a Hugging Face tokenizer."
+                f"tokenizer={source!r} must return a Hugging Face tokenizer, got {type(tokenizer).__name__}."
             )
         return tokenizer
 
 
-# What makes models instead of ModelSpec itself.
-_MAKE: ContextVar[Callable[[ModelSpec], PreTrainedModel] | None] = ContextVar("make_model", default=None)
-
-
-@contextlib.contextmanager
-def models_made_by(make: Callable[[ModelSpec], PreTrainedModel]) -> Iterator[None]:
-    """Inside, `ModelSpec.load_model` gives what `make` gives: for strategies that spread models over processes."""
-    token = _MAKE.set(make)
-    try:
-        yield
-    finally:
-        _MAKE.reset(token)
-
-
 def scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
-    """The layer that makes one number of a position's hidden state; None for a language model."""
+    """The layer that maps a hidden state to one number; None for a language model."""
     head = getattr(model, "score", None)
     return head if isinstance(head, torch.nn.Linear) and head.out_features == 1 else None
 
 
 def is_silent(model: PreTrainedModel) -> bool:
-    """Whether the scalar head says 0 whatever it sees, as a fresh one does; False of a model without its weights."""
+    """Whether the scalar head always returns 0, as a fresh one does; False for a model without its weights."""
     head = scalar_head(model)
     return head is not None and not any(value.is_meta or bool(value.any()) for value in head.parameters())
 
 
 def untrained_reward_model(spec: ModelSpec) -> ValueError:
-    """The error about a reward model that judges nothing."""
+    """The error about a reward model with a fresh head."""
     return ValueError(
-        f"reward_model={spec.path or spec.config or spec.url!r} is a language model without a trained head, expected a "
-        "reward model. Train one with RewardModel first, and give its export."
+        f"reward_model={spec.path or spec.config or spec.url!r} is a language model without a trained head. Train a "
+        "reward model with RewardModel first, and use its export."
     )
 
 
@@ -274,15 +207,15 @@ def _dotted(name: str) -> Callable[[], Any] | None:
     if not module or Path(name).exists() or not all(part.isidentifier() for part in name.split(".")):
         return None
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
-            f"tokenizer {name!r}: there is no module {error.name!r}, expected the dotted path of a function, a hub "
-            "name with its owner (owner/name), or a folder. Mend the name, or start lightrl where the module is."
+            f"tokenizer={name!r} must be the dotted path of a function, a hub name with its owner (owner/name), or a "
+            f"folder, but there is no module {error.name!r}. Fix the name, or start lightrl in the module's folder."
         ) from error
-    if not callable(getattr(found, attribute, None)):
-        raise ValueError(f"{name!r} is no function: {module} has no {attribute!r}. Mend the name.")
-    make: Callable[[], Any] = getattr(found, attribute)
+    make: Callable[[], Any] | None = getattr(imported, attribute, None)
+    if not callable(make):
+        raise ValueError(f"tokenizer={name!r} is not a function: {module} has no {attribute!r}.")
     return make

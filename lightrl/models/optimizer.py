@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightrl.models.model_spec import ModelSpec
+if TYPE_CHECKING:
+    from lightrl.models.role import Role
 
 
-def parameter_groups(module: torch.nn.Module, specs: Mapping[str, ModelSpec], *, lr: float) -> list[dict[str, Any]]:
+def check_adamw(
+    *, lr: float | None = None, weight_decay: float | None = None, betas: Sequence[float] = (0.0, 0.0)
+) -> None:
+    """Checks settings of AdamW before there is a model.
+
+    Raises:
+        ValueError: if one is out of its range.
+    """
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be >= 0, got {value}.")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers from 0 to below 1, such as (0.9, 0.95), got {betas}.")
+
+
+def parameter_groups(module: torch.nn.Module, roles: Mapping[str, Role], *, lr: float) -> list[dict[str, Any]]:
     """A group for each trained role, with its own `lr`, which may be 0, and `weight_decay`.
 
     Args:
         module: has each role's model as an attribute.
-        specs: of the trained roles. The policy's group also gets every parameter that is no role's.
+        roles: the trained ones. The policy's group also gets every parameter that is no role's.
         lr: of roles without one.
     """
     parameters = {
-        role: [item for item in getattr(module, role).parameters() if item.requires_grad]
-        for role in specs
-        if role != "policy"
+        name: [item for item in getattr(module, name).parameters() if item.requires_grad]
+        for name in roles
+        if name != "policy"
     }
     of_others = {id(item) for items in parameters.values() for item in items}
     rest = [item for item in module.parameters() if item.requires_grad and id(item) not in of_others]
     groups: list[dict[str, Any]] = []
-    for role, items in {"policy": rest, **parameters}.items():
-        spec = specs[role]
-        decay = {} if spec.weight_decay is None else {"weight_decay": spec.weight_decay}
-        groups.append({"params": items, "lr": lr if spec.lr is None else spec.lr, **decay})
+    for name, items in {"policy": rest, **parameters}.items():
+        role = roles[name]
+        decay = {} if role.weight_decay is None else {"weight_decay": role.weight_decay}
+        groups.append({"params": items, "lr": lr if role.lr is None else role.lr, **decay})
     return groups
 
 

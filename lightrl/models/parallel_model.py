@@ -1,4 +1,4 @@
-"""ParallelModel: what a strategy can do with a role's model, and Outputs, what the model gives."""
+"""ParallelModel: what a strategy can do with a role's model, and Outputs, what the model returns."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lightrl.weights import Bucket
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model says about an Experience, aligned to its tokens; all carry the gradient where it is wanted.
+    """What a model computes for an Experience, aligned to its tokens; all carry the gradient where there is one.
 
-    A critic of its own says nothing about tokens: its logprobs and entropy are 0.
+    A critic of its own has no distribution over tokens: its logprobs and entropy are 0.
     """
 
     logprobs: Tensor  # [B, T], nats, of `token_ids`; 0 at position 0
-    entropy: Tensor  # [B, T], nats, of the distribution that `token_ids[b, t]` was drawn from
-    values: Tensor | None = None  # [B, T], with a scalar head: of the state before `token_ids[b, t]` was drawn
-    # [B, T, K], nats, of the K tokens that a teacher found likeliest there: `experience["teacher_topk_ids"]`, which a
-    # policy that is trained is asked about, or this model's own, where it is the teacher.
+    entropy: Tensor  # [B, T], nats, of the distribution that `token_ids[b, t]` was sampled from
+    values: Tensor | None = None  # [B, T], with a scalar head: of the state before `token_ids[b, t]` was sampled
+    # [B, T, K], nats, of the teacher's K likeliest tokens: of those in `experience["teacher_topk_ids"]` for a policy
+    # being trained, of its own for the teacher.
     teacher_topk: Tensor | None = None
-    teacher_topk_ids: Tensor | None = None  # int64 [B, T, K], likeliest first; of the teacher that was asked for them
+    teacher_topk_ids: Tensor | None = None  # int64 [B, T, K], likeliest first; from the teacher only
 
 
 LossFunction = Callable[[Experience, Outputs], Tensor]
@@ -36,27 +36,27 @@ Metric = Tensor | tuple[Tensor, Tensor]
 Backward = Callable[[Tensor], None]
 
 
-# Whose logprobs a model is asked for beside the predicted tokens': K tokens at each position (int64 [B, T, K]), or the
-# so many likeliest ones.
+# Further tokens whose logprobs a model computes: K tokens at each position (int64 [B, T, K]), or the number of its
+# likeliest ones.
 More = Tensor | int
 
 
 def asked_of_policy(experience: Experience) -> More:
-    """The teacher's likeliest tokens, where the experience has them; else nothing."""
+    """The teacher's likeliest tokens if the experience has them, else none."""
     return experience.extras.get("teacher_topk_ids", 0)
 
 
 class ParallelModel(Protocol):
-    """One model under one strategy, whatever the number of processes: forward, forward_backward, full parameters."""
+    """One model under one strategy, for any number of processes: forward, forward_backward, full parameters."""
 
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         """Logprobs and entropy of each microbatch, and the `topk` likeliest tokens with theirs; without gradient."""
         ...
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        """For each microbatch: outputs, `loss_fn` of them to one number, `backward` of that number.
+        """For each microbatch: outputs, `loss_fn` of them, a scalar, and `backward` of that.
 
-        Where the microbatch has `teacher_topk_ids`, the outputs have `teacher_topk`.
+        If the microbatch has `teacher_topk_ids`, the outputs have `teacher_topk`.
         """
         ...
 
@@ -65,5 +65,5 @@ class ParallelModel(Protocol):
         ...
 
     def move_to(self, device: torch.device) -> None:
-        """This process's part of a model that is not trained, to where it waits or works."""
+        """Moves this process's part of a model that is not trained."""
         ...

@@ -1,11 +1,11 @@
-"""Pictures: what a model that looks at images needs beside token ids, from strings in a prompt to a forward.
+"""Pictures: what a model that sees images needs beside token ids, from strings in a prompt to a forward.
 
-    Prompt.images ─► pixel values ─► features ─► in the place of K tokens each
+    Prompt.images ─► pixel values ─► features ─► embeddings of K tokens each
     paths, data:     [M, 3, H, W]    [M, K, H]   of the prompt
 
-A picture is a fixed number K of image tokens, which stand in the prompt's token ids from the start: token in, token
-out holds with pictures as without. Only the first K · (number of pictures) image tokens of a row are pictures; an image
-token that the policy itself draws later is a token like any other, for the engine and for the trainer.
+A picture is a fixed number K of image tokens, which the prompt's token ids contain from the start: token in, token out
+holds with pictures too. Only the first K · (number of pictures) image tokens of a row are pictures; an image token that
+the policy itself samples is a token like any other, for the engine and for the trainer.
 
 Shapes: B trajectories, T tokens, M pictures, I most pictures of a row, K tokens per picture, H hidden size.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Vision towers whose pictures are a fixed number of tokens, and how many tokens each adds to its patches.
 _EXTRA_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 SUPPORTED = "models of type 'llava' with a vision tower of type clip_vision_model or siglip_vision_model"
-_CACHE_BYTES = 256 * 2**20  # of pixel values: the samples of a group ask for the same picture
+_CACHE_BYTES = 256 * 2**20  # of pixel values: the samples of a group have the same picture
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Pictures:
     def of(cls, config: PretrainedConfig) -> Pictures | None:
         """For a model of this config; None if it takes token ids only.
 
-        The image processor is that of the checkpoint. Random weights have none: theirs scales to the tower's size.
+        The image processor comes from the checkpoint; for random weights one scales pictures to the tower's size.
         """
         if not sees_pictures(config):
             return None
@@ -67,7 +67,7 @@ class Pictures:
         )
 
     def expanded(self, token_ids: Sequence[int], num_images: int, *, where: str) -> list[int]:
-        """Token ids with K image tokens for each picture; they have one for each, or K already.
+        """Token ids with K image tokens for each picture, from one for each, or K already.
 
         Raises:
             ValueError: if they have another number of image tokens.
@@ -77,14 +77,14 @@ class Pictures:
             return list(token_ids)
         if num_tokens != num_images:
             raise ValueError(
-                f"{where} has {num_images} pictures but {num_tokens} image tokens (id {self.image_token_id}), expected "
-                "one for each picture. Give its messages an image part for each, and a chat template that writes them."
+                f"{where} needs one image token (id {self.image_token_id}) for each of its {num_images} pictures, got "
+                f"{num_tokens}. Give its messages an image part for each, and use a chat template that renders them."
             )
         repeats = (self.tokens_each if token == self.image_token_id else 1 for token in token_ids)
         return [token for token, times in zip(token_ids, repeats, strict=True) for _ in range(times)]
 
     def collapsed(self, token_ids: Sequence[int], num_images: int) -> list[int]:
-        """As `expanded` found them: one image token for each picture, which is what SGLang takes."""
+        """The inverse of `expanded`: one image token for each picture, as SGLang expects."""
         left, kept, skip = num_images, [], 0
         for token in token_ids:
             if skip:
@@ -97,21 +97,21 @@ class Pictures:
         return kept
 
     def check(self, images: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Refuses token ids that have no place for these pictures; raises ValueError."""
+        """Raises ValueError if the token ids have too few image tokens for these pictures."""
         num_tokens = list(token_ids).count(self.image_token_id)
         if num_tokens < len(images) * self.tokens_each:
             raise ValueError(
-                f"The prompt has {len(images)} pictures and {num_tokens} image tokens, expected {self.tokens_each} for "
-                "each picture. Render it with the data module, or repeat the image token."
+                f"The prompt needs {self.tokens_each} image tokens for each of its {len(images)} pictures, got "
+                f"{num_tokens}. Render it with the data module, or repeat the image token."
             )
 
     def pixel_values(self, images: Sequence[str]) -> Tensor:
-        """[M, 3, H, W] float32; what was read lately is kept.
+        """[M, 3, H, W] float32; recent pictures are cached.
 
         Raises:
             ValueError: if one cannot be read.
         """
-        found = []
+        rows = []
         for image in images:
             pixels = self._cache.get(image)
             if pixels is None:
@@ -119,18 +119,18 @@ class Pictures:
                 if (len(self._cache) + 1) * pixels.numel() * pixels.element_size() > _CACHE_BYTES:
                     self._cache.clear()
                 self._cache[image] = pixels
-            found.append(pixels)
-        return torch.stack(found)
+            rows.append(pixels)
+        return torch.stack(rows)
 
 
 def sees_pictures(config: PretrainedConfig) -> bool:
-    """Whether we can give pictures to models of this config."""
+    """Whether models of this config can get pictures from us."""
     tower = getattr(getattr(config, "vision_config", None), "model_type", None)
     return config.model_type == "llava" and tower in _EXTRA_TOKENS
 
 
 def auto_model(config: PretrainedConfig) -> Any:
-    """The auto class of a language model of this config, one that sees pictures or one that does not."""
+    """The auto class for a language model of this config, with or without pictures."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_pictures(config) else AutoModelForCausalLM
@@ -140,7 +140,7 @@ def read_image(image: str) -> Image:
     """The picture of a path or a `data:` URL, in RGB.
 
     Raises:
-        ValueError: if there is none, or it is no picture.
+        ValueError: if there is none, or it is not a picture.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -150,13 +150,13 @@ def read_image(image: str) -> Image:
             return opened.convert("RGB")
     except (OSError, UnidentifiedImageError, binascii.Error) as error:
         raise ValueError(
-            f"Picture {image[:80]!r} cannot be read ({error}), expected the path of a picture or a data: URL with "
-            "base64. Mend the path or the file."
+            f"Picture {image[:80]!r} cannot be read ({error}). It must be the path of a picture or a data: URL with "
+            "base64."
         ) from error
 
 
 def data_url(image: str | bytes | Image) -> str:
-    """A picture as a `data:` URL, which travels as text to other machines."""
+    """A picture as a `data:` URL, text that can be sent to other machines."""
     if isinstance(image, str):
         if image.startswith("data:"):
             return image
@@ -169,7 +169,7 @@ def data_url(image: str | bytes | Image) -> str:
 
 
 def with_pictures(experience: Experience, trajectories: Sequence[Trajectory], pictures: Pictures | None) -> Experience:
-    """With the pictures of the trajectories' prompts, each once; as it is where there are none.
+    """The experience with its trajectories' pictures, each once.
 
     Args:
         experience: of these trajectories, row by row.
@@ -178,27 +178,27 @@ def with_pictures(experience: Experience, trajectories: Sequence[Trajectory], pi
     Raises:
         ValueError: if the policy sees no pictures, or one cannot be read.
     """
-    asked = [trajectory.prompt.images for trajectory in trajectories]
-    places = {image: place for place, image in enumerate(dict.fromkeys(image for row in asked for image in row))}
+    images = [trajectory.prompt.images for trajectory in trajectories]
+    places = {image: place for place, image in enumerate(dict.fromkeys(image for row in images for image in row))}
     if not places:
         return experience
     if pictures is None:
         raise ValueError(refusal(len(places)))
-    width = max(len(row) for row in asked)
-    rows = [[places[image] for image in row] + [-1] * (width - len(row)) for row in asked]
+    width = max(len(row) for row in images)
+    rows = [[places[image] for image in row] + [-1] * (width - len(row)) for row in images]
     return replace(experience, pixel_values=pictures.pixel_values(list(places)), image_rows=torch.tensor(rows))
 
 
 def refusal(num_images: int) -> str:
-    """What to say of pictures for a model that sees none."""
+    """The message about pictures for a model that takes token ids only."""
     return (
-        f"{num_images} pictures were given to a policy that takes token ids only, expected one of {SUPPORTED}. Use "
-        "such a model, or leave the pictures out."
+        f"The prompts have {num_images} pictures, but the policy takes token ids only. Use one of {SUPPORTED}, or "
+        "prompts without pictures."
     )
 
 
 def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Tensor, image_rows: Tensor) -> Tensor:
-    """What the layers read instead of token ids, [B, T, H]: embeddings, with the pictures' features in their places.
+    """The input of the layers, [B, T, H]: token embeddings, with the pictures' features at their image tokens.
 
     Each picture goes through the vision tower once, however many rows show it.
 
@@ -206,7 +206,7 @@ def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Te
         model: sees pictures.
         token_ids: [B, T], with all image tokens of the prompts.
         pixel_values: [M, 3, H, W].
-        image_rows: int64 [B, I], which pictures a row shows, in order; -1 is none.
+        image_rows: int64 [B, I], the pictures of each row in order; -1 is none.
 
     Raises:
         ValueError: if a row has fewer image tokens than its pictures need.
@@ -224,15 +224,15 @@ def input_embeddings(model: PreTrainedModel, token_ids: Tensor, pixel_values: Te
     is_picture = is_image & (is_image.cumsum(1) <= num_tokens)
     if not torch.equal(is_picture.sum(1, keepdim=True), num_tokens):
         raise ValueError(
-            f"A row has {is_picture.sum(1).tolist()} image tokens, expected {num_tokens[:, 0].tolist()} for its "
-            "pictures. Render the prompt with the data module."
+            f"The rows need {num_tokens[:, 0].tolist()} image tokens for their pictures, got "
+            f"{is_picture.sum(1).tolist()}. Render the prompts with the data module."
         )
     filled: Tensor = embeddings.masked_scatter(is_picture[..., None], features[places].to(embeddings.dtype))
     return filled
 
 
 def save_processor(config: PretrainedConfig, folder: Path) -> None:
-    """Writes the image processor beside an exported model that sees pictures; nothing for another."""
+    """Writes the image processor beside an exported model that sees pictures; nothing for others."""
     pictures = Pictures.of(config)
     if pictures is not None:
         pictures.processor.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""All models of a module read the policy's token ids: a vocabulary that is too small, or another one, is refused."""
+"""All models of a module read the policy's token ids, so their vocabularies must match the policy's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_OTHER_TOKENS = 0.01  # of the policy's: reserved ones have other names in models of one family
+MAX_OTHER_TOKENS = 0.01  # fraction of the policy's: reserved tokens differ by name within a family
 
 
 def check_size(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -20,17 +20,16 @@ def check_size(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ValueError(
-            f"The policy's tokenizer has {len(tokenizer)} tokens but the vocabulary of the {role} has {rows}, "
-            "expected at most as many: all models read the same tokens. Use models and the tokenizer that were "
-            "made for each other, or a config with a larger vocab_size."
+            f"The policy's tokenizer has {len(tokenizer)} tokens but the vocabulary of the {role} has only {rows}. All "
+            "models read the same tokens: use models and a tokenizer that belong together, or a larger vocab_size."
         )
 
 
 def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Compares the role's own tokenizer, where there is one, with the policy's.
+    """Compares the role's own tokenizer, if it has one, with the policy's.
 
     Raises:
-        ValueError: if more than a few ids stand for other tokens there.
+        ValueError: if more than a few ids are other tokens there.
     """
     source = spec.tokenizer or spec.path
     if source == (policy.tokenizer or policy.path):
@@ -43,14 +42,14 @@ def check_tokens(role: str, spec: ModelSpec, policy: ModelSpec, tokenizer: PreTr
     if not others:
         return
     index, token, other = others[0]
-    said = f"{len(others)} of the policy's {len(ours)} ids, for example {other!r} at {index} instead of {token!r}"
+    difference = f"{len(others)} of the policy's {len(ours)} ids, for example {other!r} at {index} instead of {token!r}"
     if len(others) <= MAX_OTHER_TOKENS * len(ours):
-        log.warning("The tokenizer of the %s (%s) has other tokens at %s.", role, source, said)
+        log.warning("The tokenizer of the %s (%s) has other tokens at %s.", role, source, difference)
         return
     raise ValueError(
-        f"The tokenizer of the {role} ({source}) has other tokens at {said}, expected the same: all models read the "
-        f"same ids. Take a {role} of the policy's family. If its model does read the policy's ids, say so with "
-        f"tokenizer: {policy.tokenizer or policy.path}."
+        f"The tokenizer of the {role} ({source}) has other tokens at {difference}, but all models read the same ids. "
+        f"Use a {role} of the policy's family. If its model does read the policy's ids, set its tokenizer to "
+        f"{policy.tokenizer or policy.path}."
     )
 
 
@@ -58,5 +57,5 @@ def _has_tokenizer(source: str) -> bool:
     """Whether a folder or hub repository has a tokenizer's files; without them Transformers makes an empty one."""
     from transformers.utils import cached_file
 
-    found: object = cached_file(source, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
-    return found is not None
+    file: object = cached_file(source, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+    return file is not None

@@ -55,7 +55,7 @@ from lightrl.strategies.checkpoint import (
     write_error,
 )
 from lightrl.strategies.checkpoint_fit import check_optimizer_names, check_weights
-from lightrl.strategies.empty_model import empty_models, fill_model, spec_of
+from lightrl.strategies.empty_model import empty_models, fill_model, role_of
 from lightrl.strategies.fsdp2_model import FSDP2Model
 from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors, watch_all
 from lightrl.strategies.role_mesh import (
@@ -84,7 +84,7 @@ class ShardedMixedPrecision(Precision):
 class FSDP2Strategy(ModelParallelStrategy):
     """Data parallelism with sharded models, for an RLModule: `Trainer(devices=8, strategy=FSDP2Strategy())`.
 
-    Every role's model is sharded, trained or not: over all ranks, or over those of its `ModelSpec.mesh`. Precision is
+    Every role's model is sharded, trained or not: over all ranks, or over those of its `Role.mesh`. Precision is
     the Trainer's: `bf16-mixed` keeps float32 shards and computes in bfloat16, `bf16-true` keeps bfloat16 only. Gradient
     clipping is the Trainer's too.
 
@@ -220,7 +220,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Inside, models that come from a ModelSpec have no memory yet: `setup` gives them their shards."""
+        """Inside, models of a Role have no memory yet: `setup` gives them their shards."""
         with super().tensor_init_context(empty_init), empty_models():
             yield
 
@@ -283,10 +283,10 @@ class FSDP2Strategy(ModelParallelStrategy):
             fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **settings)
         # The root's own parameters (embedding, last norm, head) are read outside of its forward, by the logprobs.
         fully_shard(model, reshard_after_forward=False, **settings)
-        spec = spec_of(model)
-        if spec is not None:
+        role = role_of(model)
+        if role is not None:
             home = torch.device("cpu") if self._offloads else self.root_device
-            fill_model(model, spec, home, is_main=ranks.is_main)
+            fill_model(model, role, home, is_main=ranks.is_main)
 
     @property
     def _offloads(self) -> bool:

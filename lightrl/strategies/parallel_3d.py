@@ -46,7 +46,7 @@ class Parallel3DStrategy(FSDP2Strategy):
     """Pipeline, data and tensor parallelism for an RLModule: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
     For Llama, Qwen2, Qwen3, Mistral and Gemma 1 to 3 (text); every role of the module is split alike, trained or not,
-    unless its `ModelSpec.mesh` says otherwise.
+    unless its `Role.mesh` says otherwise.
     Within a stage the parameters are sharded over dp as by FSDP2Strategy. Gradient clipping is the Trainer's.
 
     Args:
@@ -107,21 +107,21 @@ class Parallel3DStrategy(FSDP2Strategy):
             )
         given: Any = self._lightning_module if module is None else module
         check_meshes(given, self.num_processes * self.num_nodes)
-        for role, spec in given.models().items() if hasattr(given, "models") else ():
-            if spec.url is not None:
+        for name, role in given.models().items() if hasattr(given, "models") else ():
+            if role.spec.url is not None:
                 continue
-            if spec.lora is not None:
+            if role.lora is not None:
                 raise ValueError(
-                    f"The {role} has lora={spec.lora}, expected none with Parallel3DStrategy, whose plans split plain "
+                    f"The {name} has lora={role.lora}, expected none with Parallel3DStrategy, whose plans split plain "
                     "layers. Use FSDP2Strategy, which trains adapters, or leave lora out."
                 )
-            pp, tp = (self.pp, self.tp) if spec.mesh is None else (spec.mesh.pp, spec.mesh.tp)
+            pp, tp = (self.pp, self.tp) if role.mesh is None else (role.mesh.pp, role.mesh.tp)
             if pp > 1 and self.precision_plugin.precision == "bf16-true":
                 raise ValueError(
-                    f"precision='bf16-true' and pp={pp} of the {role}, expected bf16-mixed or 32 with a pipeline: "
+                    f"precision='bf16-true' and pp={pp} of the {name}, expected bf16-mixed or 32 with a pipeline: "
                     "its stages do not agree yet on what they send in bfloat16. Set trainer.precision to bf16-mixed."
                 )
-            check_sizes(spec.load_config(), pp, tp, *self._schedule_at(pp))
+            check_sizes(role.spec.load_config(), pp, tp, *self._schedule_at(pp))
 
     def setup_environment(self) -> None:
         self._prepare_environment()

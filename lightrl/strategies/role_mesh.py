@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightrl.experience import Experience
-from lightrl.models import Backward, LossFunction, ModelSpec, Outputs, RoleMesh
+from lightrl.models import Backward, LossFunction, Outputs, Role, RoleMesh
 from lightrl.strategies.ranks import OtherRanks, ProcessRanks, Ranks
 from lightrl.weights import Bucket
 
@@ -45,8 +45,8 @@ class Place:
 def role_meshes(module: L.LightningModule | None) -> dict[str, RoleMesh]:
     """The meshes of the roles that have one of their own."""
     any_module: Any = module
-    specs: dict[str, ModelSpec] = any_module.models() if hasattr(module, "models") else {}
-    return {role: spec.mesh for role, spec in specs.items() if spec.mesh is not None}
+    roles: dict[str, Role] = any_module.models() if hasattr(module, "models") else {}
+    return {name: role.mesh for name, role in roles.items() if role.mesh is not None}
 
 
 def check_meshes(module: L.LightningModule | None, world_size: int) -> None:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from lightrl.experience import Experience
 from lightrl.functional import hidden_logprobs, hidden_topk, pack, predicted_token_ids, predicting_positions
 from lightrl.models import ModelSpec, More, scalar_head
-from lightrl.strategies.empty_model import forget_spec, parameter_reader, spec_of
+from lightrl.strategies.empty_model import forget_role, parameter_reader, role_of
 from lightrl.strategies.inside import reshard
 from lightrl.strategies.pipeline import Pipeline
 from lightrl.strategies.single import LogprobSettings, asked_ids, stops_are_masked
@@ -349,11 +349,11 @@ def split_model(
         value_head.to(device=device)
         for name in list(value_head._parameters) if last not in held else ():
             value_head.register_parameter(name, None)
-    spec = spec_of(model)
-    if spec is None:
+    role = role_of(model)
+    if role is None:
         model.to(device=device)
     else:
-        _load_held(model, spec, device, is_tied=is_tied)
+        _load_held(model, role.spec, device, is_tied=is_tied)
 
     if tp.size() > 1:
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -415,7 +415,7 @@ def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *,
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(read(sources[name]))
-    forget_spec(model)
+    forget_role(model)
 
 
 def _stage_of(name: str, ranges: list[range]) -> int:

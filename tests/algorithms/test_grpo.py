@@ -15,7 +15,7 @@ from lightrl.algorithms import GRPO, ReferenceKL
 from lightrl.experience import Experience
 from lightrl.functional import ImportanceWeights
 from lightrl.loops.update import MinibatchLoss
-from lightrl.models import LoRA
+from lightrl.models import LoRA, Role
 from lightrl.rewards import OverlongPenalty
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
@@ -142,7 +142,7 @@ def test_models_run_in_the_score_phase_only_where_their_numbers_are_needed(
 def test_the_reference_policy_is_a_model_of_its_own_or_the_policy_without_its_adapters() -> None:
     assert set(GRPO(tiny_spec(), reward=len).models()) == {"policy"}
     assert set(GRPO(tiny_spec(), reward=len, reference=KL).models()) == {"policy", "reference"}
-    adapted = GRPO(tiny_spec(lora=LoRA(rank=2)), reward=len, reference=ReferenceKL(0.1))
+    adapted = GRPO(Role(tiny_spec(), lora=LoRA(rank=2)), reward=len, reference=ReferenceKL(0.1))
     assert set(adapted.models()) == {"policy"}
     assert [(call.role, call.adapters_off) for call in adapted.score_calls()] == [("policy", True)]
 

@@ -21,7 +21,7 @@ from lightrl.algorithms import GRPO, PPO, AdaptiveKL, EarlyStop
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.experience import Experience
 from lightrl.functional import RewardShaping, kl
-from lightrl.models import ModelSpec
+from lightrl.models import Role
 from lightrl.models.lora import LoRA
 from lightrl.rewards import OverlongPenalty
 
@@ -138,7 +138,7 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
         ),
         ({"huber_delta": -1}, "huber_delta must be above 0 or None, got -1"),
         (
-            {"policy": replace(tiny_spec(), lora=LoRA(rank=2)), "reference": replace(KL, decay=0.9)},
+            {"policy": Role(tiny_spec(), lora=LoRA(rank=2)), "reference": replace(KL, decay=0.9)},
             "reference.decay=0.9 moves the reference towards all of the policy's weights, but lora trains none",
         ),
     ],
@@ -337,7 +337,7 @@ def test_each_role_is_clipped_by_itself(tmp_path: Path) -> None:
             if all(gradients):
                 norms.append([float(torch.nn.utils.get_total_norm(part)) for part in gradients])
 
-    module = to_fit(critic=replace(tiny_spec(), lr=0.5, weight_decay=0.2), num_minibatches=2)
+    module = to_fit(critic=Role(tiny_spec(), lr=0.5, weight_decay=0.2), num_minibatches=2)
     trainer = fit(tmp_path, module, Norms(), gradient_clip_val=1e-3)
     groups = [(group["lr"], group["weight_decay"]) for group in trainer.optimizers[0].param_groups]
     assert groups == [(0.01, module.weight_decay), (0.5, 0.2)]
@@ -410,7 +410,7 @@ def test_a_checkpoint_of_grpo_goes_on_with_ppo(tmp_path: Path) -> None:
 
 
 def test_a_critic_may_have_another_checkpoint_and_be_frozen() -> None:
-    module = ppo(critic=ModelSpec(config=tiny_spec().config, tokenizer="tiny.char_tokenizer", seed=7, frozen=True))
+    module = ppo(critic=Role(tiny_spec(seed=7), frozen=True))
     module.configure_model()
     assert module.trained_roles() == ["policy"]
     assert not any(value.requires_grad for value in module.critic.parameters())

@@ -95,5 +95,5 @@ def test_a_strategy_that_splits_models_is_refused(tmp_path: Path) -> None:
     strategy = Parallel3DStrategy(pp=1, dp=1, tp=1)
     trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, default_root_dir=tmp_path, logger=False)
     module.trainer = trainer
-    with pytest.raises(ValueError, match=r"Parallel3DStrategy got a SFT, expected an RLModule.*FSDP2Strategy"):
+    with pytest.raises(ValueError, match=r"Parallel3DStrategy trains RLModules only, got SFT\. Use FSDP2Strategy"):
         module.setup("fit")

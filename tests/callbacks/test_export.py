@@ -126,7 +126,7 @@ def test_fast_dev_run_exports_nothing(tmp_path: Path) -> None:
 def test_a_folder_with_something_else_in_it_is_refused_before_training(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match="expected an empty folder or an earlier export"):
+    with pytest.raises(ValueError, match="must be empty or an earlier export"):
         fit(Module(), HuggingFaceExport(str(tmp_path)))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 
@@ -141,5 +141,5 @@ def test_the_folder_that_the_policy_comes_from_is_refused(tmp_path: Path) -> Non
 
 def test_a_module_without_a_policy_is_refused(tmp_path: Path) -> None:
     trainer = PlayedTrainer(callbacks=[HuggingFaceExport(str(tmp_path / "digits"))], max_steps=1)
-    with pytest.raises(TypeError, match="expected a Hugging Face model"):
+    with pytest.raises(TypeError, match="needs a Hugging Face model"):
         trainer.fit(PlayedModule(lambda _: groups_of([[1.0]])), batches(1))

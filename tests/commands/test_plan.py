@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ from tiny import tiny_spec
 
 from lightrl.algorithms import GRPO, PPO, AdaptiveKL, Distillation
 from lightrl.commands.plan import plan_mermaid, plan_text, run
-from lightrl.models import RoleMesh
+from lightrl.models import Role, RoleMesh
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +42,7 @@ def test_a_moving_reference_is_not_called_frozen() -> None:
 
 
 def test_the_text_says_which_ranks_a_role_has() -> None:
-    critic = replace(tiny_spec(), mesh=RoleMesh(4, 2, tp=2))
+    critic = Role(tiny_spec(), mesh=RoleMesh(4, 2, tp=2))
     text = plan_text(module := PPO(tiny_spec(), reward=len, critic=critic), module.data_flow())
     assert "one number per position, ranks 4 to 5, tp 2" in text
 

@@ -40,7 +40,9 @@ def scored(teacher: ModelSpec, experience: Experience, **settings: Any) -> Exper
     module.configure_model()
     settings = LogprobSettings()
     module.parallel_models = {
-        role: SingleModel(getattr(module, role), settings) for role, spec in module.models().items() if spec.url is None
+        name: SingleModel(getattr(module, name), settings)
+        for name, role in module.models().items()
+        if role.spec.url is None
     }
     return score(module, experience)
 
@@ -91,9 +93,9 @@ def rewards(reward_model: str | ModelSpec, experience: Experience) -> Tensor:
     module = GRPO(tiny_spec(), reward_model=reward_model, group_size=3, sampling=Sampling(temperature=0.7))
     module.configure_model()
     module.parallel_models = {
-        role: SingleModel(getattr(module, role), LogprobSettings())
-        for role, spec in module.models().items()
-        if spec.url is None
+        name: SingleModel(getattr(module, name), LogprobSettings())
+        for name, role in module.models().items()
+        if role.spec.url is None
     }
     return score(module, experience).rewards
 
@@ -124,7 +126,7 @@ def test_a_head_of_several_numbers_is_no_reward_model(tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     with (
         FakeServerProcess(str(tmp_path), is_embedding=True) as server,
-        pytest.raises(EngineError, match="3 numbers each, expected 1"),
+        pytest.raises(EngineError, match="3 numbers each instead of 1"),
     ):
         ServedRewards(server.url)(random_experience(), [])
 
@@ -158,7 +160,7 @@ def test_a_real_server_says_what_a_teacher_says_here(tmp_path: Path, monkeypatch
     below = experience.with_tensors({"token_ids": experience.token_ids.clamp(max=15)})
     with real_server(tmp_path / "model", monkeypatch) as server:
         plain, found = (scored(ModelSpec(url=server.url), below, teacher_topk=topk) for topk in (None, 5))
-        with pytest.raises(EngineError, match="the logprob of token 0 in the place of token 16, expected that of 16"):
+        with pytest.raises(EngineError, match="scored token 0 in place of token 16"):
             scored(ModelSpec(url=server.url), experience)  # the last id: SGLang's own limit
     expected = scored(tiny_spec(seed=1), below, teacher_topk=5)
     assert torch.equal(found["teacher_topk_ids"], expected["teacher_topk_ids"])
@@ -199,13 +201,13 @@ def test_the_plan_names_the_server_and_a_checkpoint_leaves_its_model_out() -> No
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda spec: replace(spec, path="here"), "expected exactly one of them"),
+        (lambda spec: replace(spec, path="here"), "A model needs exactly one of path"),
         (
             lambda spec: PPO(tiny_spec(), reward=len, critic=spec).data_flow(),
             "The critic must have a path or config, got url=",
         ),
         (lambda spec: GRPO(spec, reward=len), "policy must have a path or config, got url="),
-        (lambda spec: spec.load_model(), "Give its path"),
+        (lambda spec: spec.load_model(), "needs path or config, got url="),
         (
             lambda spec: Distillation(tiny_spec(), teacher=spec, sampling=Sampling(temperature=0.7)).data_flow(),
             "scores tokens at temperature 1",

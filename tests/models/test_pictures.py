@@ -73,7 +73,7 @@ def test_image_tokens_are_repeated_and_folded_back():
     assert ids == [3, *[IMAGE_TOKEN] * 4, 4, *[IMAGE_TOKEN] * 4, 5]
     assert read.expanded(ids, 2, where="Row 1") == ids
     assert read.collapsed([*ids, IMAGE_TOKEN], 2) == [3, IMAGE_TOKEN, 4, IMAGE_TOKEN, 5, IMAGE_TOKEN]
-    with pytest.raises(ValueError, match="Row 1 has 1 pictures but 2 image tokens"):
+    with pytest.raises(ValueError, match=r"Row 1 needs one image token .* 1 pictures, got 2"):
         read.expanded([IMAGE_TOKEN, IMAGE_TOKEN], 1, where="Row 1")
 
 
@@ -158,7 +158,7 @@ def test_groups_travel_with_their_pictures():
 def test_a_policy_that_takes_token_ids_only_refuses_pictures():
     assert Pictures.of(tiny_spec().load_config()) is None
     trajectories = picture_trajectories()
-    with pytest.raises(ValueError, match=r"3 pictures were given to a policy that takes token ids only.*llava"):
+    with pytest.raises(ValueError, match=r"3 pictures, but the policy takes token ids only.*llava"):
         with_pictures(Experience.from_trajectories(trajectories), trajectories, None)
 
 
@@ -237,7 +237,7 @@ def test_the_engines_logprobs_are_the_trainers(reload, max_batch):
 
 def test_an_engine_refuses_pictures_that_have_no_place_or_no_file():
     for prompt, problem in (
-        (Prompt(id="a", token_ids=[5, IMAGE_TOKEN], images=(RED,)), "1 pictures and 1 image tokens"),
+        (Prompt(id="a", token_ids=[5, IMAGE_TOKEN], images=(RED,)), "image tokens for each of its 1 pictures, got 1"),
         (Prompt(id="b", token_ids=[IMAGE_TOKEN] * TOKENS_EACH, images=("nowhere.png",)), "cannot be read"),
     ):
         with pytest.raises(ValueError, match=problem):

@@ -1,21 +1,18 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tiny import tiny_model, tiny_spec
 
-from lightrl import PPO, AdaptiveKL, FSDP2Strategy, ModelSpec, Parallel3DStrategy, RoleMesh, Trainer
+from lightrl import PPO, AdaptiveKL, FSDP2Strategy, ModelSpec, Parallel3DStrategy, Role, RoleMesh, Trainer
 from lightrl.strategies import check_strategy
 from lightrl.strategies.role_mesh import empty_out
 
 
 def ppo(**meshes: RoleMesh) -> PPO:
-    specs = {role: replace(tiny_spec(), mesh=mesh) for role, mesh in meshes.items()}
-    reference = specs.get("reference", tiny_spec())
-    policy, critic = specs.get("policy", tiny_spec()), specs.get("critic", tiny_spec())
+    policy, critic, reference = (Role(tiny_spec(), mesh=meshes.get(n)) for n in ("policy", "critic", "reference"))
     return PPO(policy, critic=critic, reference=AdaptiveKL(0.1, reference), reward=len)
 
 
@@ -33,9 +30,9 @@ def test_a_mesh_is_a_row_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        (RoleMesh(2, 3), "first_rank=2 and num_ranks=3, expected ranks 0 to 3 of this run"),
-        (RoleMesh(4), "first_rank=4 and num_ranks=None, expected ranks 0 to 3"),
-        (RoleMesh(1, tp=2), "3 ranks for pp=1 x tp=2, expected a multiple of 2"),
+        (RoleMesh(2, 3), "first_rank=2, num_ranks=3 does not fit ranks 0 to 3 of this run"),
+        (RoleMesh(4), "first_rank=4, num_ranks=None does not fit ranks 0 to 3"),
+        (RoleMesh(1, tp=2), r"must be a multiple of pp \* tp = 2, got 3"),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_run_is_refused(mesh: RoleMesh, message: str) -> None:
@@ -44,14 +41,14 @@ def test_a_mesh_that_does_not_fit_the_run_is_refused(mesh: RoleMesh, message: st
 
 
 def test_sizes_below_the_least_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_ranks=0, expected at least 1"):
+    with pytest.raises(ValueError, match="num_ranks of a role's mesh must be at least 1, got 0"):
         RoleMesh(num_ranks=0)
 
 
 @pytest.mark.parametrize(
     ("made", "module", "message"),
     [
-        (strategy(FSDP2Strategy, 4), ppo(critic=RoleMesh(4, 1)), "expected ranks 0 to 3"),
+        (strategy(FSDP2Strategy, 4), ppo(critic=RoleMesh(4, 1)), "does not fit ranks 0 to 3"),
         (strategy(FSDP2Strategy, 4), ppo(critic=RoleMesh(2, tp=2)), "The critic has mesh=.* expected pp=1 and tp=1"),
         (strategy(FSDP2Strategy, 4), ppo(policy=RoleMesh(2)), "The policy has mesh.first_rank=2, expected 0"),
         (strategy(Parallel3DStrategy, 4), ppo(critic=RoleMesh(0, tp=4)), "tp=4 does not divide"),
@@ -64,7 +61,9 @@ def test_meshes_that_a_strategy_cannot_make_are_refused(made: FSDP2Strategy, mod
 
 
 def test_one_process_has_no_ranks_to_give_away(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected ranks 0 to 0 of this run\. Mend it, or raise trainer\.devices"):
+    with pytest.raises(
+        ValueError, match=r"does not fit ranks 0 to 0 of this run\. Change it, or increase trainer\.devices"
+    ):
         Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False).fit(ppo(critic=RoleMesh(1, 1)))
 
 
@@ -73,12 +72,12 @@ def test_a_mesh_of_the_one_process_is_that_process() -> None:
 
 
 def test_a_server_has_no_mesh() -> None:
-    with pytest.raises(ValueError, match="and a mesh, expected one of them"):
-        ModelSpec(url="http://127.0.0.1:1", mesh=RoleMesh())
+    with pytest.raises(ValueError, match=r"has devices of its own\. Leave out mesh"):
+        Role(ModelSpec(url="http://127.0.0.1:1"), mesh=RoleMesh())
 
 
 def test_a_moving_reference_lies_as_the_policy_does() -> None:
-    reference = replace(tiny_spec(), mesh=RoleMesh(1, 1))
+    reference = Role(tiny_spec(), mesh=RoleMesh(1, 1))
     with pytest.raises(ValueError, match=r"reference.decay=0\.9 moves .* both need the same mesh"):
         PPO(tiny_spec(), reference=AdaptiveKL(0.1, reference, decay=0.9), reward=len)
 

@@ -16,7 +16,7 @@ from lightrl.algorithms import GRPO
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.loops.score import score
-from lightrl.models import ModelSpec, scalar_head
+from lightrl.models import ModelSpec, Role, scalar_head
 from lightrl.module import RLModule
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.empty_model import empty_models
@@ -110,8 +110,8 @@ def test_a_critic_is_loaded_from_a_language_model_or_from_a_reward_model(tmp_pat
 class Judged(RLModule):
     """A policy, a critic and a reward model."""
 
-    def models(self) -> dict[str, ModelSpec]:
-        return {**super().models(), "critic": critic_spec(), "judge": critic_spec()}
+    def models(self) -> dict[str, Role]:
+        return {**super().models(), "critic": Role(critic_spec()), "judge": Role(critic_spec())}
 
     def score_calls(self) -> list[ModelCall]:
         return [
@@ -154,10 +154,10 @@ def test_a_reward_models_number_is_added_to_the_reward(tmp_path: Path) -> None:
 
 def test_a_language_model_is_no_reward_model() -> None:
     module = GRPO(tiny_spec(), reward_model=tiny_spec(seed=1), group_size=3)
-    with pytest.raises(ValueError, match="a language model without a trained head, expected a reward model"):
+    with pytest.raises(ValueError, match=r"a language model without a trained head\. Train a"):
         module.configure_model()
     with empty_models():  # whose weights nobody has seen yet
         module.configure_model()
     module.parallel_models = {"reward_model": SingleModel(critic_spec().load_model(), LogprobSettings())}
-    with pytest.raises(ValueError, match="a language model without a trained head, expected a reward model"):
+    with pytest.raises(ValueError, match=r"a language model without a trained head\. Train a"):
         score(module, random_experience(is_scored=False))

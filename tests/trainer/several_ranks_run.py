@@ -20,8 +20,9 @@ from rank_scripts import leave
 from tiny_run import BATCH_SIZE, CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
-from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, ReferenceKL, Trajectory
+from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, ReferenceKL, RLCallback, Role, Trajectory
 from lightrl.models.lora import merged_parameters
+from lightrl.rollout import RolloutSettings
 from lightrl.strategies import whole
 
 # Name → settings of the module, and of FSDP2Strategy.
@@ -43,7 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a checkpoint read tensor by tensor": ({"is_from_folder": True}, {}),
     "LoRA, with the model below the adapters as reference": (
         {
-            "policy": replace(POLICY, lora=LoRA(rank=2)),
+            "policy": Role(POLICY, lora=LoRA(rank=2)),
             "num_minibatches": 2,
             "microbatch_tokens": 20,
             "reference": ReferenceKL(0.1),
@@ -55,14 +56,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Recorded(TinyGRPO):
-    """Keeps the metrics of each update.
+    """Keeps the metrics of each update. Trains by SGD: Adam divides the rounding of a tiny gradient by that gradient.
 
     `is_batch_wide` compares with the whole iteration instead of the group; with `loses_some` one reward of each
     iteration raises.
     """
 
     def __init__(self, is_batch_wide: bool = False, loses_some: bool = False, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**{"lr": 0.1, **kwargs})
         self.is_batch_wide = is_batch_wide
         self.loses_some = loses_some
         self.updates: list[dict[str, float]] = []
@@ -82,6 +83,9 @@ class Recorded(TinyGRPO):
             return super().advantages(experience)
         return (experience.rewards - experience.rewards.mean()) / (experience.rewards.std() + 1e-4)
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameter_groups(), momentum=0.9)
+
     def on_minibatch_end(self, metrics: dict[str, float], index: int, total: int) -> None:
         self.updates.append(dict(metrics))
 
@@ -99,7 +103,7 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     settings = dict(settings)
     lora = settings.pop("lora", None)
     if settings.pop("is_from_folder", False):
-        settings["policy"] = ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer", lora=lora)
+        settings["policy"] = Role(ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer"), lora=lora)
     module = Recorded(**settings)
     engine = LocalEngine()
     spread = {"devices": devices, "strategy": FSDP2Strategy(**strategy)} if devices > 1 else {}
@@ -154,6 +158,29 @@ def resume(folder: Path) -> dict[str, Any]:
     }
 
 
+class DiffersByRank(RLCallback):
+    """Rank 1 asks for a filter, after which no rewards would be awaited late, and for another number."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+
+    def configure_rollout(self, trainer: Any, module: Any, settings: RolloutSettings) -> RolloutSettings:
+        if trainer.global_rank == 0:
+            return settings
+        return replace(settings, group_filter=lambda group: None, max_concurrent=7)
+
+    def on_rollout_end(self, trainer: Any, module: Any, groups: Any) -> None:
+        self.settings = dict(vars(trainer.rollout.settings))
+
+
+def configure(folder: Path) -> dict[str, Any]:
+    """Trains with a callback that decides something else on each rank; gives the settings that applied."""
+    differs, module = DiffersByRank(), TinyGRPO(num_minibatches=2, decoupled=True)
+    trainer = make_trainer(folder, devices=2, strategy="FSDP2Strategy", callbacks=[differs])
+    trainer.fit(module, datamodule=Digits())
+    return {"settings": differs.settings, "weights": whole_weights(module)}
+
+
 class Failing(TinyGRPO):
     """In its second iteration one rank does what `how` says."""
 
@@ -204,6 +231,7 @@ def main() -> None:
         return
     found = {name: play(name, folder, devices=2) for name in CASES}
     found["resume"] = resume(folder)
+    found["configured"] = configure(folder)
     leave(found, folder)
 
 

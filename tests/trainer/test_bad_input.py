@@ -18,7 +18,7 @@ from lightrl.workflows.environment import Step
 
 
 def test_a_missing_model_folder_is_named() -> None:
-    with pytest.raises(ValueError, match=r"Model folder './no/such/model' does not exist, expected .* Mend the path"):
+    with pytest.raises(ValueError, match=r"Model folder './no/such/model' does not exist\. Set path to"):
         GRPO("./no/such/model", reward="digit_reward.token_reward")
 
 
@@ -28,7 +28,7 @@ def test_a_missing_model_folder_is_named() -> None:
         (ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer_without_end"), "no end token. Set eos_token"),
         (
             ModelSpec(config=CONFIG, tokenizer="tiny_run.large_tokenizer"),
-            "22 tokens but the vocabulary of the policy has 8, expected at most as many",
+            "22 tokens but the vocabulary of the policy has only 8",
         ),
     ],
     ids=["no end token", "another vocabulary"],
@@ -71,14 +71,12 @@ def test_turns_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_group_of_one_has_no_statistics() -> None:
-    with pytest.raises(ValueError, match="group_size must be at least 2 for group advantages, got 1"):
+    with pytest.raises(ValueError, match=r"group_size must be at least 2 for group statistics, got 1\. Increase it"):
         TinyGRPO(group_size=1)
 
 
 def test_minibatches_must_divide_the_iteration(tmp_path: Path) -> None:
-    message = (
-        r"num_minibatches=3 does not divide .*2 groups × group_size=4 = 8 trajectories, expected a divisor.*Change"
-    )
+    message = r"num_minibatches=3 does not divide .*2 groups × group_size=4 = 8 trajectories\..*Change"
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path).fit(TinyGRPO(num_minibatches=3), datamodule=Digits())
 
@@ -189,7 +187,7 @@ def test_gradients_that_are_not_finite_skip_the_update_and_are_counted(tmp_path:
 def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path: Path) -> None:
     module = Broken({1, 3, 4}, max_skipped_updates=2)
     trainer = make_trainer(tmp_path, max_steps=9)
-    with pytest.raises(TrainingError, match=r"2 updates in a row.*expected fewer than max_skipped_updates=2. Lower"):
+    with pytest.raises(TrainingError, match=r"2 updates in a row.*\(max_skipped_updates=2\)\. Lower"):
         trainer.fit(module, datamodule=Digits())
     assert trainer.global_step == 4
 

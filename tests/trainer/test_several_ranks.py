@@ -14,7 +14,7 @@ from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer
 from lightrl import FSDP2Strategy
 
 SCRIPT = Path(__file__).with_name("several_ranks_run.py")
-TOLERANCE = 1e-5  # relative to the largest number; float32 sums in another order
+TOLERANCE = 1e-5  # 170 roundings of float32 (6e-8) of a tensor's largest number: sums in another order, several updates
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,14 @@ def test_a_validation_on_two_ranks_counts_each_prompt_once_and_warns_of_nothing(
     for found in (ranks["resume"] for ranks in two_ranks):
         assert found["val/prompts"] == 4
         assert not [text for text in found["warned"] if "sync_dist" in text]
+
+
+def test_a_callback_that_decides_otherwise_on_a_rank_does_not_split_them(two_ranks: Any) -> None:
+    first, second = (ranks["configured"] for ranks in two_ranks)
+    assert first["settings"] == second["settings"]
+    assert first["settings"]["judges_later"]
+    assert first["settings"]["max_concurrent"] is None
+    assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
 
 
 def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path) -> None:

@@ -49,17 +49,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-class Descending(Recorded):
-    """By plain gradients: Adam divides by their own size, so that roundings of tiny ones would show as large as lr."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.policy.parameters(), lr=0.1, momentum=0.9)
-
-
 def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     """Trains the case; gives what is compared."""
     _, settings, sizes = CASES[name]
-    module = Descending(**settings)
+    module = Recorded(**settings)
     engine = LocalEngine()
     spread = {"devices": devices, "strategy": Parallel3DStrategy(**sizes)} if devices > 1 else {}
     trainer = make_trainer(folder, engine=engine, max_steps=2, gradient_clip_val=0.5, **spread)

@@ -322,15 +322,11 @@ Make = Callable[..., RolloutController]
 def make() -> Iterator[Make]:
     made: list[RolloutController] = []
 
-    def factory(
-        flow: MultiTurn, engine: FakeEngine, *, sampling: Sampling = SAMPLING, run_seed: int = 0, **settings: Any
-    ) -> RolloutController:
-        rollout = RolloutSettings(**({"groups_per_iteration": 2} | settings))
-        made.append(
-            RolloutController(
-                engine, flow, Judged(), rollout, sampling=sampling, prompts=Questions(), run_seed=run_seed
-            )
-        )
+    def factory(flow: MultiTurn, engine: FakeEngine, **settings: Any) -> RolloutController:
+        plain: dict[str, Any] = {"sampling": SAMPLING, "prompts": Questions()}
+        plain |= {name: settings.pop(name) for name in ("sampling", "run_seed") if name in settings}
+        arguments = RolloutSettings(**({"groups_per_iteration": 2} | settings))
+        made.append(RolloutController(engine, flow, Judged(), arguments, **plain))
         return made[-1]
 
     yield factory

@@ -37,12 +37,9 @@ class _Request:
 
 
 class DecodeThread(threading.Thread):
-    """Decodes from `start` until `close`, or until decoding fails.
+    """Decodes from `start` until `close`, or until decoding fails; then all other methods raise EngineError.
 
-    Args:
-        batch: this thread's from now on.
-        threads: cores that decoding uses.
-        boundary_timeout_s: how long `pause`, `held` and `close` wait for the token in progress.
+    `pause`, `held` and `close` raise EngineTimeout if the token in progress takes longer than `boundary_timeout_s`.
     """
 
     def __init__(self, batch: RunningBatch, *, threads: int, boundary_timeout_s: float = 120.0) -> None:
@@ -66,16 +63,11 @@ class DecodeThread(threading.Thread):
         self._failure: BaseException | None = None
 
     def queue_depths(self) -> dict[str, int]:
-        """Completions that decode (`running`) and that wait for a slot (`waiting`)."""
         with self._condition:
             return {"running": self._num_running, "waiting": len(self._waiting)}
 
     async def write(self, rows: list[Row]) -> list[Completion]:
-        """The completions of these rows. On cancellation the rows leave at the next token boundary.
-
-        Raises:
-            EngineError: if there are no weights yet, or decoding fails or ends.
-        """
+        """The completions of these rows. On cancellation they leave at the next token boundary."""
         request = _Request(asyncio.get_running_loop().create_future(), [None] * len(rows))
         for sample, row in enumerate(rows):
             row.owner = (request, sample)
@@ -98,12 +90,7 @@ class DecodeThread(threading.Thread):
                 self._requests.discard(request)
 
     async def pause(self) -> None:
-        """Returns when decoding has stopped between two tokens, until `resume`. The pause outlives a cancellation.
-
-        Raises:
-            EngineTimeout: if the token in progress takes longer than `boundary_timeout_s`; the pause stays.
-            EngineError: if decoding fails or ends.
-        """
+        """Returns when decoding has stopped between two tokens, until `resume`. The pause outlives a cancellation."""
         with self._condition:
             self.check_alive()
             self._is_paused = True
@@ -127,12 +114,7 @@ class DecodeThread(threading.Thread):
 
     @contextlib.contextmanager
     def held(self, caller: str) -> Iterator[None]:
-        """Decoding stands still inside; for one caller at a time, from any other thread.
-
-        Raises:
-            EngineTimeout: if the token in progress takes longer than `boundary_timeout_s`.
-            EngineError: if decoding fails or ends.
-        """
+        """Decoding stands still inside; for one caller at a time, from any other thread."""
         with self._hold_lock:
             try:
                 with self._condition:
@@ -154,11 +136,7 @@ class DecodeThread(threading.Thread):
         self._is_stale = True
 
     def close(self) -> None:
-        """Ends decoding; waiting requests raise EngineError.
-
-        Raises:
-            EngineTimeout: if the token in progress takes longer than `boundary_timeout_s`.
-        """
+        """Ends decoding; waiting requests raise EngineError."""
         with self._condition:
             self.is_closed = True
             self._condition.notify_all()
@@ -187,8 +165,6 @@ class DecodeThread(threading.Thread):
             f"{self._num_running} completions running, {len(self._waiting)} waiting, weight version "
             f"{self.weight_version}. Increase boundary_timeout_s, or lower max_batch or prefill_tokens."
         )
-
-    # ------------------------------------------------------------------ in this thread
 
     def run(self) -> None:
         """One token for every row, again and again, until `close` or an error."""

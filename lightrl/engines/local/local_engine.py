@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightrl.checks.bounds import check_bounds
 from lightrl.engines.abilities import DecodesInThreads, LimitsContext, ScoresTokens
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.local.copy_in import copy_in
@@ -30,29 +31,29 @@ ONE_THREAD_PARAMETERS = 10_000_000
 
 
 class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
-    """A rollout engine in this process, on the CPU (or one GPU), that owns its copy of the weights.
+    """A rollout engine in this process, on the CPU (or one GPU), with its own copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; any other decoder-only model with a key-value cache
-    runs as Hugging Face wrote it, with pictures too. Both share the scheduler: rows wait in the order of the calls, are
+    runs Hugging Face's code, with pictures too. Both share the scheduler: rows wait in the order of the calls, are
     admitted into free slots, and leave with their last token; equal prompts that are admitted together are computed
     once. Tokens depend on (seed, position) and the logits, not on the batch, up to float rounding of the logits.
 
-    `pause` and `resume` set and clear one flag: any number of pauses ends with one resume. A paused engine queues
-    requests, so `pause`, many `generate` calls, `resume` admits them as one wave in the order of the calls. `pause` on
-    an engine that idles returns at once. A load holds decoding by itself and leaves the flag as it is.
+    `pause` and `resume` set and clear one flag: one resume ends any number of pauses. A paused engine queues requests,
+    so `pause`, many `generate` calls, `resume` admits them as one wave in the order of the calls. `pause` on an idle
+    engine returns at once. A load holds decoding by itself and does not change the flag.
 
-    Memory: the weights once; while a load runs, the old ones too, since a bad bucket must be undone; key-values for the
-    rows and tokens that were in use at the most.
+    Memory: the weights once; during a load also the old ones, to undo a bad bucket; key-values for the largest number
+    of rows and tokens so far.
 
     Args:
-        max_batch: slots, most completions that decode together.
+        max_batch: slots, the most completions that decode together.
         threads: cores that decoding uses; None takes 1 for a model below 10 M parameters, whose small operations a
-            second thread slows down, and what torch uses in the thread that calls `start` for others.
+            second thread slows down, and for others as many as torch uses in the thread that calls `start`.
         max_context: most tokens of prompt and completion together; None is the config's `max_position_embeddings`.
         dtype: of the engine's weights, such as `bfloat16`; `auto` is float32 on the CPU, elsewhere the config's.
         device: where to decode.
-        fast_path: False runs every model as Hugging Face wrote it.
-        prefill_tokens: most prompt tokens, padding included, in one forward; bounds the memory of a wave's prefill.
+        fast_path: False runs Hugging Face's code for every model.
+        prefill_tokens: most prompt tokens, with padding, in one forward; bounds the memory of a wave's prefill.
         boundary_timeout_s: how long `pause`, `load_weights` and `close` wait for the token in progress.
     """
 
@@ -70,21 +71,16 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
         prefill_tokens: int = 8192,
         boundary_timeout_s: float = 120.0,
     ) -> None:
-        for name, value in (("max_batch", max_batch), ("prefill_tokens", prefill_tokens)):
-            if value < 1:
-                raise ValueError(f"{name}={value}, expected at least 1. Raise it.")
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads={threads}, expected at least 1, or None for torch's own number. Raise it.")
-        if max_context is not None and max_context < 2:
-            raise ValueError(f"max_context={max_context}, expected at least 2, a prompt token and a new one. Raise it.")
+        check_bounds(1, max_batch=max_batch, prefill_tokens=prefill_tokens, threads=threads)
+        check_bounds(2, max_context=max_context)
         if boundary_timeout_s <= 0:
-            raise ValueError(f"boundary_timeout_s={boundary_timeout_s}, expected more than 0. Raise it.")
+            raise ValueError(f"boundary_timeout_s must be > 0 seconds, got {boundary_timeout_s}.")
         if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"dtype={dtype!r}, expected auto or a torch dtype such as float32 or bfloat16.")
+            raise ValueError(f"dtype must be auto or a torch dtype such as float32 or bfloat16, got {dtype!r}.")
         self.weight_version = -1
         self.max_batch = max_batch
         self.threads = threads
-        self.max_context = max_context  # after `start` a number
+        self.max_context = max_context  # a number after `start`
         self._given_max_context = max_context
         self.dtype = dtype
         self.device = torch.device(device)
@@ -98,11 +94,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
         self._pictures: Pictures | None = None  # how the model reads pictures; None if it takes none
 
     def start(self, config: PretrainedConfig) -> None:
-        """Builds the model, its weights still unset, and starts the decode thread; possible again after `close`.
-
-        Raises:
-            ValueError: if the config is not of a decoder-only model, or its context is shorter than `max_context`.
-        """
+        """Builds the model, its weights still unset, and starts the decode thread."""
         if self._thread is not None and (self._thread.is_alive() or not self._thread.is_closed):
             raise EngineError("LocalEngine is already started. Close it first, or create a new one.")
         text_config = config.get_text_config()
@@ -130,22 +122,12 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
         return isinstance(self._decoder, LlamaDecoder)
 
     def queue_depths(self) -> dict[str, int]:
-        """Completions that decode (`running`) and that wait for a slot (`waiting`)."""
         return self._thread.queue_depths() if self._thread is not None else {"running": 0, "waiting": 0}
 
     async def generate(
         self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
     ) -> list[Completion]:
-        """`n` completions of one prompt; see `RolloutEngine`.
-
-        Waits for the decode thread, without a deadline of its own: the controller has one. On cancellation the rows
-        leave at the next token boundary, or at once if the engine is paused.
-
-        Raises:
-            ValueError: if the prompt is empty, has an id outside the vocabulary, leaves no room in the context, or its
-                pictures cannot be read or do not match its image tokens.
-            EngineError: if the engine has no weights, fails or is closed.
-        """
+        """`n` completions of one prompt, without a deadline: the controller has one."""
         thread = self._started()
         check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self.max_context)
         pixels = self._pixel_values(images, token_ids) if images else None
@@ -155,28 +137,20 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
         )
 
     async def pause(self) -> None:
-        """Returns when the decode thread has stopped between two tokens; requests wait until `resume`.
-
-        Raises:
-            EngineTimeout: if the token in progress takes longer than `boundary_timeout_s`; the pause stays.
-            EngineError: if the engine fails or is closed.
-        """
+        """Raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`; the pause stays."""
         await self._started().pause()
 
     async def resume(self) -> None:
-        """Continues decoding; after a load the key-values of all rows are recomputed first."""
         self._started().resume()
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Stops decoding between two tokens, copies the buckets in, continues; see `RolloutEngine`.
+        """Stops decoding between two tokens, copies the buckets in the calling thread, continues.
 
-        The calling thread copies. Waits for the token in progress, up to `boundary_timeout_s`. If `buckets` itself
-        raises, the old weights are restored and the exception passes through.
+        If `buckets` itself raises, the old weights are restored and the exception passes through.
 
         Raises:
             WeightSyncError: if a name is unknown, missing or repeated, a shape differs, or a value is not finite.
-            EngineTimeout: if decoding does not stop in time; nothing was changed.
-            EngineError: if the engine fails or is closed.
+            EngineTimeout: if decoding does not stop within `boundary_timeout_s`; nothing was changed.
         """
         thread = self._started()
         with thread.held("load_weights"):
@@ -186,10 +160,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
             self.weight_version = weight_version
 
     def score(self, token_ids: list[int]) -> list[float]:
-        """Logprobs at temperature 1 of each token given those before, 0 for the first; called from another thread.
-
-        Waits for the token in progress, up to `boundary_timeout_s`.
-        """
+        """Waits for the token in progress, up to `boundary_timeout_s`."""
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]
         return [0.0, *self._log_probabilities(token_ids).gather(1, chosen)[:, 0].tolist()]
 
@@ -206,11 +177,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
         return {name: self._decoder.read(name) for name in self._decoder.shapes}
 
     def close(self) -> None:
-        """Ends the decode thread; in-flight requests raise EngineError. May be called twice.
-
-        Raises:
-            EngineTimeout: if the token in progress takes longer than `boundary_timeout_s`.
-        """
+        """Raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`."""
         if self._thread is not None:
             self._thread.close()
             self._decoder = None
