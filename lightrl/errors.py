@@ -11,9 +11,7 @@ LightRLError
 └── TrainingError             the update cannot continue (non-finite gradients, again and again)
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 
 
 class LightRLError(Exception):
@@ -62,19 +60,3 @@ class OtherRankFailed(LightRLError):
 
 class TrainingError(LightRLError):
     """The update cannot continue."""
-
-
-@contextlib.contextmanager
-def user_code(name: str, *, on: str = "", error_type: type[LightRLError] = RolloutError) -> Iterator[None]:
-    """Runs user code: what it raises becomes an `error_type`; a LightRLError passes through.
-
-    Args:
-        name: of the user code, for the message.
-        on: what it was called on, for the message.
-    """
-    try:
-        yield
-    except LightRLError:
-        raise
-    except Exception as error:  # user code may raise anything
-        raise error_type(f"{name} raised {error!r}{on and f' on {on}'}.") from error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+
+from lightrl.errors import LightRLError, RolloutError
 
 
 @contextmanager
@@ -20,3 +22,10 @@ def user_code(translate: Callable[[BaseException], Exception], *unchanged: type[
         raise
     except (Exception, SystemExit) as error:  # user code raises anything
         raise translate(error) from error
+
+
+def named_user_code(
+    name: str, *, on: str = "", error_type: type[LightRLError] = RolloutError
+) -> AbstractContextManager[None]:
+    """What is raised inside leaves as an `error_type` that names the code and `on` what it was called; ours pass."""
+    return user_code(lambda error: error_type(f"{name} raised {error!r}{on and f' on {on}'}."), LightRLError)

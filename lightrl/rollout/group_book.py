@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrl.errors import user_code
+from lightrl.checks.user_code import named_user_code
 from lightrl.rollout.drop_tally import DropTally
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Trajectory
@@ -155,7 +155,7 @@ class GroupBook:
             return "incomplete", f"Group {group.id} has {num} of its {size} trajectories."
         if self.settings.group_filter is None:
             return None
-        with user_code("The group filter", on=f"group {group.id}"):
+        with named_user_code("The group filter", on=f"group {group.id}"):
             return self.settings.group_filter(group)
 
     def _keep(self, group: Group) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightrl.checks.user_code import named_user_code
 from lightrl.engines.engine import Completion, RolloutEngine
-from lightrl.errors import LightRLError, RewardError, RolloutError, user_code
+from lightrl.errors import LightRLError, RewardError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import DropTally
 from lightrl.rollout.tasks import Tasks
@@ -90,7 +91,7 @@ class Player:
     async def _set_reward(self, trajectory: Trajectory) -> bool:
         """Sets the reward; False if the trajectory was dropped. The judge keeps its own deadline."""
         try:
-            with user_code(f"{type(self.judge).__name__}.score", error_type=RewardError):
+            with named_user_code(f"{type(self.judge).__name__}.score", error_type=RewardError):
                 judgment = await self.judge.score(trajectory)
         except (RewardError, RolloutError) as error:
             self.tally.drop_failed(error, trajectory.prompt)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from lightrl.errors import RolloutError, user_code
+from lightrl.checks.user_code import named_user_code
+from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, sampling_seed
 
 MAX_SKIPPED = 100_000  # positions in a row
@@ -68,7 +69,7 @@ class PromptCursor:
             RolloutError: if the stream raises.
         """
         assert self.prompts is not None
-        with user_code(f"Prompt {position} of the stream"):
+        with named_user_code(f"Prompt {position} of the stream"):
             return self.prompts[position]
 
     def choose(self, run_seed: int) -> int:
@@ -112,7 +113,7 @@ class PromptCursor:
     def _is_played(self, run_seed: int, position: int, prompt: Prompt) -> bool:
         if self.curriculum is None:
             return True
-        with user_code(f"{type(self.curriculum).__name__}.weight"):
+        with named_user_code(f"{type(self.curriculum).__name__}.weight"):
             weight = float(self.curriculum.weight(prompt.id))
         if not 0 <= weight <= 1:
             name = f"{type(self.curriculum).__name__}.weight({prompt.id!r})"
@@ -122,5 +123,5 @@ class PromptCursor:
     def _pass_on_observations(self) -> None:
         while self._observations and self.curriculum is not None:
             prompt_id, success_rate = self._observations.pop(min(self._observations))
-            with user_code(f"{type(self.curriculum).__name__}.observe"):
+            with named_user_code(f"{type(self.curriculum).__name__}.observe"):
                 self.curriculum.observe(prompt_id, success_rate)

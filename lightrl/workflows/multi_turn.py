@@ -152,5 +152,5 @@ class MultiTurn(Workflow):
 async def _within(deadline: float, completing: Any) -> Completion | None:
     """The completion, or None at the deadline (in the event loop's time), when it is cancelled."""
     task = asyncio.ensure_future(completing)
-    await wait_or_abandon(task, timeout_s=max(0.0, deadline - asyncio.get_running_loop().time()))
+    await wait_or_abandon(task, within_s=max(0.0, deadline - asyncio.get_running_loop().time()))
     return task.result() if task.done() else None

@@ -94,11 +94,11 @@ class SingleTurn(Workflow):
 
 
 async def wait_or_abandon(
-    task: asyncio.Future[Any], *others: asyncio.Future[Any], timeout_s: float | None = None
+    task: asyncio.Future[Any], *others: asyncio.Future[Any], within_s: float | None = None
 ) -> None:
-    """Waits for a task or the first of `others`. A task that is not done then is cancelled and its outcome ignored."""
+    """Waits for a task or the first of `others`; a task that is not done then is cancelled, its outcome ignored."""
     try:
-        await asyncio.wait({task, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, *others}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not task.done():
             task.cancel()
