@@ -13,9 +13,9 @@ rank 0, each in its own thread. loops/run_calls.py executes the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.choices import check_choice
@@ -79,6 +79,16 @@ class ModelCall:
             f"one key{''.join(f', then {key}' for key in further)}, got {list(outputs)}. Make a call for each, or set "
             "run= to a function."
         )
+
+
+class ModelSource(Protocol):
+    """Where a role's model is: behind `url`, or here."""
+
+    @property
+    def url(self) -> str | None: ...
+
+    @property
+    def head(self) -> Literal["vocabulary", "scalar"]: ...
 
 
 class DataFlowGraph:
@@ -204,7 +214,8 @@ def iteration_graph(
     score_calls: Sequence[ModelCall],
     train_calls: Sequence[ModelCall],
     *,
-    roles: Iterable[str],
+    roles: Mapping[str, ModelSource],
+    sampling: Sampling,
     reward: Callable[..., Any],
     advantages: Callable[..., Any],
     advantage_keys: tuple[str, ...],
@@ -213,8 +224,10 @@ def iteration_graph(
     """Everything that an iteration computes, from the prompt to the updates.
 
     Raises:
-        ValueError: if a score call is an update, or the calls make no graph; see DataFlowGraph.
+        ValueError: if a score call is an update, a server cannot answer its call, or the calls make no graph; see
+            DataFlowGraph.
     """
+    score_calls = [_served(call, roles.get(call.role or ""), sampling) for call in score_calls]
     wrong = next((call for call in score_calls if call.kind != "infer"), None)
     if wrong is not None:
         raise ValueError(
@@ -244,18 +257,15 @@ def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[
     return names
 
 
-def served(call: ModelCall, url: str, *, is_scalar: bool, sampling: Sampling) -> ModelCall:
-    """The call of a role whose model is behind a server.
-
-    Args:
-        call: of the role.
-        url: of the server.
-        is_scalar: whether the model has a scalar head.
-        sampling: what the policy is sampled with.
+def _served(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> ModelCall:
+    """The call with the URL of its role's server, if there is one.
 
     Raises:
         ValueError: if a server cannot compute the outputs.
     """
+    if source is None or source.url is None:
+        return call
+    url, is_scalar = source.url, source.head == "scalar"
     if is_scalar and "values" in call.outputs:
         raise ValueError(
             f"The {call.role} must have a path or config, got url={url!r}: a server gives one number after a "

@@ -15,18 +15,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning as L
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph, served
+from lightrl.checks.choices import check_choice
+from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph
 from lightrl.experience import Experience, LossUnit
 from lightrl.functional import group_advantages
-from lightrl.models import Metric, ModelSpec, Outputs, ParallelModel, Role, check_adamw
-from lightrl.models.load_role import load_role
+from lightrl.models import Metric as LossMetric
+from lightrl.models import ModelSpec, Outputs, ParallelModel, Role, check_adamw
+from lightrl.models.load_role import load_role, trainable_policy
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import parameter_groups, with_schedule
 from lightrl.models.pictures import Pictures
+from lightrl.models.stop_tokens import stop_token_ids
 from lightrl.rewards import RewardPart
-from lightrl.rewards.evaluation import evaluation_numbers
+from lightrl.rewards.evaluation import Evaluation
 from lightrl.trajectory import Group, Sampling, Trajectory
 from lightrl.workflows.workflow import SingleTurn, Workflow
 
@@ -141,10 +145,8 @@ class RLModule(L.LightningModule):
         check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
         if not reward_timeout_s > 0:
             raise ValueError(f"reward_timeout_s must be above 0, got {reward_timeout_s}.")
-        if lr_decay not in ("constant", "linear"):
-            raise ValueError(f"lr_decay must be constant or linear, got {lr_decay!r}.")
-        if loss_reduction not in ("token", "sequence", "fixed"):
-            raise ValueError(f"loss_reduction must be token, sequence or fixed, got {loss_reduction!r}.")
+        check_choice(("constant", "linear"), lr_decay=lr_decay)
+        check_choice(("token", "sequence", "fixed"), loss_reduction=loss_reduction)
         has_reward = reward is not None or type(self).reward is not RLModule.reward
         if not has_reward and reward_model is None:
             raise TypeError(
@@ -159,18 +161,9 @@ class RLModule(L.LightningModule):
             )
         if self.loss_unit == "pair" and group_size % 2:
             raise ValueError(f"group_size must be even with loss_unit='pair', got {group_size}.")
-        self.policy_role = Role.of(policy)
-        if self.policy_spec.url is not None:
-            raise ValueError(
-                f"policy must have a path or config, got url={self.policy_spec.url!r}: it is trained here. Servers "
-                "that generate its rollouts belong to trainer.engine."
-            )
-        if self.policy_role.frozen:
-            raise ValueError(
-                "policy must not be frozen: updates train it. Set its lr to 0 to keep its weights; frozen is for a "
-                "critic."
-            )
-        self.reward_source = reward if has_reward else _no_rollout_reward
+        self.policy_role = trainable_policy(policy)
+        self.policy_spec = self.policy_role.spec
+        self.reward_source = reward
         self.reward_model_role = None if reward_model is None else Role.of(reward_model).with_scalar_head()
         self.reward_model_coef = reward_model_coef
         self.workflow = workflow
@@ -178,8 +171,7 @@ class RLModule(L.LightningModule):
         self.sampling = sampling or Sampling()
         if self.sampling.temperature == 0:
             raise ValueError(
-                "sampling.temperature must be above 0, got 0: all completions of a group would be equal. Use 1.0 to "
-                "train."
+                "sampling.temperature must be above 0, got 0: a group's completions would be equal. Use 1."
             )
         self.validation_sampling = validation_sampling or dataclasses.replace(self.sampling, temperature=0.0)
         self.validation_group_size = validation_group_size
@@ -205,6 +197,9 @@ class RLModule(L.LightningModule):
         self.max_skipped_updates = max_skipped_updates
         self.parallel_models: dict[str, ParallelModel] = {}  # by role; the trainer fills it in
         self.value_head: torch.nn.Linear | None = None  # a critic's, on the policy's body
+        # Your own, by name: each is updated with the judged groups of every validation or test batch.
+        self.validation_metrics: dict[str, Metric] = {}
+        self._evaluation = Evaluation(validation_group_size)
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
 
     # ------------------------------------------------------------------ hooks to write or override
@@ -224,7 +219,7 @@ class RLModule(L.LightningModule):
         Returns:
             A float, or a dict with `reward` and further numbers to log by name, such as `accuracy`.
         """
-        raise NotImplementedError
+        return 0.0  # where the reward model's score is the whole reward
 
     def advantages(self, experience: Experience) -> Tensor | dict[str, Tensor]:
         """How much better than expected, [B] or [B, T], from the whole iteration; group advantages by default.
@@ -234,7 +229,7 @@ class RLModule(L.LightningModule):
         """
         return group_advantages(experience.rewards, experience.group_ids)
 
-    def loss(self, experience: Experience, outputs: Outputs) -> Mapping[str, Metric]:
+    def loss(self, experience: Experience, outputs: Outputs) -> Mapping[str, LossMetric]:
         """The loss of each token [B, T] or trajectory [B] under `loss`, and metrics of either shape under their names.
 
         A metric is averaged; as a pair `(values, weights)` its mean is Σ w·v / Σ w.
@@ -243,7 +238,7 @@ class RLModule(L.LightningModule):
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss.")
 
-    def value_loss(self, experience: Experience, values: Tensor) -> Mapping[str, Metric]:
+    def value_loss(self, experience: Experience, values: Tensor) -> Mapping[str, LossMetric]:
         """The critic's loss of each token [B, T] under `loss`, and metrics, as in `loss`; only with a critic.
 
         Args:
@@ -281,7 +276,7 @@ class RLModule(L.LightningModule):
         return ()
 
     def trained_roles(self) -> list[str]:
-        """The roles whose parameters the optimizer has: the policy, and a critic of its own that is not frozen."""
+        """The roles that the optimizer updates: the policy, and a critic of its own that is not frozen."""
         return [name for name, role in self.models().items() if name in ("policy", "critic") and not role.frozen]
 
     def saved_roles(self) -> list[str]:
@@ -324,27 +319,16 @@ class RLModule(L.LightningModule):
         Raises:
             ValueError: if the calls make no graph (see DataFlowGraph), or a server cannot answer its call.
         """
-        specs = {name: role.spec for name, role in self.models().items()}
-        calls = [
-            call
-            if (spec := specs.get(call.role or "")) is None or spec.url is None
-            else served(call, spec.url, is_scalar=spec.head == "scalar", sampling=self.sampling)
-            for call in self.score_calls()
-        ]
         return iteration_graph(
-            calls,
+            self.score_calls(),
             self.train_calls(),
-            roles=specs,
+            roles={name: role.spec for name, role in self.models().items()},
+            sampling=self.sampling,
             reward=self.reward,
             advantages=self.advantages,
             advantage_keys=self.advantage_keys,
             from_file=from_file,
         )
-
-    @property
-    def policy_spec(self) -> ModelSpec:
-        """Where the policy's model comes from."""
-        return self.policy_role.spec
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -361,6 +345,11 @@ class RLModule(L.LightningModule):
     def pictures(self) -> Pictures | None:
         """How the policy reads pictures; None if it is a model of text alone."""
         return Pictures.of(self.policy_spec.load_config())
+
+    def stop_token_ids(self) -> dict[str, list[int]]:
+        """Where each stop token comes from → its ids."""
+        policy: Any = self.policy
+        return stop_token_ids(policy, self.tokenizer, self.sampling)
 
     @property
     def policy_config(self) -> PretrainedConfig:
@@ -394,9 +383,11 @@ class RLModule(L.LightningModule):
 
     # ------------------------------------------------------------------ Lightning's hooks
 
-    def configure_model(self) -> None:
-        if self._trainer is not None and not hasattr(self._trainer, "rollout_loop"):
+    def setup(self, stage: str) -> None:
+        if not hasattr(self.trainer, "call_rl_hook"):
             raise RuntimeError(NEEDS_OUR_TRAINER)
+
+    def configure_model(self) -> None:
         for name, role in self.models().items():
             if not hasattr(self, name) and role.spec.url is None:
                 is_trained = name in self.trained_roles()
@@ -425,7 +416,7 @@ class RLModule(L.LightningModule):
         if trainer.training:
             self._log_batch_size = 1
             return batch
-        groups: list[Group] = trainer.rollout_loop.evaluate(batch)
+        groups: list[Group] = trainer.judged_groups(batch)
         self._log_batch_size = max(1, sum(len(group.trajectories) for group in groups))
         return groups
 
@@ -447,18 +438,5 @@ class RLModule(L.LightningModule):
         return {name: (getattr(self, name), role) for name, role in self.models().items() if role.spec.url is None}
 
     def _log_evaluation(self, stage: str, groups: list[Group]) -> None:
-        num_asked = len(groups) * self.validation_group_size
-        num_judged = sum(len(group.trajectories) for group in groups)
-        settings: Any = {"on_step": False, "on_epoch": True}
-        failed_fraction = 1 - num_judged / max(1, num_asked)
-        self.log(f"{stage}/failed_fraction", failed_fraction, batch_size=num_asked, sync_dist=True, **settings)
-        num_prompts = sum(bool(group.trajectories) for group in groups)
-        self.log(f"{stage}/prompts", float(num_prompts), reduce_fx="sum", batch_size=1, **settings)
-        for name, numbers in evaluation_numbers(groups, self.validation_group_size).items():
-            mean = sum(numbers) / max(1, len(numbers))  # a batch weighs as much as it has numbers
-            self.log(f"{stage}/{name}", mean, batch_size=len(numbers), sync_dist=True, **settings)
-
-
-def _no_rollout_reward(trajectory: Trajectory) -> float:
-    """The rollout's reward where the reward model's score is the whole reward."""
-    return 0.0
+        for name, metric in self._evaluation.update(groups, self.validation_metrics).items():
+            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, metric_attribute="validation_metrics")

@@ -11,42 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightrl.experience import Experience
 from lightrl.models import ModelSpec
+from lightrl.testing.tiny_policy import LETTERS, QUIET, TINY_CONFIG, char_tokenizer, tiny_policy
 from lightrl.trajectory import Prompt, Trajectory
 
-LETTERS = ["<pad>", "<eos>", "<unk>", *"0123456789=+- "]
+__all__ = ["LETTERS", "QUIET", "char_tokenizer"]
+
 VOCABULARY = len(LETTERS)
 
-# A trainer that writes and says nothing; settings beside these win: `Trainer(**(QUIET | settings))`.
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-
-# Weights of this size make peaked distributions, in which a wrong mask or shift cannot hide.
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.4,
-    "tie_word_embeddings": False,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
+_COMMON: dict[str, Any] = {name: value for name, value in TINY_CONFIG.items() if name != "model_type"}
 _GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64, "eos_token_id": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_COMMON, "tie_word_embeddings": True},
@@ -65,24 +42,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def char_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
-    model = models.WordLevel({token: index for index, token in enumerate(LETTERS)}, unk_token="<unk>")
-    backend = Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=64
-    )
-
-
 def not_a_tokenizer() -> int:
     return 3
 
 
 def tiny_spec(family: str = "qwen3", **options: Any) -> ModelSpec:
     """Random weights, the same for each test."""
-    return ModelSpec(config=FAMILIES[family], tokenizer="tiny.char_tokenizer", **{"seed": 0, **options})
+    return tiny_policy(**{"config": FAMILIES[family], **options})
 
 
 def tiny_model(family: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:

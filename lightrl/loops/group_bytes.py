@@ -15,15 +15,15 @@ from typing import Any
 
 from lightrl.trajectory import Group, Prompt, Trajectory, Turn
 
-# The per-token lists, and what array.array calls their numbers: exact for what Python holds there.
+# The per-token lists with the type code of their array.array, which is exact for Python's numbers.
 _LISTS = {"token_ids": "q", "loss_mask": "b", "behavior_logprobs": "d", "weight_versions": "q", "rewards": "d"}
 
 
 def groups_to_bytes(groups: Sequence[Group]) -> bytes:
-    """What `groups_from_bytes` makes the same groups of.
+    """Bytes from which `groups_from_bytes` makes the same groups.
 
     Raises:
-        TypeError: if a prompt's fields or a trajectory's metrics hold what JSON cannot.
+        TypeError: if a prompt's fields or a trajectory's metrics are not JSON.
     """
     records: list[dict[str, Any]] = []
     lists: list[bytes] = []
@@ -46,7 +46,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
 
 
 def rewards_to_bytes(groups: Sequence[Group]) -> bytes:
-    """What `set_rewards` gives the same groups of another rank their rewards from."""
+    """Bytes from which `set_rewards` gives the same groups on another rank their rewards."""
     records: list[list[list[Any]]] = []
     lists: list[bytes] = []
     for group in groups:
@@ -57,7 +57,7 @@ def rewards_to_bytes(groups: Sequence[Group]) -> bytes:
 
 
 def set_rewards(groups: Sequence[Group], data: bytes) -> None:
-    """Sets the rewards that `rewards_to_bytes` wrote; takes trajectories that have none out of their groups."""
+    """Sets the rewards that `rewards_to_bytes` wrote; removes trajectories without one from their groups."""
     records, start = read_head(data)
     for group, record in zip(groups, records, strict=True):
         items = {item.sample: item for item in group.trajectories}
@@ -90,19 +90,19 @@ def groups_from_bytes(data: bytes) -> list[Group]:
 
 
 def with_head(head: Any, parts: Sequence[bytes]) -> bytes:
-    """What JSON can hold, with its length before it, then the parts."""
+    """The head as JSON after its length, then the parts."""
     text = json.dumps(head).encode()
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
 def read_head(data: bytes) -> tuple[Any, int]:
-    """The JSON of `with_head`, and where the parts begin."""
+    """The head of `with_head`, and where the parts start."""
     start = 8 + int.from_bytes(data[:8], "little")
     return json.loads(data[8:start]), start
 
 
 def _numbers(data: bytes, start: int, name: str, num: int) -> tuple[list[Any], int]:
-    """The next list, and where the one after it begins."""
+    """The next list, and where the one after it starts."""
     values = array(_LISTS[name])
     end = start + num * values.itemsize
     values.frombytes(data[start:end])

@@ -1,13 +1,16 @@
-"""Metrics of an update that mean the same on every layout, however many microbatches, minibatches and ranks there are.
+"""Metrics of an update, the same numbers however an iteration is cut into microbatches, minibatches and ranks.
 
 A metric is a mean, over loss tokens if it is [B, T] and over trajectories with loss tokens if it is [B]; as a pair of
-values and weights of one shape it is their weighted mean, Σ w·v / Σ w. Where its name begins with `max_` or `min_` it
-is the largest or smallest of the values whose weight is not 0, with `num_` the weighted sum. One that nothing has
-weight in is left out.
+values and weights of one shape it is their weighted mean, Σ w·v / Σ w. If its name starts with `max_` or `min_` it is
+the largest or smallest value whose weight is not 0, with `num_` the weighted sum. A metric without any weight is left
+out.
 
 A part of a metric is a tensor [2], the number so far and the sum of its weights: Σ w·v (or the bound) and Σ w. Parts of
-microbatches, ranks and minibatches are put together in the same way, so it does not matter how an iteration is cut.
-Shapes: B trajectories, T tokens.
+microbatches, ranks and minibatches are joined in the same way.
+
+They are no torchmetrics.Metric, as those of validation are: a Metric reduces each of its states by a collective of its
+own, about 60 per update instead of two, in every process and not among a role's ranks, and all ranks must have the same
+metrics. Shapes: B trajectories, T tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 
 def reduction_of(name: str) -> Reduction:
-    """How the values of a metric of this name are put together; what stands before its last slash does not matter."""
+    """How values of a metric of this name are joined; the part before its last slash does not matter."""
     word = name.rsplit("/", 1)[-1].split("_", 1)[0]
     reductions: dict[str, Reduction] = {"max": "max", "min": "min", "num": "sum"}
     return reductions.get(word, "mean")
@@ -38,7 +41,7 @@ def part_of_metric(name: str, metric: Metric, loss_mask: Tensor) -> Tensor:
 
     Args:
         name: see `reduction_of`.
-        metric: values [B, T] or [B], or a pair of them and their weights; masked places, and values whose weight is 0,
+        metric: values [B, T] or [B], or a pair of them and their weights; masked positions and values with weight 0
             have no effect.
         loss_mask: bool [B, T].
     """
@@ -65,23 +68,23 @@ def joined(name: str, first: Tensor, second: Tensor) -> Tensor:
 
 
 def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
-    """The metrics, from whole parts; without those that nothing has weight in."""
-    found: dict[str, float] = {}
+    """The metrics, from complete parts; without those that have no weight."""
+    values: dict[str, float] = {}
     for name, part in parts.items():
         number, weight = part.tolist()
         if weight != 0:
-            found[name] = number / weight if reduction_of(name) == "mean" else number
-    return found
+            values[name] = number / weight if reduction_of(name) == "mean" else number
+    return values
 
 
 def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The parts of all ranks, put together; a name that only some ranks have counts as nothing on the others.
+    """The joined parts of all ranks, the same on each; a name may be missing on some of them.
 
-    They are the same on each rank. It needs no more than sums: each rank writes into its own column, and reads all.
+    It needs only sums: each rank writes its own column and reads all.
 
     Args:
         parts: this rank's.
-        ranks: who has the other parts.
+        ranks: those with the other parts.
     """
     if ranks.dp_size == 1:
         return dict(parts)
@@ -91,12 +94,12 @@ def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
         if name in parts:
             columns[row, ranks.dp_rank] = parts[name].double()
     columns = ranks.sum_(columns)
-    found: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
     for row, name in enumerate(names):
         for part in columns[row].unbind():
             if part[1]:
-                found[name] = joined(name, found[name], part) if name in found else part
-    return found
+                whole[name] = joined(name, whole[name], part) if name in whole else part
+    return whole
 
 
 class IterationMetrics:
@@ -115,7 +118,7 @@ class IterationMetrics:
 
 
 def _all_names(own: list[str], ranks: Ranks) -> list[str]:
-    """The names that any rank has. Where all have the same ones, which a checksum tells, they are not sent."""
+    """The names that any rank has. They are not sent if a checksum shows that all ranks have the same ones."""
     encoded = json.dumps(own).encode()
     head = torch.zeros(ranks.dp_size, 2, dtype=torch.float64)
     head[ranks.dp_rank] = torch.tensor([zlib.crc32(encoded), len(encoded)])

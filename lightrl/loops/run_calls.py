@@ -1,4 +1,4 @@
-"""run_calls: executes the infer calls of a DataFlowGraph, each as soon as what it needs is there.
+"""run_calls: executes the infer calls of a DataFlowGraph, each as soon as its inputs are there.
 
 rank 0    policy's calls ...      judge (thread) ...  ─┐
 rank 1    critic's calls ...                          ─┴─► each result to all ranks when a call needs it, or at the end
@@ -18,36 +18,36 @@ from lightrl.errors import TrainingError
 LOOK_S = 1.0  # between two calls of `on_wait`
 
 _State = TypeVar("_State")
-_Found = Mapping[str, Any]
+_Outputs = Mapping[str, Any]
 
 
 def run_calls(
     graph: DataFlowGraph,
     start: _State,
-    run: Callable[[ModelCall, _State], _Found],
-    add: Callable[[_State, _Found], _State],
+    run: Callable[[ModelCall, _State], _Outputs],
+    add: Callable[[_State, _Outputs], _State],
     *,
     left_out: Collection[str] = (),
     runs_here: Callable[[ModelCall], bool] = lambda call: True,
-    share: Callable[[ModelCall, _Found], _Found] | None = None,
+    share: Callable[[ModelCall, _Outputs], _Outputs] | None = None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> _State:
-    """What `add` made of the results of all infer calls.
+    """`start` with the results of all infer calls added.
 
-    The trainer's calls run here, those beside them in a thread each. Who does not answer by the call's deadline is
-    named and left behind, its thread a daemon.
+    The trainer's calls run here, each of those beside them in its own thread. A call that misses its deadline is named
+    in the error and abandoned; its thread is a daemon.
 
-    With several ranks each runs the calls that are its own, the trainer's in the graph's order. What they found is
-    shared as late as can be, when a call needs it or at the end, so that calls on different ranks run at the same time.
+    With several ranks each runs its own calls, the trainer's in the graph's order. Results are shared as late as
+    possible, when a call needs them or at the end, so that calls on different ranks run at the same time.
 
     Args:
         graph: its train calls are left out.
-        start: an Experience; `add(experience, tensors)` gives one with more keys.
-        run: gives the outputs of a call by key; called from several threads at once.
+        start: an Experience; `add(experience, tensors)` returns one with more keys.
+        run: returns the outputs of a call by key; called from several threads at once.
         left_out: names of calls whose outputs `start` has, or that run later.
-        runs_here: whether this rank is one of those that run a call.
-        share: gives every rank what the ranks that ran the call have; all ranks call it, in the same order. None for
-            one rank, which takes the trainer's calls in the order in which they become ready.
+        runs_here: whether this rank runs a call.
+        share: gives every rank the outputs of the ranks that ran the call; all ranks call it, in the same order. None
+            for one rank, which runs the trainer's calls in the order in which they become ready.
         on_wait: called about once a second while a call beside the trainer's is awaited.
 
     Raises:
@@ -57,49 +57,29 @@ def run_calls(
     execution = _Execution(graph, calls, start, run, add, runs_here, on_wait)
     execution.start_ready()
     own = [call for call in calls if not runs_beside(call)]
-    if share is None:
-        while own:
-            call = execution.first_ready(own)
-            own.remove(call)
-            execution.run_own(call)
-        execution.wait_for(lambda: all(call.name in execution.found for call in calls))
+    if share is not None:
+        execution.run_with_others(own, share)
         return execution.state
-    shared = {call.name for call in graph.calls} - {call.name for call in calls}
-
-    def share_with_all(call: ModelCall) -> None:
-        if call.name in shared:
-            return
-        shared.add(call.name)
-        for name in graph.edges[call.name]:
-            share_with_all(graph[name])
-        if runs_beside(call) and runs_here(call):
-            execution.wait_for(lambda: call.name in execution.found)
-        result = share(call, execution.found.get(call.name, {}))
-        if call.name not in execution.found:
-            execution.learn(call.name, result)
-
-    for call in own:
-        for name in graph.edges[call.name]:
-            share_with_all(graph[name])
-        if runs_here(call):
-            execution.run_own(call)
-    for call in calls:
-        share_with_all(call)
+    while own:
+        call = execution.first_ready(own)
+        own.remove(call)
+        execution.run_own(call)
+    execution.wait_for(lambda: all(call.name in execution.outputs for call in calls))
     return execution.state
 
 
 @dataclass
 class _Execution(Generic[_State]):
-    """What this rank knows so far. Threads of calls beside the trainer's add to it, and start what waited for them."""
+    """This rank's results so far. Threads of calls beside the trainer add theirs and start the calls that need them."""
 
     graph: DataFlowGraph
     calls: list[ModelCall]
     state: _State
-    run: Callable[[ModelCall, _State], _Found]
-    add: Callable[[_State, _Found], _State]
+    run: Callable[[ModelCall, _State], _Outputs]
+    add: Callable[[_State, _Outputs], _State]
     runs_here: Callable[[ModelCall], bool]
     on_wait: Callable[[], None]
-    found: dict[str, _Found] = field(default_factory=dict)
+    outputs: dict[str, _Outputs] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._todo = {call.name for call in self.calls}
@@ -109,7 +89,7 @@ class _Execution(Generic[_State]):
         self._changed = threading.Condition()
 
     def is_ready(self, call: ModelCall) -> bool:
-        return all(name in self.found or name not in self._todo for name in self.graph.edges[call.name])
+        return all(name in self.outputs or name not in self._todo for name in self.graph.edges[call.name])
 
     def start_ready(self) -> None:
         with self._changed:
@@ -122,6 +102,30 @@ class _Execution(Generic[_State]):
                     name, args = f"lightrl-call-{call.name}", (call, self.state)
                     threading.Thread(target=self._run_beside, args=args, name=name, daemon=True).start()
 
+    def run_with_others(self, own: list[ModelCall], share: Callable[[ModelCall, _Outputs], _Outputs]) -> None:
+        """Runs the trainer's calls of this rank and shares all results with the other ranks."""
+        shared = {call.name for call in self.graph.calls} - self._todo
+
+        def share_with_all(call: ModelCall) -> None:
+            if call.name in shared:
+                return
+            shared.add(call.name)
+            for name in self.graph.edges[call.name]:
+                share_with_all(self.graph[name])
+            if runs_beside(call) and self.runs_here(call):
+                self.wait_for(lambda: call.name in self.outputs)
+            outputs = share(call, self.outputs.get(call.name, {}))
+            if call.name not in self.outputs:
+                self.learn(call.name, outputs)
+
+        for call in own:
+            for name in self.graph.edges[call.name]:
+                share_with_all(self.graph[name])
+            if self.runs_here(call):
+                self.run_own(call)
+        for call in self.calls:
+            share_with_all(call)
+
     def run_own(self, call: ModelCall) -> None:
         """In the caller's thread."""
         with self._changed:
@@ -129,10 +133,10 @@ class _Execution(Generic[_State]):
             state = self.state
         self.learn(call.name, self.run(call, state))
 
-    def learn(self, name: str, result: _Found) -> None:
+    def learn(self, name: str, outputs: _Outputs) -> None:
         with self._changed:
-            self.state = self.add(self.state, result)
-            self.found[name] = result
+            self.state = self.add(self.state, outputs)
+            self.outputs[name] = outputs
             self._running.pop(name, None)
             self.start_ready()
             self._changed.notify_all()
@@ -143,26 +147,26 @@ class _Execution(Generic[_State]):
         return next(call for call in calls if self.is_ready(call))
 
     def wait_for(self, is_enough: Callable[[], bool]) -> None:
-        """Raises what a call beside raised, and TrainingError at the first deadline."""
+        """Raises the error of a call beside, and TrainingError at the first deadline."""
         with self._changed:
             self._raise_if_failed()
             while not is_enough():
                 call, deadline = min(self._running.values(), key=lambda item: item[1])
-                left = deadline - time.monotonic()
-                if left <= 0:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
                     raise TrainingError(
-                        f"Model call {call.name!r} did not answer within timeout_s={call.timeout_s:g}, expected its "
-                        f"outputs {list(call.outputs)}; still running: {sorted(self._running)}. Look at what it calls, "
-                        "or raise its timeout_s."
+                        f"Model call {call.name!r} did not return its outputs {list(call.outputs)} within timeout_s="
+                        f"{call.timeout_s:g}; still running: {sorted(self._running)}. Check what it calls, or increase "
+                        "its timeout_s."
                     )
-                self._changed.wait(min(left, LOOK_S))
+                self._changed.wait(min(left_s, LOOK_S))
                 self._raise_if_failed()
                 self.on_wait()
 
     def _run_beside(self, call: ModelCall, state: _State) -> None:
         try:
             self.learn(call.name, self.run(call, state))
-        except BaseException as error:  # noqa: BLE001 (it is raised where the results are awaited)
+        except BaseException as error:  # noqa: BLE001  # of a thread; raised where the results are awaited
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""SharedRollout: rank 0's rollout controller as every rank sees it: the same groups, drops and errors at the same call.
+"""SharedRollout: rank 0's rollout controller on every rank: the same groups, drops and errors from the same call.
 
 Rank 0 rolls out; the others wait for its messages on the CPU group, one every second with the progress so far. So no
-collective of the devices is outstanding meanwhile, and an error or Ctrl-C of rank 0 reaches everybody at once, as the
-same exception at the same place.
+device collective is pending meanwhile, and an error or Ctrl-C on rank 0 reaches every rank at once, as the same
+exception at the same place.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, TypeVar
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -28,62 +29,57 @@ from lightrl.loops.group_bytes import (
 )
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.rollout.drop_tally import Drop
+from lightrl.rollout.protocol import OnWait, VersionedEngine
 from lightrl.strategies import Message, Ranks, mark_as_on_all_ranks
 from lightrl.trajectory import Group, Prompt, Sampling
 from lightrl.weights import Bucket
 
 HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
 
-OnWait = Callable[[int, int], None]
 _Groups = TypeVar("_Groups", bound=Sequence[Group])
 
 
-class _SeenEngine:
-    """What the ranks without an engine know of it."""
+class _RemoteEngine:
+    """Rank 0's engine on the other ranks."""
 
     weight_version = -1
 
 
 class SharedRollout:
-    """The controller's methods, called by all ranks together unless they say that they are local.
+    """The controller's methods. All ranks call them together, except those documented as local.
 
     Args:
-        start: makes the controller, on rank 0 alone; the others wait for it here, and have its errors.
-        ranks: who else there is.
+        start: makes the controller, on rank 0 alone; the others wait for it here, and raise its errors.
+        ranks: of the run.
         run_seed, settings: the controller's.
     """
 
     is_recorded = False
 
     def __init__(
-        self,
-        start: Callable[[], RolloutController],
-        ranks: Ranks,
-        *,
-        run_seed: int,
-        settings: RolloutSettings,
+        self, start: Callable[[], RolloutController], ranks: Ranks, *, run_seed: int, settings: RolloutSettings
     ) -> None:
         self.controller: RolloutController | None = None
         self.ranks = ranks
         self.run_seed = run_seed
         self.settings = settings
-        self._seen_engine = _SeenEngine()
+        self._remote_engine = _RemoteEngine()
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()
         self._progress: dict[str, int] = collections.defaultdict(int)
         if ranks.is_main:
-            with self._telling():
+            with self._errors_to_all():
                 self.controller = start()
             ranks.send(Message("data", done=self.controller.engine.weight_version))
         else:
             message = ranks.receive()
             self._raise_if_error(message)
-            self._seen_engine.weight_version = message.done
+            self._remote_engine.weight_version = message.done
 
     @property
-    def engine(self) -> Any:
-        """The engine; on the other ranks something with its `weight_version`."""
-        return self._seen_engine if self.controller is None else self.controller.engine
+    def engine(self) -> VersionedEngine:
+        """The engine; on the other ranks an object with its `weight_version`."""
+        return self._remote_engine if self.controller is None else self.controller.engine
 
     @property
     def local(self) -> RolloutController:
@@ -130,7 +126,7 @@ class SharedRollout:
         """As RolloutController.load_weights; every rank takes part in making the buckets, rank 0 loads them.
 
         Raises:
-            LightRLError: on every rank what the engine raised on rank 0.
+            LightRLError: on every rank, if the engine raised it on rank 0.
         """
         if self.controller is None:
             for _ in buckets:
@@ -138,14 +134,14 @@ class SharedRollout:
             self._raise_if_error(self.ranks.receive())
         else:
             rest = iter(buckets)
-            with self._telling():
+            with self._errors_to_all():
                 try:
                     self.controller.load_weights(rest, weight_version=weight_version)
                 finally:  # the others are still making buckets
                     for _ in rest:
                         pass
             self.ranks.send(Message("data"))
-        self._seen_engine.weight_version = weight_version
+        self._remote_engine.weight_version = weight_version
 
     # ------------------------------------------------------------------ local
 
@@ -170,11 +166,11 @@ class SharedRollout:
         return dict(self._progress) if self.controller is None else self.controller.progress()
 
     def state_dict(self) -> dict[str, Any]:
-        """Local: the controller's on rank 0, from where checkpoints take it; nothing on the others."""
+        """Local: the controller's on rank 0, which writes checkpoints; empty on the others."""
         return {} if self.controller is None else self.controller.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Local: what rank 0's `state_dict` gave, which all ranks have read."""
+        """Local: rank 0's `state_dict`, which all ranks have read from the checkpoint."""
         if self.controller is not None:
             self.controller.load_state_dict(state)
 
@@ -188,21 +184,21 @@ class SharedRollout:
     def _lead(
         self, work: Callable[[OnWait], _Groups], to_bytes: Callable[[_Groups], bytes], on_wait: OnWait | None
     ) -> _Groups:
-        """On rank 0: does the work, and tells the others how far it is and what came of it."""
-        told_s = time.monotonic()
+        """On rank 0: does the work, and sends the others its progress and its result."""
+        sent_s = time.monotonic()
 
         def look(done: int, total: int) -> None:
-            nonlocal told_s
+            nonlocal sent_s
             if on_wait is not None:
                 on_wait(done, total)
-            if time.monotonic() - told_s > HEARTBEAT_S:
-                told_s = time.monotonic()
+            if time.monotonic() - sent_s > HEARTBEAT_S:
+                sent_s = time.monotonic()
                 self.ranks.send(Message("waiting", done, total))
 
         assert self.controller is not None
-        with self._telling():
+        with self._errors_to_all():
             if on_wait is not None:
-                on_wait(0, 0)  # a Ctrl-C from before this call
+                on_wait(0, 0)  # raises a Ctrl-C from before this call
             groups = work(look)
             drops = self.controller.drain_drops()
             news: dict[str, Any] = {
@@ -217,7 +213,7 @@ class SharedRollout:
         return groups
 
     def _follow(self, on_wait: OnWait | None) -> bytes:
-        """On the others: waits for what rank 0's work came to."""
+        """On the others: waits for the result of rank 0's work."""
         while True:
             message = self.ranks.receive()
             self._raise_if_error(message)
@@ -231,17 +227,21 @@ class SharedRollout:
         self._progress = news["progress"]
         return message.payload[end:]
 
-    @contextlib.contextmanager
-    def _telling(self) -> Any:
-        """On rank 0: what is raised inside is told to the others, too."""
-        try:
-            yield
-        except BaseException as error:
-            kind = "stop" if isinstance(error, KeyboardInterrupt | SIGTERMException) else "error"
-            text = json.dumps([type(error).__name__, str(error)]).encode()
-            self.ranks.send(Message(kind, payload=text))  # type: ignore[arg-type]
-            mark_as_on_all_ranks(error)
-            raise
+    def _errors_to_all(self) -> contextlib.ExitStack:
+        """On rank 0: an error that is raised inside is sent to the others, who raise it too."""
+
+        def send(
+            kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        ) -> None:
+            if error is not None:
+                text = json.dumps([type(error).__name__, str(error)]).encode()
+                is_stop = isinstance(error, KeyboardInterrupt | SIGTERMException)
+                self.ranks.send(Message("stop" if is_stop else "error", payload=text))
+                mark_as_on_all_ranks(error)
+
+        stack = contextlib.ExitStack()
+        stack.push(send)
+        return stack
 
     def _raise_if_error(self, message: Message) -> None:
         if message.kind not in ("error", "stop"):

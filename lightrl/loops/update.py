@@ -1,4 +1,4 @@
-"""The update phase: one optimizer step per minibatch, whatever its microbatches; the loss reduced over all of them.
+"""The update phase: one optimizer step per minibatch, with the loss reduced over all its microbatches.
 
 N loss tokens and B trajectories are those of the whole minibatch, so gradients do not depend on how it is cut.
 """
@@ -35,7 +35,7 @@ class MinibatchLoss:
         module: has the losses and `loss_reduction`.
         minibatch: all microbatches of all ranks together.
         role: whose model is trained.
-        ranks: all of the run; those of the role have the other microbatches.
+        ranks: all of the run; the role's have the other microbatches.
     """
 
     module: RLModule
@@ -50,9 +50,9 @@ class MinibatchLoss:
         self.num_sequences = max(1, int(self.minibatch.loss_mask.any(1).sum()))
 
     def __call__(self, experience: Experience, outputs: Outputs) -> Tensor:
-        """This microbatch's share of the minibatch's loss of a role's model, a number that carries the gradient.
+        """This microbatch's share of the minibatch's loss, a number that carries the gradient.
 
-        A policy whose body bears the critic's head has both losses: loss + value_coef · value loss.
+        A policy whose body has the critic's head has both losses: loss + value_coef · value loss.
         """
         experience, outputs = self._neutral(experience, outputs)
         if self.role != "policy":
@@ -68,7 +68,7 @@ class MinibatchLoss:
             self._add("max_behavior_abs_dlogp_nats", mismatch, mask)
         if outputs.values is not None:
             share = share + self.module.value_coef * self._value_share(experience, outputs, "critic")
-        return share * self.holders.dp_size  # gradients are averaged over dp ranks, and shares are to be summed
+        return share * self.holders.dp_size  # gradients are averaged over dp ranks, but shares must be summed
 
     def _value_share(self, experience: Experience, outputs: Outputs, role: str) -> Tensor:
         assert outputs.values is not None
@@ -76,9 +76,9 @@ class MinibatchLoss:
         return self._share("value_loss", result, experience.loss_mask, prefix=f"{role}/")
 
     def _share(self, hook: str, result: Mapping[str, Metric], mask: Tensor, *, prefix: str) -> Tensor:
-        """What a hook returned: its loss reduced, its metrics kept under their names behind the prefix."""
+        """The loss that a hook returned, reduced; keeps its metrics under their names with the prefix."""
         if "loss" not in result:
-            raise ValueError(f"{hook} returned the keys {sorted(result)}, expected 'loss' among them. Add it.")
+            raise ValueError(f"{hook} must return 'loss' among its keys, got {sorted(result)}.")
         for name, metric in result.items():
             _check_metric(hook, name, metric, mask)
             if name != "loss":
@@ -93,18 +93,18 @@ class MinibatchLoss:
             num_sequences=self.num_sequences,
             max_new_tokens=self.module.sampling.max_new_tokens,
         )
-        # What is minimized, under whatever reduction: the shares' sum, since their weights are 1 all together.
+        # The number that is minimized, under any reduction: the sum of the shares, whose weights sum to 1.
         self._join(f"{prefix}loss", torch.stack([share.detach(), mask.sum() / self.num_tokens]))
         return share
 
     def reduce(self) -> None:
-        """After the last microbatch: over all ranks, so that every rank reports the same numbers."""
+        """After the last microbatch: joins the parts of all ranks, so that every rank reports the same numbers."""
         if self.holders.is_here:
             self.parts = over_ranks(self.parts, self.holders)
         if self.holders.size < self.ranks.size:
-            with self.ranks.phase(f"update: {self.role}"):  # tells all ranks what those of the role found
+            with self.ranks.phase(f"update: {self.role}"):  # gives the parts of the role's ranks to all
                 self.parts = self.ranks.broadcast_tensors(self.parts, source=self.holders.first_rank)
-        if self.parts:  # to the host at once
+        if self.parts:  # to the host in one copy
             numbers = torch.stack(list(self.parts.values())).cpu().double()
             self.parts = dict(zip(self.parts, numbers.unbind(), strict=True))
 
@@ -114,8 +114,8 @@ class MinibatchLoss:
 
     def _neutral(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:
         mask = experience.loss_mask
-        said = {name: value for name, value in vars(outputs).items() if value is not None}
-        outputs = replace(outputs, **dict(zip(said, neutralize(mask, *said.values()), strict=True)))
+        tensors = {name: value for name, value in vars(outputs).items() if value is not None}
+        outputs = replace(outputs, **dict(zip(tensors, neutralize(mask, *tensors.values()), strict=True)))
         fields = {
             name: neutralize(mask, value)[0]
             for name, value in experience.tensors().items()
@@ -138,15 +138,15 @@ def _check_metric(hook: str, name: str, metric: Metric, mask: Tensor) -> None:
     tensors: Any = metric if is_pair else (metric,)
     for value in tensors:
         if not isinstance(value, Tensor) or value.shape not in (mask.shape, mask.shape[:1]):
-            found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"as {type(value).__name__}"
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"{hook} returned {name!r} {found}, expected [B, T] = {tuple(mask.shape)} or [B] = "
-                f"{tuple(mask.shape[:1])}. Return it per token or per trajectory; the framework averages."
+                f"{hook} must return {name!r} per token, [B, T] = {tuple(mask.shape)}, or per trajectory, [B] = "
+                f"{tuple(mask.shape[:1])}, got {shape}. The framework averages."
             )
     if tensors[0].shape != tensors[-1].shape:
         raise ValueError(
-            f"{hook} returned {name!r} with values of shape {tuple(tensors[0].shape)} and weights of shape "
-            f"{tuple(tensors[-1].shape)}, expected the same. Expand the smaller one."
+            f"The values and weights of {name!r} from {hook} must have one shape, got {tuple(tensors[0].shape)} and "
+            f"{tuple(tensors[-1].shape)}."
         )
 
 
@@ -158,14 +158,9 @@ class GradientGuard:
         self.num_in_a_row = 0
 
     def check(
-        self,
-        parameters: list[Tensor],
-        zero_grad: Callable[[], None],
-        *,
-        max_in_a_row: int,
-        ranks: Ranks | None = None,
+        self, parameters: list[Tensor], zero_grad: Callable[[], None], *, max_in_a_row: int, ranks: Ranks | None = None
     ) -> float:
-        """The gradient norm over all parameters; where it is not finite the gradients are gone afterwards.
+        """The gradient norm over all parameters; if it is not finite, the gradients are gone afterwards.
 
         Raises:
             TrainingError: after `max_in_a_row` skipped updates in a row.
@@ -176,15 +171,14 @@ class GradientGuard:
             self.num_in_a_row = 0
             return norm
         zero_grad()
-        for parameter in parameters:  # a gradient of zeros would still move Adam's moments and decay the weights
+        for parameter in parameters:  # zeros would still move Adam's moments and decay the weights
             parameter.grad = None
         self.num_skipped += 1
         self.num_in_a_row += 1
-        log.warning("The gradient norm is %s: this update is skipped (%d so far).", norm, self.num_skipped)
+        log.warning("Skipping an update (%d so far): its gradient norm is %s.", self.num_skipped, norm)
         if self.num_in_a_row >= max_in_a_row:
             raise TrainingError(
-                f"{self.num_in_a_row} updates in a row had gradients that are not finite, expected fewer than "
-                f"max_skipped_updates={max_in_a_row}. Lower the learning rate, clip gradients, or look for inf and nan "
-                "in your loss."
+                f"Aborting: {self.num_in_a_row} updates in a row had non-finite gradients (max_skipped_updates="
+                f"{max_in_a_row}). Lower the learning rate, clip gradients, or check your loss for inf and nan."
             )
         return norm

@@ -1,15 +1,34 @@
-"""load_role: a role's model on the CPU, checked against the policy's tokens and against what the role is for."""
+"""load_role: a role's model on the CPU, checked against the policy's tokens and against its purpose."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightrl.models.model_spec import is_silent, untrained_reward_model
+from lightrl.models.model_spec import ModelSpec, is_silent, untrained_reward_model
 from lightrl.models.role import Role
 from lightrl.models.vocabulary import check_size, check_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def trainable_policy(policy: str | ModelSpec | Role) -> Role:
+    """The policy's role.
+
+    Raises:
+        ValueError: if it is behind a server or frozen.
+    """
+    role = Role.of(policy)
+    if role.spec.url is not None:
+        raise ValueError(
+            f"policy must have a path or config, got url={role.spec.url!r}: it is trained here. Servers that generate "
+            "its rollouts belong to trainer.engine."
+        )
+    if role.frozen:
+        raise ValueError(
+            "policy must not be frozen: updates train it. Set its lr to 0 to keep its weights; frozen is for a critic."
+        )
+    return role
 
 
 def load_role(

@@ -1,11 +1,15 @@
-"""For tests of users' own code: servers that behave as SGLang does, and fail on request.
+"""For tests of your own code: a tiny policy, made-up trajectories, and servers that behave and fail as SGLang does.
 
 Reading order:
-    fake_server_process.py  FakeServerProcess starts a server and ends it
-    fake_server.py          speaks SGLang's interface, fails on request
-    fake_server_script.py, fake_server_model.py  what it answers: by rule, or with a LocalEngine
+    tiny_policy.py          tiny_policy, its char_tokenizer, and QUIET, settings of a silent trainer
+    trajectories.py         make_trajectory and make_groups, for rewards, losses and callbacks
+    fake_server_process.py  FakeServerProcess starts a fake server and ends it
+    fake_server.py          speaks SGLang's interface; fake_server_weights.py  its routes for weights
+    fake_server_faults.py   what goes wrong with which requests
+    fake_server_script.py, fake_server_model.py  its answers: by rule, or with a LocalEngine
 
-`lightrl.FakeEngine` needs no server. May import: everything up to engines. Nothing in lightrl imports this room.
+`lightrl.FakeEngine` needs no server; docs/test-your-code.md shows how to use these. May import: everything up to
+engines. Nothing in lightrl imports this room.
 """
 
 import importlib
@@ -13,13 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightrl.testing.fake_server_process import FakeServerProcess
+    from lightrl.testing.tiny_policy import QUIET, char_tokenizer, tiny_policy
+    from lightrl.testing.trajectories import make_groups, make_trajectory
 
-# Loaded when first used: the fake server with a script starts without torch.
+# Loaded on first use: a fake server with a script starts without torch.
 _HOMES = {
     "FakeServerProcess": "fake_server_process",
+    "QUIET": "tiny_policy",
+    "char_tokenizer": "tiny_policy",
+    "make_groups": "trajectories",
+    "make_trajectory": "trajectories",
+    "tiny_policy": "tiny_policy",
 }
 
-__all__ = ["FakeServerProcess"]  # fmt: skip
+__all__ = ["QUIET", "FakeServerProcess", "char_tokenizer", "make_groups", "make_trajectory", "tiny_policy"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the fake server answers with when it has a model: a LocalEngine, its weights from a Hugging Face folder."""
+"""The fake server's answers with a model: a LocalEngine, its weights from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,41 +15,45 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError
-from lightrl.testing.fake_server_script import LoadRefused, Run, ScriptedModel
+from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
 ALL_TOKENS = 2**30  # SGLang's top_k without a bound
 
 
-class EmbeddedModel:
-    """A tiny model, decoded in pieces of some tokens: an abort takes effect between two.
+class EmbeddedModel(ScriptedModel):
+    """A tiny model, decoded in pieces of a few tokens: an abort takes effect between two pieces.
 
-    The seed of a piece follows from the request's and from where the piece begins, so the tokens do not depend on the
-    other requests. As with SGLang, a request that is aborted while paused loses what its present piece has written.
+    The seed of a piece follows from the request's seed and the piece's position, so tokens do not depend on other
+    requests. As with SGLang, a request that is aborted while paused loses the tokens of its current piece.
 
     Args:
-        folder: a Hugging Face model folder; without weights in it, they are random.
+        folder: a Hugging Face model folder; random weights if it has none.
         piece_tokens: per piece.
     """
 
-    def __init__(self, folder: str, *, version: str = "default", piece_tokens: int = 16, max_batch: int = 64) -> None:
+    takes_tensors = True
+
+    def __init__(self, folder: str, *, version: str = "default", piece_tokens: int = 16) -> None:
         config = AutoConfig.from_pretrained(folder)
         self.piece_tokens = piece_tokens
-        self.vocab_size = int(config.vocab_size)
+        self._versions = {0: version}  # names of the engine's numbers
+        self._is_tied = bool(getattr(config, "tie_word_embeddings", False))
+        self._engine = LocalEngine(max_batch=64, threads=1)
+        self._engine.start(config)
+        super().__init__(
+            vocab_size=int(config.vocab_size), max_context=int(self._engine.max_context or 2**20), version=version
+        )
         eos = config.eos_token_id
         self.eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
-        self._versions = {0: version}  # of the engine's numbers
-        self._is_tied = bool(getattr(config, "tie_word_embeddings", False))
-        self._engine = LocalEngine(max_batch=max_batch, threads=1)
-        self._engine.start(config)
-        self.max_context = int(self._engine.max_context or 2**20)
         if list(Path(folder).glob("*.safetensors")):
             tensors = self._read(folder)
         else:
@@ -57,13 +61,8 @@ class EmbeddedModel:
             tensors = dict(model.named_parameters())
         self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
 
-    @property
-    def version(self) -> str:
-        return self._versions[self._engine.weight_version]
-
-    @version.setter
-    def version(self, name: str) -> None:
-        self._versions[self._engine.weight_version] = name
+    def rename(self, version: str) -> None:
+        self.version = self._versions[self._engine.weight_version] = version
 
     async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
         params = run.params
@@ -103,9 +102,6 @@ class EmbeddedModel:
     def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
         return self._engine.likeliest(token_ids, num)
 
-    def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        raise LoadRefused("It is a language model, expected a reward model.")
-
     async def pause(self) -> None:
         await self._engine.pause()
 
@@ -133,23 +129,24 @@ class EmbeddedModel:
         try:
             self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=number)
         except EngineError as error:
-            raise LoadRefused(f"{error} Rolling back.") from error
+            raise Refused(f"{error} Rolling back.") from error
+        self.version = self._versions[number]
 
     def _read(self, folder: str) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
-            raise LoadRefused(f"{folder} has no safetensors file.")
+            raise Refused(f"{folder} has no safetensors file.")
         for file in files:
             try:
                 tensors |= load_file(file)
-            except Exception as error:  # safetensors has no exception of its own that is public
-                raise LoadRefused(f"{file} cannot be read: {error}") from error
+            except (SafetensorError, OSError) as error:
+                raise Refused(f"{file} cannot be read: {error}") from error
         return tensors
 
 
 class JudgingModel(ScriptedModel):
-    """A tiny reward model of a Hugging Face folder, one row after the other; what it is asked to write is by rule."""
+    """A tiny reward model from a Hugging Face folder, one row at a time; it generates by rule."""
 
     def __init__(self, folder: str, *, version: str = "default") -> None:
         self._model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
@@ -173,7 +170,7 @@ class TensorReceiver:
         self._groups: dict[str, Any] = {}
 
     def join(self, body: dict[str, Any]) -> None:
-        """Blocks until the trainer has joined as well."""
+        """Blocks until the trainer has joined too."""
         from lightrl.weights.broadcast import BroadcastGroup
 
         self._groups[body["group_name"]] = BroadcastGroup(
@@ -192,29 +189,18 @@ class TensorReceiver:
         return name in self._groups
 
     def receive(self, body: dict[str, Any]) -> list[tuple[str, Tensor]]:
-        """Blocks until the trainer has broadcast all of them."""
-        dtypes = [getattr(torch, name.removeprefix("torch.")) for name in body["dtypes"]]
-        shapes = [torch.Size(shape) for shape in body["shapes"]]
-        group = self._groups[body["group_name"]]
-        if body.get("load_format") != "flattened_bucket":
-            tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-            group.broadcast(tensors)
-            return list(zip(body["names"], tensors, strict=True))
-        sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
-        group.broadcast([flat])
-        parts = torch.split(flat, sizes)
-        return [
-            (name, part.clone().view(dtype).view(shape))
-            for name, part, dtype, shape in zip(body["names"], parts, dtypes, shapes, strict=True)
+        """Blocks until the trainer has broadcast all tensors."""
+        tensors = [
+            torch.empty(shape, dtype=getattr(torch, dtype))
+            for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
         ]
+        self._groups[body["group_name"]].broadcast(tensors)
+        return list(zip(body["names"], tensors, strict=True))
 
 
-def unpacked(payload: str, load_format: str | None) -> list[tuple[str, Tensor]]:
-    """The tensors of one of `serialized_named_tensors`, read by an unpickler that knows tensors and nothing else."""
+def unpacked(payload: str) -> list[tuple[str, Tensor]]:
+    """The tensors of one of `serialized_named_tensors` (`flattened_bucket`); the unpickler accepts only tensors."""
     content = _TensorUnpickler(io.BytesIO(base64.b64decode(payload))).load()
-    if load_format != "flattened_bucket":
-        return list(content)
     flat = content["flattened_tensor"]
     return [
         (entry.name, flat[entry.start_idx : entry.end_idx].clone().view(entry.dtype).view(entry.shape))
@@ -223,7 +209,7 @@ def unpacked(payload: str, load_format: str | None) -> list[tuple[str, Tensor]]:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """As SGLang's: an allow-list."""
+    """With an allow-list, as SGLang's."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
@@ -244,7 +230,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def _mixed(seed: int, offset: int) -> int:
-    """int64; that of offset 0 is the seed itself."""
+    """int64; offset 0 keeps the seed."""
     if offset == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{offset}".encode(), digest_size=8).digest()

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import save_file
 from waits import NUM_TOKENS, SLOWLY, until, until_written
 
-from lightrl.engines.sglang.client import ServerRefused, SGLangClient
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
-from lightrl.testing.fake_server import KINDS, Fault
+from lightrl.testing.fake_server_faults import KINDS, Fault
 from lightrl.testing.fake_server_process import FakeServerProcess
 
 UPDATE = "/update_weights_from_disk"
@@ -79,17 +80,16 @@ def test_an_abort_returns_what_was_written_and_hits_every_rid_that_begins_so(slo
         assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < NUM_TOKENS
 
 
-def test_a_live_rid_is_refused_and_several_samples_lose_theirs(slow_server: FakeServerProcess) -> None:
-    async def scenario(client: SGLangClient) -> list[Any]:
+def test_a_live_rid_is_refused(slow_server: FakeServerProcess) -> None:
+    async def scenario(client: SGLangClient) -> None:
         task = asyncio.create_task(client.generate(body("same", max_new_tokens=NUM_TOKENS)))
         await until_written(slow_server)
         with pytest.raises(ServerRefused, match="Duplicate"):
             await client.generate(body("same"))
         slow_server.pace(0)
         assert len((await task)["output_ids"]) == NUM_TOKENS
-        return await client.generate(body("mine", n=2, max_new_tokens=2))
 
-    assert "mine" not in [answer["meta_info"]["id"] for answer in ask(slow_server, scenario)]
+    ask(slow_server, scenario)
 
 
 def test_an_update_that_is_not_paused_waits_for_running_requests(
@@ -121,7 +121,7 @@ def test_spans_tell_versions_apart_after_a_paused_update(slow_server: FakeServer
     async def scenario(client: SGLangClient) -> Any:
         task = asyncio.create_task(client.generate(body(max_new_tokens=NUM_TOKENS)))
         await until_written(slow_server)
-        await client.pause("retract")
+        await client.pause()
         await client.update_weights_from_disk(str(tmp_path), weight_version="2")
         await client.resume()
         await client.set_weight_version("2")
@@ -220,5 +220,5 @@ def test_faults_are_read_from_their_short_form() -> None:
     assert Fault.parse("drop:/model_info:3:0.5") == Fault("drop", "/model_info", 3, 0.5)
     assert Fault.parse("lose_update") == Fault("lose_update", "/update_weights")
     assert {Fault.parse(kind).kind for kind in KINDS} == set(KINDS)
-    with pytest.raises(ValueError, match="unknown"):
+    with pytest.raises(ValueError, match="must be one of"):
         Fault.parse("sulk")

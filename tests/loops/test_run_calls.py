@@ -85,7 +85,7 @@ def test_who_does_not_answer_in_time_is_named() -> None:
             never.wait(60)
         return dict.fromkeys(call.outputs, 1)
 
-    with pytest.raises(TrainingError, match=r"'slow' did not answer within timeout_s=0.05.*\['slow'\]"):
+    with pytest.raises(TrainingError, match=r"'slow' did not return its outputs .* within timeout_s=0.05.*\['slow'\]"):
         executed([own("slow", timeout_s=0.05), own("fast")], run)
     never.set()
 

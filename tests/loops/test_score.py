@@ -116,7 +116,7 @@ def test_advantages_are_spread_over_loss_tokens_and_masked_elsewhere(is_per_toke
 def test_advantages_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     module = make_module()
     module.advantages = lambda _: torch.zeros(shape)  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"advantages returned shape .*, expected \[B\] = \(9,\) or \[B, T\] = \(9, 1"):
+    with pytest.raises(ValueError, match=r"advantages must return advantages as \[B\] = \(9,\) or \[B, T\] = \(9, 1"):
         scored_by(module, random_experience(is_scored=False))
 
 
@@ -172,13 +172,13 @@ def test_a_hook_may_neither_add_nor_remove_a_field() -> None:
 def test_a_hook_may_not_train_tokens_that_have_no_logprobs() -> None:
     experience = random_experience()
     changed = replace(experience, loss_mask=torch.ones_like(experience.loss_mask))
-    with pytest.raises(ValueError, match=r"added \d+ tokens to loss_mask, expected tokens to be taken out only"):
+    with pytest.raises(ValueError, match=r"added \d+ tokens to loss_mask, but may only remove some"):
         accept_changes(experience, changed)
 
 
 @pytest.mark.parametrize("changed", [True, replace(random_experience(), advantages=None)], ids=["a bool", "none left"])
 def test_a_hook_that_returns_no_experience_with_advantages_is_told_so(changed: Any) -> None:
-    with pytest.raises(TypeError, match="expected None or an Experience with advantages"):
+    with pytest.raises(TypeError, match="must return None or an Experience with advantages"):
         accept_changes(random_experience(), changed)
 
 
@@ -241,9 +241,9 @@ def test_a_call_of_the_users_own_may_come_after_any_other() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (torch.zeros(4), r"'style' returned 'style_rewards' as \(4,\), expected a tensor \[B\] = \(9,\)"),
-        ([0.0] * 9, "'style' returned 'style_rewards' as list, expected a tensor"),
-        ({"other": torch.zeros(9)}, r"'style' returned \['other'\], expected its outputs \['style_rewards'\]"),
+        (torch.zeros(4), r"'style' must return 'style_rewards' as a tensor \[B\] = \(9,\) .* got \(4,\)"),
+        ([0.0] * 9, "'style' must return 'style_rewards' as a tensor .* got list"),
+        ({"other": torch.zeros(9)}, r"'style' must return .* outputs \['style_rewards'\], got \['other'\]"),
     ],
     ids=["too few", "a list", "another key"],
 )
@@ -261,9 +261,7 @@ def test_what_a_call_of_the_users_own_raises_names_the_call() -> None:
         raise KeyError("score")
 
     module.style = ask  # type: ignore[method-assign]
-    with pytest.raises(
-        TrainingError, match=r"Model call 'style' raised KeyError: 'score', expected its outputs"
-    ) as seen:
+    with pytest.raises(TrainingError, match=r"function of model call 'style' raised KeyError: 'score'") as seen:
         score(module, random_experience(is_scored=False))
     assert isinstance(seen.value.__cause__, KeyError)
 

@@ -15,7 +15,7 @@ from tiny import QUIET, random_experience, tiny_spec
 from torch import Tensor
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
-from lightrl.algorithms import GRPO
+from lightrl.algorithms import GRPO, EarlyStop
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
@@ -65,18 +65,18 @@ def test_metrics_are_means_over_the_loss_tokens_and_trajectories_of_the_whole_mi
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"policy_loss": torch.zeros(9, 1)}, r"loss returned the keys \['policy_loss'\], expected 'loss' among them"),
-        ({"loss": torch.zeros(())}, r"loss returned 'loss' of shape \(\), expected \[B, T\] = \(9, "),
-        ({"loss": torch.zeros(9, 1)}, r"'loss' of shape \(9, 1\), expected"),
-        ({"loss": torch.zeros(9), "level": torch.zeros(4)}, r"'level' of shape \(4,\), expected .* or \[B\] = \(9,\)"),
-        ({"loss": torch.zeros(9), "level": 0.5}, "'level' as float, expected"),
-        ({"loss": (torch.zeros(9), torch.ones(9))}, "'loss' as tuple, expected"),
+        ({"policy_loss": torch.zeros(9, 1)}, r"loss must return 'loss' among its keys, got \['policy_loss'\]"),
+        ({"loss": torch.zeros(())}, r"loss must return 'loss' per token, \[B, T\] = \(9, .*got \(\)\."),
+        ({"loss": torch.zeros(9, 1)}, r"'loss' per token, .* got \(9, 1\)"),
+        ({"loss": torch.zeros(9), "level": torch.zeros(4)}, r"'level' per token, .* \[B\] = \(9,\), got \(4,\)"),
+        ({"loss": torch.zeros(9), "level": 0.5}, "'level' per token, .* got float"),
+        ({"loss": (torch.zeros(9), torch.ones(9))}, "'loss' per token, .* got tuple"),
         (
             {"loss": torch.zeros(9), "level": (random_experience().rewards, random_experience().behavior_logprobs)},
-            r"'level' with values of shape \(9,\) and weights of shape \(9, \d+\), expected the same",
+            r"values and weights of 'level' from loss must have one shape, got \(9,\) and \(9, \d+\)",
         ),
-        ({"loss": torch.zeros(9), "level": (torch.zeros(9),)}, "'level' as tuple, expected"),
-        ({"loss": torch.zeros(9), "level": (torch.zeros(4), torch.ones(4))}, r"'level' of shape \(4,\), expected"),
+        ({"loss": torch.zeros(9), "level": (torch.zeros(9),)}, "'level' per token, .* got tuple"),
+        ({"loss": torch.zeros(9), "level": (torch.zeros(4), torch.ones(4))}, r"'level' per token, .* got \(4,\)"),
     ],
     ids=["no loss", "scalar", "would broadcast", "wrong metric", "number", "pair", "shapes", "no pair", "wrong pair"],
 )
@@ -196,7 +196,7 @@ def test_the_run_ends_after_the_stated_number_in_a_row_and_a_good_update_starts_
     for value in (math.nan, math.nan, 1.0, math.inf, math.nan):
         check(value)
     assert (guard.num_skipped, guard.num_in_a_row) == (4, 2)
-    with pytest.raises(TrainingError, match=r"3 updates in a row .* max_skipped_updates=3\. Lower the learning rate"):
+    with pytest.raises(TrainingError, match=r"3 updates in a row .*max_skipped_updates=3\)\. Lower the learning rate"):
         check(math.nan)
 
 
@@ -296,7 +296,7 @@ def test_an_iterations_metrics_weigh_its_minibatches_by_their_tokens(tmp_path: P
 def test_an_update_that_went_too_far_is_the_iterations_last(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"num_minibatches": 2, "update_epochs": 3, "group_size": 2}
     assert fit(tmp_path, module_to_fit("PPO", **settings)).rollout_loop.num_updates == 6
-    module, counts = module_to_fit("PPO", stop_kl_nats=1e-12, **settings), Counts()
+    module, counts = module_to_fit("PPO", early_stop=EarlyStop(kl_nats=1e-12), **settings), Counts()
     trainer = fit(tmp_path, module, counts, num_iterations=2)
     assert len(counts.metrics) == trainer.rollout_loop.num_updates <= 4
     assert trainer.weight_version == 2

@@ -76,9 +76,7 @@ def test_a_group_of_one_has_no_statistics() -> None:
 
 
 def test_minibatches_must_divide_the_iteration(tmp_path: Path) -> None:
-    message = (
-        r"num_minibatches=3 does not divide .*2 groups × group_size=4 = 8 trajectories, expected a divisor.*Change"
-    )
+    message = r"num_minibatches=3 does not divide .*2 groups × group_size=4 = 8 trajectories\..*Change"
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path).fit(TinyGRPO(num_minibatches=3), datamodule=Digits())
 
@@ -189,7 +187,7 @@ def test_gradients_that_are_not_finite_skip_the_update_and_are_counted(tmp_path:
 def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path: Path) -> None:
     module = Broken({1, 3, 4}, max_skipped_updates=2)
     trainer = make_trainer(tmp_path, max_steps=9)
-    with pytest.raises(TrainingError, match=r"2 updates in a row.*expected fewer than max_skipped_updates=2. Lower"):
+    with pytest.raises(TrainingError, match=r"2 updates in a row.*\(max_skipped_updates=2\)\. Lower"):
         trainer.fit(module, datamodule=Digits())
     assert trainer.global_step == 4
 

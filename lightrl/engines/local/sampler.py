@@ -1,7 +1,7 @@
 """Drawing tokens: one uniform number per (seed, position), then the inverse of the cumulative distribution.
 
-The global random state is never touched, so a completion depends on its seed and its logits alone, not on who else is
-in the batch. Shapes: n rows, V tokens of the vocabulary. Logprobs are in nats.
+Does not use the global random state: a completion depends only on its seed and logits, not on the rest of the batch.
+Shapes: n rows, V tokens of the vocabulary. Logprobs are in nats.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def completion_seed(seed: int, sample: int) -> int:
-    """The seed of completion `sample` of a request with n > 1; that of completion 0 is the request's own, int64."""
+    """The seed of completion `sample` of a request, int64; completion 0 has the request's own."""
     if sample == 0:
         return seed
     mixed = _mix(torch.tensor(seed, dtype=torch.int64) ^ _mix(torch.tensor(sample, dtype=torch.int64) * _GOLDEN))
@@ -23,14 +23,9 @@ def completion_seed(seed: int, sample: int) -> int:
 
 
 def uniforms(seeds: Tensor, first: int, count: int) -> Tensor:
-    """Uniform numbers for the positions `first` to `first + count - 1` of a completion.
+    """Uniform numbers for the positions `first` to `first + count - 1` of completions with these seeds [n], int64.
 
     Source: splitmix64, https://doi.org/10.1145/2660193.2660195, its state hashed from the seed.
-
-    Args:
-        seeds: [n] int64.
-        first: position of the new token within the completion, from 0.
-        count: how many positions.
 
     Returns:
         [n, count] float64 in [0, 1), with 53 random bits.
@@ -41,12 +36,9 @@ def uniforms(seeds: Tensor, first: int, count: int) -> Tensor:
 
 
 def ban_stop_tokens(logits: Tensor, is_banned: Tensor, stop_token_ids: Tensor) -> None:
-    """Sets the logits of each row's stop tokens to -inf where `is_banned`; the softmax then renormalizes the rest.
+    """Sets the logits [n, V] of each row's stop tokens to -inf, in place, where `is_banned` [n].
 
-    Args:
-        logits: [n, V], changed in place.
-        is_banned: [n] bool.
-        stop_token_ids: [n, K]; -1 is no token.
+    `stop_token_ids` [n, K] has -1 for no token.
     """
     rows, columns = torch.nonzero(is_banned[:, None] & (stop_token_ids >= 0), as_tuple=True)
     logits[rows, stop_token_ids[rows, columns]] = float("-inf")
@@ -63,13 +55,13 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor]:
     """One token per row, and its logprob as SGLang defines it: after temperature, before top-k and top-p.
 
-    None for a setting means that no row uses it; it only saves the work, the tokens are the same.
+    None for a setting means that no row uses it, which saves work and does not change the tokens.
 
     Args:
         logits: [n, V] float32.
         uniform: [n] float64 in [0, 1).
         temperature: [n], above 0; 1 in greedy rows, whose logprobs are unscaled.
-        top_k, top_p: [n]; both or none; V and 1 keep every token.
+        top_k, top_p: [n]; both or neither; V and 1 keep every token.
         is_greedy: [n] bool; these rows take the likeliest token.
 
     Returns:
@@ -91,17 +83,10 @@ def draw_tokens(
 
 
 def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The probabilities with everything outside top-k, then outside top-p of what is left, set to 0.
+    """The probabilities, with 0 outside top-k, then outside top-p of the rest.
 
-    Top-p keeps the likeliest tokens until their sum reaches `top_p`, the one that reaches it included. Ties go to the
-    lower token id.
-
-    Args:
-        probabilities: [n, V].
-        top_k, top_p: [n].
-
-    Returns:
-        [n, V], not renormalized.
+    Top-p keeps the likeliest tokens until their sum reaches `top_p`, including the one that reaches it. Ties go to the
+    lower token id. The result [n, V] is not renormalized.
     """
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[-1], device=ordered.device)
