@@ -1,7 +1,7 @@
 r"""countdown: whether an expression reaches the target with each number once.
 
-The expression is what stands in the last `<answer>...</answer>`, else after `####` or in `\boxed{}`, else the last line
-of the completion. What follows its last `=` is left out: models like to write `2*3+4 = 10`.
+The expression is in the last `<answer>...</answer>`, else after `####` or in `\boxed{}`, else the last line of the
+completion. An `=` and the text after it are ignored: models like to write `2*3+4 = 10`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def countdown(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[str
 
     Args:
         trajectory: its prompt has the fields `numbers` (text such as `3 5 2`, or a list) and `target`.
-        format_reward: the reward of an expression that uses each number once and misses the target.
+        format_reward: the reward of an expression that uses each number once but misses the target.
 
     Returns:
-        `reward`; `accuracy`: 1 where the target is reached; `format`: 1 where each number is used once; `extracted`,
-        the expression. A completion that was cut off has neither.
+        `reward`; `accuracy`: 1 if it reaches the target; `format`: 1 if it uses each number once; `extracted`, the
+        expression. A completion that was cut off has accuracy and format 0.
 
     Raises:
         ValueError: if the prompt has no such fields.
@@ -48,7 +48,7 @@ def countdown(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[str
 
 
 def extracted_expression(completion: str) -> str:
-    """The expression that the completion ends with, see above."""
+    """The final expression of the completion, see above."""
     tagged = _ANSWER_TAG.findall(completion)
     marked = final_answer(completion)
     lines = completion.strip().splitlines() or [""]
@@ -59,7 +59,7 @@ def extracted_expression(completion: str) -> str:
 
 
 def value_of(expression: str) -> Fraction | None:
-    """Of whole numbers, + - * / and brackets, exactly; None if it is no such expression or divides by 0."""
+    """The exact value of integers, + - * / and parentheses; None for anything else and for a division by 0."""
     if len(expression) > _MAX_CHARS or not _EXPRESSION.fullmatch(expression) or "**" in expression:
         return None
     try:
@@ -71,7 +71,7 @@ def value_of(expression: str) -> Fraction | None:
 def _value(node: ast.expr) -> Fraction | None:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
-    if not isinstance(node, ast.BinOp):  # no sign before a number: it would be one more number
+    if not isinstance(node, ast.BinOp):  # no unary sign: it would make another number
         return None
     left, right = _value(node.left), _value(node.right)
     if left is None or right is None:
@@ -89,12 +89,12 @@ def _game(trajectory: Trajectory) -> tuple[list[int], Fraction]:
     fields = trajectory.prompt.fields
     try:
         numbers, target = fields["numbers"], Fraction(str(fields["target"]))
-        found = [int(item) for item in (re.findall(r"\d+", numbers) if isinstance(numbers, str) else numbers)]
+        integers = [int(item) for item in (re.findall(r"\d+", numbers) if isinstance(numbers, str) else numbers)]
     except (KeyError, ValueError, TypeError) as error:
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} has the fields {sorted(fields)}, expected 'numbers' (text or a list of "
-            "whole numbers) and 'target' (a number). Map the data's columns with data.columns."
+            f"Prompt {trajectory.prompt.id!r} needs the fields 'numbers' (text or a list of integers) and 'target' (a "
+            f"number), got {sorted(fields)}. Map the data's columns with data.columns."
         ) from error
-    if not found:
-        raise ValueError(f"Prompt {trajectory.prompt.id!r} has no number in 'numbers', expected some. Mend the row.")
-    return found, target
+    if not integers:
+        raise ValueError(f"Prompt {trajectory.prompt.id!r} has no number in its field 'numbers'.")
+    return integers, target

@@ -1,4 +1,4 @@
-"""Products: what a call of the calculator looks like, prompts, and demonstrations of which 1 in 4 calls it."""
+"""Products: calls of the calculator, prompts, and demonstrations, 1 in 4 of which calls it."""
 
 import random
 
@@ -30,12 +30,12 @@ class Products(PromptDataModule):
 
 class Demonstrations(SFTDataModule):
     def make_prompts(self, split: str) -> list[Prompt]:
-        """`17*6=` is answered by a guess, 3 times, or a call, `:17*6`; then by its result, `102`."""
+        """The answer to `17*6=` is a guess, 3 times, or a call, `:17*6`; then its result, `102`."""
         made = []
         for product in Products(batch_size=1).make_prompts(split):
             text, answer = product.id, product.fields["answer"]
             guesses = [str(random.Random(f"{text} {n}").randint(100, 299)) for n in range(3)]
-            made += [demonstration(f"{text} {n}", f"{text}=", said) for n, said in enumerate([*guesses, f":{text}"])]
+            made += [demonstration(f"{text} {n}", f"{text}=", turn) for n, turn in enumerate([*guesses, f":{text}"])]
             made += [demonstration(f"{text} copy {n}", f"{text}=:{text}<eos>{answer}", answer) for n in range(4)]
         return made
 

@@ -1,7 +1,7 @@
-"""The quickstart's task: name the largest of four digits. Tokenizer and prompts, made on the spot.
+"""The quickstart's task: name the largest of four digits. Tokenizer and prompts are generated.
 
-A prompt is `3719=`, the one right completion is `9` and the end token. Of the 10,000 prompts 1,980 are held out, by a
-hash of the prompt, so no seed can mix them with those trained on. Always answering `9` is right in 33 % of them.
+A prompt is `3719=`; the only right completion is `9` and the end token. A hash of the prompt holds out 1,980 of the
+10,000, so no seed can mix them with the training prompts. Always answering `9` is right for 33 % of them.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ class LargestDigit(PromptDataModule):
     """Prompts of four digits, split by their hash.
 
     Args:
-        batch_size: prompts, thus groups, per iteration.
-        num_validation: held-out prompts to measure on, at most.
+        batch_size: prompts, and so groups, per iteration.
+        num_validation: maximum number of held-out prompts to validate on.
     """
 
     def __init__(self, batch_size: int, num_validation: int = 2000) -> None:

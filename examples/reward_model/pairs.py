@@ -1,4 +1,4 @@
-"""Pairs made from the quickstart's task: the right digit is chosen over a wrong one."""
+"""Preference pairs for the quickstart's task: the right digit is chosen over a wrong one."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ class DigitPairs(PreferenceDataModule):
 
     Args:
         batch_size: pairs per step.
-        num_validation: held-out prompts to measure on, at most.
-        kwargs: those of PreferenceDataModule.
+        num_validation: maximum number of held-out prompts to validate on.
+        kwargs: of PreferenceDataModule.
     """
 
     def __init__(self, batch_size: int, num_validation: int = 2000, **kwargs: Any) -> None:
@@ -28,7 +28,7 @@ class DigitPairs(PreferenceDataModule):
 
 
 def wrong_digit(prompt: str) -> str:
-    """A digit of the prompt that is not its largest, by chance; without one, the digit below."""
+    """A random digit of the prompt that is not its largest; if there is none, the digit below."""
     largest = max(prompt[:4])
     others = [digit for digit in prompt[:4] if digit != largest]
     return others[int(chance(prompt + "?") * len(others))] if others else str((int(largest) + 9) % 10)

@@ -1,4 +1,4 @@
-"""The quickstart's prompts with an answer to imitate; a stated fraction of the answers is hasty."""
+"""The quickstart's prompts with an answer to imitate; a given fraction of the answers is hasty."""
 
 import hashlib
 from typing import Any
@@ -13,8 +13,8 @@ class Demonstrations(SFTDataModule):
     Args:
         batch_size: demonstrations per step.
         hasty_fraction: of the train split; the validation split is always right.
-        num_validation: held-out prompts to measure on, at most.
-        kwargs: those of SFTDataModule.
+        num_validation: maximum number of held-out prompts to validate on.
+        kwargs: of SFTDataModule.
     """
 
     def __init__(self, batch_size: int, hasty_fraction: float = 0.0, num_validation: int = 2000, **kwargs: Any) -> None:
@@ -31,5 +31,5 @@ class Demonstrations(SFTDataModule):
 
 
 def chance(text: str) -> float:
-    """A number in [0, 1) that follows from the text."""
+    """A number in [0, 1), determined by the text."""
     return int(hashlib.sha256(f"chance {text}".encode()).hexdigest()[:8], 16) / 2**32

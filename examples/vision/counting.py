@@ -1,4 +1,4 @@
-"""Counting in the style of CLEVR: generated pictures with red and blue shapes, and how many of one color there are."""
+"""Counting in the style of CLEVR: generated pictures of red and blue shapes; the answer is the number of one color."""
 
 import random
 
@@ -19,17 +19,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def rows(split: str = "train", num_rows: int = 2000) -> list[dict[str, str]]:
     draw = random.Random(split)
-    found: list[dict[str, str]] = []
-    while len(found) < num_rows:
+    made: list[dict[str, str]] = []
+    while len(made) < num_rows:
         pen = ImageDraw.Draw(picture := Image.new("RGB", (32, 32), "gray"))
         counts = {"red": draw.randint(1, 3), "blue": draw.randint(1, 3)}
         cells = draw.sample(range(16), sum(counts.values()))
         for color in [name for name, count in counts.items() for _ in range(count)]:
             x, y = (8 * part + draw.randint(0, 2) for part in divmod(cells.pop(), 4))
             draw.choice([pen.ellipse, pen.rectangle])((x, y, x + 5, y + 5), fill=color)
-        asked, count = draw.choice(list(counts.items()))
-        found.append({"image": data_url(picture), "color": asked, "answer": str(count)})
-    return found
+        color, count = draw.choice(list(counts.items()))
+        made.append({"image": data_url(picture), "color": color, "answer": str(count)})
+    return made
 
 
 def reward(trajectory: Trajectory) -> float:

@@ -1,9 +1,10 @@
-"""Checks of what a configuration says, each with an error that names the setting.
+"""Checks of a configuration, each with an error that names the setting, and errors in words.
 
 Reading order:
     bounds.py       numbers within their bounds
     choices.py      words from a list
     dotted_path.py  functions that a configuration names
+    user_code.py    exceptions of user code become ours
     disk_errors.py  why a file could not be written
 
 May import: nothing of lightrl but errors. To add one: a function that raises ValueError and says how to fix it.

@@ -1,4 +1,4 @@
-"""Numbers of a configuration held against their bounds, and refused by the name that the user typed."""
+"""Checks that a number is within its bounds; the message names the setting as the user typed it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import math
 
 
 def check_bounds(low: float, high: float = math.inf, /, **settings: float | None) -> None:
-    """Lets numbers from low to high pass, both included; and None, which stands for no number.
+    """Accepts numbers from `low` to `high`, both included, and None.
 
     Raises:
-        ValueError: with the name of the first setting that is beyond them, or no number.
+        ValueError: with the name of the first setting outside, NaN included.
     """
     for name, value in settings.items():
         if value is not None and not low <= value <= high:
-            expected = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-            mend = "Lower it." if value > high else "Raise it." if value < low else "Give a number."
-            raise ValueError(f"{name}={value}, expected {expected}. {mend}")
+            bounds = f">= {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+            raise ValueError(f"{name} must be {bounds}, got {value}.")
+
+
+def check_positive(**settings: float | None) -> None:
+    """Accepts finite numbers above 0, and None.
+
+    Raises:
+        ValueError: with the name of the first setting that is none.
+    """
+    for name, value in settings.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a finite number above 0, got {value}.")

@@ -1,4 +1,4 @@
-"""What kept a file from being written, in words: writers report a full disk each in their own way."""
+"""Why a file could not be written; every writer reports a full disk in its own way."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-# How those say it whose errors have no errno: safetensors, and torch's zip writer, which finds too few bytes written.
-_FULL_IN_WORDS = ("No space left on device", "Disk quota exceeded", "inline_container.cc", "os error 28")
+# In errors without an errno: of safetensors, and of torch's zip writer, which finds too few bytes written.
+_FULL_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "inline_container.cc", "os error 28")
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a full disk, or a quota that is used up, is why writing failed."""
-    if (found := next(_of_system(error), None)) is not None:
-        return found.errno in (errno.ENOSPC, errno.EDQUOT)
-    return any(words in str(link) for link in _links(error) for words in _FULL_IN_WORDS)
+    """Whether writing failed because the disk is full or a quota is used up."""
+    if (system_error := next(_of_system(error), None)) is not None:
+        return system_error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return any(text in str(link) for link in _links(error) for text in _FULL_DISK_TEXTS)
 
 
 def write_problem(error: BaseException, place: Path, num_bytes: int | None = None) -> str:
     """Why `place` could not be written, as the end of a sentence.
 
     Args:
-        error: what was raised; of several processes, torch's collection of theirs.
-        place: the file or folder; half of it should be gone already, so that its room counts as free.
-        num_bytes: that were to be written; None if that is not known.
+        error: what was raised; may be torch's collection of the errors of several processes.
+        place: the file or folder; delete its half-written part first, so that this counts as free.
+        num_bytes: the size to write; None if unknown.
     """
     if is_disk_full(error):
         folder = next(folder for folder in place.absolute().parents if folder.is_dir())
         free = f"{_size(shutil.disk_usage(folder).free)} free"
         needed = "" if num_bytes is None else f", {_size(num_bytes)} to write"
         return f"the disk of {str(folder)!r} is full ({free}{needed})"
-    if (found := next(_of_system(error), None)) is not None:
-        return str(found.strerror)
+    if (system_error := next(_of_system(error), None)) is not None:
+        return str(system_error.strerror)
     *_, last = _links(error)
     return (str(last) or type(last).__name__).splitlines()[0]
 
 
 def cause_to_show(error: BaseException) -> BaseException | None:
-    """What to `raise … from`: the system's error, if it is one; none for a full disk, of which all is said."""
+    """What to `raise … from`: the system's error if there is one; None for a full disk, which needs no details."""
     return None if is_disk_full(error) else next(_of_system(error), error)
 
 
@@ -47,11 +47,11 @@ def _of_system(error: BaseException) -> Iterator[OSError]:
 
 
 def _links(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that led to it; the first that another process had stands for all of theirs."""
+    """The error and those that led to it; for other processes, only the first one's."""
     link: BaseException | None = error
     while link is not None:
         yield link
-        of_ranks = getattr(link, "failures", None)  # of torch.distributed.checkpoint: by rank, with the traceback
+        of_ranks = getattr(link, "failures", None)  # torch.distributed.checkpoint: by rank, with the traceback
         link = next(iter(of_ranks.values()))[0] if of_ranks else link.__cause__ or link.__context__
 
 

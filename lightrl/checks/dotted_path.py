@@ -20,9 +20,9 @@ def function_of(source: str | Callable[..., Any], name: str) -> Callable[..., An
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{name}={source!r} cannot be imported ({error}), expected the dotted path of a function, such as "
-            "my_project.tools.search. Mend the path, or run where it can be imported."
+            f"{name}={source!r} cannot be imported: {error}. Use a dotted path such as my_project.tools.search, and "
+            "run from the folder that has it."
         ) from error
     if not callable(function):
-        raise ValueError(f"{name}={source!r} is {function!r:.80}, expected a function. Mend the path.")
+        raise ValueError(f"{name}={source!r} must be a function, got {function!r:.80}.")
     return function  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""What is wrong with settings that the parser refused: one message with the full path, the value and what was meant.
+"""Explains settings that the parser refused: one message with path, value, file and line, and what is allowed there.
 
 jsonargparse stops at the first layer that refuses and quotes whole subtrees. `explain` instead reads config files and
-flags itself, merges them as layers, and walks them beside the classes they configure until it finds the setting to
-mend. It runs only after the parser has refused, and where it finds nothing the parser's own message stands.
+flags itself, merges them, and walks them along the classes that they configure until it finds the setting at fault. It
+runs only after the parser has refused; if it finds nothing, the parser's own message stands.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from typing import Any
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, get_loader
 
+from lightrl.checks.user_code import user_code
 from lightrl.models import ModelSpec, Role
 
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+_TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
 
 # Former settings of algorithms: how their names began, and the setting whose part each is now.
 _MOVED = {
@@ -38,7 +40,7 @@ _MOVED = {
 
 
 class UsageError(Exception):
-    """What a user can mend on the command line or in a config file; said without a traceback, exit code 2."""
+    """An error that the user can fix on the command line or in a config file; shown without traceback, exit code 2."""
 
 
 class _Flag(str):
@@ -53,35 +55,33 @@ def explain(error: ArgumentError, parser: ArgumentParser, args: Sequence[str]) -
         parser: of the subcommand.
         args: of the command line, after the subcommand.
     """
-    try:
-        layers = list(_layers(args))
-    except UsageError as usage_error:
-        return str(usage_error)
     settings: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for origin, layer in layers:
-        _merge(settings, layer, "", origin, origins)
-    walk = _Walk(origins)
     try:
-        walk.group(settings, _Keys.of_parser(parser), "", "lightrl")
+        for layer, layer_origins in _layers(args):
+            _merge(settings, layer)
+            origins = {path: origin for path, origin in origins.items() if path.split("[")[0] not in layer_origins}
+            origins |= layer_origins
+        _Walk(origins).group(settings, _Keys.of_parser(parser), "", "lightrl")
     except UsageError as usage_error:
         return str(usage_error)
     stray = re.fullmatch(r"unrecognized arguments: (\S+).*", error.message, re.DOTALL)
     if stray and Path(stray[1]).is_file():
-        return f"{stray[1]} stands alone on the command line, expected --config before it. Say --config {stray[1]}."
+        return f"Unexpected argument {stray[1]}. Did you mean --config {stray[1]}?"
     required = re.fullmatch(r"the following arguments are required: (.+)", error.message)
     if required:
         names = [name.split(".", 1)[-1] for name in required[1].split(", ")]
-        return f"{' and '.join(names)} must be set, expected in a --config file or as --{names[0]}. Give a value."
-    return _shortened(error.message)
+        return f"{' and '.join(names)} must be set, in a --config file or as --{names[0]}."
+    # without the subtrees that the parser quotes
+    return "\n".join(line for line in error.message.splitlines() if not (len(line) > 200 and "Given value" in line))
 
 
 def nearest_files(path: Path, *suffixes: str) -> str:
-    """A sentence that names the existing files nearest to a missing one, or the first missing folder.
+    """A sentence with the existing files nearest to a missing one, or with the first missing folder.
 
     Args:
         path: of the missing file.
-        suffixes: of the files to name where no name is near.
+        suffixes: of the files to list if no name is near.
     """
     folder = path.parent
     if not folder.is_dir():
@@ -91,15 +91,15 @@ def nearest_files(path: Path, *suffixes: str) -> str:
     close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
     close = close or [name for name in names if name.endswith(suffixes)][:5]
     if not close:
-        return f"The folder {folder.absolute()} has none."
+        return f"{folder.absolute()} has no {' or '.join(suffixes)} file."
     return f"Nearest in {folder.absolute()}: {', '.join(close)}."
 
 
 # ---------------------------------------------------------------------- reading config files and flags
 
 
-def _layers(args: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Origin and settings of each config file and flag, in order; later ones win."""
+def _layers(args: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """Settings of each config file and flag, in order; and for their paths where they are, ` (run.yaml:22)`."""
     position = 0
     while position < len(args):
         name, equals, value = args[position].partition("=")
@@ -112,37 +112,50 @@ def _layers(args: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             value = args[position]
             position += 1
         if name in ("-c", "--config"):
-            layer = _read_config(value)
-            if layer is not None:
-                yield value, layer
+            if "://" not in value and not value.lstrip().startswith("{"):  # these only the parser can read
+                yield _read_config(value)
         elif name.startswith("--") and name != "--print_config" and not name.endswith((".help", "+")):
             nested: Any = _structured(value)
             for key in reversed(name[2:].split(".")):
                 nested = {key: nested}
-            yield "the command line", nested
+            yield nested, {name[2:]: " (on the command line)"}
 
 
-def _read_config(path: str) -> dict[str, Any] | None:
-    """The settings of one file; None where only the parser can read it.
+def _read_config(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Settings and origins of one file.
 
     Raises:
         UsageError: if the file is missing or is not a YAML mapping.
     """
-    if "://" in path or path.lstrip().startswith("{"):
-        return None
     file = Path(path).expanduser()
     if not file.is_file():
-        what = "is a folder" if file.is_dir() else "does not exist"
-        raise UsageError(f"--config {path} {what}, expected a YAML file. {nearest_files(file, '.yaml', '.yml')}")
+        what = "is a folder; it must be a file" if file.is_dir() else "does not exist"
+        raise UsageError(f"--config {path} {what}. {nearest_files(file, '.yaml', '.yml')}")
     try:
-        settings = get_loader("yaml")(file.read_text(encoding="utf-8"))  # the parser's: it takes 1e-3 for a number
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {path} cannot be read, expected YAML. {error}") from error
+        text = file.read_text(encoding="utf-8")
+        settings = get_loader("yaml")(text)  # the parser's, which reads 1e-3 as a number
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise UsageError(f"--config {path} could not be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path} is not valid YAML: {error}") from error
     if settings is None:
-        return {}
+        return {}, {}
     if not isinstance(settings, dict):
-        raise UsageError(f"--config {path} holds {type(settings).__name__}, expected settings by name, `key: value`.")
-    return settings
+        raise UsageError(f"--config {path} must have settings as `key: value`, got {type(settings).__name__}.")
+    return settings, {place: f" ({path}:{line})" for place, line in _line_numbers(tree, "")}
+
+
+def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
+    """Path and line of each key and list item below a YAML node."""
+    below: list[tuple[str, Any, Any]] = []
+    if isinstance(node, yaml.MappingNode):
+        below = [(f"{path}.{key.value}" if path else str(key.value), key, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        below = [(f"{path}[{index}]", item, item) for index, item in enumerate(node.value)]
+    for inner, marked, value in below:
+        yield inner, marked.start_mark.line + 1
+        yield from _line_numbers(value, inner)
 
 
 def _structured(value: str) -> Any:
@@ -150,34 +163,29 @@ def _structured(value: str) -> Any:
     return loaded if isinstance(loaded, dict | list) else _Flag(value)
 
 
-def _merge(
-    settings: dict[str, Any], layer: Mapping[str, Any], prefix: str, origin: str, origins: dict[str, str]
-) -> None:
+def _merge(settings: dict[str, Any], layer: Mapping[str, Any]) -> None:
     for key, value in layer.items():
-        path = f"{prefix}{key}"
-        origins[path] = origin
         old = settings.get(key)
         if isinstance(old, str) and isinstance(value, Mapping) and "class_path" not in value:
             old = settings[key] = {"class_path": old}  # --model GRPO --model.lr 1e-3
-        if isinstance(old, dict) and isinstance(value, Mapping):
-            _merge(old, value, f"{path}.", origin, origins)
+        if isinstance(value, Mapping):
+            if isinstance(old, list):
+                continue  # --trainer.callbacks.max_staleness 1 is for the list's last item: left to the parser
+            if not isinstance(old, dict):
+                settings[key] = {}
+            _merge(settings[key], value)
         elif isinstance(old, dict) and "class_path" in old and isinstance(value, _Flag):
             old["class_path"] = value
-        elif isinstance(old, list) and isinstance(value, Mapping):
-            pass  # --trainer.callbacks.max_staleness 1 belongs to the list's last item: left to the parser
-        elif isinstance(value, Mapping):
-            settings[key] = {}
-            _merge(settings[key], value, f"{path}.", origin, origins)
         else:
             settings[key] = value
 
 
-# ---------------------------------------------------------------------- walking settings beside classes
+# ---------------------------------------------------------------------- walking settings along classes
 
 
 @dataclasses.dataclass
 class _Keys:
-    """What may be set at one place: the name → its type, or the names below it."""
+    """The settings allowed at one place: the name → its type, or the names below it."""
 
     types: dict[str, Any]
     groups: dict[str, _Keys]
@@ -221,7 +229,7 @@ class _Keys:
 
 
 class _Walk:
-    """Goes down settings and the classes they configure; raises UsageError at the first that cannot be."""
+    """Walks down settings and the classes that they configure; raises UsageError at the first that is not allowed."""
 
     def __init__(self, origins: Mapping[str, str]) -> None:
         self.origins = origins
@@ -238,7 +246,7 @@ class _Walk:
                 if isinstance(value, Mapping):
                     self.group(value, keys.groups[name], f"{path}.", inner)
                 elif value is not None and not isinstance(value, _Flag):
-                    raise UsageError(self._wrong(path, value, "settings by name, `key: value`"))
+                    raise UsageError(self._wrong(path, value, "settings as `key: value`"))
             else:
                 self.value(value, keys.types[name], path)
 
@@ -261,12 +269,12 @@ class _Walk:
             class_path = settings["class_path"]
             if not isinstance(class_path, str):
                 raise UsageError(self._wrong(f"{path}.class_path", class_path, "the name of a class"))
-            kind = _resolve(class_path, kinds, f"{path}.class_path", self._from(f"{path}.class_path", path))
+            kind = _resolve(class_path, kinds, f"{path}.class_path", self._from(f"{path}.class_path"))
         elif all(map(dataclasses.is_dataclass, kinds)):
             kind = self._nearest(settings, kinds, path)
         elif len(kinds) == 1 and "init_args" not in settings:
-            known = ", ".join(sorted(_known_classes(kinds))[:20])
-            raise UsageError(f"{path} has no class_path{self._from(path)}, expected the name of a class: {known}.")
+            names = ", ".join(sorted(_importable_classes(kinds))[:20])
+            raise UsageError(f"{path} needs a class_path{self._from(path)}: the name of a class, such as {names}.")
         else:
             return
         keys = _Keys.of_class(kind)
@@ -277,12 +285,11 @@ class _Walk:
         # Beside class_path stand only its own keys; arguments given as flags, --model.lr 1e-3, need no init_args.
         direct = {key: value for key, value in settings.items() if key not in _CLASS_KEYS}
         self.group(direct, keys, f"{path}.", owner)
-        given = {**arguments, **direct, **(settings.get("dict_kwargs") or {})}
-        missing = [name for name in keys.required if name not in given]
+        present = {**arguments, **direct, **(settings.get("dict_kwargs") or {})}
+        inner = f"{path}.init_args." if "class_path" in settings else f"{path}."
+        missing = [f"{inner}{name}" for name in keys.required if name not in present]
         if missing:
-            names = ", ".join(f"{path}.{'init_args.' if 'class_path' in settings else ''}{name}" for name in missing)
-            are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
-            raise UsageError(f"{names} {are} not set{self._from(path)}, and {owner} needs {them}. Give a value.")
+            raise UsageError(f"{owner} needs {' and '.join(missing)}{self._from(path)}.")
 
     def _nearest(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str) -> type:
         """The data class that has most of these settings.
@@ -313,34 +320,25 @@ class _Walk:
         names = keys.names()
         close = [f"{prefix}{match}" for match in difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)]
         if not close:
-            near = [group for group, inner in keys.groups.items() if name in inner]
-            close = [f"{prefix}{group}.{name}" for group in near]
+            close = [f"{prefix}{group}.{name}" for group, inner in keys.groups.items() if name in inner]
         if not close and not prefix:
             kind = _class_of(settings.get("model"))
             if kind is not None and name in _Keys.of_class(kind):
                 close = [f"model.init_args.{name}"]
-        meant = f". Did you mean {' or '.join(close)}?\nExpected" if close else ", expected"
-        return f"{path} is not a setting of {owner}{self._from(path)}{meant} one of:\n{_listed(names)}"
+        meant = f" Did you mean {' or '.join(close)}?" if close else ""
+        indent = "  "
+        listed = textwrap.fill(", ".join(names), 80, initial_indent=indent, subsequent_indent=indent)
+        return f"{path} is not a setting of {owner}{self._from(path)}.{meant}\nIts settings are:\n{listed}"
 
     def _wrong(self, path: str, value: Any, expected: str) -> str:
         shown = str(value) if isinstance(value, _Flag) else repr(value)
-        return f"{path}={shown} is not possible{self._from(path)}, expected {expected}."
+        return f"{path} must be {expected}, got {shown}{self._from(path)}."
 
-    def _from(self, *paths: str) -> str:
-        """` (in run.yaml)`, of the first path whose origin is known."""
-        for path in paths:
-            while path:
-                if path in self.origins:
-                    origin = self.origins[path]
-                    return f" ({'on' if origin.startswith('the ') else 'in'} {origin})"
-                path = re.sub(r"(\[\d+\]|\.?[^.\[]+)$", "", path)
-        return ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    """In lines of 80 columns."""
-    lines = textwrap.wrap(f"{', '.join(names)}.", 78, break_long_words=False)
-    return "\n".join(f"  {line}" for line in lines)
+    def _from(self, path: str) -> str:
+        """` (run.yaml:22)`: where this path comes from, or else the nearest one above it."""
+        while path and path not in self.origins:
+            path = re.sub(r"(\[\d+\]|\.?[^.\[]+)$", "", path)
+        return self.origins.get(path, "")
 
 
 def _classes_in(hint: Any) -> list[type]:
@@ -361,21 +359,21 @@ def _takes_mapping(hint: Any) -> bool:
     return inspect.isclass(origin or hint) and issubclass(origin or hint, Mapping)
 
 
-def _known_classes(kinds: Sequence[type]) -> dict[str, type]:
-    """By short name: these classes and all imported subclasses that can be made."""
-    known: dict[str, type] = {}
+def _importable_classes(kinds: Sequence[type]) -> dict[str, type]:
+    """By short name: these classes and all their imported subclasses, without abstract ones."""
+    classes: dict[str, type] = {}
     waiting = list(kinds)
     while waiting:
         kind = waiting.pop()
         waiting.extend(kind.__subclasses__())
         public = not kind.__name__.startswith("_") and "<locals>" not in kind.__qualname__
         if public and not inspect.isabstract(kind) and not getattr(kind, "_is_protocol", False):
-            known.setdefault(kind.__name__, kind)
-    return known
+            classes.setdefault(kind.__name__, kind)
+    return classes
 
 
 def _class_of(setting: Any) -> type | None:
-    """The class that a `model:` section names, if it can be found."""
+    """The class that a `model:` section names, if there is one."""
     import lightning as L
 
     class_path = setting.get("class_path") if isinstance(setting, Mapping) else setting
@@ -387,51 +385,49 @@ def _class_of(setting: Any) -> type | None:
 
 
 def _resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> type:
-    """The class that a short name or dotted path means.
+    """The class behind a short name or dotted path.
 
     Raises:
         UsageError: if there is no such class, or it is of another kind.
     """
-    known = _known_classes(kinds)
-    expected = " or ".join(kind.__name__ for kind in kinds)
-    said = f"{path}={class_path}"
+    classes = _importable_classes(kinds)
+    setting = f"{path}={class_path}{origin}"
     if "." not in class_path:
-        if class_path in known:
-            return known[class_path]
-        close = difflib.get_close_matches(class_path, known, n=3, cutoff=0.5)
-        meant = f"Did you mean {' or '.join(close)}?" if close else f"By short name: {', '.join(sorted(known)[:20])}."
-        raise UsageError(
-            f"{said} names no class{origin}, expected {expected} or a subclass, by short name or by dotted path such "
-            f"as my_file.MyClass. {meant}"
-        )
+        if class_path in classes:
+            return classes[class_path]
+        hint = _did_you_mean(class_path, classes, cutoff=0.5) or f" Short names: {', '.join(sorted(classes)[:20])}."
+        raise UsageError(f"{setting}: no class has this name. Use a short name, or a path like my_file.MyClass.{hint}")
     module_name, _, name = class_path.rpartition(".")
+
+    def failed(error: BaseException) -> UsageError:
+        return UsageError(f"{setting}: importing {module_name} raised {type(error).__name__}: {error}.")
+
     try:
-        module = importlib.import_module(module_name)
+        with user_code(failed, ModuleNotFoundError):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
-            raise UsageError(
-                f"{said} cannot be imported{origin}: {module_name} imports {error.name}, which is missing. Install it."
-            ) from error
-        here = difflib.get_close_matches(module_name, _modules_here(), n=2, cutoff=0.6)
-        close = [_name(known[name])] if name in known else [f"{match}.{name}" for match in here]
+            raise UsageError(f"{setting}: {module_name} imports {error.name}, which is not installed.") from error
+        here = difflib.get_close_matches(module_name, [file.stem for file in Path.cwd().glob("*.py")], n=2, cutoff=0.6)
+        close = [_name(classes[name])] if name in classes else [f"{match}.{name}" for match in here]
         meant = f" Did you mean {' or '.join(close)}?" if close else ""
         raise UsageError(
-            f"{said} cannot be imported{origin}: there is no module {error.name}, expected one in the working folder "
-            f"({Path.cwd()}) or an installed one.{meant}"
+            f"{setting}: there is no module {error.name}, neither installed nor in the working folder "
+            f"({Path.cwd()}).{meant}"
         ) from error
-    except Exception as error:
-        raise UsageError(
-            f"{said} cannot be imported{origin}: importing {module_name} raised {type(error).__name__}: {error}."
-        ) from error
-    found = getattr(module, name, None)
-    if found is None:
-        close = difflib.get_close_matches(name, dir(module), n=3, cutoff=0.6)
-        meant = f" Did you mean {' or '.join(f'{module_name}.{match}' for match in close)}?" if close else ""
-        raise UsageError(f"{said} cannot be imported{origin}: module {module_name} has no {name}.{meant}")
-    if inspect.isclass(found) and not any(_fits(found, kind) for kind in kinds):
-        raise UsageError(f"{said} is another kind of class{origin}, expected {expected} or a subclass.")
-    kind: type = found
+    target = getattr(module, name, None)
+    if target is None:
+        hint = _did_you_mean(name, dir(module), f"{module_name}.")
+        raise UsageError(f"{setting}: module {module_name} has no {name}.{hint}")
+    if inspect.isclass(target) and not any(_fits(target, kind) for kind in kinds):
+        raise UsageError(f"{setting} must be {' or '.join(kind.__name__ for kind in kinds)} or a subclass.")
+    kind: type = target
     return kind
+
+
+def _did_you_mean(name: str, names: collections.abc.Iterable[str], prefix: str = "", *, cutoff: float = 0.6) -> str:
+    close = difflib.get_close_matches(name, names, n=3, cutoff=cutoff)
+    return f" Did you mean {' or '.join(f'{prefix}{match}' for match in close)}?" if close else ""
 
 
 def _fits(kind: type, base: type) -> bool:
@@ -439,10 +435,6 @@ def _fits(kind: type, base: type) -> bool:
         return issubclass(kind, base)
     methods = [name for name, value in vars(base).items() if inspect.isfunction(value) and not name.startswith("_")]
     return all(hasattr(kind, name) for name in methods)
-
-
-def _modules_here() -> list[str]:
-    return [path.stem for path in Path.cwd().glob("*.py")]
 
 
 def _accepts(value: Any, hint: Any) -> bool:
@@ -457,36 +449,23 @@ def _accepts(value: Any, hint: Any) -> bool:
 
 
 def _describe(hint: Any) -> str:
-    """A type in words: `a number (float)`, `one of 'token', 'sequence', 'fixed'`."""
+    """A type in words: `a number`, `one of 'token', 'sequence', 'fixed'`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(item) for item in inner)
     if origin is typing.Literal:
         return f"one of {', '.join(repr(item) for item in inner)}"
-    words = {
-        int: "a whole number (int)",
-        float: "a number (float)",
-        bool: "true or false",
-        str: "text",
-        type(None): "null",
-    }
-    if hint in words:
-        return words[hint]
+    if hint in _TYPE_WORDS:
+        return _TYPE_WORDS[hint]
     if dataclasses.is_dataclass(hint):
         return f"settings {{{', '.join(f'{item.name}: ...' for item in dataclasses.fields(hint))}}}"
     return hint.__name__ if inspect.isclass(hint) and not inner else str(hint).replace("typing.", "")
 
 
 def _name(kind: type) -> str:
-    """`lightrl.GRPO` where that is its public name, else the dotted path."""
+    """`lightrl.GRPO` if that is its public name, else the dotted path."""
     import lightrl
 
     if kind.__name__ in lightrl.__all__ and kind.__module__.startswith("lightrl."):
         return f"lightrl.{kind.__name__}"
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _shortened(message: str) -> str:
-    """The parser's message without the subtrees that it quotes."""
-    kept = [line for line in message.splitlines() if not (len(line) > 200 and "Given value" in line)]
-    return "\n".join(kept)

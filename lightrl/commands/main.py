@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from lightrl import __version__
 
 COMMANDS = {
-    "fit": "train a policy: rollouts, updates, weight syncs and validation, as the config says",
-    "validate": "measure a policy on the validation prompts and print the metrics",
-    "test": "measure a policy on the test prompts and print the metrics",
+    "fit": "train a policy: rollouts, updates, weight syncs and validation, as configured",
+    "validate": "evaluate a policy on the validation prompts and print the metrics",
+    "test": "evaluate a policy on the test prompts and print the metrics",
     "predict": "write the policy's judged trajectories on the test prompts to a file",
-    "export": "make a Hugging Face folder of a checkpoint",
-    "plan": "draw what an iteration of a config computes from what: models, keys, devices",
-    "doctor": "look at a reward before a run, or again at what it failed on: doctor reward, doctor replay",
+    "export": "turn a checkpoint into a Hugging Face folder",
+    "plan": "show what an iteration of a config computes: models, calls, keys, devices",
+    "doctor": "try a reward before a run, or again on its failures: doctor reward, doctor replay",
     "serve": "start SGLang servers in the foreground and print how a run uses them",
 }
 
@@ -38,7 +38,7 @@ example:
   lightrl fit --config run.yaml --config laptop.yaml --trainer.max_steps 100 --model.lr 1e-5
   lightrl fit --config run.yaml --ckpt_path last
 
-Later files and settings win over earlier ones. LIGHTRL_DEBUG=1 shows the full traceback of every error.
+Later files and settings override earlier ones. LIGHTRL_DEBUG=1 shows the full traceback of every error.
 """
 
 
@@ -49,7 +49,7 @@ def main(args: Sequence[str] | None = None) -> int:
         args: of the command line; `sys.argv[1:]` if None.
 
     Returns:
-        The exit code: 0 done, 1 failed during the run, 2 something to mend in the call.
+        The exit code: 0 on success, 1 if the run failed, 2 if the command line or config is wrong.
     """
     args = list(sys.argv[1:] if args is None else args)
     first = args[0] if args else "--help"
@@ -79,7 +79,7 @@ def help_text() -> str:
 def _not_a_command(word: str) -> str:
     names = ", ".join(COMMANDS)
     if word.startswith("-"):
-        return f"{word} stands before the command, expected the command first: {names}. Say lightrl fit {word} ..."
+        return f"The command must come first: lightrl fit {word} ... Commands: {names}."
     close = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
-    meant = f"Did you mean lightrl {close[0]}?" if close else "See lightrl --help."
-    return f"{word} is not a command, expected one of {names}. {meant}"
+    meant = f" Did you mean lightrl {close[0]}?" if close else ""
+    return f"There is no command {word}.{meant} Commands: {names}."

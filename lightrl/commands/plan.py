@@ -1,6 +1,6 @@
-"""lightrl plan: what an iteration of a configuration computes from what, as text and as a Mermaid drawing.
+"""lightrl plan: shows what an iteration of a configuration computes from what, as text and as a Mermaid drawing.
 
-It parses and builds the configuration as `fit` does, and loads no weights and starts nothing.
+It parses and builds the configuration as `fit` does, but loads no weights and starts nothing.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightrl.commands.cli import LightRLCLI, reported
+from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_errors import UsageError
+from lightrl.commands.console import reported
 from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.models import RoleMesh
@@ -19,11 +20,11 @@ from lightrl.module import RLModule
 _HELP = """\
 usage: lightrl plan --config run.yaml [--setting value ...]
 
-Draws what an iteration computes from what: models, calls, keys and devices, as text and as a Mermaid drawing. Takes
-the settings of lightrl fit (lightrl fit --help), loads no weights and starts nothing.
+Shows what an iteration computes from what: models, calls, keys and devices, as text and as a Mermaid drawing. Takes
+the settings of lightrl fit (lightrl fit --help), but loads no weights and starts nothing.
 """
 
-_DRAWING = "drawing: paste what follows into https://mermaid.live, or on GitHub into a ```mermaid block"
+_DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
 _WHERE = {"generate": "engine", "train": "trainer, updated"}
 
 
@@ -31,21 +32,18 @@ class PlanCLI(LightRLCLI):
     """Prints the plan of the run that `fit` would make of the same arguments."""
 
     def before_fit(self) -> None:
-        """No checkpoint is looked for."""
+        """Needs no checkpoint."""
 
     def fit(self, **kwargs: Any) -> None:
         """Prints instead of training."""
         module = self.model
         if not isinstance(module, RLModule):
-            raise UsageError(
-                f"{type(module).__name__} is no RLModule, expected one: only those have calls. Plan a run with an "
-                "algorithm such as GRPO or PPO."
-            )
+            raise UsageError(f"lightrl plan needs an RLModule such as GRPO or PPO, got {type(module).__name__}.")
         graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
         sys.stdout.write(f"{plan_text(module, graph)}\n\n{_DRAWING}\n\n{plan_mermaid(graph)}\n")
 
     def after_fit(self) -> None:
-        """There is no run folder to name."""
+        """Has no run folder."""
 
 
 def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
@@ -75,7 +73,7 @@ def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
 
 
 def plan_mermaid(graph: DataFlowGraph) -> str:
-    """The graph as a Mermaid flowchart, for a README or https://mermaid.live; edges bear their keys."""
+    """The graph as a Mermaid flowchart, for a README or https://mermaid.live; edges are labeled with keys."""
     lines = ["flowchart LR"]
     for call in graph.calls:
         lines.append(f'  {call.name}["{call.name}<br/>{call.role or "no model"} on {where(call)}"]')
@@ -93,7 +91,7 @@ def _mesh_text(mesh: RoleMesh) -> str:
 
 
 def where(call: ModelCall) -> str:
-    """Whose devices a call runs on."""
+    """Where a call runs."""
     own = {"reward": "reward processes", "advantages": "trainer, on the whole iteration"}
     if call.url is not None:
         return "server"
@@ -103,13 +101,8 @@ def where(call: ModelCall) -> str:
 
 
 def run(args: Sequence[str]) -> int:
-    """The command, without its name; gives the exit code."""
+    """Runs `lightrl plan` with these arguments; returns the exit code."""
     if any(item in ("-h", "--help") for item in args):
         sys.stdout.write(_HELP)
         return 0
-
-    def fulfil(callbacks: Sequence[Any]) -> int:
-        PlanCLI(["fit", *args], callbacks=callbacks)
-        return 0
-
-    return reported(fulfil)
+    return reported(lambda callbacks: PlanCLI(["fit", *args], callbacks=callbacks).exit_code)

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-from lightrl.commands.cli import reported
 from lightrl.commands.config_errors import UsageError, explain
+from lightrl.commands.console import reported
 from lightrl.engines.sglang.command import usable_token
 from lightrl.engines.sglang.fleet import ServerFleet
 from lightrl.engines.sglang.server import SGLangServer, make_servers, write_model_folder

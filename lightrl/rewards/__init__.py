@@ -3,22 +3,23 @@
 Reading order:
     judgment.py      Judgment, the checked result; Runner, which calls a function
     parts.py         RewardPart: a function with arguments and weight; sums of them
-    supervisor.py    batches, deadlines, spare workers, and who is to blame for a hang
+    supervisor.py    batches, deadlines, spare workers, and which call is at fault
     pool.py          RewardPool: functions by dotted path, in processes that can be killed
     worker.py        the other end of its pipes: imports and calls the function
     hook.py          RewardHook: callables of this process, in a thread
-    judge.py         Judge, what both are; make_judge, which chooses
+    judge.py         Judge, the protocol of both; make_judge, which chooses
     evaluation.py    reward, accuracy and pass@k of judged groups
-    replay.py        FailureLog, what failed; replay, which runs it again
+    replay.py        FailureLog, failed trajectories; replay, which judges them again
 Reward functions:
     math_answer.py   GSM8K-like answers, checked by math-verify
-    code_tests.py    programs against tests, in a sandbox (sandbox.py; sandbox_guard.py holds the program)
+    code_tests.py    programs against tests, in a sandbox (sandbox.py; its processes are in sandbox_guard/)
     text_rewards.py  pattern, tags, length, repetition, JSON
     llm_judge.py     LLMJudge: a model with a rubric
-    environment_reward.py  what the environment of a workflow gave
+    environment_reward.py  the rewards that a workflow's environment gave
 
-May import: errors, trajectory. No torch: a worker starts in a fraction of a second. One more reward function: a file
-with `(Trajectory) -> float` or `-> {"reward": ..., "<name>": ...}`, an export below, then its dotted path in YAML.
+May import: errors, checks, concurrency, trajectory. No torch: a worker starts in a fraction of a second. To add a
+reward function: a file with `(Trajectory) -> float` or `-> {"reward": ..., "<name>": ...}`, an export below, then its
+dotted path in YAML.
 """
 
 from lightrl.rewards.code_tests import code_tests
@@ -39,31 +40,10 @@ from lightrl.rewards.text_rewards import (
     regex_match,
     repetition_penalty,
     tag_format,
-)
+)  # fmt: skip
 
 __all__ = [
-    "Judge",
-    "Judgment",
-    "RewardHook",
-    "RewardPart",
-    "RewardPool",
-    "make_judge",
-    "FailureLog",
-    "ReplayRow",
-    "examine",
-    "replay",
-    "math_answer",
-    "code_tests",
-    "Limits",
-    "LocalSandbox",
-    "Run",
-    "Sandbox",
-    "json_schema",
-    "OverlongPenalty",
-    "overlong_penalty",
-    "regex_match",
-    "repetition_penalty",
-    "tag_format",
-    "LLMJudge",
-    "environment_reward",
-]
+    "Judge", "Judgment", "RewardHook", "RewardPart", "RewardPool", "make_judge", "FailureLog", "ReplayRow", "examine",
+    "replay", "math_answer", "code_tests", "Limits", "LocalSandbox", "Run", "Sandbox", "json_schema", "OverlongPenalty",
+    "overlong_penalty", "regex_match", "repetition_penalty", "tag_format", "LLMJudge", "environment_reward",
+]  # fmt: skip

@@ -1,14 +1,14 @@
 """code_tests: whether the Python program in a completion passes its prompt's tests, each run in a Sandbox.
 
-The prompt's field `tests` is a list; its entries may be of three kinds:
+The prompt's field `tests` is a list with three kinds of entries:
 
     {"stdin": "1 2\\n", "stdout": "3\\n"}                              the program reads and prints
     {"function": "add", "arguments": [1, 2], "expected": 3}          a call; the value is compared outside the sandbox
     "assert add(1, 2) == 3"                                          statements after the program, as in MBPP
 
-Every test is a process of its own, so none sees what another left. A program never sees an expected output or value.
-Statements do run in the program's process, where a program that is after it can fake their success; what policies find
-by themselves (`sys.exit(0)`, printing what a success prints) does not work.
+Each test runs in a process of its own, so none sees what another left. A program never sees an expected output or
+value. Statements run in the program's process, where a program written for that can fake their success; the tricks that
+policies discover (`sys.exit(0)`, printing what a success prints) do not work.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VERDICTS: tuple[Verdict, ...] = (
     *("wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"),
 )
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-# The program's own output goes nowhere; what it returned goes out under a word that it has not seen.
+# The program's own output is discarded; its return value is printed after a word that it has not seen.
 _CALL = """
 
 import json as _json, os as _os, sys as _sys
@@ -59,17 +59,17 @@ def code_tests(
 ) -> dict[str, float | str]:
     """Whether the program in the completion passes the tests of its prompt.
 
-    The program is the last fenced block of the completion that is Python or names no language, or all of it where
-    there is no fence.
+    The program is the last fenced block of the completion that is Python or names no language, or the whole completion
+    if it has no fence.
 
     Args:
         trajectory: its prompt has the field `tests`, see above.
         partial_credit: the reward is the fraction of tests passed; else 1 for all of them and 0 for fewer.
         cpu_s, wall_s, memory_mib: limits of one test, see `Limits`.
-        total_s: tests that would begin later than that count as `time_limit`; below the reward's timeout, which
-            would drop the trajectory instead.
-        tolerance: how far numbers may be from the expected ones, absolutely and relatively.
-        sandbox: dotted path of a class that makes a Sandbox.
+        total_s: tests that would start later than that count as `time_limit`; keep it below the reward's timeout,
+            which drops the trajectory.
+        tolerance: absolute and relative, for numbers.
+        sandbox: dotted path of a Sandbox class.
 
     Returns:
         `reward`; `accuracy`: 1 if all tests pass; `passed_fraction`; 1 for the verdict of the first test that failed
@@ -77,7 +77,7 @@ def code_tests(
         `no_program`; `extracted`, the program.
 
     Raises:
-        ValueError: if the prompt has no tests, or one that is of none of the three kinds.
+        ValueError: if the prompt has no tests, or one of another kind.
         RewardError: if the sandbox does not work here.
     """
     tests = _tests_of(trajectory)
@@ -105,7 +105,7 @@ def code_tests(
 
 
 def extracted_program(completion: str) -> str:
-    """The last fenced block that is Python or of no stated language; the whole text where there is no fence."""
+    """The last fenced block that is Python or names no language; the whole text if it has no fence."""
     blocks = [
         text for language, text in _FENCE.findall(completion) if language.lower() in ("", "python", "py", "python3")
     ]
@@ -117,7 +117,7 @@ def extracted_program(completion: str) -> str:
 def verdict(
     program: str, test: Mapping[str, Any] | str, sandbox: Sandbox, limits: Limits, tolerance: float = 0.0
 ) -> Verdict:
-    """What one test says about a program."""
+    """The verdict of one test on a program."""
     if isinstance(test, Mapping) and "stdin" in test:
         run = sandbox.run(program, str(test["stdin"]), limits)
         is_right = run.exit_code == 0 and same_output(run.stdout, str(test["stdout"]), tolerance)
@@ -129,53 +129,53 @@ def verdict(
         source = program + _CALL.format(function=f"{test['function']}(*_arguments)")
         request = [word, test["function"], test["arguments"]]
     run = sandbox.run(source, json.dumps(request), limits)
-    found = _of_run(run)
-    if found == "runtime_error" and isinstance(test, str) and "\nAssertionError" in run.stderr:
+    failure = _of_run(run)
+    if failure == "runtime_error" and isinstance(test, str) and "\nAssertionError" in run.stderr:
         return "wrong_answer"
-    if found is not None:
-        return found
+    if failure is not None:
+        return failure
     before, _, text = run.stdout.rpartition(word)
-    if before == text == "":  # it ended before its end
+    if before == text == "":  # it exited early
         return "wrong_answer"
     expected = True if isinstance(test, str) else test["expected"]
     return "accepted" if _same_value(json.loads(text), expected, tolerance) else "wrong_answer"
 
 
-def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Equal line by line, spaces at the ends of lines and empty lines at the end aside; numbers within `tolerance`."""
-    lines, expected_lines = found.rstrip().splitlines(), expected.rstrip().splitlines()
+def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:
+    """Equal line by line, except for trailing spaces and empty lines; numbers within `tolerance`."""
+    lines, expected_lines = output.rstrip().splitlines(), expected.rstrip().splitlines()
     if [line.rstrip() for line in lines] == [line.rstrip() for line in expected_lines]:
         return True
-    words, expected_words = found.split(), expected.split()
+    words, expected_words = output.split(), expected.split()
     if tolerance <= 0 or len(words) != len(expected_words) or len(lines) != len(expected_lines):
         return False
     return all(_same_word(*pair, tolerance) for pair in zip(words, expected_words, strict=True))
 
 
-def _same_word(found: str, expected: str, tolerance: float) -> bool:
-    if found == expected:
+def _same_word(word: str, expected: str, tolerance: float) -> bool:
+    if word == expected:
         return True
     try:
-        return math.isclose(float(found), float(expected), rel_tol=tolerance, abs_tol=tolerance)
+        return math.isclose(float(word), float(expected), rel_tol=tolerance, abs_tol=tolerance)
     except ValueError:
         return False
 
 
-def _same_value(found: Any, expected: Any, tolerance: float) -> bool:
+def _same_value(value: Any, expected: Any, tolerance: float) -> bool:
     """Equal as JSON values: a tuple is a list, True is not 1."""
     if isinstance(expected, list | tuple):
-        if not isinstance(found, list) or len(found) != len(expected):
+        if not isinstance(value, list) or len(value) != len(expected):
             return False
-        return all(_same_value(*pair, tolerance) for pair in zip(found, expected, strict=True))
+        return all(_same_value(*pair, tolerance) for pair in zip(value, expected, strict=True))
     if isinstance(expected, dict):
-        if not isinstance(found, dict) or found.keys() != {str(key) for key in expected}:
+        if not isinstance(value, dict) or value.keys() != {str(key) for key in expected}:
             return False
-        return all(_same_value(found[str(key)], value, tolerance) for key, value in expected.items())
-    if isinstance(expected, bool) or isinstance(found, bool) or not isinstance(expected, int | float):
-        return found is expected if isinstance(expected, bool) else bool(found == expected)
-    if not isinstance(found, int | float):
+        return all(_same_value(value[str(key)], item, tolerance) for key, item in expected.items())
+    if isinstance(expected, bool) or isinstance(value, bool) or not isinstance(expected, int | float):
+        return value is expected if isinstance(expected, bool) else bool(value == expected)
+    if not isinstance(value, int | float):
         return False
-    return found == expected or (tolerance > 0 and math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance))
+    return value == expected or (tolerance > 0 and math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance))
 
 
 def _of_run(run: Run) -> Verdict | None:
@@ -191,16 +191,16 @@ def _tests_of(trajectory: Trajectory) -> Sequence[Mapping[str, Any] | str]:
         tests = json.loads(tests)
     if not isinstance(tests, list | tuple) or not tests:
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} has fields {sorted(trajectory.prompt.fields)} and tests={tests!r:.99}, "
-            "expected a list of at least one test in the field 'tests'. Name the data's column of tests."
+            f"Prompt {trajectory.prompt.id!r} needs a list of tests in its field 'tests', got {tests!r:.99}. Its "
+            f"fields are {sorted(trajectory.prompt.fields)}."
         )
     for test in tests:
         kinds = ({"stdin", "stdout"}, {"function", "arguments", "expected"})
         if isinstance(test, str) or (isinstance(test, Mapping) and any(kind <= test.keys() for kind in kinds)):
             continue
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} has the test {test!r:.200}, expected statements, or a dict with stdin "
-            "and stdout, or with function, arguments and expected. Bring the data into this form."
+            f"Prompt {trajectory.prompt.id!r} has a test of an unknown kind: {test!r:.200}. A test is text with "
+            "statements, a dict with stdin and stdout, or one with function, arguments and expected."
         )
     return tests
 
@@ -208,5 +208,5 @@ def _tests_of(trajectory: Trajectory) -> Sequence[Mapping[str, Any] | str]:
 @functools.lru_cache(maxsize=8)
 def _sandbox(path: str) -> Sandbox:
     module, _, name = path.rpartition(".")
-    made: Sandbox = getattr(importlib.import_module(module), name)()
-    return made
+    sandbox: Sandbox = getattr(importlib.import_module(module), name)()
+    return sandbox

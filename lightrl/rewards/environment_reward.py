@@ -1,4 +1,4 @@
-"""environment_reward: what the environment of a workflow gave, as the judgment."""
+"""environment_reward: the rewards that the environment of a workflow gave, as the judgment."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from lightrl.trajectory import Trajectory
 
 
 def environment_reward(trajectory: Trajectory) -> dict[str, Any]:
-    """The rewards that MultiTurn or AgentWorkflow has placed on the turns of this trajectory; its reward is their sum.
+    """The rewards that MultiTurn or AgentWorkflow put on the turns of this trajectory; the reward is their sum.
 
     Raises:
         ValueError: if the workflow gave none.
     """
     if trajectory.rewards is None:
         raise ValueError(
-            "The trajectory has no rewards of an environment, expected a workflow that gives them. Use MultiTurn or "
-            "AgentWorkflow (whose agent returns a number), or another reward function."
+            "The workflow gave this trajectory no rewards. Use MultiTurn, or AgentWorkflow with an agent that returns "
+            "a number, or another reward function."
         )
     return {"rewards": trajectory.rewards}

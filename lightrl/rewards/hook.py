@@ -1,7 +1,7 @@
 """RewardHook: a reward function that needs this process (a method that uses `self`) in a thread, with a deadline.
 
-A thread cannot be killed: one that hangs is abandoned, goes on using what it uses, and is replaced. C code that holds
-the interpreter stops the whole trainer. A function by dotted path (pool.py) has neither problem.
+A thread cannot be killed: one that hangs is abandoned, keeps what it uses, and is replaced. C code that holds the
+interpreter stops the whole trainer. A function by dotted path (pool.py) has neither problem.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _logger = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0
 
 
-class RewardHook:
-    """Judges trajectories by a callable of this process; sync calls run one after the other, async calls together.
+class RewardHook(Supervisor[Trajectory]):
+    """Judges trajectories by a callable of this process; sync calls run one after another, async calls together.
 
     The function gets the trajectory itself, not a copy.
 
     Args:
         function: takes a Trajectory; returns what RewardPool's functions return; may be async.
-        timeout_s: deadline of one call in seconds; then its thread is abandoned, which is said once.
+        timeout_s: deadline of one call in seconds; then its thread is abandoned, with one warning.
     """
 
     def __init__(self, function: Callable[[Trajectory], Any], *, timeout_s: float = 30.0) -> None:
@@ -39,33 +39,22 @@ class RewardHook:
         def make_worker() -> _WorkerThread:
             return _WorkerThread(Runner(function, name=name, timeout_s=timeout_s), self._warn)
 
-        self._name = name
-        self._supervisor: Supervisor[Trajectory] = Supervisor(
-            name, make_worker, workers=1, timeout_s=timeout_s, startup_timeout_s=timeout_s
-        )
-
-    def start(self) -> None:
-        """Starts the thread; a second call changes nothing."""
-        self._supervisor.start()
+        super().__init__(name, make_worker, workers=1, timeout_s=timeout_s, startup_timeout_s=timeout_s)
 
     async def score(self, trajectory: Trajectory) -> Judgment:
-        """What the function says about this trajectory; waits for the thread and for the function.
+        """The function's judgment of this trajectory; waits for the thread and for the function.
 
         Raises:
-            RewardError: reason `raised`, `not_finite` or `timeout`; `killed` when this was closed.
+            RewardError: reason `raised`, `not_finite` or `timeout`; `killed` if this was closed.
         """
-        return await self._supervisor.score(trajectory, trajectory)
-
-    def close(self) -> None:
-        """Ends the thread, or abandons it; calls on their way raise RewardError. May be called twice."""
-        self._supervisor.close()
+        return await self._judge(trajectory, trajectory)
 
     def _warn(self) -> None:
         if not self._has_warned:
             self._has_warned = True
             _logger.warning(
-                "Reward function %s still ran when it had to end; its thread cannot be killed and is abandoned. Give "
-                "the reward as a dotted path to have it killed.",
+                "Reward function %s missed its deadline. Its thread cannot be killed and is abandoned; a reward given "
+                "as a dotted path runs in a process, which can.",
                 self._name,
             )
 
@@ -121,7 +110,7 @@ class _WorkerThread:
         try:
             while (batch := self._batches.get()) is not None:
                 for outcome in self._runner.outcomes(batch):
-                    if self._is_abandoned:  # its trajectories have gone to another thread
+                    if self._is_abandoned:  # another thread has its trajectories now
                         return
                     self._outcomes.put(outcome)
         finally:

@@ -1,4 +1,4 @@
-"""Judge: what gives rewards to trajectories; make_judge: processes or a thread, whichever the function allows."""
+"""Judge: gives rewards to trajectories; make_judge: in processes or a thread, whichever the function allows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightrl.trajectory import Trajectory
 
 
 class Judge(Protocol):
-    """Gives each trajectory a Judgment. Life: `start` once, then `score` as often as wanted, then `close`."""
+    """Gives each trajectory a Judgment. Call `start` once, then `score` any number of times, then `close`."""
 
     def start(self) -> None:
-        """Raises ValueError if the reward function cannot be had; called before training, from any thread."""
+        """Raises ValueError if there is no such reward function; called before training, from any thread."""
         ...
 
     async def score(self, trajectory: Trajectory) -> Judgment:
@@ -43,9 +43,9 @@ def make_judge(
 
     Args:
         reward: `package.module.function`, RewardParts, or a callable; methods, lambdas, closures and functions of the
-            script that was started stay in this process.
+            main script stay in this process.
         workers, timeout_s, startup_timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool; a
-            RewardHook uses `timeout_s` only.
+            RewardHook only uses `timeout_s`.
     """
     if not isinstance(reward, str | RewardPart | Sequence):
         path = dotted_path(reward, search_paths)
@@ -64,13 +64,13 @@ def make_judge(
 
 
 def dotted_path(function: Callable[..., Any], search_paths: Sequence[str] = ()) -> str | None:
-    """The path under which another process can import this function; None if there is none."""
+    """The path by which another process can import this function; None if it cannot."""
     if not inspect.isfunction(function) or function.__module__ == "__main__" or "<" in function.__qualname__:
         return None
-    found: Any = sys.modules.get(function.__module__)
+    target: Any = sys.modules.get(function.__module__)
     for part in function.__qualname__.split("."):
-        found = getattr(found, part, None)
+        target = getattr(target, part, None)
     package = function.__module__.partition(".")[0]
-    if found is not function or PathFinder.find_spec(package, [*search_paths, *sys.path]) is None:
+    if target is not function or PathFinder.find_spec(package, [*search_paths, *sys.path]) is None:
         return None
     return f"{function.__module__}.{function.__qualname__}"

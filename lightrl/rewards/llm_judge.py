@@ -22,7 +22,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightrl.checks.bounds import check_bounds
 from lightrl.errors import RewardError
+from lightrl.rewards.judgment import label
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -36,22 +38,22 @@ _MAX_SHOWN = 300
 class LLMJudge:
     """A reward function: asks a model with a rubric, reads its score, and scales it to [0, 1].
 
-    Requests run together, at most `max_concurrent` of them. Connection errors and the answers 408, 429 and 5xx are
-    tried again with growing pauses until `deadline_s`; other errors, and an answer without a score, are a RewardError
-    at once. The same prompt with the same completion is asked once, as long as the cache remembers it.
+    At most `max_concurrent` requests run at the same time. Connection errors and status 408, 429 and 5xx are retried
+    with growing pauses until `deadline_s`; other errors, and an answer without a score, are a RewardError at once. The
+    same prompt with the same completion is sent once, as long as it is in the cache.
 
     Args:
         url: of the endpoint, up to and without `/chat/completions`.
-        model: the name that the endpoint knows.
+        model: its name at the endpoint.
         rubric: the user message; {completion}, {prompt} (the last message) and the prompt's fields are filled in.
         system: the system message, if any.
         score_pattern: a regular expression whose first group is the score; its last match counts.
         score_range: scores that become the rewards 0 and 1; a score outside is an error.
-        api_key_variable: the environment variable with the key, sent where it is set.
-        max_concurrent: requests at the same time, of one process.
-        deadline_s: for one trajectory, all attempts together; below the reward's timeout.
+        api_key_variable: the environment variable with the key, which is sent if it is set.
+        max_concurrent: requests at the same time, per process.
+        deadline_s: for one trajectory, all attempts together; keep it below the reward's timeout.
         temperature, max_tokens: of the judge's answer.
-        cache_size: how many scores are kept in memory.
+        cache_size: scores to keep in memory.
         first_wait_s: pause before the second attempt; it doubles each time.
     """
 
@@ -73,11 +75,10 @@ class LLMJudge:
         first_wait_s: float = _FIRST_WAIT_S,
     ) -> None:
         if len(score_range) != 2 or not score_range[0] < score_range[1]:
-            raise ValueError(f"score_range={list(score_range)}, expected two growing numbers. Mend it.")
+            raise ValueError(f"score_range must be two increasing numbers, got {list(score_range)}.")
         if re.compile(score_pattern).groups < 1:
-            raise ValueError(f"score_pattern={score_pattern!r} has no group, expected one around the score. Add it.")
-        if max_concurrent < 1:
-            raise ValueError(f"max_concurrent={max_concurrent}, expected at least 1. Raise it.")
+            raise ValueError(f"score_pattern={score_pattern!r} must have a group around the score.")
+        check_bounds(1, max_concurrent=max_concurrent)
         self._url = url.rstrip("/") + "/chat/completions"
         self._rubric = rubric
         self._pattern = re.compile(score_pattern)
@@ -96,7 +97,7 @@ class LLMJudge:
     async def __call__(self, trajectory: Trajectory) -> dict[str, Any]:
         """The reward in [0, 1], the `score` itself, and the judge's answer as `extracted`.
 
-        Waits for a free slot and for the endpoint; on cancellation the request is given up.
+        Waits for a free slot and for the endpoint; on cancellation the request is abandoned.
         """
         question = self._filled_in(trajectory)
         key = hashlib.sha256(question.encode(errors="surrogatepass")).digest()
@@ -124,8 +125,8 @@ class LLMJudge:
             return _Formatter().format(self._rubric, **values)
         except (KeyError, IndexError) as error:
             raise ValueError(
-                f"The rubric asks for {error}, expected names among {sorted(values)}. Mend it, or write {{{{ and }}}} "
-                "for braces."
+                f"The rubric uses {error}, but the prompt only has {sorted(values)}. Change it, or write {{{{ and }}}} "
+                "for literal braces."
             ) from error
 
     async def _answer(self, question: str, trajectory: Trajectory) -> str:
@@ -144,21 +145,20 @@ class LLMJudge:
             last = f"status {status}: {text[:_MAX_SHOWN]}" if status else text
             if 400 <= status < 500 and status not in (408, 429):
                 raise RewardError(
-                    f"The judge at {self._url} refused {_called(trajectory)} with {last}. Expected 200. "
-                    "Mend its url, model, key or rubric."
+                    f"The judge at {self._url} answered {label(trajectory)} with {last}. Check url, model, key and "
+                    "rubric."
                 )
             pause_s = max(retry_after_s or 0.0, wait_s * random.uniform(0.8, 1.2))
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             wait_s = min(2 * wait_s, _MAX_WAIT_S)
         raise RewardError(
-            f"The judge at {self._url} gave no answer for {_called(trajectory)} within deadline_s="
-            f"{self._deadline_s:g} in {attempt} attempts ({last}), expected one. Look at its server, or raise "
-            "deadline_s and the reward's timeout.",
+            f"The judge at {self._url} did not answer {label(trajectory)} within deadline_s={self._deadline_s:g} in "
+            f"{attempt} attempts ({last}). Check its server, or increase deadline_s and the reward's timeout.",
             reason="timeout",
         )
 
     async def _post(self, question: str) -> tuple[int, str, float | None]:
-        """Status, the answer's text (or what the server says), and how long it asks to wait."""
+        """Status, the answer's text (or the server's error), and how long the server asks to wait."""
         import aiohttp
 
         if self._session is None:
@@ -174,33 +174,33 @@ class LLMJudge:
         except aiohttp.ClientError as error:
             raise OSError(repr(error)) from error
         except ValueError as error:
-            raise RewardError(f"The judge at {self._url} answered with no JSON: {error}. Mend its url.") from error
+            raise RewardError(f"The answer of the judge at {self._url} is not JSON: {error}. Check its url.") from error
         try:
             return 200, answer["choices"][0]["message"]["content"] or "", None
         except (KeyError, IndexError, TypeError) as error:
             raise RewardError(
-                f"The judge at {self._url} answered {answer!r:.300}, expected choices with a message. Mend its url."
+                f"The answer of the judge at {self._url} has no choices with a message: {answer!r:.300}. Check its url."
             ) from error
 
     def _score(self, answer: str, trajectory: Trajectory) -> tuple[float, str]:
-        found = self._pattern.findall(answer)
-        if not found:
+        matches = self._pattern.findall(answer)
+        if not matches:
             raise RewardError(
-                f"The judge's answer for {_called(trajectory)} has no score that matches {self._pattern.pattern!r}: "
-                f"{answer[-_MAX_SHOWN:]!r}. Say in the rubric how to end, mend score_pattern, or raise max_tokens."
+                f"The judge's answer for {label(trajectory)} has no score that matches {self._pattern.pattern!r}: "
+                f"{answer[-_MAX_SHOWN:]!r}. Ask for that form in the rubric, change score_pattern, or increase "
+                "max_tokens."
             )
-        text = found[-1] if isinstance(found[-1], str) else found[-1][0]
-        score = float(text)
+        score = float(matches[-1] if isinstance(matches[-1], str) else matches[-1][0])
         if not self._low <= score <= self._high:
             raise RewardError(
-                f"The judge gave the score {score:g} for {_called(trajectory)}, expected {self._low:g} to "
-                f"{self._high:g}. Say the range in the rubric, or mend score_range."
+                f"The judge gave {label(trajectory)} the score {score:g}, which is outside "
+                f"score_range={[self._low, self._high]}. State the range in the rubric, or change it."
             )
         return score, answer
 
 
 class _Formatter(string.Formatter):
-    """Names only: a rubric reaches no attributes of what it shows."""
+    """Names only: a rubric cannot reach attributes."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
         return self.get_value(field_name, args, kwargs), field_name
@@ -211,7 +211,3 @@ def _seconds(headers: Any) -> float | None:
         return float(headers.get("Retry-After", ""))
     except ValueError:
         return None
-
-
-def _called(trajectory: Trajectory) -> str:
-    return f"prompt {trajectory.prompt.id!r}, sample {trajectory.sample}"

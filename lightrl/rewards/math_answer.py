@@ -1,8 +1,8 @@
 r"""math_answer: whether a completion ends with the right answer, for GSM8K-like data.
 
-The demanded format is `#### <number>` as the last line, or `\boxed{<expression>}` in it, exactly once, before the stop
+The required format is `#### <number>` as the last line, or `\boxed{<expression>}` in it, exactly once, before the stop
 token. Plain numbers are compared exactly, as fractions; other expressions by math-verify, without its own time limits
-(they use SIGALRM): the pool's deadline holds for them.
+(they use SIGALRM): the pool's deadline applies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from lightrl.trajectory import Trajectory
 
 _MAX_NUMBER_CHARS = 100
-_MAX_EXPRESSION_CHARS = 1000  # longer ones are no answers, and parsers take their time
+_MAX_EXPRESSION_CHARS = 1000  # longer ones are not answers, and slow to parse
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(rf"(?P<sign>(?<![\w)])[-+−])?\s*(?:[$€£]\s*(?P<sign_after>[-−])?)?(?P<digits>{_DIGITS})")
@@ -38,13 +38,13 @@ def math_answer(trajectory: Trajectory, *, format_reward: float = 0.1) -> dict[s
     Args:
         trajectory: its prompt has the field `answer`: a number or expression, or a solution that ends with it after
             `####` or in `\boxed{}`.
-        format_reward: the reward of a wrong answer in the demanded format, so that a policy that is never right yet
-            has something to learn.
+        format_reward: the reward of a wrong answer in the required format, so that a policy that is never right has
+            something to learn.
 
     Returns:
-        `accuracy`: 1 if the answer is in the demanded format and equals the reference;
+        `accuracy`: 1 if the answer is in the required format and equals the reference;
         `lenient_accuracy`: 1 also if the last marked answer or the last number of the completion equals it;
-        `format`: 1 if the demanded format is there exactly once, at the end, and the completion ended with its stop
+        `format`: 1 if the required format occurs exactly once, at the end, and the completion ended with its stop
         token; `reward`: 1 if accurate, else `format_reward` if in format, else 0; `extracted`, the marked answer.
 
     Raises:
@@ -96,8 +96,8 @@ def reference_answer(trajectory: Trajectory) -> str:
     fields = trajectory.prompt.fields
     if fields.get("answer") is None or not str(fields["answer"]).strip():
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} has the fields {sorted(fields)} and no answer in them, expected a field "
-            "'answer' with the reference. Name the data's answer column."
+            f"Prompt {trajectory.prompt.id!r} needs a reference in its field 'answer'; it has {sorted(fields)}. "
+            "Set answer_column of the data."
         )
     text = str(fields["answer"])
     answer = final_answer(text)
@@ -105,16 +105,16 @@ def reference_answer(trajectory: Trajectory) -> str:
 
 
 def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
-    """Whether two answers mean the same; `50%`, `50` and `0.5` do where one of the two has the percent sign.
+    """Whether two answers mean the same; `50%`, `50` and `0.5` do if one of the two has the percent sign.
 
-    After `####` a number is demanded where the reference is one; in a box an expression may stand for it.
+    If the reference is a number, the answer after `####` must be one too; in a box it may be an expression.
     """
     values, references = number(answer), number(reference)
     if values is not None and references is not None:
         return bool(values & references)
     if references is not None and is_marked_by == _HASHES:
         return False
-    if references is not None and not re.search(r"[0-9\\]", answer):  # words: no number comes out of them
+    if references is not None and not re.search(r"[0-9\\]", answer):  # words only
         return False
     if max(len(answer), len(reference)) > _MAX_EXPRESSION_CHARS:
         return False
@@ -124,7 +124,7 @@ def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
 def number(text: str) -> frozenset[Fraction] | None:
     """The values that a plain number may mean, two for a percentage; None if the text is not one plain number.
 
-    Around it may be a currency sign, up to four words of units, a period and LaTeX's spacing and dollars.
+    It may have a currency sign, up to four words of units, a period, and LaTeX's spacing and dollars around it.
     """
     if len(text) > _MAX_NUMBER_CHARS:
         return None
@@ -181,7 +181,7 @@ def _verify(answer: str, reference: str) -> bool:
 def _parsed(text: str) -> tuple[Any, ...]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    for module in ("parser", "grader"):  # they warn of the missing time limit, which is the pool's
+    for module in ("parser", "grader"):  # they warn about the missing time limit; the pool has one
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     return tuple(parse(f"{_BOXED}{{{text}}}", targets, parsing_timeout=None))

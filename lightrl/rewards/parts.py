@@ -4,7 +4,7 @@
       - {path: lightrl.rewards.math_answer, name: math, arguments: {format_reward: 0.2}}
       - {path: my_rewards.brevity, weight: 0.1}
 
-Each part is logged by its name, unweighted; what it names itself comes as `<name>_<what>`.
+Each part is logged unweighted under its name; its own metrics as `<name>_<metric>`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightrl.checks.user_code import user_code
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, is_async, raised_error
 from lightrl.trajectory import Trajectory
@@ -28,9 +29,9 @@ class RewardPart:
     """One reward function of a sum, or alone with arguments.
 
     Args:
-        path: `package.module.function`, or of a class that is made once per process and whose objects are called.
-        weight: what its reward is multiplied by in the sum.
-        name: under which its reward is logged; the last part of the path if None.
+        path: `package.module.function`, or a class, which is instantiated once per process and then called.
+        weight: factor of its reward in the sum.
+        name: for logs; the last part of the path if None.
         arguments: its keyword arguments beside the trajectory.
 
     Example:
@@ -51,46 +52,45 @@ Reward = str | RewardPart | Sequence[RewardPart]
 
 
 def parts_of(reward: Reward) -> list[RewardPart]:
-    """The parts of a reward, with labels that differ.
+    """The parts of a reward, with different names.
 
     Raises:
-        ValueError: if there are none, or two share a label.
+        ValueError: if there are none, or two share a name.
     """
     if isinstance(reward, str):
         return [RewardPart(reward)]
     parts = [reward] if isinstance(reward, RewardPart) else list(reward)
     labels = [part.label for part in parts]
     if not parts or len(set(labels)) < len(labels):
-        raise ValueError(
-            f"reward has parts named {labels}, expected at least one and different names. Give each a name."
-        )
+        raise ValueError(f"reward needs at least one part, and a different name for each, got {labels}. Set `name`.")
     return parts
 
 
 def bound(part: RewardPart, function: Callable[..., Any]) -> Callable[[Trajectory], Any]:
-    """The function with the part's arguments; an object, if it is a class.
+    """The function with the part's arguments; for a class, an object of it.
 
     Raises:
-        ValueError: if it takes no such arguments.
+        ValueError: if it takes no such arguments, or the class cannot be instantiated or called.
     """
     if not part.arguments and not inspect.isclass(function):
         return function
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        signature = None
-    if signature is not None:
+    except (TypeError, ValueError):  # some builtins have none
+        pass
+    else:
         _check_arguments(part, signature)
     if not inspect.isclass(function):
         return functools.partial(function, **part.arguments)
-    made = function(**part.arguments)
-    if not callable(made):
-        raise ValueError(
-            f"reward={part.path!r} is a class whose objects cannot be called, expected a function or a class with "
-            "`__call__(self, trajectory)`. Name another."
-        )
-    called: Callable[[Trajectory], Any] = made
-    return called
+
+    def failed(error: BaseException) -> ValueError:
+        return ValueError(f"reward={part.path!r} could not be instantiated with {part.arguments}: {error!r}")
+
+    with user_code(failed):
+        instance: object = function(**part.arguments)
+    if not callable(instance):
+        raise ValueError(f"reward={part.path!r} is a class without `__call__(self, trajectory)`. Add it.")
+    return instance
 
 
 def summed(
@@ -98,8 +98,8 @@ def summed(
 ) -> Callable[[Trajectory], Any]:
     """A reward function that is the weighted sum of these; async if one of them is.
 
-    A part that fails is a RewardError that names it. Where a part gives rewards per token, the rewards of the others
-    stand at the policy's last token.
+    A part that fails is a RewardError that names it. If a part gives rewards per token, the rewards of the others go to
+    the policy's last token.
     """
     if len(parts) == 1 and parts[0].weight == 1.0 and parts[0].name is None:
         return functions[0]
@@ -125,10 +125,8 @@ def _check_arguments(part: RewardPart, signature: inspect.Signature) -> None:
     for name in part.arguments:
         if name not in signature.parameters:
             nearest = difflib.get_close_matches(name, signature.parameters, n=1)
-            raise ValueError(
-                f"reward={part.path!r} got the argument {name!r}, expected some of {list(signature.parameters)[:12]}. "
-                f"{f'Did you mean {nearest[0]!r}?' if nearest else 'Mend the name.'}"
-            )
+            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"It has {list(signature.parameters)[:12]}."
+            raise ValueError(f"reward={part.path!r} has no argument {name!r}. {hint}")
 
 
 def _judged(part: RewardPart, trajectory: Trajectory, function: Callable[[Trajectory], Any]) -> Judgment:
@@ -138,25 +136,18 @@ def _judged(part: RewardPart, trajectory: Trajectory, function: Callable[[Trajec
 
 async def _judged_async(part: RewardPart, trajectory: Trajectory, function: Callable[[Trajectory], Any]) -> Judgment:
     with _named_errors(part, trajectory):
-        given = function(trajectory)
-        return Judgment.of(await given if is_async(function) else given, trajectory)
+        value = function(trajectory)
+        return Judgment.of(await value if is_async(function) else value, trajectory)
 
 
 @contextlib.contextmanager
 def _named_errors(part: RewardPart, trajectory: Trajectory) -> Iterator[None]:
-    """What is raised inside is a RewardError that names the part; running out of memory is the worker's affair."""
+    """What is raised inside becomes a RewardError that names the part."""
     try:
-        yield
-    except MemoryError:
-        raise
+        with user_code(lambda error: raised_error(part.path, error, trajectory), RewardError):
+            yield
     except RewardError as error:
-        raise _named(part, error) from error
-    except (Exception, SystemExit) as error:  # the border of user code
-        raise _named(part, raised_error(part.path, error, trajectory)) from error
-
-
-def _named(part: RewardPart, error: RewardError) -> RewardError:
-    return RewardError(f"Part {part.label!r} of the reward failed. {error}", reason=error.reason)
+        raise RewardError(f"Part {part.label!r} of the reward failed. {error}", reason=error.reason) from error
 
 
 def _sum(parts: Sequence[RewardPart], judgments: Sequence[Judgment], trajectory: Trajectory) -> Judgment:
@@ -164,7 +155,7 @@ def _sum(parts: Sequence[RewardPart], judgments: Sequence[Judgment], trajectory:
     for part, judgment in zip(parts, judgments, strict=True):
         metrics[part.label] = judgment.reward
         for name, value in judgment.metrics.items():
-            if name == "accuracy":  # the first part that says what is right says it for the whole
+            if name == "accuracy":  # the first part that has one decides for the whole
                 metrics.setdefault(name, value)
             else:
                 metrics[name if len(parts) == 1 else f"{part.label}_{name}"] = value

@@ -19,6 +19,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+from lightrl.checks.bounds import check_bounds
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome
 from lightrl.rewards.parts import Reward, parts_of
@@ -28,28 +29,28 @@ from lightrl.trajectory import Prompt, Trajectory
 _READ_BYTES = 1 << 16
 _STACK_WAIT_S = 0.5
 _END_TIMEOUT_S = 5.0
-_MAX_LOG_LINES = 30  # of what a worker printed last, shown when it dies
+_MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _START = "import sys; sys.path[:] = sys.argv[2:]; from lightrl.rewards.worker import main; main()"
 
 
-class RewardPool:
+class RewardPool(Supervisor[bytes]):
     """Judges trajectories in warm child processes, with a deadline for each call.
 
-    Invariants: a call has one outcome, a Judgment or a RewardError, never a reward of 0 for a failure; a process that
-    hung or died is replaced; no process outlives this one, not even after `kill -9`. What the function prints appears
-    on this process's stderr with a prefix.
+    Invariants: each call has one outcome, a Judgment or a RewardError, and a failure is never a reward of 0; a process
+    that hung or died is replaced; no process outlives this one, not even after `kill -9`. What the function prints
+    appears on this process's stderr with a prefix.
 
     Args:
         reward: `package.module.function`, a RewardPart, or several of them, which are added up; a function takes a
-            Trajectory, may be async, and returns a number, or a dict with `reward` and further named numbers, or with
+            Trajectory, may be async, and returns a number, or a dict with `reward` and other named numbers, or with
             `rewards`, one number for each token.
-        workers: number of processes; an async function needs one only.
+        workers: number of processes; one is enough for an async function.
         timeout_s: deadline of one call in seconds; then its process is killed.
-        startup_timeout_s: deadline of the import of the function's module in seconds.
+        startup_timeout_s: deadline for importing the function's module in seconds.
         search_paths: folders that come first on the workers' import path; the rest is as in this process.
-        memory_limit_mib: bound on the data of each process and of each that it starts; a call that wants more fails
-            with reason `killed` and its process is replaced. None for no bound. Not enforced on macOS.
+        memory_limit_mib: limit for the data of each process and of each that it starts; a call that needs more fails
+            with reason `killed` and its process is replaced. None for no limit. Not enforced on macOS.
         recycle_after: calls after which a process is replaced by a fresh one, which is started before the old one
             ends; for functions that leak. None for never.
 
@@ -70,51 +71,33 @@ class RewardPool:
         memory_limit_mib: int | None = 4096,
         recycle_after: int | None = None,
     ) -> None:
+        check_bounds(1, memory_limit_mib=memory_limit_mib, recycle_after=recycle_after)
         parts = parts_of(reward)
         self.path = " + ".join(part.path for part in parts)
-        for name, value in (("memory_limit_mib", memory_limit_mib), ("recycle_after", recycle_after)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}, expected at least 1, or None for no bound. Raise it.")
         settings = {
             "parts": [vars(part) for part in parts],
             "timeout_s": timeout_s,
             "memory_limit_mib": memory_limit_mib,
         }
         import_path = [str(Path(entry).absolute()) for entry in (*search_paths, *sys.path)]  # "" is the working folder
-
-        def make_worker() -> _WorkerProcess:
-            return _WorkerProcess(settings, import_path=import_path)
-
-        self._supervisor: Supervisor[bytes] = Supervisor(
+        super().__init__(
             self.path,
-            make_worker,
+            lambda: _WorkerProcess(settings, import_path=import_path),
             workers=workers,
             timeout_s=timeout_s,
             startup_timeout_s=startup_timeout_s,
             recycle_after=recycle_after,
         )
 
-    def start(self) -> None:
-        """Starts the processes and returns when one has imported the function; a second call changes nothing.
-
-        Raises:
-            ValueError: if there is no such function, or its module does not import within `startup_timeout_s`.
-        """
-        self._supervisor.start()
-
     async def score(self, trajectory: Trajectory) -> Judgment:
-        """What the function says about a copy of this trajectory; waits for a free process and for the function.
+        """The function's judgment of a copy of this trajectory; waits for a free process and for the function.
 
         Raises:
-            RewardError: reason `raised` (also when the prompt's fields hold what JSON cannot), `not_finite`, `timeout`
-                or `killed` (also when the pool was closed).
+            RewardError: reason `raised` (also if JSON cannot hold the prompt's fields), `not_finite`, `timeout` or
+                `killed` (also if the pool was closed).
         """
         request = encoded(trajectory)
-        return await self._supervisor.score(trajectory, request, len(request))
-
-    def close(self) -> None:
-        """Kills the processes and all that they started; calls on their way raise RewardError. May be called twice."""
-        self._supervisor.close()
+        return await self._judge(trajectory, request, len(request))
 
 
 def encoded(trajectory: Trajectory) -> bytes:
@@ -123,8 +106,8 @@ def encoded(trajectory: Trajectory) -> bytes:
         return json.dumps(vars(trajectory), default=_plain, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         raise RewardError(
-            f"Prompt {trajectory.prompt.id!r} or its trajectory cannot be written as JSON: {error}. Expected it to be, "
-            "as reward functions run in other processes. Turn the field into numbers, strings, lists or dicts."
+            f"Prompt {trajectory.prompt.id!r} or its trajectory cannot be sent to the reward process as JSON: {error}. "
+            "Use numbers, strings, lists and dicts in its fields."
         ) from error
 
 
@@ -150,17 +133,15 @@ class _WorkerProcess:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            # Several workers with a thread per core each would slow one another down.
+            # Several workers with one thread per core each would slow each other down.
             env={**_ONE_THREAD, **os.environ},
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._pipes = (self._process.stdin, self._process.stdout, self._process.stderr)
+        pipes = (self._process.stdin, self._process.stdout, self._process.stderr)
+        self._pipes = [pipe for pipe in pipes if pipe is not None]
         self._requests, self._replies, self._errors = (pipe.fileno() for pipe in self._pipes)
-        for pipe in self._pipes:
-            os.set_blocking(pipe.fileno(), False)
         self._poller = select.poll()
+        for descriptor in (self._requests, self._replies, self._errors):
+            os.set_blocking(descriptor, False)
         self._poller.register(self._replies, select.POLLIN)
         self._poller.register(self._errors, select.POLLIN)
         self._outgoing = memoryview(b"")
@@ -172,20 +153,17 @@ class _WorkerProcess:
         self._send_bytes(json.dumps(settings).encode() + b"\n")
 
     def is_ready(self, wait_s: float) -> bool:
-        if self._is_ready:
-            return True
-        for line in self._receive_lines(wait_s):
+        for line in [] if self._is_ready else self._receive_lines(wait_s):
             record = json.loads(line)
             if "problem" in record:
                 raise ValueError(record["problem"])
             self.runs_together = record["runs_together"]
             self._is_ready = True
-            return True
-        return False
+        return self._is_ready
 
     def is_alive(self) -> bool:
         self._exchange(0.0)
-        return not self._is_ended and not self._has_exited()
+        return not self._is_ended and not self._exit()
 
     def send(self, requests: Sequence[bytes]) -> None:
         self._log.clear()
@@ -224,8 +202,8 @@ class _WorkerProcess:
     def _receive_lines(self, wait_s: float) -> list[bytes]:
         if b"\n" not in self._reply_bytes:
             self._exchange(wait_s)
-        if b"\n" not in self._reply_bytes and (self._is_ended or self._has_exited()):
-            while self._exchange(0.0):  # its last words
+        if b"\n" not in self._reply_bytes and (self._is_ended or self._exit()):
+            while self._exchange(0.0):  # what it wrote last
                 pass
             if b"\n" not in self._reply_bytes:
                 raise WorkerDied(self._obituary())
@@ -233,7 +211,7 @@ class _WorkerProcess:
         return [bytes(line) for line in lines]
 
     def _exchange(self, wait_s: float, *, forward: bool = True) -> bool:
-        """Moves what the pipes take and give, after `wait_s` at most; False if that was nothing."""
+        """Writes and reads what the pipes allow, after `wait_s` at most; False if that was nothing."""
         if self._is_ended:
             return False
         ready = self._poller.poll(wait_s * 1000)
@@ -257,7 +235,7 @@ class _WorkerProcess:
             self._outgoing = self._outgoing[os.write(self._requests, self._outgoing) :]
         except BlockingIOError:
             return
-        except BrokenPipeError:  # it ended: reading says so, after its last words
+        except BrokenPipeError:  # it ended; reading finds that out, after its last output
             self._outgoing = memoryview(b"")
         if not self._outgoing:
             self._poller.unregister(self._requests)
@@ -270,16 +248,15 @@ class _WorkerProcess:
             if forward:
                 sys.stderr.write(f"[reward worker {self._process.pid}] {text}\n")
 
-    def _has_exited(self) -> bool:
-        # WNOWAIT: `end` waits for it, and its process id is nobody else's until then.
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self._process.pid, flags) is not None
+    def _exit(self) -> os.waitid_result | None:
+        # WNOWAIT: `end` waits for it, and until then no other process has its id.
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
     def _obituary(self) -> str:
         deadline = time.monotonic() + 1.0
-        while not self._has_exited() and time.monotonic() < deadline:  # its pipe closes a moment earlier
+        while not self._exit() and time.monotonic() < deadline:  # its pipe closes a moment earlier
             time.sleep(0.01)
-        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        status = self._exit()
         if status is None:
             how = "it closed its pipe"
         elif status.si_code == os.CLD_EXITED:
@@ -287,8 +264,7 @@ class _WorkerProcess:
         else:
             how = f"signal {signal.Signals(status.si_status).name}"
             how += " (out of memory?)" if status.si_status == signal.SIGKILL else ""
-        said = "\n".join(self._log)
-        return f"{how}, after it printed\n{said}\n" if said else how
+        return "\n".join([f"{how}. It last printed:", *self._log]) if self._log else how
 
 
 def _read(descriptor: int) -> bytes | None:

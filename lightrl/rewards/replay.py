@@ -1,11 +1,11 @@
-"""FailureLog: writes what a reward failed on; replay: runs a reward again on what was written, and tells all about it.
+"""FailureLog: writes the trajectories that a reward failed on; replay: runs a reward on them again and reports.
 
     judge = FailureLog(make_judge("my_rewards.exact"), run_folder / "failed_rewards.jsonl")
     for row in replay(run_folder / "failed_rewards.jsonl", "my_rewards.exact"):
         print(row)
 
-One line is one failure: {"reason": "timeout", "message": "...", "trajectory": {...}}. `replay` reads the trajectory
-log's files as well, whose lines have a trajectory too.
+One line is one failure: {"reason": "timeout", "message": "...", "trajectory": {...}}. `replay` also reads the files of
+the trajectory log, whose lines have a trajectory too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightrl.checks.bounds import check_bounds
 from lightrl.checks.disk_errors import write_problem
 from lightrl.errors import RewardError
 from lightrl.rewards.judge import Judge, make_judge
@@ -32,12 +33,12 @@ _logger = logging.getLogger(__name__)
 
 
 class FailureLog:
-    """A Judge that hands everything to another one and writes each trajectory that it failed on to a file.
+    """A Judge around another one that writes each trajectory it fails on to a file.
 
     Args:
-        judge: which judges.
+        judge: the one that judges.
         path: of the JSONL file; lines are appended, its folder is made at the first failure.
-        max_failures: lines that one process writes at most, so that a broken reward fills no disk.
+        max_failures: maximum lines from one process, so that a broken reward does not fill the disk.
     """
 
     def __init__(self, judge: Judge, path: str | Path, *, max_failures: int = 1000) -> None:
@@ -71,7 +72,7 @@ class FailureLog:
         except (OSError, RewardError) as problem:
             self._num_left = 0
             _logger.warning(
-                "%s cannot be written: %s, expected a disk with room; failed rewards are not logged any more.",
+                "Could not write %s: %s. Failed rewards are no longer logged.",
                 self.path,
                 write_problem(problem, self.path),
             )
@@ -79,45 +80,47 @@ class FailureLog:
 
 @dataclass(frozen=True)
 class ReplayRow:
-    """What a reward says about one trajectory, called several times."""
+    """The result of several calls of a reward on one trajectory."""
 
     prompt: str
     completion: str
-    extracted: str | None  # what the reward read out of the completion, if it tells
+    extracted: str | None  # the answer that the reward read in the completion, if it returns that
     reward: float | None  # of the first call; None if that failed
     metrics: dict[str, float] = field(default_factory=dict)
-    latency_s: float = 0.0  # of the last call, which finds everything loaded
-    is_deterministic: bool = True  # all calls gave the same
-    reason: str | None = None  # of the first call's failure, and its message
+    latency_s: float = 0.0  # of the last call, when everything is loaded
+    is_deterministic: bool = True  # all calls gave the same result
+    reason: str | None = None  # why the first call failed, and the message
     message: str | None = None
 
 
 def replay(
-    path: str | Path,
+    source: str | Path | Iterable[Trajectory],
     reward: Reward | Callable[[Trajectory], Any],
     *,
     num: int | None = None,
     repeats: int = 2,
     timeout_s: float = 30.0,
+    memory_limit_mib: int | None = 4096,
     search_paths: Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
 ) -> list[ReplayRow]:
-    """Judges the trajectories of a JSONL file again.
+    """Judges trajectories, for example those of a JSONL file, with this reward.
 
     Args:
-        path: a file of failed rewards or of the trajectory log.
-        reward, timeout_s, search_paths: as in `make_judge`.
-        num: how many of its first trajectories; None for all.
+        source: a file of failed rewards or of the trajectory log, or trajectories.
+        reward, timeout_s, memory_limit_mib, search_paths: as in `make_judge`.
+        num: only this many, from the start; None for all.
         repeats, decode: as in `examine`.
 
     Raises:
-        ValueError: if a line holds no trajectory, or there is no such reward function.
+        ValueError: if a line has no trajectory, or there is no such reward function.
     """
-    trajectories = list(itertools.islice(read_failures(path), num))
-    judge = make_judge(reward, timeout_s=timeout_s, search_paths=search_paths)
+    trajectories = read_failures(source) if isinstance(source, str | Path) else source
+    first = list(itertools.islice(trajectories, num))
+    judge = make_judge(reward, timeout_s=timeout_s, memory_limit_mib=memory_limit_mib, search_paths=search_paths)
     try:
         judge.start()
-        return asyncio.run(examine(trajectories, judge, repeats=repeats, decode=decode))
+        return asyncio.run(examine(first, judge, repeats=repeats, decode=decode))
     finally:
         judge.close()
 
@@ -129,31 +132,30 @@ async def examine(
     repeats: int = 2,
     decode: Callable[[list[int]], str] | None = None,
 ) -> list[ReplayRow]:
-    """A row for each trajectory, judged `repeats` times, one call after the other, so that latencies are honest.
+    """A row for each trajectory, judged `repeats` times, one call after another, so that latencies are honest.
 
     Args:
-        trajectories: of a file, or fresh ones before a run.
-        judge: has been started.
-        repeats: calls of each trajectory; one call cannot show whether a reward is deterministic.
-        decode: token ids to text, for prompts that have no messages.
+        trajectories: from a file, or fresh ones before a run.
+        judge: a started one.
+        repeats: calls per trajectory; one call cannot show whether a reward is deterministic.
+        decode: token ids to text, for prompts without messages.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats}, expected at least 1. Raise it.")
+    check_bounds(1, repeats=repeats)
     return [await _row(trajectory, judge, repeats, decode) for trajectory in trajectories]
 
 
 def read_failures(path: str | Path) -> Iterator[Trajectory]:
-    """The trajectories of a file, judged anew or not; ValueError names a line that has none."""
+    """The trajectories of a file; ValueError names a line that has none."""
     with Path(path).open(encoding="utf-8") as lines:
         for index, line in enumerate(lines, start=1):
             try:
                 trajectory = Trajectory.from_json(json.loads(line)["trajectory"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{path}, line {index} is no record with a trajectory ({error!r}), expected a file of failed "
-                    "rewards or of the trajectory log. Name such a file."
+                    f"{path}:{index} has no trajectory ({error!r}). Pass a failed_rewards.jsonl or a file of the "
+                    "trajectory log."
                 ) from error
-            trajectory.reward = None  # `rewards` stay: an environment gave them before the judge was asked
+            trajectory.reward = None  # `rewards` stay: they came from an environment, before the judge
             yield trajectory
 
 

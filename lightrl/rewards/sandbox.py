@@ -1,6 +1,6 @@
-"""LocalSandbox: runs a Python program that nobody trusts, with limits, and leaves nothing of it behind.
+"""LocalSandbox: runs an untrusted Python program with limits, and leaves nothing of it behind.
 
-What protects, and what each layer is for. A layer is used where the system has it; what is missing is said once.
+Each layer of protection is used where the system has it; a missing one is logged once.
 
     namespaces     own processes (all die together), no network, files in a bounded memory disk of its own.
                    Linux as root, or as a user who may make user namespaces
@@ -12,8 +12,8 @@ What protects, and what each layer is for. A layer is used where the system has 
 A program is refused where no layer protects other processes (namespaces, private_user, Landlock of Linux 6.12), files
 (private_user, landlock) or the network (namespaces, seccomp); macOS has none of them. Without `namespaces`, files are
 bounded one by one and not in sum, memory per process and not in sum, and a program may outlive the guard if that is
-killed with SIGKILL at the same time. No layer here stops an attack on the kernel: for that, write a Sandbox that asks a
-virtual machine.
+killed with SIGKILL at the same time. No layer here stops an attack on the kernel: for that, write a Sandbox that runs
+programs in a virtual machine.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from lightrl.checks.bounds import check_positive
 from lightrl.errors import RewardError
 
 LAYERS = ("namespaces", "private_user", "landlock", "seccomp")
 
 _logger = logging.getLogger(__name__)
-_GUARD = Path(__file__).with_name("sandbox_guard.py")
+# Without lightrl and its packages, and in a file tree of its own: the guard starts in a fraction of a second.
+_START = "import sys; sys.path.append(sys.argv[1]); from sandbox_guard.guard import main; main()"
 _GRACE_S = 10.0
 _READ_BYTES = 1 << 16
 _SYSTEM_PATHS = (
@@ -50,21 +52,19 @@ StoppedBy = Literal["time", "memory", "output", "processes"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run of a program may use."""
+    """Limits of one run of a program."""
 
-    cpu_s: float = 5.0  # of each process; whole seconds are enforced, rounded up
+    cpu_s: float = 5.0  # of each process; enforced in whole seconds, rounded up
     wall_s: float = 10.0
-    memory_mib: int = 512  # of each process; of all together where there are namespaces
+    memory_mib: int = 512  # of each process; with namespaces, of all together
     max_processes: int = 16  # threads included
     max_open_files: int = 64
     max_files: int = 1000
-    file_mib: int = 16  # of each file; of all together where there are namespaces
+    file_mib: int = 16  # of each file; with namespaces, of all together
     output_kib: int = 256  # standard output and error together
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"{name}={value}, expected a number above 0. Raise it.")
+        check_positive(**asdict(self))
 
 
 @dataclass(frozen=True)
@@ -73,31 +73,31 @@ class Run:
 
     stdout: str
     stderr: str
-    exit_code: int | None  # negative: the signal that ended it; None: a limit was reached first
-    stopped_by: StoppedBy | None  # the limit that was reached
+    exit_code: int | None  # negative: the signal that ended it; None if it reached a limit
+    stopped_by: StoppedBy | None  # the limit that it reached
     wall_s: float
     cpu_s: float
-    layers: frozenset[str] = field(default_factory=frozenset)  # the protections that were there
+    layers: frozenset[str] = field(default_factory=frozenset)  # the protections in force
 
 
 class Sandbox(Protocol):
     """Runs programs; one method, so that a virtual machine or a service can stand in for LocalSandbox."""
 
     def run(self, program: str, stdin: str, limits: Limits) -> Run:
-        """Runs a Python program with this text on its standard input; returns when nothing of it is left."""
+        """Runs a Python program with this text as its standard input; returns when nothing of it is left."""
         ...
 
 
 class LocalSandbox:
-    """Runs programs on this machine, one after the other, under a guard process that lives as long as this process.
+    """Runs programs on this machine, one after another, under a guard process that lives as long as this one.
 
     Args:
         python: the interpreter of the programs.
         readable: further files and folders that programs may read, for example of a data set.
-        environment: further environment variables of the programs; of this process's they see none.
-        layers: the protections to use where the system has them.
-        unprotected: run programs also where no layer protects other processes, files or the network: they then have
-            all rights of this user, except as root, where they are refused in any case.
+        environment: environment variables for the programs, which see none of this process's.
+        layers: the protections to use if the system has them.
+        unprotected: run programs even if no layer protects other processes, files or the network: they then have all
+            rights of this user. Never allowed for root.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class LocalSandbox:
     ) -> None:
         unknown = sorted(set(layers) - set(LAYERS))
         if unknown:
-            raise ValueError(f"layers={unknown} are unknown, expected some of {list(LAYERS)}. Mend the names.")
+            raise ValueError(f"layers={unknown} do not exist. Choose from {list(LAYERS)}.")
         prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(python).resolve().parent)}
         self._python = python
         self._request = {
@@ -126,31 +126,22 @@ class LocalSandbox:
         self._has_warned = False
 
     def run(self, program: str, stdin: str, limits: Limits) -> Run:
-        """Raises RewardError if the sandbox itself fails; whatever the program does is a Run."""
+        """Raises RewardError if the sandbox itself fails; a program that fails is a Run."""
         reply = self._ask(
             {
                 **self._request,
                 "command": [self._python, "-I", "-B", "-X", "utf8", "program.py"],
                 "files": {"program.py": program},
                 "stdin": stdin,
-                "limits": {
-                    "cpu_s": limits.cpu_s,
-                    "wall_s": limits.wall_s,
-                    "memory_bytes": limits.memory_mib << 20,
-                    "max_processes": limits.max_processes,
-                    "max_open_files": limits.max_open_files,
-                    "max_files": limits.max_files,
-                    "file_bytes": limits.file_mib << 20,
-                    "output_bytes": limits.output_kib << 10,
-                },
+                "limits": asdict(limits),
             },
             limits.wall_s + _GRACE_S,
         )
         problem = reply.pop("problem")
         if problem is not None:
             raise RewardError(
-                f"The sandbox does not run a program here: {problem} (it has the layers {reply['layers']}), expected "
-                "Linux 5.13 or newer with a layer of lightrl/rewards/sandbox.py for each. Use another Sandbox."
+                f"The sandbox cannot run programs on this system: {problem} (layers: {reply['layers']}). Use Linux "
+                "5.13 or newer, or another Sandbox; lightrl/rewards/sandbox.py explains the layers."
             )
         run = Run(**{**reply, "layers": frozenset(reply["layers"])})
         self._warn(run)
@@ -172,7 +163,7 @@ class LocalSandbox:
             if self._guard is None or self._guard.poll() is not None:
                 self._end_guard()
                 self._guard = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_GUARD)],
+                    [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     bufsize=0,
@@ -187,16 +178,15 @@ class LocalSandbox:
                 reply = _line(self._guard.stdout.fileno(), timeout_s)
             except OSError as error:
                 self._end_guard()
-                raise RewardError(f"The guard of the sandbox ended: {error!r}. Expected it to run.") from error
+                raise RewardError(f"The guard of the sandbox died: {error!r}.") from error
             if reply is None:
                 self._end_guard()
                 raise RewardError(
-                    f"The guard of the sandbox did not answer within {timeout_s:g} s or ended, expected a reply. Look "
-                    "at its messages above.",
+                    f"The guard of the sandbox died, or did not answer within {timeout_s:g} s. See its output above.",
                     reason="killed",
                 )
-            found: dict[str, Any] = json.loads(reply)
-            return found
+            record: dict[str, Any] = json.loads(reply)
+            return record
 
     def _end_guard(self) -> None:
         guard, self._guard = self._guard, None
@@ -217,8 +207,8 @@ class LocalSandbox:
         if missing and run.layers and not self._has_warned:
             self._has_warned = True
             _logger.warning(
-                "The sandbox runs without %s, which this system refuses: programs are held by the other layers only "
-                "(see lightrl/rewards/sandbox.py).",
+                "The sandbox runs without %s, which this system refuses; only the other layers hold programs (see "
+                "lightrl/rewards/sandbox.py).",
                 ", ".join(sorted(missing)),
             )
 
@@ -226,14 +216,14 @@ class LocalSandbox:
 def _line(descriptor: int, timeout_s: float) -> bytes | None:
     """The next line, or None at the end or after the deadline."""
     deadline = time.monotonic() + timeout_s
-    found = bytearray()
-    while not found.endswith(b"\n"):
+    line = bytearray()
+    while not line.endswith(b"\n"):
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
         data = os.read(descriptor, _READ_BYTES) if ready else b""
         if not data:
             return None
-        found += data
-    return bytes(found)
+        line += data
+    return bytes(line)
 
 
 def _last_line(text: str) -> str:

@@ -1,15 +1,15 @@
-"""Supervisor: hands waiting trajectories to workers in batches, keeps the deadline of each call and finds the culprit.
+"""Supervisor: hands trajectories to workers in batches, enforces the deadline of each call, and finds which one hangs.
 
-A worker is a process (pool.py) or a thread (hook.py). Each has one supervising thread here, which starts it, gives it a
-batch, reads its outcomes, and ends and replaces it when a call is overdue or the worker died:
+A worker is a process (pool.py) or a thread (hook.py). Each has one supervising thread here, which starts it, sends it a
+batch, receives its outcomes, and ends and replaces it when a call is overdue or the worker died:
 
     score() on the event loop ─► waiting calls ─► supervising thread ─► worker
               ▲                                          │
               └────────── outcome, by call_soon_threadsafe
 
-Who is blamed: a sync function runs one trajectory after the other, so the first unfinished one of the batch is the
-culprit and the rest waits for the next worker. An async function runs the whole batch together; if its worker hangs or
-dies, each unfinished trajectory is tried once more alone, and then the culprit is certain.
+Which call is at fault: a sync function runs one trajectory after another, so the first unfinished one of the batch is
+at fault and the rest waits for the next worker. An async function runs the whole batch together; if its worker hangs or
+dies, each unfinished trajectory gets one more try alone, which leaves no doubt.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from lightrl.checks.bounds import check_positive
 from lightrl.concurrency.wake_up import WakeUps
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome, killed_error, timeout_error
 from lightrl.trajectory import Trajectory
 
-_TICK_S = 0.1  # how often a supervising thread looks whether it was closed while it waits for its worker
-_ASYNC_GRACE_S = 1.0  # an async call is first cancelled by its worker, on time; only then the worker is ended
+_TICK_S = 0.1  # how often a waiting supervising thread checks whether it was closed
+_ASYNC_GRACE_S = 1.0  # the worker cancels an overdue async call itself; it is ended only if that fails
 _MAX_BATCH = 64
 _MAX_BATCH_BYTES = 1 << 20
 _MAX_RESTARTS = 3
@@ -45,7 +46,7 @@ class WorkerDied(Exception):
 
 
 class Worker(Protocol[RequestIn]):
-    """What runs the reward function; all methods are called by its one supervising thread."""
+    """Runs the reward function; its one supervising thread calls all methods."""
 
     @property
     def runs_together(self) -> bool:
@@ -53,7 +54,7 @@ class Worker(Protocol[RequestIn]):
         ...
 
     def is_ready(self, wait_s: float) -> bool:
-        """Waits up to `wait_s` for the function, then True ever after; ValueError if it cannot be had, WorkerDied."""
+        """Waits up to `wait_s` for the function, then stays True; ValueError if there is none, WorkerDied."""
         ...
 
     def is_alive(self) -> bool: ...
@@ -63,7 +64,7 @@ class Worker(Protocol[RequestIn]):
         ...
 
     def receive(self, wait_s: float) -> list[tuple[int, Outcome]]:
-        """(position in the batch, outcome) of what finished, after `wait_s` at most; WorkerDied at its end."""
+        """(position in the batch, outcome) of what finished, after at most `wait_s`; WorkerDied at its end."""
         ...
 
     def stack(self) -> str:
@@ -81,11 +82,11 @@ class _Call(Generic[Request]):
     request: Request
     num_bytes: int
     future: asyncio.Future[Judgment]
-    is_alone: bool = False  # hung or died in company: the next time it gets a worker for itself
+    is_alone: bool = False  # it hung or died together with others: next time it gets a worker for itself
 
 
 class Supervisor(Generic[Request]):
-    """Workers, their supervising threads, and the calls that wait for them.
+    """What RewardPool and RewardHook share: workers, their supervising threads, and the calls that wait for them.
 
     `start` and `close` may be called from any thread, `score` from coroutines of any event loop.
 
@@ -93,7 +94,7 @@ class Supervisor(Generic[Request]):
         name: of the reward function, for messages.
         make_worker: gives a new worker that is starting.
         workers: how many of them.
-        timeout_s: deadline of one call in seconds, from the moment at which it runs.
+        timeout_s: deadline of one call in seconds, from the moment it starts to run.
         startup_timeout_s: deadline of `Worker.is_ready` in seconds.
         recycle_after: calls after which a worker is replaced as soon as its successor is ready; None for never.
     """
@@ -108,13 +109,7 @@ class Supervisor(Generic[Request]):
         startup_timeout_s: float,
         recycle_after: int | None = None,
     ) -> None:
-        for argument, value in (
-            ("workers", workers),
-            ("timeout_s", timeout_s),
-            ("startup_timeout_s", startup_timeout_s),
-        ):
-            if not value > 0:
-                raise ValueError(f"{argument}={value}, expected a number above 0. Raise it.")
+        check_positive(workers=workers, timeout_s=timeout_s, startup_timeout_s=startup_timeout_s)
         self._name = name
         self._make_worker = make_worker
         self._num_workers = workers
@@ -125,13 +120,13 @@ class Supervisor(Generic[Request]):
         self._waiting: deque[_Call[Request]] = deque()
         self._threads: list[threading.Thread] = []
         self._ready: Future[None] = Future()  # of the first worker
-        self._refusal: str | None = None  # why no call is taken any more
+        self._refusal: str | None = None  # why no more calls are taken
 
     def start(self) -> None:
-        """Returns when one worker is ready; the others get ready meanwhile. A second call changes nothing.
+        """Returns when one worker has the function; the others get ready meanwhile. A second call changes nothing.
 
         Raises:
-            ValueError: if the worker cannot get ready; the message says why.
+            ValueError: if there is no such function, or it is not there within `startup_timeout_s`.
         """
         with self._changed:
             if self._refusal is not None:
@@ -147,17 +142,24 @@ class Supervisor(Generic[Request]):
             while len(self._threads) < self._num_workers and self._refusal is None:
                 self._add_thread()
 
-    async def score(self, trajectory: Trajectory, request: Request, num_bytes: int = 0) -> Judgment:
+    def close(self) -> None:
+        """Ends all workers within seconds; pending calls raise RewardError. May be called twice."""
+        self._refuse(f"The workers of reward function {self._name} were closed.")
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_CLOSE_TIMEOUT_S)
+
+    async def _judge(self, trajectory: Trajectory, request: Request, num_bytes: int = 0) -> Judgment:
         """The judgment of one trajectory; waits for a worker and for the function, which has `timeout_s`.
 
-        A supervising thread wakes it. On cancellation a call that still waits is forgotten, a running one is finished
-        and its outcome left unread.
+        A supervising thread wakes it. On cancellation a waiting call is forgotten; a running one finishes and its
+        outcome is ignored.
 
         Raises:
             RewardError: if the function failed, or this was closed.
         """
         if not self._threads:
-            raise RuntimeError(f"Reward function {self._name} was asked to score before start(). Call start() first.")
+            raise RuntimeError(f"Call start() of reward function {self._name} before score().")
         call = _Call(trajectory, request, num_bytes, asyncio.get_running_loop().create_future())
         with self._changed:
             if self._refusal is not None:
@@ -165,13 +167,6 @@ class Supervisor(Generic[Request]):
             self._waiting.append(call)
             self._changed.notify()
         return await call.future
-
-    def close(self) -> None:
-        """Ends all workers within seconds; calls on their way raise RewardError. May be called twice."""
-        self._refuse(f"The workers of reward function {self._name} were closed.")
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_CLOSE_TIMEOUT_S)
 
     def _add_thread(self) -> None:
         thread = threading.Thread(target=self._supervise, name=f"reward-supervisor-{len(self._threads)}", daemon=True)
@@ -187,7 +182,7 @@ class Supervisor(Generic[Request]):
 
     def _supervise(self) -> None:
         worker: Worker[Request] | None = None
-        spare: Worker[Request] | None = None  # starts while the worker works; there is one after the first replacement
+        spare: Worker[Request] | None = None  # starts while the worker works; exists after the first replacement
         try:
             worker = self._new_worker()
             deaths = num_calls = 0
@@ -198,15 +193,15 @@ class Supervisor(Generic[Request]):
                     is_usable = self._run(worker, batch)
                     if is_usable and (self._recycle_after is None or num_calls < self._recycle_after):
                         continue
-                    if is_usable:  # it goes on until the other is ready
+                    if is_usable:  # it works until its successor is ready
                         spare = spare or self._make_worker()
                         if not spare.is_ready(0.0):
                             continue
-                else:  # it ended while idle: no trajectory is to blame
+                else:  # it died while idle: no trajectory is at fault
                     self._put_back(batch)
                     deaths += 1
                     if deaths > _MAX_RESTARTS:
-                        raise WorkerDied(f"its worker ended {deaths} times in a row while it had nothing to do.")
+                        raise WorkerDied(f"its worker died {deaths} times in a row while idle.")
                 worker.end()
                 worker, spare = spare, None  # so that whatever is raised ends both
                 worker = self._new_worker(worker)
@@ -215,7 +210,7 @@ class Supervisor(Generic[Request]):
         except (ValueError, WorkerDied) as error:
             if not self._ready.done():
                 self._ready.set_exception(error)
-            self._refuse(f"Reward function {self._name} has no worker any more: {error}")
+            self._refuse(f"Reward function {self._name} has no worker left: {error}")
         finally:
             for each in (worker, spare):
                 if each is not None:
@@ -224,7 +219,7 @@ class Supervisor(Generic[Request]):
                 self._ready.set_exception(ValueError(str(self._refusal)))
 
     def _new_worker(self, worker: Worker[Request] | None = None) -> Worker[Request]:
-        """A worker that is ready, this one if it gets so, or one on its way if this is being closed."""
+        """A worker that is ready, this one if possible; if this is being closed, one that is still starting."""
         for attempt in range(1 + _MAX_RESTARTS):
             worker = worker if worker is not None and attempt == 0 else self._make_worker()
             try:
@@ -232,7 +227,7 @@ class Supervisor(Generic[Request]):
                 return worker
             except (ValueError, WorkerDied):
                 worker.end()
-                if attempt == _MAX_RESTARTS or not self._ready.done():  # the very first one: say it at once
+                if attempt == _MAX_RESTARTS or not self._ready.done():  # the very first one: fail at once
                     raise
         raise AssertionError("the last attempt returns or raises")
 
@@ -245,13 +240,13 @@ class Supervisor(Generic[Request]):
                 return
             if time.monotonic() > deadline:
                 raise WorkerDied(
-                    f"The import of reward function {self._name} did not end within "
-                    f"startup_timeout_s={self._startup_timeout_s:g}, expected a function by then. Raise it, or look at "
-                    f"what its module does when imported:\n{worker.stack()}"
+                    f"Importing reward function {self._name} took longer than "
+                    f"startup_timeout_s={self._startup_timeout_s:g}. Increase it, or make the import faster. It is "
+                    f"at:\n{worker.stack()}"
                 )
 
     def _take_batch(self) -> list[_Call[Request]]:
-        """The next calls for one worker, empty when closed; a fair share, so that several workers end together."""
+        """The next calls for one worker, empty when closed; a fair share, so that all workers finish together."""
         batch: list[_Call[Request]] = []
         with self._changed:
             while not batch and self._refusal is None:
@@ -280,7 +275,7 @@ class Supervisor(Generic[Request]):
         _settle((call, RewardError(str(self._refusal), reason="killed")) for call in calls)
 
     def _run(self, worker: Worker[Request], batch: Sequence[_Call[Request]]) -> bool:
-        """Judges a batch; False if the worker is of no use afterwards."""
+        """Judges a batch; False if the worker cannot be used again."""
         unfinished = dict(enumerate(batch))
         worker.send([call.request for call in batch])
         allowed_s = self._timeout_s + (min(_ASYNC_GRACE_S, self._timeout_s) if worker.runs_together else 0.0)
@@ -295,7 +290,7 @@ class Supervisor(Generic[Request]):
             if outcomes:
                 _settle((unfinished.pop(index), outcome) for index, outcome in outcomes)
                 if any(isinstance(outcome, RewardError) and outcome.reason == "killed" for _, outcome in outcomes):
-                    self._put_back(list(unfinished.values()))  # it has no memory left
+                    self._put_back(list(unfinished.values()))  # the worker has no memory left
                     return False
                 if not worker.runs_together:
                     since = time.monotonic()

@@ -1,11 +1,11 @@
-"""Rewards that look at the text alone: pattern, tags, length, repetition, JSON. To be added to one that judges content.
+"""Rewards for the text alone: pattern, tags, length, repetition, JSON. Add them to one that judges the content.
 
     reward:
       - {path: lightrl.rewards.math_answer}
       - {path: lightrl.rewards.tag_format, weight: 0.2, arguments: {tags: [think, answer]}}
       - {path: lightrl.rewards.overlong_penalty, arguments: {max_tokens: 1024, buffer_tokens: 256}}
 
-Lengths are in tokens that the policy wrote, over all turns.
+Lengths count the tokens that the policy wrote, over all turns.
 """
 
 from __future__ import annotations
@@ -13,41 +13,28 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+from lightrl.checks.bounds import check_bounds
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _FENCE = re.compile(r"```[ \t]*(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "number": (int, float),
-    "integer": (int,),
-    "boolean": (bool,),
-    "null": (type(None),),
-}
-_KEYWORDS = {
-    *("type", "enum", "const", "properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
-    *("minimum", "maximum", "minLength", "maxLength", "pattern", "anyOf"),
-}
-_ANNOTATIONS = {"$schema", "$id", "title", "description", "default", "examples", "$comment", "format"}
 
 
 def regex_match(trajectory: Trajectory, *, pattern: str, is_full: bool = True) -> float:
-    """1 if the completion matches the pattern, else 0; all of it but spaces around, if `is_full`. `.` is any."""
+    """1 if the completion, stripped, matches the pattern, else 0; all of it if `is_full`. `.` also matches newlines."""
     compiled = _compiled(pattern)
     text = trajectory.completion.strip()
     return float((compiled.fullmatch(text) if is_full else compiled.search(text)) is not None)
 
 
 def tag_format(trajectory: Trajectory, *, tags: Sequence[str] = ("think", "answer")) -> float:
-    """1 if the completion is `<tag>...</tag>` for each tag, in order, each exactly once, nothing outside; else 0.
+    """1 if the completion is `<tag>...</tag>` for each tag, in order, exactly once, and nothing else; else 0.
 
     Source: DeepSeek-R1, https://arxiv.org/abs/2501.12948.
     """
@@ -120,99 +107,73 @@ def repetition_penalty(trajectory: Trajectory, *, ngram_words: int = 4) -> float
     Raises:
         ValueError: if `ngram_words` is below 1.
     """
-    if ngram_words < 1:
-        raise ValueError(f"ngram_words={ngram_words}, expected at least 1. Raise it.")
+    check_bounds(1, ngram_words=ngram_words)
     words = trajectory.completion.lower().split()
     ngrams = [tuple(words[start : start + ngram_words]) for start in range(len(words) - ngram_words + 1)]
     return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0
 
 
 def json_schema(trajectory: Trajectory, *, schema: Mapping[str, Any] | None = None) -> dict[str, float | str]:
-    """Whether the completion is JSON of this schema, alone or in its last fenced block.
-
-    Of JSON Schema it knows type, enum, const, properties, required, additionalProperties, items, minItems, maxItems,
-    minimum, maximum, minLength, maxLength, pattern and anyOf.
+    """Whether the completion, or its last fenced block, is JSON that fits a schema.
 
     Args:
-        schema: of all prompts; each prompt's field `schema` if None.
+        schema: a JSON Schema for all prompts, of draft 2020-12 unless its `$schema` names another; `$ref` reaches
+            nothing outside it. None takes each prompt's field `schema`.
 
     Returns:
-        `reward`: 1 if it fits the schema, else 0; `is_json`: 1 if it is JSON at all; `extracted`, what was read.
+        `reward`: 1 if it fits the schema, else 0; `is_json`: 1 if it is JSON at all; `extracted`, the text that was
+        parsed.
 
     Raises:
-        ValueError: if there is no schema, or it has other keywords.
+        ValueError: if there is no schema, or it is not valid.
     """
-    found = schema if schema is not None else trajectory.prompt.fields.get("schema")
-    if isinstance(found, str):  # a column of JSON text
-        found = json.loads(found)
-    if not isinstance(found, Mapping):
+    source = schema if schema is not None else trajectory.prompt.fields.get("schema")
+    if not isinstance(source, str | Mapping):
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} has schema={found!r:.99}, expected a JSON schema in the argument schema "
-            "or in the prompt's field 'schema'. Give one."
+            f"Prompt {trajectory.prompt.id!r} has no JSON schema, got {source!r:.99}. Pass the argument `schema`, or "
+            "add a field 'schema' to the data."
         )
+    fits = _schema_check(source if isinstance(source, str) else json.dumps(source))
     blocks = _FENCE.findall(trajectory.completion)
     text = blocks[-1] if blocks else trajectory.completion
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        _check_keywords(found)
         return {"reward": 0.0, "is_json": 0.0, "extracted": text}
-    return {"reward": float(fits(value, found)), "is_json": 1.0, "extracted": text}
+    return {"reward": float(fits(value)), "is_json": 1.0, "extracted": text}
 
 
-def fits(value: Any, schema: Mapping[str, Any] | bool) -> bool:
-    """Whether a JSON value is of this schema; ValueError for keywords that are not known."""
-    if isinstance(schema, bool):
-        return schema
-    _check_keywords(schema)
-    types = schema.get("type", list(_TYPES))
-    checks = (
-        any(_is_of_type(value, name) for name in ([types] if isinstance(types, str) else types)),
-        "enum" not in schema or any(_equal(value, item) for item in schema["enum"]),
-        "const" not in schema or _equal(value, schema["const"]),
-        "anyOf" not in schema or any(fits(value, item) for item in schema["anyOf"]),
-    )
-    if not all(checks):
-        return False
-    if isinstance(value, dict):
-        return _object_fits(value, schema)
-    if isinstance(value, list):
-        is_short_enough = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
-        return is_short_enough and all(fits(item, schema.get("items", True)) for item in value)
-    if isinstance(value, str):
-        is_short_enough = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
-        return is_short_enough and re.search(schema.get("pattern", ""), value) is not None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value))
-    return True
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")  # though Python reads it
 
 
-def _object_fits(value: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
-    properties: Mapping[str, Any] = schema.get("properties", {})
-    others = schema.get("additionalProperties", True)
-    has_required = all(name in value for name in schema.get("required", ()))
-    return has_required and all(fits(item, properties.get(name, others)) for name, item in value.items())
+@functools.lru_cache(maxsize=64)
+def _schema_check(text: str) -> Callable[[Any], bool]:
+    """Tells whether a JSON value fits this schema; ValueError if the schema is not valid."""
+    from jsonschema import Draft202012Validator, SchemaError  # here: a worker without it starts 0.1 s sooner
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
 
+    try:
+        schema = json.loads(text)
+        kind = validator_for(schema if isinstance(schema, dict) else {}, default=Draft202012Validator)
+        kind.check_schema(schema)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"The JSON schema is not JSON: {error}.") from error
+    except SchemaError as error:
+        raise ValueError(f"The JSON schema is not valid at {error.json_path}: {error.message}.") from error
+    validator = kind(schema, registry=Registry())  # without one, `$ref` would download what it names
 
-def _check_keywords(schema: Mapping[str, Any]) -> None:
-    unknown = sorted(schema.keys() - _KEYWORDS - _ANNOTATIONS)
-    if unknown:
-        raise ValueError(
-            f"The JSON schema has the keywords {unknown}, expected some of {sorted(_KEYWORDS)}. Leave them out, or "
-            "write a reward function around the package jsonschema."
-        )
+    def fits(value: Any) -> bool:
+        try:
+            return bool(validator.is_valid(value))
+        except RecursionError:  # a completion nested deeper than a recursive schema can follow
+            return False
+        except Unresolvable as error:
+            raise ValueError(f"The JSON schema has a $ref to {error.ref!r}, which it does not define.") from error
 
-
-def _is_of_type(value: Any, name: str) -> bool:
-    if name not in _TYPES:
-        raise ValueError(f"The JSON schema has the type {name!r}, expected one of {sorted(_TYPES)}. Mend it.")
-    if isinstance(value, bool):
-        return name == "boolean"
-    return isinstance(value, _TYPES[name]) or (name == "integer" and isinstance(value, float) and value.is_integer())
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+    return fits
 
 
 @functools.lru_cache(maxsize=64)
@@ -220,4 +181,4 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"pattern={pattern!r} is no regular expression: {error}. Mend it.") from error
+        raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}.") from error

@@ -4,14 +4,14 @@ Both directions carry one JSON value per line.
 
     pool ─► worker   {"parts": [{"path": ...}, ...], "timeout_s": ..., "memory_limit_mib": ...}, then batches:
                      [trajectory, ...]
-    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then per trajectory, as soon as it is judged:
+    worker ─► pool   {"runs_together": ...} or {"problem": ...}, then for each trajectory as soon as it is judged:
                      {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null, "extracted": null}
                      or {"index": 0, "error": ..., "reason": ...}
 
 The child is two processes. The worker runs the function and leads a process group; its parent, the guardian, runs no
-user code and ends that group when the pool asks for it, closes the pipe or dies. (The worker cannot guard itself: C
+user code and kills that group when the pool asks for it, closes the pipe or dies. (The worker cannot guard itself: C
 code may hold its interpreter for hours, as a regular expression does, and its own children would survive it.) Neither
-imports torch; what a reward function needs, its module imports.
+imports torch; the module of a reward function imports what it needs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import resource
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
+from lightrl.checks.user_code import user_code
 from lightrl.concurrency.parent_guard import kill_group, wait_for_parent
 from lightrl.errors import RewardError
-from lightrl.rewards.judgment import Outcome, Runner
+from lightrl.rewards.judgment import Outcome, Runner, user_traceback
 from lightrl.rewards.parts import RewardPart, bound, summed
 from lightrl.trajectory import Trajectory
 
@@ -46,21 +46,21 @@ def main() -> None:
     parent = int(sys.argv[1])
     del sys.argv[1:]
     requests, replies = _take_over_pipes()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # no moment in which a guardian dies without its worker
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a guardian never dies without its worker
     worker = os.fork()  # before there is any thread
     if worker:
         os.close(replies)  # so that the pool sees it close when the worker ends
         _guard(worker, parent, requests)
     os.setpgid(0, 0)
     faulthandler.enable()  # a crash in C code shows where it was
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the pool asks so where a hung call is
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the pool asks where a call hangs
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with os.fdopen(requests, "rb") as lines:
         settings = json.loads(lines.readline())
         parts = [RewardPart(**part) for part in settings["parts"]]
         _limit_memory(settings["memory_limit_mib"])
         try:
-            function = summed(parts, [_bound(part) for part in parts])
+            function = summed(parts, [bound(part, resolve(part.path)) for part in parts])
         except ValueError as error:
             _reply(replies, {"problem": str(error)})
             return
@@ -71,21 +71,11 @@ def main() -> None:
                 _reply(replies, _record(index, outcome))
 
 
-def _bound(part: RewardPart) -> Callable[[Trajectory], Any]:
-    function = resolve(part.path)
-    try:
-        return bound(part, function)
-    except (Exception, SystemExit) as error:  # a class whose constructor fails is user code too
-        if isinstance(error, ValueError) and str(error).startswith("reward="):
-            raise
-        raise ValueError(f"reward={part.path!r} cannot be made with {part.arguments}: {error!r}. Mend them.") from error
-
-
 def _limit_memory(limit_mib: int | None) -> None:
-    """Of this process and of each that it starts; allocations beyond fail, which Python calls a MemoryError.
+    """Limits this process and each that it starts; an allocation beyond fails, in Python with a MemoryError.
 
-    The limit is on data (RLIMIT_DATA: private memory that may be written), not on address space, of which libraries
-    reserve tens of GiB that they never touch.
+    The limit is on data (RLIMIT_DATA: private writable memory), not on address space: libraries reserve tens of GiB of
+    that and never touch them.
     """
     if limit_mib is not None:
         with contextlib.suppress(OSError, ValueError):  # a lower hard limit holds already
@@ -96,65 +86,47 @@ def resolve(path: str) -> Callable[[Trajectory], Any]:
     """The function behind a dotted path `package.module.function`; classes in between are allowed.
 
     Raises:
-        ValueError: if there is none, with what is wrong and the nearest names.
+        ValueError: if there is none, with the part of the path that is wrong and the nearest names.
     """
     parts = path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise ValueError(
-            f"reward={path!r} is no dotted path, expected package.module.function. Write the module's name, a dot and "
-            "the function's name."
-        )
-    found: Any = None
+        raise ValueError(f"reward={path!r} must be a dotted path such as my_rewards.exact: module, dot, function.")
+    target: Any = None
     num_imported = 0
     for num_imported in range(len(parts) - 1, 0, -1):
-        found = _imported(".".join(parts[:num_imported]), path)
-        if found is not None:
+        target = _imported(".".join(parts[:num_imported]), path)
+        if target is not None:
             break
-    if found is None:
+    if target is None:
+        folders = [entry for entry in sys.path if os.path.isdir(entry)]  # noqa: PTH112
         raise ValueError(
-            f"reward={path!r}: there is no module {parts[0]!r} on the import path, expected {parts[0]}.py or a package "
-            f"{parts[0]}/ in one of {[entry for entry in sys.path if os.path.isdir(entry)]}. "  # noqa: PTH112
-            "Run from the folder that has it, mend the name, or install the package."
+            f"reward={path!r}: there is no module {parts[0]!r}. Run from the folder that has {parts[0]}.py, or install "
+            f"the package. Searched: {folders}"
         )
     for position, part in enumerate(parts[num_imported:], start=num_imported):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             owner = ".".join(parts[:position])
-            raise ValueError(
-                f"reward={path!r}: {owner!r} has no {part!r}, expected a function. {_nearest(part, found)}"
-            )
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(
-            f"reward={path!r} is {_kind(found)}, expected a function that takes a Trajectory. Name the function in it."
-        )
-    return found  # type: ignore[no-any-return]
+            raise ValueError(f"reward={path!r}: {owner!r} has no {part!r}. {_nearest(part, target)}")
+        target = getattr(target, part)
+    if not callable(target):
+        kind = "a module" if isinstance(target, ModuleType) else f"of type {type(target).__name__}"
+        raise ValueError(f"reward={path!r} is {kind}; it must be a function that takes a Trajectory.")
+    return target  # type: ignore[no-any-return]
 
 
 def _imported(module: str, path: str) -> ModuleType | None:
     """The module, or None if it does not exist; ValueError if its own code fails."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
+
+    def failed(error: BaseException) -> ValueError:
+        return ValueError(f"reward={path!r}: module {module!r} could not be imported:\n{user_traceback(error)}")
+
+    with user_code(failed):
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
             return None
-        problem = error
-    except (Exception, SystemExit) as error:  # the border of user code
-        raise ValueError(_import_failed(module, path, error)) from error
-    raise ValueError(_import_failed(module, path, problem)) from problem
-
-
-def _import_failed(module: str, path: str, error: BaseException) -> str:
-    # Frames of importlib say nothing to the user.
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename and frame.filename != __file__
-    ]
-    text = "".join([*traceback.format_list(frames), *traceback.format_exception_only(type(error), error)]).rstrip()
-    return (
-        f"reward={path!r}: importing module {module!r} failed with {type(error).__name__}, expected it to import. "
-        f"Mend it:\n{text}"
-    )
 
 
 def _nearest(name: str, owner: object) -> str:
@@ -165,15 +137,11 @@ def _nearest(name: str, owner: object) -> str:
     if nearest:
         return f"Did you mean {' or '.join(repr(item) for item in nearest)}?"
     functions = [item for item in names if callable(getattr(owner, item, None)) and not item.startswith("_")]
-    return f"It has {', '.join(functions[:10]) or 'no function'}. Mend the name."
-
-
-def _kind(found: object) -> str:
-    return "a module" if isinstance(found, ModuleType) else f"of type {type(found).__name__}"
+    return f"It has {', '.join(functions[:10]) or 'no functions'}."
 
 
 def _take_over_pipes() -> tuple[int, int]:
-    """The two pipes under new numbers; what the function reads and prints goes to /dev/null and stderr instead."""
+    """The two pipes under new numbers; the function reads from /dev/null and prints to stderr instead."""
     requests, replies = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -186,7 +154,7 @@ def _take_over_pipes() -> tuple[int, int]:
 
 
 def _guard(worker: int, parent: int, requests: int) -> NoReturn:
-    """Waits for the first of: the worker ends, the pool sends SIGTERM, closes the pipe or dies; nobody is left then."""
+    """Waits until the worker ends, or the pool sends SIGTERM, closes the pipe or dies; then kills the group."""
     with contextlib.suppress(PermissionError, ProcessLookupError):  # the worker was faster, or is gone
         os.setpgid(worker, worker)
     mirror = threading.Thread(target=_end_like, args=(worker,), daemon=True)
@@ -202,7 +170,7 @@ def _guard(worker: int, parent: int, requests: int) -> NoReturn:
 
 def _end_like(worker: int) -> NoReturn:
     """Waits for the worker's end and ends this process with the same code or signal."""
-    # WNOWAIT: until it is waited for, nobody else can have the number of its group.
+    # WNOWAIT: until it is waited for, no other process can have the number of its group.
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
     kill_group(worker)
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])

@@ -1,11 +1,11 @@
-"""Workflows: how a prompt becomes a trajectory, with an engine that generates and whatever answers the policy.
+"""Workflows: turn a prompt into a trajectory, with an engine that generates and an environment that answers.
 
 Reading order:
     workflow.py       Workflow, and SingleTurn: one completion for each prompt
-    multi_turn.py     several turns: conversation.py has their tokens, environment.py what answers the policy
+    multi_turn.py     several turns: conversation.py has their tokens, environment.py answers the policy
       tools.py        an environment of functions that the policy calls
     agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI
-      agent_session.py, chat_protocol.py  its requests as tokens; what may be requested and is answered
+      agent_session.py, chat_protocol.py  its requests as tokens; the requests and answers themselves
 
 May import: errors, checks, concurrency, trajectory, rewards, engines. To add one: subclass Workflow and write `run`.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightrl.workflows.tools import ToolEnvironment
     from lightrl.workflows.workflow import SingleTurn, Workflow
 
-# Loaded when first used: the fake server with a script starts without torch.
+# Loaded when first used: the fake server starts without torch.
 _HOMES = {
     "AgentWorkflow": "agent_workflow",
     "Environment": "environment",

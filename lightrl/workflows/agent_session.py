@@ -1,15 +1,15 @@
 """AgentSession: records the tokens of an agent's requests to the policy as a trajectory. Token in, token out.
 
-A request that goes on from an answer (its messages are those of an earlier request, then our answer, then new ones)
-gets exactly the tokens of that earlier request and answer, and only the new messages are encoded. Any other request
-begins a new branch: the agent has rewritten history, plays two conversations, or sent the same request twice.
+A request that continues an answer (the messages of an earlier request, then our answer, then new ones) gets exactly the
+tokens of that earlier request and answer; only the new messages are encoded. Any other request starts a new branch: the
+agent has rewritten history, plays two conversations, or sent the same request twice.
 
     request A ─► answer ─┬─► request B (A + answer + tool result) ─► answer          a branch of 2 turns
                          └─► request C (A + answer + another question) ─► answer     a branch of 2 turns
     request D (A, shortened) ─► answer                                               a branch of 1 turn
 
-One branch is trained on, the one in which the policy wrote most tokens (the latest of equals); the others are counted
-in the metric `dropped_branches`.
+The branch in which the policy wrote most tokens (the latest of equals) is trained on; the metric `dropped_branches`
+counts the others.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.chat_protocol import Answer, ChatRequest, MessageKey, RequestRefused, find_calls
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.tools import ToolParser, parse_hermes
-from lightrl.workflows.workflow import Generate
+from lightrl.workflows.workflow import Generate, wait_or_abandon
 
 
 @dataclass
 class _Answered:
-    """The conversation after one answer; later ones are copies of it that went on."""
+    """The conversation after one answer; later ones are copies that continued."""
 
     conversation: Conversation
     keys: list[MessageKey]  # of all messages, the answer's last
@@ -40,14 +40,14 @@ class _Answered:
 
 
 class AgentSession:
-    """One trajectory of an agent in the making; made and used on one event loop.
+    """One growing trajectory of an agent; made and used on one event loop.
 
     Args:
-        prompt: the task that the agent was given; what it asks of it is its own affair.
+        prompt: the agent's task; its requests may differ from it.
         generate: awaits the policy.
         renderer: shared by all sessions; has a chat template.
-        max_tokens: of one branch, at most the model's context; None for no bound.
-        tool_parser: finds the calls in a completion, where a request has tools.
+        max_tokens: of one branch, at most the model's context; None for no limit.
+        tool_parser: finds the calls in a completion if the request has tools.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AgentSession:
         self.max_tokens = sys.maxsize if max_tokens is None else max_tokens
         self.tool_parser = tool_parser
         self.is_out_of_room = False  # max_tokens left no room for a request
-        # What makes this trajectory worthless whatever the agent does; set once.
+        # Fails the trajectory, whatever the agent does; set once.
         self.failure: asyncio.Future[LightRLError] = asyncio.get_running_loop().create_future()
         self._generate = generate
         self._answered: list[_Answered] = []
@@ -72,10 +72,10 @@ class AgentSession:
         self._is_closed = False
 
     async def complete(self, request: ChatRequest) -> Answer:
-        """The policy's answer; waits for the engine. On cancellation the completion leaves the engine.
+        """The policy's answer; waits for the engine. On cancellation the engine drops the completion.
 
         Raises:
-            RequestRefused: if there is no room for it, the session is over, or it failed; then `failure` is set too.
+            RequestRefused: if there is no room for it, the session is over, or generation failed, which sets `failure`.
         """
         if self._is_closed:
             raise _over()
@@ -86,30 +86,30 @@ class AgentSession:
             raise RequestRefused(str(error), status=500, code="rollout_failed") from error
 
     def fail(self, error: LightRLError) -> None:
-        """Ends the trajectory with this error, unless it has failed before."""
+        """Fails the trajectory with this error, unless it has already failed."""
         if not self.failure.done():
             self.failure.set_result(error)
 
     def close(self) -> None:
-        """Cancels what is being written; later requests are refused. May be called twice."""
+        """Cancels pending completions; later requests are refused. May be called twice."""
         self._is_closed = True
         for task in self._writing:
             task.cancel()
 
     def trajectory(self, reward: float | None) -> Trajectory:
-        """The branch that is trained on.
+        """The branch to train on.
 
         Args:
             reward: of the agent, placed on the last token; None leaves `Trajectory.rewards` unset.
 
         Raises:
-            RolloutError: if the policy was not asked anything.
+            RolloutError: if the agent sent no request.
         """
         branches = [answered.conversation for answered in self._answered if answered.is_leaf]
         if not branches:
             raise RolloutError(
-                f"The agent was done with prompt {self.prompt.id!r} and got no answer of the policy, expected at least "
-                "one chat completion. Let it use the base_url and api_key that it is given."
+                f"The agent finished prompt {self.prompt.id!r} without an answer of the policy. It must use the "
+                "base_url and api_key that it gets."
             )
         longest = max(reversed(branches), key=lambda branch: sum(branch.loss_mask))
         num_turns = len(longest.turns)
@@ -126,8 +126,8 @@ class AgentSession:
     async def _complete(self, request: ChatRequest) -> Answer:
         parent = self._find_parent(request)
         if parent is None:
-            asked = replace(self.prompt, messages=request.messages, token_ids=None)
-            conversation = Conversation(self.renderer, asked, (), request.tools)
+            prompt = replace(self.prompt, messages=request.messages, token_ids=None)
+            conversation = Conversation(self.renderer, prompt, (), request.tools)
         else:
             conversation = parent.conversation.copy()
             new = request.messages[len(parent.keys) :]
@@ -145,7 +145,7 @@ class AgentSession:
         return answer
 
     def _find_parent(self, request: ChatRequest) -> _Answered | None:
-        """The longest conversation that this request goes on from; the latest of equals."""
+        """The longest conversation that this request continues; the latest of equals."""
         earlier = [
             answered
             for answered in reversed(self._answered)
@@ -160,20 +160,17 @@ class AgentSession:
         if room < 1:
             self.is_out_of_room = True
             raise RequestRefused(
-                f"The messages have {len(token_ids)} tokens, expected fewer than max_tokens={self.max_tokens} of the "
-                "workflow. Shorten them, or raise max_tokens.",
+                f"The messages have {len(token_ids)} tokens, but must have fewer than the workflow's "
+                f"max_tokens={self.max_tokens}.",
                 code="context_length_exceeded",
             )
         longest = room if max_new_tokens is None else min(room, max_new_tokens)
         task = asyncio.ensure_future(self._generate(list(token_ids), max_new_tokens=longest))
         self._writing.add(task)
         try:
-            await asyncio.wait({task})
+            await wait_or_abandon(task)
         finally:
             self._writing.discard(task)
-            if not task.done():
-                task.cancel()
-                task.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody else asks for it
         if task.cancelled():
             raise _over()
         try:
@@ -181,13 +178,13 @@ class AgentSession:
         except ValueError as error:  # the engine's: outside the vocabulary, or longer than the context
             raise RequestRefused(str(error)) from error
         if not completion.token_ids:
-            raise RolloutError(f"The policy wrote nothing for prompt {self.prompt.id!r}, expected at least one token.")
+            raise RolloutError(f"The policy wrote no token for prompt {self.prompt.id!r}.")
         return completion
 
 
 def _over() -> RequestRefused:
     return RequestRefused(
-        "The session is over, expected requests only while the agent's function runs. Await all of them there.",
+        "The session is over: the agent's function has returned. Await all requests there.",
         status=404,
         code="session_not_found",
     )

@@ -1,4 +1,4 @@
-"""AgentWorkflow: trains any agent that talks to its model through OpenAI's API, by giving it another base_url.
+"""AgentWorkflow: trains any agent that calls its model through OpenAI's API, by giving it another base_url.
 
 async def run(prompt, base_url, api_key):
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.checks.dotted_path import function_of
 from lightrl.concurrency.call_within import CallTimeout, call_within
 from lightrl.errors import RolloutError
@@ -23,7 +24,7 @@ from lightrl.workflows.agent_session import AgentSession
 from lightrl.workflows.conversation import TurnRenderer, read_template
 from lightrl.workflows.openai_endpoint import OpenAIEndpoint
 from lightrl.workflows.tools import ToolParser, parse_hermes
-from lightrl.workflows.workflow import Generate, Workflow
+from lightrl.workflows.workflow import Generate, Workflow, wait_or_abandon
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,31 +33,31 @@ Agent = Callable[[Prompt, str, str], Any]  # a float, None, or an awaitable of o
 
 
 class AgentWorkflow(Workflow):
-    """Runs a function once per trajectory, with a base_url of its own, and records what the policy wrote there.
+    """Runs a function once per trajectory, with a base_url of its own, and records the policy's tokens there.
 
-    The function's chat completions become one trajectory (see agent_session.py: which requests go on from which, and
-    what happens to the others). The loss mask is True on the policy's tokens only. What the function returns is put
+    The function's chat completions become one trajectory (see agent_session.py: which requests continue which, and
+    what happens to the others). The loss mask is True on the policy's tokens only. The function's return value goes
     into `Trajectory.rewards`, on the last token: with `reward: lightrl.rewards.environment_reward` that is the
     judgment; any other reward judges the trajectory instead. None leaves `Trajectory.rewards` unset.
 
-    A function that raises, hangs, returns no number or never asks the policy drops its trajectory, which is counted.
+    A function that raises, hangs, returns no number or sends no request drops its trajectory, which is counted.
 
     Args:
         tokenizer: the policy's.
         agent: `run(prompt, base_url, api_key) -> float | None`, or its dotted path. An async function shares the event
-            loop with the engine and must not block it; any other runs in a thread. One that is late is cancelled; a
-            thread cannot be, and is left behind without a session.
+            loop with the engine and must not block it; a sync one runs in a thread. At its deadline it is cancelled; a
+            thread cannot be, and is abandoned without a session.
         agent_timeout_s: deadline of one call of the function.
-        max_agents: calls at the same time; further trajectories wait. Each takes two open files, and perhaps a thread.
-        max_tokens: of one conversation; None is the model's context, and it is at most that. A request beyond it is
+        max_agents: calls at the same time; further trajectories wait. Each takes two open files, and a thread if sync.
+        max_tokens: of one conversation, at most the model's context, which is the default. A request beyond it is
             refused (`context_length_exceeded`), and the trajectory is truncated.
-        truncated_reward: stands for what an agent returns that raises because of such a refusal.
+        truncated_reward: the reward if the agent raises because of such a refusal.
         tool_parser: finds the calls in a completion; a function or its dotted path.
         chat_template: replaces the tokenizer's, as in the data module; a Jinja file or the template itself.
 
     Raises:
-        ValueError: if a limit is out of range, a dotted path leads nowhere, or there is no chat template that can be
-            used for several turns.
+        ValueError: if a limit is out of range, a dotted path leads nowhere, or no chat template works for several
+            turns.
     """
 
     def __init__(
@@ -71,14 +72,9 @@ class AgentWorkflow(Workflow):
         tool_parser: str | ToolParser = parse_hermes,
         chat_template: str | None = None,
     ) -> None:
-        if not 0 < agent_timeout_s < math.inf:
-            raise ValueError(
-                f"agent_timeout_s={agent_timeout_s}, expected a finite number of seconds above 0. Mend it."
-            )
-        if max_agents < 1:
-            raise ValueError(f"max_agents={max_agents}, expected at least 1. Raise it.")
-        if max_tokens is not None and max_tokens < 2:
-            raise ValueError(f"max_tokens={max_tokens}, expected at least 2, one for the prompt. Raise it.")
+        check_positive(agent_timeout_s=agent_timeout_s)
+        check_bounds(1, max_agents=max_agents)
+        check_bounds(2, max_tokens=max_tokens)  # one for the prompt
         self.agent = function_of(agent, "agent")
         self.agent_name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__qualname__)
         self.agent_timeout_s = agent_timeout_s
@@ -88,16 +84,15 @@ class AgentWorkflow(Workflow):
         self.renderer = TurnRenderer(tokenizer, chat_template=read_template(chat_template))
         if self.renderer.chat_template is None:
             raise ValueError(
-                "The tokenizer has no chat template, expected one to render the agent's messages. Give chat_template= "
-                "a Jinja file."
+                "The tokenizer has no chat template to render the agent's messages. Set chat_template= to a Jinja file."
             )
         self.renderer.check_template("user", [])
         self.endpoint = OpenAIEndpoint(max_sessions=max_agents)
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Plays one trajectory; waits for the agent, with its deadline, and gives up at once if the engine fails.
+        """Plays one trajectory; waits for the agent until its deadline, and fails at once if the engine fails.
 
-        On cancellation the agent is cancelled (a thread is left behind), and so is what the policy is writing for it.
+        On cancellation the agent is cancelled (a thread is abandoned), and so are its pending completions.
         """
         await self.endpoint.start()
         session = AgentSession(
@@ -112,12 +107,7 @@ class AgentWorkflow(Workflow):
         # A copy of its own: `prompt.messages.append(...)` must not reach the other trajectories of the group.
         arguments = (copy.deepcopy(session.prompt), base_url, self.endpoint.api_key)
         running = asyncio.ensure_future(call_within(self.agent, *arguments, timeout_s=self.agent_timeout_s, name=name))
-        try:
-            await asyncio.wait({running, session.failure}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not running.done():
-                running.cancel()
-                running.add_done_callback(lambda late: late.cancelled() or late.exception())
+        await wait_or_abandon(running, session.failure)
         if session.failure.done():
             raise session.failure.result()
         try:
@@ -132,7 +122,6 @@ class AgentWorkflow(Workflow):
             return None
         if not hasattr(type(returned), "__float__") or not math.isfinite(float(returned)):
             raise RolloutError(
-                f"{name} returned {returned!r:.80} for prompt {session.prompt.id!r}, expected a finite number or None. "
-                "Return its reward, or nothing."
+                f"{name} must return a finite number or None, got {returned!r:.80} for prompt {session.prompt.id!r}."
             )
         return float(returned)

@@ -1,12 +1,12 @@
-"""The chat-completions protocol of OpenAI, as far as a policy in training can serve it: requests in, answers out.
+"""OpenAI's chat-completions protocol, as far as a policy in training can serve it: requests in, answers out.
 
-Source: https://platform.openai.com/docs/api-reference/chat. Everything here is a function of its arguments; what is
-asked of a session is in agent_session.py, the HTTP server in openai_endpoint.py.
+Source: https://platform.openai.com/docs/api-reference/chat. Everything here is a pure function; agent_session.py has
+the state, openai_endpoint.py the HTTP server.
 
-A field of the request is one of three kinds. Served: `messages`, `tools`, `tool_choice` (auto or none), `max_tokens`,
-`max_completion_tokens`, `stream`, `logprobs`. Refused, because the agent would get something else than it asked for:
-`stop`, `n` above 1, `response_format`, other values of `tool_choice`, pictures and sound. Ignored: `temperature`,
-`top_p`, `seed` and all others; how tokens are drawn is the run's `sampling`, or the behavior logprobs would be wrong.
+Fields of a request are of three kinds. Served: `messages`, `tools`, `tool_choice` (auto or none), `max_tokens`,
+`max_completion_tokens`, `stream`, `logprobs`. Refused, because the agent would not get what it requests: `stop`, `n`
+above 1, `response_format`, other values of `tool_choice`, pictures and sound. Ignored: `temperature`, `top_p`, `seed`
+and all others; the run's `sampling` decides, or the behavior logprobs would be wrong.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _SERVED = {
 }  # fmt: skip
 _HARMLESS = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"}
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-# Each with the values that ask for nothing, and what to do instead.
+# Each with the values that request nothing, and what to do instead.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "Send several requests."),
-    "stop": (([], ""), "Cut the text in the agent, or set sampling.stop_token_ids of the run."),
-    "response_format": (({"type": "text"},), "Parse the text in the agent, and let the reward ask for the format."),
+    "stop": (([], ""), "Cut the text in the agent, or set sampling.stop_token_ids in the run."),
+    "response_format": (({"type": "text"},), "Parse the text in the agent, and let the reward check the format."),
     "functions": (([],), "Use tools."),
     "function_call": (("none",), "Use tools."),
     "modalities": ((["text"],), "Leave it out."),
-    "top_logprobs": ((0,), "Leave it out; logprobs=True gives those of the drawn tokens."),
+    "top_logprobs": ((0,), "Leave it out; logprobs=True gives those of the sampled tokens."),
 }
 
-# Role, text and tool calls: what decides whether two messages are the same.
+# Role, text and tool calls: two messages are the same if these are.
 MessageKey = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 class RequestRefused(Exception):
-    """A request that is answered with an error; the agent's client raises it there.
+    """A request that gets an error as its answer; the agent's client raises it.
 
     Args:
-        message: what happened, what was expected, how to mend.
-        status: of HTTP; the official client repeats 408, 409, 429 and 5xx by itself unless told not to.
+        message: what is wrong and how to fix it.
+        status: of HTTP; the official client retries 408, 409, 429 and 5xx unless told not to.
         code: one word for programs.
     """
 
@@ -75,7 +75,7 @@ class ChatRequest:
     is_streamed: bool
     includes_usage: bool  # at the end of a stream
     wants_logprobs: bool
-    ignored: tuple[str, ...]  # names of the fields that change nothing
+    ignored: tuple[str, ...]  # fields that have no effect
 
     @classmethod
     def of(cls, body: object) -> ChatRequest:
@@ -84,50 +84,48 @@ class ChatRequest:
             body: the request's JSON.
 
         Raises:
-            RequestRefused: if it is no such request, or asks for what cannot be served.
+            RequestRefused: if it is malformed, or requests something that cannot be served.
         """
         if not isinstance(body, Mapping):
-            raise RequestRefused(f"The request is {body!r:.80}, expected a JSON object. Send one.")
-        given = {str(name): value for name, value in body.items() if value is not None}
-        for name, (allowed, mend) in _REFUSED.items():
-            if name in given and given[name] not in allowed:
-                raise RequestRefused(f"{name}={given[name]!r:.80} is not served, expected no {name}. {mend}")
-        choice = given.get("tool_choice", "auto")
+            raise RequestRefused(f"The request must be a JSON object, got {body!r:.80}.")
+        fields = {str(name): value for name, value in body.items() if value is not None}
+        for name, (allowed, alternative) in _REFUSED.items():
+            if name in fields and fields[name] not in allowed:
+                raise RequestRefused(f"{name}={fields[name]!r:.80} is not supported. {alternative}")
+        choice = fields.get("tool_choice", "auto")
         if choice not in ("auto", "none"):
-            raise RequestRefused(f"tool_choice={choice!r:.80} is not served, expected auto or none. Leave it out.")
-        messages = given.get("messages")
+            raise RequestRefused(f"tool_choice must be auto or none, got {choice!r:.80}.")
+        messages = fields.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise RequestRefused(f"messages={messages!r:.80}, expected a list of at least one message. Send it.")
-        tools = given.get("tools", [])
+            raise RequestRefused(f"messages must be a list with at least one message, got {messages!r:.80}.")
+        tools = fields.get("tools", [])
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise RequestRefused(f"tools={tools!r:.80}, expected a list of JSON schemas. Mend it.")
+            raise RequestRefused(f"tools must be a list of JSON schemas, got {tools!r:.80}.")
         read = [_read_message(message) for message in messages]
-        options = given.get("stream_options")
+        options = fields.get("stream_options")
         return cls(
             messages=read,
             keys=[message_key(message) for message in read],
             tools=[] if choice == "none" else [dict(tool) for tool in tools],
-            max_new_tokens=_max_new_tokens(given),
-            is_streamed=bool(given.get("stream", False)),
+            max_new_tokens=_max_new_tokens(fields),
+            is_streamed=bool(fields.get("stream", False)),
             includes_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
-            wants_logprobs=bool(given.get("logprobs", False)),
-            ignored=tuple(sorted(given.keys() - _SERVED - _HARMLESS)),
+            wants_logprobs=bool(fields.get("logprobs", False)),
+            ignored=tuple(sorted(fields.keys() - _SERVED - _HARMLESS)),
         )
 
 
-def _max_new_tokens(given: Mapping[str, Any]) -> int | None:
-    asked = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
-    if any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in asked):
-        raise RequestRefused(f"max_tokens={asked[0]!r:.80}, expected an integer of at least 1. Mend it.")
-    return min(asked, default=None)
+def _max_new_tokens(fields: Mapping[str, Any]) -> int | None:
+    limits = [fields[name] for name in ("max_tokens", "max_completion_tokens") if name in fields]
+    if any(not isinstance(value, int) or isinstance(value, bool) or value < 1 for value in limits):
+        raise RequestRefused(f"max_tokens must be an integer >= 1, got {limits[0]!r:.80}.")
+    return min(limits, default=None)
 
 
 def _read_message(message: object) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(message, Mapping) or role not in _ROLES:
-        raise RequestRefused(
-            f"The message {message!r:.120} cannot be read, expected a role of {', '.join(_ROLES)}. Mend it."
-        )
+        raise RequestRefused(f"The role of a message must be one of {', '.join(_ROLES)}, got {message!r:.120}.")
     read: dict[str, Any] = {"role": _ROLES[role], "content": _text(message.get("content"))}
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
@@ -143,23 +141,23 @@ def _text(content: object) -> str:
         return content or ""
     parts: list[Any] = content if isinstance(content, list) else [content]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
-        raise RequestRefused(f"The content {content!r:.120} is not served, expected text only. Leave the rest out.")
+        raise RequestRefused(f"The content of a message must be text, got {content!r:.120}.")
     return "".join(part["text"] for part in parts)
 
 
 def _read_call(call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestRefused(f"The tool call {call!r:.120} cannot be read, expected a function with a name. Mend it.")
+        raise RequestRefused(f"A tool call must have a function with a name, got {call!r:.120}.")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # then it is the agent's own text, shown as it is
+        with contextlib.suppress(ValueError):  # otherwise it is the agent's own text, shown as it is
             arguments = json.loads(arguments)
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def message_key(message: Mapping[str, Any]) -> MessageKey:
-    """Equal for messages that say the same: ids of calls, and white space around the policy's words, do not count."""
+    """Equal for equivalent messages: call ids, and white space around the policy's text, do not count."""
     calls = tuple(
         (str(call["function"]["name"]), json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls", [])
@@ -170,17 +168,17 @@ def message_key(message: Mapping[str, Any]) -> MessageKey:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the policy wrote, as the agent sees it."""
+    """The policy's completion, as the agent sees it."""
 
     completion: Completion
-    text: str  # special tokens left out
+    text: str  # without special tokens
     calls: list[ToolCall]
     num_prompt_tokens: int
-    token_texts: list[str]  # of each token; empty where no logprobs are asked for
+    token_texts: list[str]  # of each token; empty unless logprobs are requested
 
     @property
     def content(self) -> str | None:
-        """The text; what stands before the first call where there are calls."""
+        """The text; with calls, the part before the first one."""
         return (self.text.partition("<tool_call>")[0].strip() or None) if self.calls else self.text
 
     def message(self) -> dict[str, Any]:
@@ -197,14 +195,14 @@ class Answer:
         return message
 
     def key(self) -> MessageKey:
-        """Of the message, when it comes back."""
+        """The key of the message when the agent sends it back."""
         return message_key(_read_message(self.message()))
 
 
 def find_calls(
     text: str, completion: Completion, tools: Sequence[Mapping[str, Any]], parser: ToolParser
 ) -> list[ToolCall]:
-    """The tool calls of a completion; none if one of them is malformed: the agent then gets all of the text."""
+    """The tool calls of a completion; none if one of them is malformed: then the agent gets all of the text."""
     if not tools or completion.finish_reason != "stop":
         return []
     calls = parser(text)
@@ -212,7 +210,7 @@ def find_calls(
 
 
 def render_completion(answer: Answer, request: ChatRequest) -> dict[str, Any]:
-    """The body of an answer that is not streamed."""
+    """The body of an unstreamed answer."""
     choice = {
         "index": 0,
         "message": answer.message(),
@@ -223,7 +221,7 @@ def render_completion(answer: Answer, request: ChatRequest) -> dict[str, Any]:
 
 
 def render_chunks(answer: Answer, request: ChatRequest) -> Iterator[dict[str, Any]]:
-    """The events of a stream; the text comes in one piece, because the engine gives whole completions."""
+    """The events of a stream; the text comes in one piece, because the engine returns whole completions."""
     envelope = _envelope(answer, "chat.completion.chunk")
     message = answer.message()
     calls = [{"index": index, **call} for index, call in enumerate(message.pop("tool_calls", []))]
@@ -232,8 +230,8 @@ def render_chunks(answer: Answer, request: ChatRequest) -> Iterator[dict[str, An
     deltas += [{"content": message["content"]}] if message["content"] is not None else []
     deltas += [{"tool_calls": calls}] if calls else []
     for delta in deltas:
-        said = logprobs if delta is deltas[1] else None
-        yield {**envelope, "choices": [{"index": 0, "delta": delta, "logprobs": said, "finish_reason": None}]}
+        own = logprobs if delta is deltas[1] else None
+        yield {**envelope, "choices": [{"index": 0, "delta": delta, "logprobs": own, "finish_reason": None}]}
     last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish_reason(answer)}
     yield {**envelope, "choices": [last]}
     if request.includes_usage:
@@ -269,8 +267,9 @@ def _usage(answer: Answer) -> dict[str, int]:
 
 
 def _logprobs(answer: Answer) -> dict[str, Any]:
-    drawn = zip(answer.token_texts, answer.completion.logprobs, strict=True)
+    sampled = zip(answer.token_texts, answer.completion.logprobs, strict=True)
     content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []} for text, logprob in drawn
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in sampled
     ]
     return {"content": content, "refusal": None}

@@ -1,4 +1,4 @@
-"""Environment: what answers the policy between its turns; and RetryWithFeedback, one that any reward function makes.
+"""Environment: answers the policy between its turns; RetryWithFeedback: one made of any reward function.
 
 class GuessNumber(Environment):
     def reset(self, prompt):
@@ -21,25 +21,26 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lightrl.checks.dotted_path import function_of
+from lightrl.concurrency.call_within import call_within
 from lightrl.errors import RolloutError
 from lightrl.rewards import Judgment
 from lightrl.trajectory import Prompt, Trajectory
 
 # What the policy reads next: the text of a user's turn, one chat message, or several; None adds nothing.
 Observation: TypeAlias = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-# observation, reward of the turn, whether the trajectory ends here
+# observation, reward of the turn, done
 Step: TypeAlias = tuple[Observation, float, bool]
 
 
 class Environment(ABC):
-    """The other side of one conversation; a fresh one plays each trajectory, so it may keep what it likes in itself.
+    """The other side of one conversation; each trajectory has a fresh one, so it may keep state in `self`.
 
-    Every method may be async. One that is not runs in a thread, so it may block. Each call has the workflow's
+    Every method may be async; a sync one runs in a thread, so it may block. Each call has the workflow's
     `step_timeout_s`; one that raises or hangs drops its trajectory, which is counted.
     """
 
     def reset(self, prompt: Prompt) -> Observation | Awaitable[Observation]:
-        """Begins; called once, before the first turn.
+        """Starts; called once, before the first turn.
 
         Returns:
             What the policy reads after the prompt; None, the default, adds nothing.
@@ -51,19 +52,19 @@ class Environment(ABC):
         """Answers one turn.
 
         Args:
-            completion: what the policy wrote, special tokens left out. A completion that was cut off does not come
-                here: it ends the trajectory.
+            completion: the policy's text, without special tokens. A completion that was cut off ends the trajectory
+                without this call.
 
         Returns:
-            What the policy reads next (not looked at when done), the reward of this turn, whether this was the last.
+            What the policy reads next (ignored when done), the reward of this turn, whether this was the last.
         """
 
     def metrics(self) -> Mapping[str, float] | Awaitable[Mapping[str, float]]:
-        """Numbers to log for this trajectory, by name; asked for once, at the end."""
+        """Numbers to log for this trajectory, by name; called once, at the end."""
         return {}
 
     def close(self) -> Awaitable[None] | None:
-        """Gives back what `reset` took; called once at the end of every trajectory that began, however it ended."""
+        """Releases what `reset` acquired; called once at the end of every trajectory that started, however it ended."""
         return None
 
     def tool_schemas(self) -> list[dict[str, Any]]:
@@ -83,32 +84,30 @@ class CheckedStep:
     def of(cls, value: object, name: str) -> CheckedStep:
         """
         Raises:
-            RolloutError: if it is no tuple of an observation, a finite number and a bool, or is not done and has no
-                observation.
+            RolloutError: if it is not (observation, finite number, bool), or has no observation and is not done.
         """
         if not isinstance(value, tuple | list) or len(value) != 3:
-            raise RolloutError(f"{name}.step returned {value!r:.200}, expected (observation, reward, done). Return it.")
+            raise RolloutError(f"{name}.step must return (observation, reward, done), got {value!r:.200}.")
         observation, reward, done = value
         is_number = hasattr(type(reward), "__float__") and math.isfinite(float(reward))
         if not is_number or isinstance(done, str):
             raise RolloutError(
-                f"{name}.step returned reward={reward!r} and done={done!r}, expected a finite number and True or "
-                "False. Return (observation, reward, done), in this order."
+                f"{name}.step must return (observation, reward, done) with a finite number and True or False, got "
+                f"reward={reward!r} and done={done!r}."
             )
         messages = as_messages(observation, f"{name}.step")
         if not messages and not done:
             raise RolloutError(
-                f"{name}.step returned no observation and done=False, expected what the policy reads next. Return "
-                "some text, or done=True."
+                f"{name}.step returned no observation and done=False. Return some text for the policy, or done=True."
             )
         return cls(messages, float(reward), bool(done))
 
 
 def as_messages(observation: object, name: str) -> list[dict[str, Any]]:
-    """The chat messages that an observation stands for.
+    """An observation as chat messages.
 
     Raises:
-        RolloutError: if it is none of the forms above.
+        RolloutError: if it has another form.
     """
     if observation is None:
         return []
@@ -119,23 +118,32 @@ def as_messages(observation: object, name: str) -> list[dict[str, Any]]:
         isinstance(message, Mapping) and "role" in message and "content" in message for message in messages
     ):
         raise RolloutError(
-            f"{name} returned the observation {observation!r:.200}, expected text, a chat message with role and "
-            "content, a list of them, or None. Return one of these."
+            f"The observation from {name} must be text, a chat message with role and content, a list of them, or "
+            f"None, got {observation!r:.200}."
         )
     return [dict(message) for message in messages]
 
 
+async def call_environment(environment: Environment, method: str, *arguments: Any, timeout_s: float | None) -> Any:
+    """The result of a method, within a deadline; a default of Environment needs no thread."""
+    function = getattr(environment, method)
+    if getattr(type(environment), method) is getattr(Environment, method):
+        return function(*arguments)
+    name = f"{type(environment).__name__}.{method}"
+    return await call_within(function, *arguments, timeout_s=timeout_s, name=name)
+
+
 class RetryWithFeedback(Environment):
-    """Tells the policy that it is wrong and lets it try again, until a reward function is content.
+    """Tells the policy that it is wrong and lets it try again, until the reward is high enough.
 
     Each turn earns what it adds to the best reward so far, so the rewards of a trajectory sum to its best one (less the
     discount), and failing first never pays.
 
     Args:
-        reward: what judges each completion: a sync function of a Trajectory or its dotted path. It sees `prompt` and
+        reward: judges each completion: a sync function of a Trajectory or its dotted path. It sees `prompt` and
             `completion`, no token ids, and runs in a thread of this process, with the deadline of a step.
-        feedback: what the policy reads after a completion that is not solved; a format string with any number that the
-            reward function names, such as `{format}`.
+        feedback: what the policy reads after a wrong completion; a format string that may use the reward function's
+            metrics, such as `{format}`.
         solved_reward: a completion with at least this reward ends the trajectory.
     """
 
@@ -148,7 +156,7 @@ class RetryWithFeedback(Environment):
     ) -> None:
         self.reward = function_of(reward, "reward")
         if inspect.iscoroutinefunction(self.reward):
-            raise ValueError(f"reward={reward!r} is async, expected a sync function. Write an Environment to await it.")
+            raise ValueError(f"reward={reward!r} must be a sync function. Write an Environment to await an async one.")
         self.feedback = feedback
         self.solved_reward = solved_reward
         self.best: float | None = None
@@ -166,7 +174,7 @@ class RetryWithFeedback(Environment):
         return self.feedback.format_map({**judgment.metrics, "reward": judgment.reward}), earned, solved
 
     async def metrics(self) -> dict[str, float]:
-        first = self.accuracies[0] if self.accuracies else 0.0  # a first turn that was cut off does not come here
+        first = self.accuracies[0] if self.accuracies else 0.0  # empty if the first turn was cut off
         return {"accuracy": max(self.accuracies, default=0.0), "first_turn_accuracy": first}
 
     def _judge(self, completion: str) -> Judgment:

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightrl.concurrency.call_within import call_within
+from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.conversation import Conversation, TurnRenderer, read_template
-from lightrl.workflows.environment import CheckedStep, Environment, as_messages
-from lightrl.workflows.workflow import Generate, Workflow
+from lightrl.workflows.environment import CheckedStep, Environment, as_messages, call_environment
+from lightrl.workflows.workflow import Generate, Workflow, wait_or_abandon
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,26 +32,26 @@ class MultiTurn(Workflow):
 
     The loss mask is True on the policy's tokens only. `Trajectory.rewards` has the reward of turn k (from 0), times
     `discount**k`, on the last token of that turn; with `reward: lightrl.rewards.environment_reward` they are the
-    judgment. Any other reward judges the trajectory instead, as it does after one turn.
+    judgment. Any other reward judges the trajectory instead, as after a single turn.
 
     A trajectory is truncated if a completion was cut off (`sampling.max_new_tokens`), `max_tokens` leaves no room for
-    one more, or its time is over. Reaching `max_turns` is no truncation but a rule of the game.
+    another, or its time is over. Reaching `max_turns` is not a truncation but a rule of the game.
 
     Args:
         tokenizer: the policy's.
         environment: makes an environment for each trajectory: a class, or a function without arguments.
-        max_turns: turns of the policy.
-        max_tokens: of the whole trajectory; None is the model's context, and it is at most that.
-        discount: a reward counts less by this factor for each turn before it.
+        max_turns: of the policy.
+        max_tokens: of the whole trajectory, at most the model's context, which is the default.
+        discount: factor on a reward for each turn before it.
         truncated_reward: the reward of a completion that was cut off, which the environment does not see.
-        time_limit_s: of one trajectory; what is being written then is thrown away. Without a finished turn by then the
-            trajectory is dropped.
+        time_limit_s: of one trajectory; then an unfinished completion is discarded, and a trajectory without a finished
+            turn is dropped.
         step_timeout_s: deadline of one call of the environment; then the trajectory is dropped.
         chat_template: replaces the tokenizer's, as in the data module; a Jinja file or the template itself.
 
     Raises:
-        ValueError: if a limit is out of range, or the chat template cannot be used for several turns.
-        TypeError: if `environment` makes no environment.
+        ValueError: if a limit is out of range, or the chat template does not work for several turns.
+        TypeError: if `environment` does not make an Environment.
     """
 
     def __init__(
@@ -67,14 +67,10 @@ class MultiTurn(Workflow):
         step_timeout_s: float = 60.0,
         chat_template: str | None = None,
     ) -> None:
-        for name, value in (("max_turns", max_turns), ("max_tokens", max_tokens)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}, expected at least 1. Raise it.")
+        check_bounds(1, max_turns=max_turns, max_tokens=max_tokens)
+        check_positive(time_limit_s=time_limit_s, step_timeout_s=step_timeout_s)
         if not 0 < discount <= 1:
-            raise ValueError(f"discount={discount}, expected above 0 and at most 1. Use 1 for no discount.")
-        for name, seconds in (("time_limit_s", time_limit_s), ("step_timeout_s", step_timeout_s)):
-            if not 0 < seconds < float("inf"):
-                raise ValueError(f"{name}={seconds}, expected a finite number of seconds above 0. Mend it.")
+            raise ValueError(f"discount must be above 0 and at most 1, got {discount}.")
         self.make_environment = environment
         self.max_turns = max_turns
         self.max_tokens = max_tokens
@@ -90,7 +86,7 @@ class MultiTurn(Workflow):
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Plays one conversation; waits for the environment and the policy in turn, each with a deadline.
 
-        On cancellation the environment's call is cancelled (a thread is left behind) and the environment is closed.
+        On cancellation the environment's call is cancelled (a thread is abandoned) and the environment is closed.
         """
         environment = self._make()
         try:
@@ -101,7 +97,7 @@ class MultiTurn(Workflow):
     async def _play(self, environment: Environment, prompt: Prompt, generate: Generate) -> Trajectory:
         name = type(environment).__name__
         deadline = asyncio.get_running_loop().time() + self.time_limit_s
-        opening = as_messages(await self._call(environment, "reset", prompt), f"{name}.reset")
+        opening = as_messages(await self._ask(environment, "reset", prompt), f"{name}.reset")
         conversation = Conversation(self.renderer, prompt, opening, self.tools)
         rewards: list[float] = []
         is_truncated = True  # unless the environment or max_turns ends it
@@ -114,7 +110,7 @@ class MultiTurn(Workflow):
             if completion.finish_reason != "stop":
                 rewards.append(self.truncated_reward)
                 break
-            step = CheckedStep.of(await self._call(environment, "step", text), name)
+            step = CheckedStep.of(await self._ask(environment, "step", text), name)
             rewards.append(step.reward)
             if step.is_done or len(rewards) == self.max_turns:
                 is_truncated = False
@@ -125,12 +121,12 @@ class MultiTurn(Workflow):
             conversation.add_observation(observed)
         if not rewards:
             raise RolloutError(
-                f"No turn of prompt {prompt.id!r} was finished within time_limit_s={self.time_limit_s:g} and "
-                f"max_tokens={self.max_tokens} ({len(conversation.token_ids)} of them in the prompt), expected at "
-                "least one. Raise the limit that is too low, or shorten the prompt."
+                f"Prompt {prompt.id!r} finished no turn within time_limit_s={self.time_limit_s:g} and "
+                f"max_tokens={self.max_tokens} (the prompt has {len(conversation.token_ids)}). Increase a limit, or "
+                "shorten the prompt."
             )
-        told = await self._call(environment, "metrics")
-        metrics = {"turns": float(len(rewards))} | {str(key): float(value) for key, value in told.items()}
+        numbers = await self._ask(environment, "metrics")
+        metrics = {"turns": float(len(rewards))} | {str(key): float(value) for key, value in numbers.items()}
         discounted = [reward * self.discount**turn for turn, reward in enumerate(rewards)]
         return conversation.trajectory(discounted, is_truncated=is_truncated, metrics=metrics)
 
@@ -138,33 +134,23 @@ class MultiTurn(Workflow):
         environment: object = self.make_environment() if callable(self.make_environment) else None
         if not isinstance(environment, Environment):
             raise TypeError(
-                f"environment={self.make_environment!r} makes {environment!r:.80}, expected a new Environment for each "
-                "trajectory. Give its class, or a function that makes one: environment=lambda: MyEnvironment(3)."
+                f"environment must make a new Environment for each trajectory, but {self.make_environment!r} gives "
+                f"{environment!r:.80}. Pass its class, or a function: environment=lambda: MyEnvironment(3)."
             )
         return environment
 
-    async def _call(self, environment: Environment, method: str, *arguments: Any) -> Any:
-        """What the environment says; the defaults of Environment are called at once."""
-        function = getattr(environment, method)
-        if getattr(type(environment), method) is getattr(Environment, method):
-            return function(*arguments)
-        name = f"{type(environment).__name__}.{method}"
-        return await call_within(function, *arguments, timeout_s=self.step_timeout_s, name=name)
+    async def _ask(self, environment: Environment, method: str, *arguments: Any) -> Any:
+        return await call_environment(environment, method, *arguments, timeout_s=self.step_timeout_s)
 
     async def _close(self, environment: Environment, prompt: Prompt) -> None:
         try:
-            await self._call(environment, "close")
+            await self._ask(environment, "close")
         except RolloutError as error:
-            log.warning("Prompt %r is over, but %s", prompt.id, error)
+            log.warning("Closing the environment of prompt %r failed: %s", prompt.id, error)
 
 
 async def _within(deadline: float, completing: Any) -> Completion | None:
-    """The completion, or None at the deadline (in the event loop's time); what is not done by then is cancelled."""
+    """The completion, or None at the deadline (in the event loop's time), when it is cancelled."""
     task = asyncio.ensure_future(completing)
-    try:
-        await asyncio.wait({task}, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
-    finally:
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody else asks for it
+    await wait_or_abandon(task, timeout_s=max(0.0, deadline - asyncio.get_running_loop().time()))
     return task.result() if task.done() else None

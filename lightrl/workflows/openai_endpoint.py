@@ -3,7 +3,7 @@
     GET  /v1/models                              POST /sessions/<id>/v1/chat/completions
     GET  /sessions/<id>/v1/models
 
-It binds to 127.0.0.1 on a free port, and every route wants the random key of this run as a Bearer token. OpenAI's
+It binds to a free port of 127.0.0.1, and every route requires the random key of this run as a Bearer token. OpenAI's
 `responses` API is not served.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
+from lightrl.checks.user_code import user_code
 from lightrl.errors import RolloutError
 from lightrl.workflows.agent_session import AgentSession
 from lightrl.workflows.chat_protocol import (
@@ -36,24 +37,24 @@ log = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _MAX_BODY_BYTES = 64 * 2**20
 _SHUTDOWN_TIMEOUT_S = 1.0
-_KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, or one would write into a connection that is being closed
-_BACKLOG = 1024  # connections that many agents open at the same moment
+_KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, or one could write to a connection that is closing
+_BACKLOG = 1024  # connections that many agents open at once
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class OpenAIEndpoint:
-    """A server that lives in one task of the event loop it was started on.
+    """A server in one task of the event loop on which it was started.
 
-    Cancelling that task, which the end of `asyncio.run` and the controller's `close` do with all tasks of their loops,
-    closes its port and connections; so does `close`.
+    Cancelling that task closes its port and connections; the end of `asyncio.run` and the controller's `close` cancel
+    all tasks of their loops. So does `close`.
 
     Args:
-        max_sessions: served at the same time; further ones wait for their turn.
+        max_sessions: at the same time; further ones wait.
     """
 
     def __init__(self, *, max_sessions: int = 64) -> None:
         self.max_sessions = max_sessions
-        self.api_key = secrets.token_hex(32)  # never begins with "-", so it can be a command's argument
+        self.api_key = secrets.token_hex(32)  # never starts with "-", so it can be a command's argument
         self._sessions: dict[str, AgentSession] = {}
         self._has_warned: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,7 +63,7 @@ class OpenAIEndpoint:
         self._slots: asyncio.Semaphore | None = None
 
     async def start(self) -> None:
-        """Waits until the port is open; a call while it is open changes nothing.
+        """Waits until the port is open; does nothing if it is open already.
 
         Raises:
             RolloutError: if no port can be opened.
@@ -77,9 +78,7 @@ class OpenAIEndpoint:
         try:
             await asyncio.shield(self._port)
         except OSError as error:
-            raise RolloutError(
-                f"The agents' endpoint could not open a port on {_HOST} ({error}), expected a free one. Allow it there."
-            ) from error
+            raise RolloutError(f"The agents' endpoint could not open a port on {_HOST}: {error}.") from error
 
     async def close(self) -> None:
         """Closes port, connections and sessions. May be called twice."""
@@ -89,9 +88,9 @@ class OpenAIEndpoint:
 
     @asynccontextmanager
     async def serving(self, session: AgentSession) -> AsyncIterator[str]:
-        """The base_url under which this session is served until the end of the block; then it is closed.
+        """The base_url of this session, which is open until the end of the block.
 
-        Waits for a free place, which the end of another session gives.
+        Waits until one of `max_sessions` places is free.
         """
         assert self._port is not None, "start comes first"
         assert self._slots is not None, "start comes first"
@@ -110,7 +109,7 @@ class OpenAIEndpoint:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat_completions)
-        # Cancelled with its connection, a request leaves the engine when the agent's client gives it up.
+        # Cancelled with its connection, a request leaves the engine when the agent's client abandons it.
         runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -126,22 +125,21 @@ class OpenAIEndpoint:
         except OSError as error:
             port.set_exception(error)
         finally:
-            port.cancel()  # changes nothing where it is done
+            port.cancel()  # no effect if it is done
             for session in self._sessions.values():
                 session.close()
             await runner.cleanup()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Asks for the key, and gives every error the form that OpenAI's clients read."""
+        """Checks the key, and gives every error the form that OpenAI's clients read."""
         try:
             expected = f"Bearer {self.api_key}".encode()
             if not hmac.compare_digest(
                 request.headers.get("Authorization", "").encode(errors="surrogateescape"), expected
             ):
                 raise RequestRefused(
-                    "The API key is wrong, expected the one of this run. Give the client the api_key that the agent's "
-                    "function gets.",
+                    "The API key is wrong. Use the api_key that the agent's function gets.",
                     status=401,
                     code="invalid_api_key",
                 )
@@ -151,8 +149,8 @@ class OpenAIEndpoint:
         except web.HTTPException as error:
             return _refusal(
                 RequestRefused(
-                    f"{request.method} {request.path} is not served ({error.reason}), expected chat/completions or "
-                    "models below the base_url that the agent's function gets. Use that base_url.",
+                    f"{request.method} {request.path} is not served ({error.reason}). Use chat/completions or models "
+                    "below the base_url that the agent's function gets.",
                     status=error.status,
                     code="not_served",
                 )
@@ -168,17 +166,17 @@ class OpenAIEndpoint:
         try:
             body = await request.json()
         except ValueError as error:
-            raise RequestRefused(f"The request is no JSON ({error}), expected a JSON object. Send one.") from error
+            raise RequestRefused(f"The request must be a JSON object: {error}.") from error
         chat = ChatRequest.of(body)
         self._warn_of_ignored(chat.ignored)
-        try:
-            answer = await session.complete(chat)
-        except RequestRefused:
-            raise
-        except Exception as error:  # chat templates and tool parsers are the user's and raise what they like
+
+        def failed(error: BaseException) -> RequestRefused:
             message = f"A request of prompt {session.prompt.id!r} raised {type(error).__name__}: {error}."
-            session.fail(RolloutError(f"{message} Mend the messages, the chat template or the tool parser."))
-            raise RequestRefused(message, status=500, code="rollout_failed") from error
+            session.fail(RolloutError(f"{message} Fix the messages, the chat template or the tool parser."))
+            return RequestRefused(message, status=500, code="rollout_failed")
+
+        with user_code(failed, RequestRefused):  # a chat template and a tool parser
+            answer = await session.complete(chat)
         if not chat.is_streamed:
             return web.json_response(render_completion(answer, chat))
         return await _stream(request, render_chunks(answer, chat))
@@ -187,8 +185,8 @@ class OpenAIEndpoint:
         session = self._sessions.get(request.match_info["session"])
         if session is None:
             raise RequestRefused(
-                "There is no such session (any more), expected one whose agent still runs. Use the base_url that the "
-                "agent's function gets, and await all requests there.",
+                "There is no such session, or its agent's function has returned. Use the base_url that it gets, and "
+                "await all requests there.",
                 status=404,
                 code="session_not_found",
             )
@@ -199,21 +197,19 @@ class OpenAIEndpoint:
             if name not in self._has_warned:
                 self._has_warned.add(name)
                 log.warning(
-                    "An agent's request sets %s, which is ignored: the run's sampling decides how tokens are drawn, in "
-                    "all requests alike. Leave it out, or set it in the run's sampling.",
+                    "Ignoring %s of an agent's request: the run's sampling applies to all requests. Set it there.",
                     name,
                 )
 
 
 def _warn_of_proxy() -> None:
-    """OpenAI's clients obey the environment's proxy, which would look for 127.0.0.1 on a machine of its own."""
+    """OpenAI's clients use the environment's proxy, which would resolve 127.0.0.1 to its own machine."""
     proxies = urllib.request.getproxies()
     proxy = proxies.get("http") or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(_HOST):
         log.warning(
-            "Agents ask this process at %s, but the environment sends HTTP requests to the proxy %s, expected NO_PROXY "
-            "to except this machine. Run `export NO_PROXY=%s,localhost` first, or make the agent's client without "
-            "proxies.",
+            "Agents call this process at %s, but the environment sends HTTP requests to the proxy %s. Run "
+            "`export NO_PROXY=%s,localhost` first, or give the agent's client no proxy.",
             _HOST,
             proxy,
             _HOST,
@@ -231,5 +227,5 @@ async def _stream(request: web.Request, chunks: Iterator[dict[str, Any]]) -> web
 
 
 def _refusal(error: RequestRefused) -> web.Response:
-    # The same request would fail again, and OpenAI's clients repeat 5xx by themselves unless this says no.
+    # The same request would fail again; OpenAI's clients retry 5xx unless this header says no.
     return web.json_response(error.to_json(), status=error.status, headers={"x-should-retry": "false"})

@@ -1,4 +1,4 @@
-"""Tools: Python functions that the policy may call between its turns; two of them, a calculator and Python itself.
+"""Tools: Python functions that the policy may call between its turns; two are here, a calculator and Python itself.
 
     def search(query: str) -> str:
         '''Finds a passage in the library.
@@ -11,8 +11,8 @@
     MultiTurn(tokenizer, environment=lambda: ToolEnvironment([search, "lightrl.workflows.tools.calculator"]))
 
 The chat template shows name, types and docstring to the policy, which calls with (Qwen, Hermes)
-`<tool_call>{"name": "search", "arguments": {"query": "Ada"}}</tool_call>`. What goes wrong with a call is told to the
-policy, which may try again; it does not end the trajectory.
+`<tool_call>{"name": "search", "arguments": {"query": "Ada"}}</tool_call>`. A failed call does not end the trajectory:
+the policy reads the error and may try again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.checks.dotted_path import function_of
+from lightrl.checks.user_code import user_code
 from lightrl.concurrency.call_within import CallTimeout, call_within
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.rewards.sandbox import Limits, LocalSandbox
 from lightrl.trajectory import Prompt
-from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step
+from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step, call_environment
 
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -49,7 +50,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that the policy wrote; `error` says what is wrong with its form, then the rest is not looked at."""
+    """One call that the policy wrote; if its form is wrong, `error` says why and the rest is ignored."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -81,7 +82,7 @@ def parse_hermes(completion: str) -> list[ToolCall]:
 
 @dataclass(frozen=True)
 class Tool:
-    """A function with the JSON schema that the policy is shown."""
+    """A function with the JSON schema that the policy reads."""
 
     name: str
     function: Callable[..., Any]
@@ -92,25 +93,26 @@ class Tool:
     def of(cls, source: str | Callable[..., Any]) -> Tool:
         """
         Args:
-            source: a function with types on its arguments and a line for each under `Args:`, or its dotted path.
+            source: a function, or its dotted path; each argument has a type and a line under `Args:`.
 
         Raises:
             ValueError: if it cannot be imported, or a type or a line is missing.
         """
         from transformers.utils import get_json_schema
 
+        def failed(error: BaseException) -> ValueError:
+            return ValueError(
+                f"The tool {source!r} cannot be described to the policy: {error}. Each argument needs a type, and a "
+                "line under `Args:` in the docstring."
+            )
+
         function = function_of(source, "tools")
-        try:
+        with user_code(failed):  # evaluates its type hints
             schema = get_json_schema(function)
-        except Exception as error:  # transformers has an exception type for each kind of omission
-            raise ValueError(
-                f"The tool {source!r} cannot be described to the policy: {error}. Expected types on all arguments and "
-                "a docstring with a line for each under `Args:`. Add what is missing."
-            ) from error
         return cls(schema["function"]["name"], function, schema)
 
     def mismatch(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with the arguments of a call, for the policy to read; None if nothing is."""
+        """What is wrong with the arguments of a call, for the policy to read; None if they are right."""
         try:
             inspect.signature(self.function).bind(**arguments)
         except TypeError as error:
@@ -126,16 +128,17 @@ class Tool:
 
 
 class ToolEnvironment(Environment):
-    """Runs the tools that a completion calls and shows what they gave; a completion without calls is the last turn.
+    """Runs the tools that a completion calls and shows their results; a completion without calls is the last turn.
 
     Args:
         tools: functions, sync or async, or their dotted paths.
-        environment: makes what answers completions without calls, so that they need not be the last; a class, or a
-            function without arguments.
+        environment: answers completions without calls, which then need not be the last; a class, or a function without
+            arguments.
         parser: finds the calls in a completion; a function or its dotted path.
-        max_calls: of one completion; further ones are answered with an error.
-        max_result_chars: a longer result is cut.
-        tool_timeout_s: deadline of one call; the policy is told. Their sum stays below the workflow's step_timeout_s.
+        max_calls: per completion; further ones are answered with an error.
+        max_result_chars: longer results are cut.
+        tool_timeout_s: deadline of one call; the policy reads that it was missed. Keep the sum for `max_calls` below
+            the workflow's step_timeout_s.
 
     Raises:
         ValueError: if a tool cannot be described, or two have the same name.
@@ -154,10 +157,8 @@ class ToolEnvironment(Environment):
         described = [Tool.of(tool) for tool in tools]
         self.tools = {tool.name: tool for tool in described}
         if not tools or len(self.tools) < len(described):
-            raise ValueError(
-                f"tools has the names {[tool.name for tool in described]}, expected at least one and each once. Rename "
-                "the functions."
-            )
+            names = [tool.name for tool in described]
+            raise ValueError(f"tools needs at least one function, and a different name for each, got {names}.")
         self.environment = environment() if environment is not None else None
         self.parser: ToolParser = function_of(parser, "parser")
         self.max_calls = max_calls
@@ -190,7 +191,7 @@ class ToolEnvironment(Environment):
             await self._ask("close")
 
     async def _answer(self, call: ToolCall, index: int) -> dict[str, Any]:
-        """The message that the policy reads about this call."""
+        """The message about this call, for the policy to read."""
         error = self._refusal(call, index)
         result = ""
         if error is None:
@@ -200,7 +201,7 @@ class ToolEnvironment(Environment):
                 error = f"no result in {self.tool_timeout_s:g} s"
             except RolloutError as raised:
                 cause = raised.__cause__
-                if cause is None or isinstance(cause, LightRLError):  # not the policy's fault: drops the trajectory
+                if cause is None or isinstance(cause, LightRLError):  # not the policy's fault: drop the trajectory
                     raise
                 error = f"{type(cause).__name__}: {cause}"
         self.num_calls += 1
@@ -211,7 +212,7 @@ class ToolEnvironment(Environment):
         return {"role": "tool", "name": call.name, "content": content}
 
     def _refusal(self, call: ToolCall, index: int) -> str | None:
-        """Why this call is not run, for the policy to read."""
+        """Why this call does not run, for the policy to read; None if it does."""
         if index >= self.max_calls:
             return f"more than {self.max_calls} calls in one turn; this one was not run"
         if call.error is not None:
@@ -227,13 +228,8 @@ class ToolEnvironment(Environment):
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         assert self.environment is not None
-        function = getattr(self.environment, method)
-        if getattr(type(self.environment), method) is getattr(Environment, method):
-            return function(*arguments)
-        # the workflow's step_timeout_s is around this
-        return await call_within(
-            function, *arguments, timeout_s=None, name=f"{type(self.environment).__name__}.{method}"
-        )
+        # no deadline: the workflow's step_timeout_s applies to the whole step
+        return await call_environment(self.environment, method, *arguments, timeout_s=None)
 
 
 _MAX_EXPRESSION_CHARS = 200
@@ -284,7 +280,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    """Of a piece of the expression, at most `_MAX_ABS`; nothing but the operators and functions above is evaluated."""
+    """The value of a part, at most `_MAX_ABS`; only the operators and functions above are evaluated."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _bounded(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
@@ -313,7 +309,7 @@ def _bounded(value: Any) -> int | float:
 
 
 _PYTHON_LIMITS = Limits(cpu_s=4.0, wall_s=5.0, memory_mib=256, output_kib=16)  # below ToolEnvironment.tool_timeout_s
-_idle_sandboxes: queue.SimpleQueue[LocalSandbox] = queue.SimpleQueue()  # as many as programs ever ran at once
+_idle_sandboxes: queue.SimpleQueue[LocalSandbox] = queue.SimpleQueue()  # as many as ever ran at once
 
 
 def python(code: str) -> str:

@@ -1,9 +1,10 @@
-"""Workflows: what maps a prompt to a trajectory, by calling the policy once or several times."""
+"""Workflow: maps a prompt to a trajectory by calling the policy once or several times; SingleTurn: once."""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
@@ -14,25 +15,25 @@ if TYPE_CHECKING:
 
 
 class Generate(Protocol):
-    """Asks the policy; sampling settings, the seed of each turn and the session are bound to it."""
+    """Calls the policy; sampling settings, session and the seed of each turn are bound to it."""
 
     async def __call__(self, token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
-        """The completion after these token ids, of at most `max_new_tokens` where that is below the sampling's."""
+        """The completion after these token ids; `max_new_tokens` can only lower the sampling's."""
         ...
 
 
 class Workflow(ABC):
     """One interaction with the policy, from prompt to trajectory. Token ids in, token ids out: nothing is re-encoded.
 
-    The controller runs `group_size` of them for each prompt, at the same time, and judges what they return. A workflow
-    has no state of its own that two interactions share.
+    The controller runs `group_size` of them at the same time for each prompt and judges the results. Interactions share
+    no state.
     """
 
-    # Most tokens of one interaction, prompt included, for workflows of several turns; None is the model's context.
+    # Maximum tokens of one interaction with several turns, prompt included; None is the model's context.
     max_tokens: int | None = None
 
     def fit_context(self, context_tokens: int | None) -> None:
-        """Takes the model's context as `max_tokens` where that is None; called once, before the first interaction.
+        """Sets `max_tokens` to the model's context if it is None; called once, before the first interaction.
 
         Raises:
             ValueError: if `max_tokens` is more than the context.
@@ -41,8 +42,8 @@ class Workflow(ABC):
             self.max_tokens = context_tokens
         elif context_tokens is not None and self.max_tokens > context_tokens:
             raise ValueError(
-                f"max_tokens={self.max_tokens} of {type(self).__name__} is more than the model's context of "
-                f"{context_tokens} tokens, expected at most that. Lower it, or leave it out."
+                f"max_tokens={self.max_tokens} of {type(self).__name__} exceeds the model's context of "
+                f"{context_tokens} tokens. Lower it, or leave it out."
             )
 
     @abstractmethod
@@ -51,13 +52,13 @@ class Workflow(ABC):
 
         Args:
             prompt: the task; `prompt.token_ids` is set.
-            generate: awaits the policy's completion after these token ids. Cancelled when the group is given up.
+            generate: awaits the policy's completion after these token ids. Cancelled if the group is abandoned.
 
         Returns:
-            The trajectory without reward; `group_id` and `sample` are filled in by the controller.
+            The trajectory without reward; the controller fills in `group_id` and `sample`.
 
         Raises:
-            RolloutError: if this interaction cannot be finished; it is dropped, with the reason counted.
+            RolloutError: if this interaction cannot be finished; it is dropped and counted by reason.
         """
 
 
@@ -65,7 +66,7 @@ class SingleTurn(Workflow):
     """One completion after the prompt.
 
     Args:
-        tokenizer: turns the completion's ids into `Trajectory.completion`, special tokens left out.
+        tokenizer: turns the completion's ids into `Trajectory.completion`, without special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -73,9 +74,7 @@ class SingleTurn(Workflow):
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         if not prompt.token_ids:
-            raise RolloutError(
-                f"Prompt {prompt.id!r} has no token ids, expected at least one. Render its messages first."
-            )
+            raise RolloutError(f"Prompt {prompt.id!r} has no token ids. Render its messages first.")
         completion = await generate(prompt.token_ids)
         start, num_new = len(prompt.token_ids), len(completion.token_ids)
         return Trajectory(
@@ -94,26 +93,38 @@ class SingleTurn(Workflow):
         )
 
 
+async def wait_or_abandon(
+    task: asyncio.Future[Any], *others: asyncio.Future[Any], timeout_s: float | None = None
+) -> None:
+    """Waits for a task or the first of `others`; a task that is not done then is cancelled, its outcome ignored."""
+    try:
+        await asyncio.wait({task, *others}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(lambda late: late.cancelled() or late.exception())
+
+
 def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> Trajectory:
-    """What a workflow returned, if it is a trajectory that can be trained on.
+    """Checks that a workflow returned a trajectory to train on, and returns it.
 
     Raises:
-        RolloutError: if it is none, its lists differ in length, or a token to train on has no weight version.
+        RolloutError: if it is not, its lists differ in length, or a token in the loss mask has no weight version.
     """
     name = f"{type(workflow).__name__}.run"
     if not isinstance(trajectory, Trajectory):
-        raise RolloutError(f"{name} returned {trajectory!r:.200} for prompt {prompt.id!r}, expected a Trajectory.")
+        raise RolloutError(f"{name} must return a Trajectory, got {trajectory!r:.200} for prompt {prompt.id!r}.")
     lists = ("token_ids", "loss_mask", "behavior_logprobs", "weight_versions")
     lengths = {field: len(getattr(trajectory, field)) for field in lists}
     if len(set(lengths.values())) > 1:
         raise RolloutError(
-            f"{name} returned lists of lengths {lengths} for prompt {prompt.id!r}, expected one entry per token in "
-            "each. Fill in False, 0.0 and -1 where the policy did not write."
+            f"{name} returned lists of lengths {lengths} for prompt {prompt.id!r}; each needs one entry per token. "
+            "Use False, 0.0 and -1 for tokens that the policy did not write."
         )
     trained = zip(trajectory.loss_mask, trajectory.weight_versions, strict=True)
     if any(is_trained and version < 0 for is_trained, version in trained):
         raise RolloutError(
-            f"{name} set loss_mask where weight_versions is -1 for prompt {prompt.id!r}, expected only tokens that the "
-            "policy wrote. Copy weight_versions from the Completion, or clear loss_mask there."
+            f"{name} set loss_mask where weight_versions is -1 for prompt {prompt.id!r}: only tokens that the policy "
+            "wrote can be trained on. Copy weight_versions from the Completion, or clear loss_mask there."
         )
     return trajectory

@@ -127,8 +127,8 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
     [
         ({"reference": AdaptiveKL(0.1)}, "reference needs a model: the policy has no LoRA adapters"),
         ({"reference": replace(KL, in_reward=False, estimator="k1")}, "must be k2 or k3 where the KL is in the loss"),
-        ({"value_coef": -0.1}, "value_coef=-0.1, expected at least 0"),
-        ({"critic_warmup_iterations": -1}, "critic_warmup_iterations=-1, expected at least 0"),
+        ({"value_coef": -0.1}, "value_coef must be >= 0, got -0.1"),
+        ({"critic_warmup_iterations": -1}, "critic_warmup_iterations must be >= 0, got -1"),
         ({"gamma": 2}, "gamma must be from 0 to 1, got 2"),
         ({"value_clip": 0}, "^value_clip must be above 0 or None, got 0"),
         ({"value_normalization": "all"}, "^value_normalization must be exponential or running, got 'all'"),
@@ -154,7 +154,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
     [
         (lambda: RewardShaping(clip=0), "clip of reward_shaping must be above 0"),
         (lambda: RewardShaping(scaling=0), "scaling of reward_shaping must not be 0"),
-        (lambda: replace(KL, decay=1.5), r"decay=1\.5, expected 0 to 1"),
+        (lambda: replace(KL, decay=1.5), r"decay must be between 0 and 1, got 1\.5"),
         (lambda: replace(KL, target_nats=0), "A KL term needs .* got coef=0.1, target_nats=0"),
         (lambda: EarlyStop(ratio=0.5), r"ratio of early_stop must be above 1"),
         (lambda: EarlyStop(kl_nats=-1), "kl_nats of early_stop must be above 0"),

@@ -12,7 +12,8 @@ import yaml
 from parsed import parsed
 
 import lightrl
-from lightrl.commands.cli import default_loggers, last_checkpoint, reported
+from lightrl.commands.cli import default_loggers, last_checkpoint
+from lightrl.commands.console import reported
 from lightrl.commands.main import COMMANDS, main
 from lightrl.engines.sglang.held_port import HeldPort
 from lightrl.errors import OtherRankFailed
@@ -214,13 +215,13 @@ def test_a_full_disk_is_said_in_words_and_the_traceback_is_kept_elsewhere(tmp_pa
     (tmp_path / "traceback.txt").symlink_to("/dev/full")  # which accepts nothing
 
     def log_metrics(callbacks):
-        callbacks[0].has_begun, callbacks[0].folder = True, tmp_path
+        callbacks[0].has_started, callbacks[0].folder = True, tmp_path
         (tmp_path / "traceback.txt").write_text("as a logger of Lightning's fails")
 
     assert reported(log_metrics) == 1
     said = capfd.readouterr().err
     assert "No space left on device" in said
-    assert "Expected a disk with room. Free some, or write elsewhere: trainer.default_root_dir." in said
+    assert "Free disk space, or set trainer.default_root_dir to another disk." in said
     kept = Path(said.rsplit("Full traceback: ", 1)[1].strip())
     assert kept.parent != tmp_path
     assert "log_metrics" in kept.read_text()
@@ -229,7 +230,7 @@ def test_a_full_disk_is_said_in_words_and_the_traceback_is_kept_elsewhere(tmp_pa
 
 def test_a_rank_that_had_to_end_says_in_short_what_it_met_and_last_why(tmp_path, capfd):
     def go_on_alone(callbacks):
-        callbacks[0].has_begun, callbacks[0].folder = True, tmp_path
+        callbacks[0].has_started, callbacks[0].folder = True, tmp_path
         try:
             raise RuntimeError("connection closed by peer")
         except RuntimeError as error:
@@ -255,8 +256,8 @@ def test_lightrl_debug_shows_the_exception_itself(settings, config, monkeypatch)
     ("args", "message"),
     [
         (["fti"], "Did you mean lightrl fit?"),
-        (["launch"], "expected one of fit, validate, test, predict"),
-        (["--config", "run.yaml", "fit"], "expected the command first"),
+        (["launch"], "Commands: fit, validate, test, predict, export"),
+        (["--config", "run.yaml", "fit"], "The command must come first: lightrl fit --config"),
     ],
 )
 def test_a_call_without_a_command_is_answered_with_the_commands(args, message, capsys):
@@ -279,7 +280,7 @@ def test_a_commands_help_says_what_it_does_and_lists_the_trainers_flags(capsys):
     said = capsys.readouterr().out
     assert done.value.code == 0
     assert "usage: lightrl validate --config run.yaml" in said
-    assert "lightrl validate: measure a policy" in said
+    assert "lightrl validate: evaluate a policy" in said
     assert "--trainer.max_time" in said
 
 

@@ -71,7 +71,7 @@ def test_the_command_prints_the_plan_of_an_example(
     assert run(["--config", "examples/ppo/sync.yaml"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("PPO: 6 calls per iteration")
-    text, _, drawn = out.partition("\n\ndrawing: paste what follows into https://mermaid.live")
+    text, _, drawn = out.partition("\n\ndrawing: paste this into https://mermaid.live")
     assert "flowchart" not in text
     assert drawn.splitlines()[2] == "flowchart LR"
     assert "flowchart LR" in out

@@ -227,5 +227,5 @@ def test_no_train_data_is_refused(plain_tokenizer):
 
 @pytest.mark.parametrize("setting", ["batch_size", "validation_batch_size", "max_prompt_tokens", "max_train_prompts"])
 def test_sizes_below_one_are_refused(setting: str):
-    with pytest.raises(ValueError, match=rf"{setting}=0, expected at least 1"):
+    with pytest.raises(ValueError, match=f"{setting} must be >= 1, got 0"):
         PromptDataModule(None, **{"batch_size": 1, setting: 0})

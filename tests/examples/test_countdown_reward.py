@@ -55,5 +55,5 @@ def test_hostile_expressions_have_a_value_or_none_at_once(text):
 
 
 def test_a_prompt_without_a_game_is_a_failure():
-    with pytest.raises(ValueError, match="expected 'numbers'"):
+    with pytest.raises(ValueError, match="needs the fields 'numbers'"):
         countdown(trajectory_that("1+1", target=2))

@@ -122,7 +122,7 @@ def test_outputs_are_compared_line_by_line(found, expected, tolerance, is_same):
 
 @pytest.mark.parametrize("tests", [None, [], "[]", [{"input": "1"}], [3]])
 def test_a_prompt_without_tests_is_refused(tests):
-    with pytest.raises(ValueError, match=r"in the field 'tests'|expected statements"):
+    with pytest.raises(ValueError, match=r"in its field 'tests'|a test of an unknown kind"):
         judged(RIGHT_SUM, tests)
 
 

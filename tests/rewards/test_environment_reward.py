@@ -21,5 +21,5 @@ def test_the_rewards_of_the_turns_sum_to_the_reward():
 
 
 def test_a_trajectory_without_rewards_is_an_error():
-    with pytest.raises(ValueError, match="no rewards of an environment"):
+    with pytest.raises(ValueError, match="gave this trajectory no rewards"):
         environment_reward(a_trajectory(None))

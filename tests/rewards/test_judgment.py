@@ -39,7 +39,7 @@ def test_rewards_per_token_sum_to_the_reward(rewards):
     "value", [math.nan, math.inf, {"reward": -math.inf}, {"reward": 1, "format": math.nan}, 10**400]
 )
 def test_a_number_that_is_not_finite_is_refused(value):
-    with pytest.raises(RewardError, match="expected a finite number") as caught:
+    with pytest.raises(RewardError, match="It must be finite") as caught:
         Judgment.of(value, trajectory_that())
     assert caught.value.reason == "not_finite"
 
@@ -47,21 +47,21 @@ def test_a_number_that_is_not_finite_is_refused(value):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "None .NoneType. as its return value for prompt 'train-3', sample 0"),
-        ("1.0", "expected a number"),
-        ([1.0], "expected a number"),
-        (np.array([1.0, 2.0]), "expected one number"),
-        ({}, 'expected a key "reward"'),
+        (None, "for prompt 'train-3', sample 0, its return value is None .NoneType.\\."),
+        ("1.0", "must return a number"),
+        ([1.0], "must return a number"),
+        (np.array([1.0, 2.0]), r"is array\(\[1., 2.\]\) \(ndarray\): only"),
+        ({}, 'needs the key "reward"'),
         ({"score": 1.0}, r"a dict with \['score'\]"),
-        ({"reward": 1.0, "accuracy": None}, "as 'accuracy'"),
-        ({"reward": 1.0, 3: 1.0}, "expected names to be strings"),
-        ({"rewards": [1.0]}, "1 rewards .* expected 4"),
-        ({"rewards": 1.0}, "expected a list of 4 numbers"),
-        ({"rewards": [0, 0, "a", 0]}, r"as rewards\[2\]"),
-        ({"reward": 3.0, "rewards": [0, 0, 1, 1]}, "expected the sum"),
+        ({"reward": 1.0, "accuracy": None}, "'accuracy' is None"),
+        ({"reward": 1.0, 3: 1.0}, "Keys must be strings"),
+        ({"rewards": [1.0]}, "must be a list of 4 numbers.* got 1 numbers"),
+        ({"rewards": 1.0}, "must be a list of 4 numbers.* got 1.0"),
+        ({"rewards": [0, 0, "a", 0]}, r"rewards\[2\] is 'a'"),
+        ({"reward": 3.0, "rewards": [0, 0, 1, 1]}, "but rewards that sum to 2"),
     ],
 )
-def test_what_is_no_judgment_is_refused_in_words(value, message):
+def test_what_is_no_judgment_is_refused_with_a_reason(value, message):
     with pytest.raises(RewardError, match=message) as caught:
         Judgment.of(value, trajectory_that())
     assert caught.value.reason == "raised"

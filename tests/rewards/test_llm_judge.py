@@ -113,7 +113,7 @@ def test_nobody_at_the_address_is_a_timeout():
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"), [("Good.", "has no score that matches"), ("Score: 11", "expected 0 to 10")]
+    ("answer", "message"), [("Good.", "has no score that matches"), ("Score: 11", "outside score_range=[0.0, 10.0]")]
 )
 def test_an_answer_without_a_good_score_is_an_error(answer, message):
     (error,) = Server(answer).judge(ask())
@@ -166,9 +166,9 @@ def test_in_a_pool_it_is_a_class_with_arguments():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"score_range": (1, 1)}, "expected two growing numbers"),
-        ({"score_pattern": "score"}, "has no group"),
-        ({"max_concurrent": 0}, "max_concurrent=0"),
+        ({"score_range": (1, 1)}, "must be two increasing numbers"),
+        ({"score_pattern": "score"}, "must have a group"),
+        ({"max_concurrent": 0}, "max_concurrent must be >= 1, got 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
@@ -179,4 +179,4 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
 def test_a_rubric_that_asks_for_what_is_not_there_is_refused():
     (error,) = Server().judge(ask(), rubric="{answer}")
     assert isinstance(error, ValueError)
-    assert "The rubric asks for 'answer'" in str(error)
+    assert "The rubric uses 'answer'" in str(error)

@@ -69,11 +69,11 @@ def test_a_part_that_fails_is_named_and_fails_the_whole(function, fields, reason
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([], "expected at least one and different names"),
-        ([part("length"), part("length")], "expected at least one and different names"),
+        ([], "at least one part, and a different name for each"),
+        ([part("length"), part("length")], "at least one part, and a different name for each"),
         (part("scaled", arguments={"faktor": 1}), "argument 'faktor'.*Did you mean 'factor'"),
-        (part("Counter"), "cannot be made with {}.*missing 1 required"),
-        (part("Judges"), "is a class whose objects cannot be called"),
+        (part("Counter"), "could not be instantiated with {}.*missing 1 required"),
+        (part("Judges"), "is a class without `__call__"),
         ([part("length"), part("lenght")], "Did you mean 'length'"),
     ],
 )

@@ -64,7 +64,7 @@ def test_replay_tells_what_was_read_the_reward_the_time_and_the_failure(tmp_path
     assert right.latency_s > 0
     assert right.is_deterministic
     assert (wrong.reward, wrong.reason) == (None, "raised")
-    assert "no answer in them" in str(wrong.message)
+    assert "needs a reference" in str(wrong.message)
 
 
 def test_replay_finds_out_that_a_reward_is_not_deterministic(tmp_path):
@@ -76,5 +76,5 @@ def test_replay_finds_out_that_a_reward_is_not_deterministic(tmp_path):
 def test_a_line_without_a_trajectory_is_named(tmp_path):
     path = tmp_path / "other.jsonl"
     path.write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match="line 1 is no record with a trajectory"):
+    with pytest.raises(ValueError, match="other\\.jsonl:1 has no trajectory"):
         replay(path, "lightrl.rewards.math_answer")

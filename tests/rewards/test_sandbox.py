@@ -275,9 +275,9 @@ def test_a_program_is_refused_where_nothing_would_hold_it(layers):
 
 
 def test_unknown_layers_and_limits_that_are_not_positive_are_refused():
-    with pytest.raises(ValueError, match=r"layers=\['walls'\] are unknown"):
+    with pytest.raises(ValueError, match=r"layers=\['walls'\] do not exist"):
         LocalSandbox(layers=["walls"])
-    with pytest.raises(ValueError, match="wall_s=0, expected a number above 0"):
+    with pytest.raises(ValueError, match="wall_s must be a finite number above 0, got 0"):
         Limits(wall_s=0)
 
 

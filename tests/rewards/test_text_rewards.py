@@ -83,6 +83,7 @@ SCHEMA = {
         ("[]", 0.0, 1.0),
         ("{", 0.0, 0.0),
         ("[" * 100_000, 0.0, 0.0),
+        ("NaN", 0.0, 0.0),
     ],
 )
 def test_json_is_held_against_its_schema(completion, reward, is_json):
@@ -108,17 +109,25 @@ def test_the_schema_may_be_the_prompts():
     assert json_schema(trajectory_that("true", schema='{"const": 1}'))["reward"] == 0.0
 
 
+def test_a_recursive_schema_follows_a_completion_as_deep_as_it_goes():
+    tree = {"type": "array", "items": {"$ref": "#"}}
+    assert json_schema(trajectory_that("[[], [[]]]"), schema=tree)["reward"] == 1.0
+    assert json_schema(trajectory_that("[" * 900 + "]" * 900), schema=tree)["reward"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda t: json_schema(t), "expected a JSON schema"),
-        (lambda t: json_schema(t, schema={"oneOf": []}), r"keywords \['oneOf'\]"),
-        (lambda t: json_schema(t, schema={"type": "text"}), "type 'text'"),
-        (lambda t: regex_match(t, pattern="("), "no regular expression"),
+        (lambda t: json_schema(t), "'train-3' has no JSON schema, got None"),
+        (lambda t: json_schema(t, schema={"oneOf": []}), r"not valid at \$\.oneOf: \[\] should be non-empty"),
+        (lambda t: json_schema(t, schema={"type": "text"}), r"not valid at \$\.type: 'text'"),
+        (lambda t: json_schema(t, schema={"$ref": "#/nowhere"}), r"\$ref to '.*nowhere'"),
+        (lambda t: json_schema(t, schema={"$ref": "http://127.0.0.1:9/x"}), r"\$ref to 'http://127.0.0.1:9/x'"),
+        (lambda t: regex_match(t, pattern="("), "not a regular expression"),
+        (lambda t: repetition_penalty(t, ngram_words=0), "ngram_words must be >= 1, got 0"),
         (lambda t: overlong_penalty(t, max_tokens=4, buffer_tokens=5), "buffer_tokens=5 .* at most the length limit"),
         (lambda t: OverlongPenalty(0), "buffer_tokens of the overlong penalty must be at least 1, got 0"),
         (lambda t: OverlongPenalty(4, factor=-1.0), "factor of the overlong penalty must be >= 0, got -1.0"),
-        (lambda t: repetition_penalty(t, ngram_words=0), "ngram_words=0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(call, message):

@@ -65,7 +65,7 @@ def test_turns_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
             return None, 0.0, True
 
     module = TinyGRPO(workflow=lambda tokenizer: MultiTurn(tokenizer, Turns, max_tokens=33))
-    with pytest.raises(ValueError, match=r"max_tokens=33 of MultiTurn is more than the model's context of 32 tokens"):
+    with pytest.raises(ValueError, match=r"max_tokens=33 of MultiTurn exceeds the model's context of 32 tokens"):
         make_trainer(tmp_path).fit(module, datamodule=Digits())
     assert not module.trained
 

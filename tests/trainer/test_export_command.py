@@ -37,13 +37,13 @@ def test_the_command_exports(finished_run, tmp_path):
 
 
 def test_a_role_that_is_not_there_is_named_with_those_that_are(finished_run, tmp_path):
-    with pytest.raises(ValueError, match=r"no role 'critic', expected one of \['policy'\]"):
+    with pytest.raises(ValueError, match=r"no role 'critic'. Set --role to one of \['policy'\]"):
         export_checkpoint(finished_run[1], tmp_path / "model", role="critic")
 
 
 def test_a_half_written_checkpoint_is_refused(tmp_path):
     (tmp_path / "half.ckpt").write_bytes(b"PK\x03\x04 and no more")
-    with pytest.raises(ValueError, match="is no checkpoint"):
+    with pytest.raises(ValueError, match="is not a checkpoint"):
         export_checkpoint(tmp_path / "half.ckpt", tmp_path / "model")
     (tmp_path / "shards.ckpt").mkdir()
     with pytest.raises(ValueError, match=r"has no meta\.pt"):

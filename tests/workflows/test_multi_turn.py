@@ -153,7 +153,7 @@ def test_a_template_that_only_adds_is_taken(template: str):
 
 
 def test_a_template_that_takes_thinking_out_is_refused_with_the_fix_named():
-    with pytest.raises(ValueError, match=r"rewrites history.*</think>.*Give chat_template="):
+    with pytest.raises(ValueError, match=r"rewrites history.*</think>.*Set chat_template="):
         workflow(AGAIN, template=TAKES_THINKING_OUT)
 
 
@@ -255,7 +255,7 @@ def test_without_max_tokens_a_trajectory_may_fill_the_context():
 
 
 def test_more_than_the_context_is_refused():
-    with pytest.raises(ValueError, match=r"max_tokens=57 of MultiTurn is more than .* context of 56 tokens.*Lower"):
+    with pytest.raises(ValueError, match=r"max_tokens=57 of MultiTurn exceeds the model's context of 56 tokens.*Lower"):
         workflow(AGAIN, max_tokens=57).fit_context(56)
 
 
@@ -379,8 +379,8 @@ class Failing(Environment):
     [
         ("raises", "Failing.step raised KeyError: 'lost'"),
         ("exits", "SystemExit"),
-        ("gives nonsense", r"expected \(observation, reward, done\)"),
-        ("gives NaN", "expected a finite number"),
+        ("gives nonsense", r"must return \(observation, reward, done\), got 1\.0"),
+        ("gives NaN", "with a finite number"),
         ("says nothing", "no observation"),
         ("hangs", "Failing.step did not finish within 0.2 s"),
     ],

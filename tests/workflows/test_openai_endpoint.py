@@ -166,7 +166,7 @@ def test_an_unknown_session_an_ended_one_and_an_unknown_route_are_not_found() ->
     async def talk(prompt: Prompt, base_url: str, api_key: str) -> None:
         async with client_of(base_url, api_key) as client:
             await ask(client, [user("hi")])
-            with pytest.raises(openai.NotFoundError, match=r"/v1/responses is not served .Not Found., expected chat"):
+            with pytest.raises(openai.NotFoundError, match=r"/v1/responses is not served .Not Found.. Use chat"):
                 await client.responses.create(model="policy", input="hi")
         seen.append(base_url)
 
@@ -186,16 +186,16 @@ def test_an_unknown_session_an_ended_one_and_an_unknown_route_are_not_found() ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        pytest.param({"n": 2}, "n=2 is not served", id="several choices"),
-        pytest.param({"stop": ["."]}, "stop=.* is not served.*stop_token_ids", id="stop texts"),
+        pytest.param({"n": 2}, "n=2 is not supported", id="several choices"),
+        pytest.param({"stop": ["."]}, "stop=.* is not supported.*stop_token_ids", id="stop texts"),
         pytest.param({"response_format": {"type": "json_object"}}, "response_format", id="a format"),
-        pytest.param({"tool_choice": "required"}, "tool_choice='required'", id="a forced tool"),
-        pytest.param({"max_tokens": 0}, "max_tokens=0", id="no tokens"),
-        pytest.param({"messages": []}, r"messages=\[\]", id="no messages"),
-        pytest.param({"messages": [{"role": "judge", "content": "x"}]}, "expected a role of", id="an unknown role"),
+        pytest.param({"tool_choice": "required"}, "tool_choice must be auto or none", id="a forced tool"),
+        pytest.param({"max_tokens": 0}, "max_tokens must be an integer >= 1", id="no tokens"),
+        pytest.param({"messages": []}, r"must be a list with at least one message", id="no messages"),
+        pytest.param({"messages": [{"role": "judge", "content": "x"}]}, "The role of a message", id="an unknown role"),
         pytest.param(
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "expected text only",
+            "must be text, got",
             id="a picture",
         ),
     ],
@@ -218,7 +218,7 @@ def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
         async with aiohttp.ClientSession(headers=headers) as http:
             async with http.post(f"{base_url}/chat/completions", data=body) as response:
                 assert response.status == 400
-                assert "expected a JSON object" in (await response.json())["error"]["message"]
+                assert "must be a JSON object" in (await response.json())["error"]["message"]
         async with client_of(base_url, api_key) as client:
             await ask(client, [user("hi")])
 
@@ -234,10 +234,7 @@ def test_the_sampling_of_a_request_is_ignored_with_one_warning(caplog: pytest.Lo
     play(with_client(talk), engine)
     assert {request.sampling.temperature for request in engine.requests} == {1.0}
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [text.split(",")[0] for text in warned] == [
-        "An agent's request sets temperature",
-        "An agent's request sets top_p",
-    ]
+    assert [text.split(" of ")[0] for text in warned] == ["Ignoring temperature", "Ignoring top_p"]
 
 
 def test_an_engine_error_reaches_the_run_at_once_and_is_not_asked_again() -> None:
@@ -288,9 +285,9 @@ async def returns_nan(prompt: Prompt, base_url: str, api_key: str) -> float:
         (raises, "The agent raises raised KeyError: 'oh'"),
         (hangs, "The agent hangs did not finish within 0.2 s"),
         (hangs_in_a_thread, "The agent hangs_in_a_thread did not finish within 0.2 s"),
-        (asks_nothing, "got no answer of the policy"),
-        (returns_text, "returned 'good' for prompt 'a', expected a finite number or None"),
-        (returns_nan, "returned nan for prompt 'a', expected a finite number"),
+        (asks_nothing, "without an answer of the policy"),
+        (returns_text, "must return a finite number or None, got 'good' for prompt 'a'"),
+        (returns_nan, "must return a finite number or None, got nan"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -414,9 +411,9 @@ def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_tr
     ("settings", "message"),
     [
         pytest.param({"agent": "nowhere.run"}, "agent='nowhere.run' cannot be imported", id="no agent"),
-        pytest.param({"agent_timeout_s": 0}, "agent_timeout_s=0", id="no time"),
-        pytest.param({"max_tokens": 1}, "max_tokens=1", id="no tokens"),
-        pytest.param({"max_agents": 0}, "max_agents=0", id="no agents"),
+        pytest.param({"agent_timeout_s": 0}, "agent_timeout_s must be a finite number above 0, got 0", id="no time"),
+        pytest.param({"max_tokens": 1}, "max_tokens must be >= 2, got 1", id="no tokens"),
+        pytest.param({"max_agents": 0}, "max_agents must be >= 1, got 0", id="no agents"),
         pytest.param({"chat_template": "nowhere.jinja"}, "neither a file nor a Jinja template", id="no template"),
     ],
 )

@@ -184,7 +184,7 @@ def test_a_path_that_names_nothing_is_refused():
 
 
 def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="each once"):
+    with pytest.raises(ValueError, match="a different name for each"):
         ToolEnvironment([calculator, PATH])
 
 

@@ -120,7 +120,7 @@ def test_a_trajectory_that_cannot_be_trained_on_is_refused(changes: dict[str, An
 
 @pytest.mark.parametrize("returned", [None, "text", [1, 2]])
 def test_what_is_no_trajectory_is_refused(returned: object) -> None:
-    with pytest.raises(RolloutError, match=r"SingleTurn.run returned .* for prompt 'a', expected a Trajectory"):
+    with pytest.raises(RolloutError, match=r"SingleTurn.run must return a Trajectory, got .* for prompt 'a'"):
         check_trajectory(returned, single_turn(), PROMPT)
 
 

@@ -1,0 +1,202 @@
+"""What a command shows on stderr: log lines above the progress bar, and an error as one message with an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from argparse import ArgumentError
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import jsonargparse
+import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_only
+
+import lightrl
+from lightrl.checks.disk_errors import is_disk_full
+from lightrl.commands.config_errors import UsageError
+from lightrl.errors import EngineUnreachable, LightRLError, OtherRankFailed
+from lightrl.strategies import is_on_all_ranks
+
+# A user can fix these; during the run only if lightrl itself raised them.
+_FIXABLE = (ValueError, TypeError, OSError, ImportError, MisconfigurationException)
+
+
+class _RunWatch(L.Callback):
+    """Knows whether the run has started, and its folder, for the error message."""
+
+    def __init__(self) -> None:
+        self.has_started = False
+        self.folder: Path | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.folder = run_folder(trainer)
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.has_started = True
+
+    on_train_start = on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
+
+
+def run_folder(trainer: L.Trainer) -> Path | None:
+    """The loggers' folder; None without a logger or with `fast_dev_run`."""
+    if not trainer.loggers or getattr(trainer, "fast_dev_run", False) or trainer.log_dir is None:
+        return None
+    return Path(trainer.log_dir)
+
+
+def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
+    """Runs a command and returns its exit code; an error becomes one message on stderr.
+
+    Args:
+        command: gets the callbacks that its trainer must have.
+    """
+    _put_working_folder_first()
+    configure_logging()
+    silence_irrelevant()
+    watch = _RunWatch()
+    debug = os.environ.get("LIGHTRL_DEBUG", "0") not in ("", "0")
+    try:
+        return command([watch])
+    except (UsageError, ArgumentError) as error:
+        if debug:
+            raise
+        return _fail(str(error), code=2)
+    except OtherRankFailed as error:
+        if debug:
+            raise
+        # Not into the run's folder, where the failed rank may write its own; and the cause comes last.
+        here = error.__cause__
+        return _fail(f"{type(here).__name__}: {here}\n{_keep_traceback(None)}\n{error}", code=1)
+    except (LightRLError, *_FIXABLE) as error:
+        cause = _unwrapped(error)
+        is_ours = isinstance(error, LightRLError) or _raised_in(cause, lightrl)
+        if debug or (watch.has_started and not is_ours and not is_disk_full(error)):
+            raise
+        if is_on_all_ranks(error) and vars(rank_zero_only).get("rank"):
+            return 1  # rank 0 reports it
+        if watch.has_started or isinstance(error, LightRLError):
+            return _fail(f"{_chain(cause)}\n{_keep_traceback(watch.folder)}", code=1)
+        return _fail(f"{_chain(cause)}\nNothing was trained. LIGHTRL_DEBUG=1 shows the traceback.", code=2)
+
+
+def _fail(message: str, *, code: int) -> int:
+    sys.stderr.write(f"lightrl: {message}\n")
+    return code
+
+
+def _chain(error: BaseException) -> str:
+    """The message and those of its causes that it does not quote; for foreign errors also type and place."""
+    lines: list[str] = []
+    link: BaseException | None = error
+    while link is not None:
+        text = str(link) or type(link).__name__
+        if not any(text in line for line in lines):
+            file, number = _place(link)
+            is_ours = not file or _raised_in(link, lightrl)
+            line = text if is_ours else f"{type(link).__name__}: {text} ({file}:{number})"
+            if not (is_ours or lines) and is_disk_full(link):
+                line += ". Free disk space, or set trainer.default_root_dir to another disk."
+            lines.append(f"  caused by {line}" if lines else line)
+        link = None if isinstance(link, EngineUnreachable) else link.__cause__  # its message has the client's error
+    return "\n".join(lines)
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """The error of a constructor, without those of the types that jsonargparse tried it for."""
+    if not _raised_in(error, jsonargparse):
+        return error
+    tried = [_unwrapped(one) for one in _tried(error)]
+    return next((one for one in tried if not _raised_in(one, jsonargparse)), tried[0] if tried else error)
+
+
+def _tried(error: BaseException) -> list[BaseException]:
+    """The error of each type of a union: jsonargparse only gives the first one's as the cause."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    cause = error.__cause__ or error.__context__
+    return frame.f_locals.get("exceptions") or ([] if cause is None else [cause])
+
+
+def _raised_in(error: BaseException, package: ModuleType) -> bool:
+    return Path(_place(error)[0]).is_relative_to(Path(str(package.__file__)).parent)
+
+
+def _place(error: BaseException) -> tuple[str, int]:
+    """File and line that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
+
+
+def _keep_traceback(folder: Path | None) -> str:
+    """Writes the current traceback to the run's folder, or else to a temporary one; returns a line with the path."""
+    text = traceback.format_exc()
+    for place in (folder, None):
+        with contextlib.suppress(OSError):
+            place = place or Path(tempfile.mkdtemp(prefix="lightrl-"))
+            place.mkdir(parents=True, exist_ok=True)
+            path = place / "traceback.txt"
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            return f"Full traceback: {path}"
+    return text  # no disk to write to: better long than lost
+
+
+def _put_working_folder_first() -> None:
+    """The console script's import path lacks the working folder, where a user's `my_rewards.py` is."""
+    folder = str(Path.cwd())
+    if folder not in sys.path[:1]:
+        sys.path.insert(0, folder)
+
+
+class _AboveProgressBar:
+    """A stream to stderr, above any progress bar there."""
+
+    def write(self, text: str) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(text, file=sys.stderr, end="")
+
+
+class _MarkedFormatter(logging.Formatter):
+    """Plain lines; warnings and errors start with their level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        mark = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return f"{mark}{super().format(record)}"
+
+
+def configure_logging() -> None:
+    """Sends lightrl's own log lines from INFO up to stderr; a second call changes nothing."""
+    logger = logging.getLogger("lightrl")
+    logger.setLevel(logging.INFO)
+    if not any(isinstance(handler.formatter, _MarkedFormatter) for handler in logger.handlers):
+        handler = logging.StreamHandler(_AboveProgressBar())
+        handler.setFormatter(_MarkedFormatter())
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless cloud" not in record.getMessage()
+
+
+def silence_irrelevant() -> None:
+    """Silences what no user can act on, each for its reason."""
+    # Lightning 2.6.6 recommends its cloud at every start
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
+    # Lightning 2.6.6 on torch 2.13, in every loop
+    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+    # each run has a new folder, also one that resumes: its best checkpoints are its own
+    warnings.filterwarnings("ignore", r"The dirpath has changed from", UserWarning)
+    # Lightning 2.6.6 calls jsonargparse by names that its version 4.49 renamed
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    # a progress bar for each load of a model's weights, some of milliseconds
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()

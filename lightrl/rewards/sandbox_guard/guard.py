@@ -1,0 +1,189 @@
+"""The guard: serves requests, collects what a program prints, stops it at a limit, and kills all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from .layers import become_subreaper
+from .program import READ_BYTES, Program, read_records, start
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the process that asked
+    become_subreaper()
+    requests = bytearray()
+    while True:
+        while b"\n" not in requests:
+            data = os.read(0, READ_BYTES)
+            if not data:
+                return
+            requests += data
+        line, _, rest = bytes(requests).partition(b"\n")
+        requests = bytearray(rest)
+        reply = json.dumps(_Execution(json.loads(line)).run()).encode() + b"\n"
+        while reply:
+            reply = reply[os.write(1, reply) :]
+
+
+class _Execution:
+    """One program, from its start to the end of everything that it started."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.stdin = request["stdin"]
+        self.limits = request["limits"]
+        self.program = Program(request)
+        self.keeper = 0  # its process id while it lives
+
+    def run(self) -> dict[str, Any]:
+        folder = tempfile.mkdtemp(prefix="lightrl-sandbox-")
+        try:
+            return self._run_in(folder)
+        finally:
+            _remove(folder)
+
+    def _run_in(self, folder: str) -> dict[str, Any]:
+        stdin = _file_with(self.stdin.encode(errors="surrogateescape"))
+        out, out_end = os.pipe()
+        err, err_end = os.pipe()
+        report, report_end = os.pipe()
+        life_end, life = os.pipe()
+        starter = os.fork()
+        if starter == 0:
+            for descriptor in (out, err, report, life):
+                os.close(descriptor)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, 0)  # programs must not see the guard's own; the numbers stay taken
+            os.dup2(nothing, 1)
+            start(self.program, folder, (stdin, out_end, err_end), report_end, life_end)
+        for descriptor in (stdin, out_end, err_end, report_end, life_end):
+            os.close(descriptor)
+        try:
+            os.waitpid(starter, 0)
+            first_records = os.read(report, READ_BYTES)  # possibly all that the keeper ever reports
+            self.keeper = read_records(first_records).get("keeper", 0)
+            return self._watch(out, err, report, first_records)
+        finally:
+            for descriptor in (life, out, err, report):
+                os.close(descriptor)
+
+    def _watch(self, out: int, err: int, report: int, first_records: bytes) -> dict[str, Any]:
+        """Collects output until the report comes, a limit is reached, or stdin closes."""
+        start_s = time.monotonic()
+        received = {out: bytearray(), err: bytearray(), report: bytearray(first_records)}
+        poller = select.poll()
+        for descriptor in received:
+            poller.register(descriptor, select.POLLIN)
+        poller.register(0, 0)  # hang-up is always reported
+        still_open = set(received)
+        cause = ""
+        while still_open:
+            left_s = start_s + self.limits["wall_s"] - time.monotonic()
+            if not cause:
+                if len(received[out]) + len(received[err]) > self.limits["output_kib"] << 10:
+                    cause = "output"
+                elif b"exit_code" in received[report] or report not in still_open:  # no report: the keeper was killed
+                    cause = "itself"
+                elif left_s <= 0:
+                    cause = "time"
+                if cause:
+                    self._kill()
+            for descriptor, _ in poller.poll(None if cause else left_s * 1000 + 1):
+                if descriptor == 0:
+                    poller.unregister(0)
+                    cause = cause or "nobody"
+                    self._kill()
+                elif data := os.read(descriptor, READ_BYTES):
+                    received[descriptor] += data
+                else:
+                    poller.unregister(descriptor)
+                    still_open.discard(descriptor)
+        if cause == "nobody":
+            sys.exit()
+        wall_s = time.monotonic() - start_s
+        return self._reply(received[out], received[err], read_records(received[report]), cause, wall_s)
+
+    def _reply(
+        self, out: bytearray, err: bytearray, report: dict[str, Any], cause: str, wall_s: float
+    ) -> dict[str, Any]:
+        exit_code, cpu_s = report.get("exit_code"), report.get("cpu_s", 0.0)
+        stopped_by = report.get("stopped_by") if cause == "itself" else cause
+        if exit_code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_s >= 0.9 * self.limits["cpu_s"]:
+            stopped_by = "time"
+        room = self.limits["output_kib"] << 10
+        if len(out) + len(err) > room:  # it may have exited by itself meanwhile
+            stopped_by = "output"
+        return {
+            "stdout": out[:room].decode(errors="replace"),
+            "stderr": err[-room:].decode(errors="replace"),
+            "exit_code": exit_code,
+            "stopped_by": stopped_by,
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "layers": report.get("layers", []),
+            "problem": report.get("problem"),
+        }
+
+    def _kill(self) -> None:
+        """Kills the keeper and everything below it; returns when nothing is left."""
+        if self.keeper:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.keeper, signal.SIGKILL)
+            self.keeper = 0  # from here on the number may belong to another process
+        if "private_user" in self.program.layers:
+            self._kill_private_user()
+        while True:  # without a pid namespace this process inherits orphans, one generation after another
+            for child in _children():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                return
+
+    def _kill_private_user(self) -> None:
+        """Kills all processes of the program's own user at once: a fork bomb cannot outrun that."""
+        uid = self.program.uid
+        killer = os.fork()
+        if killer == 0:
+            with contextlib.suppress(OSError):
+                os.setresuid(uid, uid, uid)
+                if os.getuid() == os.geteuid() == uid:  # as root this would kill every process
+                    os.kill(-1, signal.SIGKILL)
+            os._exit(0)
+        os.waitpid(killer, 0)
+
+
+def _children() -> list[int]:
+    pid = os.getpid()
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def _file_with(data: bytes) -> int:
+    """A descriptor to read this data from, of a file without a name."""
+    number, name = tempfile.mkstemp(prefix="lightrl-sandbox-stdin-")
+    with os.fdopen(number, "wb") as file:
+        file.write(data)
+    descriptor = os.open(name, os.O_RDONLY)
+    Path(name).unlink()
+    return descriptor
+
+
+def _remove(folder: str) -> None:
+    for path, names, _ in os.walk(folder):  # folders that the program locked
+        for name in names:
+            entry = Path(path) / name
+            if not entry.is_symlink():
+                entry.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)

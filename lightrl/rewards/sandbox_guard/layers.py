@@ -1,0 +1,220 @@
+"""The layers of protection, by the system calls of Linux: each takes rights from this process for good."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+_NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
+_MS_NOSUID_NODEV, _MS_REC_PRIVATE = 0b0110, (1 << 14) | (1 << 18)
+_PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_SECUREBITS = 4, 8, 22, 28
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 36, 38, 47, 2
+_CAP_SETUID = 7
+_CAP_DAC_READ_SEARCH = 2
+_EXECUTE_AND_READ = 0b1101  # Landlock: execute, read a file, list a folder
+_READ_AND_WRITE_FILE = 0b0110
+# Refused by the filter: sockets, looking into other processes, namespaces and mounts, memory that no limit counts.
+# In this order: socket, ptrace, unshare, setns, mount, umount2, add_key, request_key, keyctl, perf_event_open, bpf,
+# userfaultfd, open_by_handle_at, process_vm_readv, process_vm_writev, io_uring_setup, memfd_create, shmget, mq_open.
+_REFUSED_CALLS = {
+    "x86_64": (
+        0xC000003E,
+        (41, 101, 272, 308, 165, 166, 248, 249, 250, 298, 321, 323, 304, 310, 311, 425, 319, 29, 240),
+    ),
+    "aarch64": (
+        0xC00000B7,
+        (198, 117, 97, 268, 40, 39, 217, 218, 219, 241, 280, 282, 265, 270, 271, 425, 279, 194, 180),
+    ),
+}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def unprotected_by(layers: set[str]) -> list[str]:
+    """What of this machine a program could harm in spite of these layers."""
+    needed = {
+        "other processes": {"namespaces", "private_user", "landlock_signals"},
+        "files": {"private_user", "landlock"},
+        "the network": {"namespaces", "seccomp"},
+    }
+    return [what for what, any_of in needed.items() if not layers & any_of]
+
+
+def set_limits(limits: dict[str, Any], *, counts_all_of_user: bool) -> None:
+    """Resource limits; `counts_all_of_user` if the bound on processes includes those outside the sandbox."""
+    cpu_s = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
+    memory_bytes, file_bytes = limits["memory_mib"] << 20, limits["file_mib"] << 20
+    num_processes = limits["max_processes"] + (_num_threads_of_user() if counts_all_of_user else 0)
+    bounds = {
+        resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),  # the first sends SIGXCPU, the second SIGKILL
+        resource.RLIMIT_DATA: (memory_bytes, memory_bytes),
+        resource.RLIMIT_AS: (memory_bytes + (1 << 30), memory_bytes + (1 << 30)),  # shared libraries, reserved ranges
+        resource.RLIMIT_FSIZE: (file_bytes, file_bytes),
+        resource.RLIMIT_NOFILE: (limits["max_open_files"], limits["max_open_files"]),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_NPROC: (num_processes, num_processes),
+    }
+    for what, (soft, hard) in bounds.items():
+        _, allowed = resource.getrlimit(what)
+        if allowed != resource.RLIM_INFINITY:
+            soft, hard = min(soft, allowed), min(hard, allowed)
+        with contextlib.suppress(OSError, ValueError):  # macOS has no bound on memory
+            resource.setrlimit(what, (soft, hard))
+
+
+def _num_threads_of_user() -> int:
+    num = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            if folder.stat().st_uid == os.getuid():
+                num += int((folder / "stat").read_text().rpartition(")")[2].split()[17])
+    return num
+
+
+def enter_namespaces() -> bool:
+    """Own processes, network, mounts and shared memory; as an ordinary user through a user namespace."""
+    flags = _NEWPID | _NEWNET | _NEWNS | _NEWIPC
+    user, group = os.getuid(), os.getgid()
+    if user != 0:
+        flags |= _NEWUSER
+    if _libc.unshare(flags) != 0:
+        return False
+    if user != 0:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    return True
+
+
+def mount_own_disk(folder: str, owner: int, limits: dict[str, Any]) -> bool:
+    """A bounded memory disk at `folder`; whether the namespace also has a `/proc` of its own."""
+    _mount("none", "/", None, _MS_REC_PRIVATE, "")
+    size = f"size={limits['file_mib']}m,nr_inodes={limits['max_files']},mode=700,uid={owner},gid={owner}"
+    _mount("tmpfs", folder, "tmpfs", _MS_NOSUID_NODEV, size)
+    return _mount("proc", "/proc", "proc", _MS_NOSUID_NODEV, "")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str) -> bool:
+    encoded = None if kind is None else kind.encode()
+    result = _libc.mount(source.encode(), target.encode(), encoded, ctypes.c_ulong(flags), options.encode())
+    return bool(result == 0)
+
+
+def may_have_private_user(needs_read_right: bool) -> bool:
+    if sys.platform != "linux" or os.getuid() != 0:
+        return False
+    needed = (1 << _CAP_SETUID) | ((1 << _CAP_DAC_READ_SEARCH) if needs_read_right else 0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    has = next(int(line.split()[1], 16) for line in lines if line.startswith("CapPrm:"))
+    return has & needed == needed
+
+
+def is_public(path: str) -> bool:
+    """Whether every user may reach and run this file, and the file that it links to."""
+    folders = {*Path(path).absolute().parents, *Path(path).resolve().parents}
+    return all(folder.stat().st_mode & 0o001 for folder in folders)
+
+
+def give_up_privileges(private_uid: int | None, needs_read_right: bool) -> None:
+    """Becomes the private user, or else a root without rights; no setuid program gives them back.
+
+    Args:
+        private_uid: None keeps the user.
+        needs_read_right: the interpreter lies in a folder like /root; Landlock bounds what else may be read.
+    """
+    if private_uid is not None:
+        _change_user(private_uid, needs_read_right)
+    elif os.getuid() == 0:
+        _prctl(_PR_SET_SECUREBITS, 0b11)  # from the next exec on, being root gives no rights
+        _set_capabilities(0)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def _change_user(uid: int, needs_read_right: bool) -> None:
+    if needs_read_right:
+        _prctl(_PR_SET_KEEPCAPS, 1)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    if needs_read_right:
+        _set_capabilities(1 << _CAP_DAC_READ_SEARCH)
+        _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, _CAP_DAC_READ_SEARCH)
+
+
+def hide_memory() -> None:
+    """No other process looks into this one."""
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def become_subreaper() -> None:
+    """This process inherits the orphans below it."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _set_capabilities(bits: int) -> None:
+    if sys.platform != "linux":
+        return
+    header = struct.pack("=Ii", 0x20080522, 0)
+    _libc.capset(header, struct.pack("=6I", bits, bits, bits, 0, 0, 0))
+
+
+def _prctl(*arguments: int) -> None:
+    if sys.platform == "linux":
+        _libc.prctl(*(ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0, 0)[:5]))
+
+
+def restrict_files(folder: str, readable: list[str]) -> int:
+    """Landlock: reads below `readable`, writes below `folder`; from version 4 no TCP, from 6 no signals to others.
+
+    Returns:
+        Its version, 0 if it is not in force.
+    """
+    version: int = _libc.syscall(444, None, ctypes.c_size_t(0), 1)
+    if version < 1:
+        return 0
+    all_files = (1 << (13 + (version >= 2) + (version >= 3))) - 1
+    if version >= 5:
+        all_files |= 1 << 15
+    attributes = struct.pack("=QQQ", all_files, 0b11 if version >= 4 else 0, 0b11 if version >= 6 else 0)
+    size = 8 * (1 + (version >= 4) + (version >= 6))
+    ruleset = _libc.syscall(444, attributes, ctypes.c_size_t(size), 0)
+    if ruleset < 0:
+        return 0
+    devices = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
+    rules = [(folder, all_files)]
+    rules += [(path, _EXECUTE_AND_READ if Path(path).is_dir() else 0b101) for path in readable]
+    rules += [(path, _READ_AND_WRITE_FILE) for path in devices]
+    for path, rights in rules:
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue
+        _libc.syscall(445, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
+        os.close(descriptor)
+    is_done = _libc.syscall(446, ruleset, 0) == 0
+    os.close(ruleset)
+    return version if is_done else 0
+
+
+def refuse_calls() -> bool:
+    """A seccomp filter that answers EPERM to `_REFUSED_CALLS`."""
+    if platform.machine() not in _REFUSED_CALLS:
+        return False
+    architecture, calls = _REFUSED_CALLS[platform.machine()]
+    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
+    allow, refuse = 0x7FFF0000, 0x00050001
+    code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, refuse), (load, 0, 0, 0)]
+    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # x86-64's second table of calls
+    for call in calls:
+        code += [(equal, 0, 1, call), (answer, 0, 0, refuse)]
+    code.append((answer, 0, 0, allow))
+    buffer = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
+    program = struct.pack("@HP", len(code), ctypes.addressof(buffer))
+    return bool(_libc.prctl(_PR_SET_SECCOMP, 2, program, 0, 0) == 0)

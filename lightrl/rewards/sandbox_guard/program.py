@@ -1,0 +1,188 @@
+"""Starter, keeper and program: each forks the next, and the last becomes Python without its rights."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import layers
+
+READ_BYTES = 1 << 16
+_FIRST_PRIVATE_UID = 0x50000000  # plus the guard's process id: no other user has it
+_WATCH_S = 0.05
+
+
+class Program:
+    """What to run, and the layers of protection around it; each process below the guard has its own copy."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.request = request
+        self.limits = request["limits"]
+        self.layers: set[str] = set(request["layers"]) if sys.platform == "linux" else set()
+        self.uid = _FIRST_PRIVATE_UID + os.getpid()
+        self.needs_read_right = not layers.is_public(request["command"][0])
+        if not layers.may_have_private_user(self.needs_read_right):
+            self.layers.discard("private_user")
+
+
+class _LastBlock:
+    """The last thing that a forked process does: an error becomes a record, and a second guard never runs from here."""
+
+    def __init__(self, records: int) -> None:
+        self.records = records
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> NoReturn:
+        if kind is not None:
+            _write_record(self.records, {"problem": f"{kind.__name__}: {error}"})
+        os._exit(126)
+
+
+def start(program: Program, folder: str, streams: tuple[int, int, int], report: int, life: int) -> NoReturn:
+    """The starter: namespaces first, since a pid namespace begins with the next child.
+
+    The program gets `streams` as stdin, stdout and stderr; `report` takes records; `life` hangs up when the guard ends.
+    """
+    with _LastBlock(report):
+        os.setsid()
+        if "namespaces" in program.layers and not layers.enter_namespaces():
+            program.layers.discard("namespaces")
+        keeper = os.fork()
+        if keeper:
+            _write_record(report, {"keeper": keeper})
+            os._exit(0)
+        _keep(program, folder, streams, report, life)
+
+
+def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: int, life: int) -> NoReturn:
+    """The keeper: prepares the folder, starts the program, watches it, and reports how it ended."""
+    has_own_proc = _prepare(program, folder)
+    started, started_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        for descriptor in (report, life, started):
+            os.close(descriptor)
+        with _LastBlock(started_end):
+            _become(program, folder, streams, started_end)
+    for descriptor in (*streams, started_end):
+        os.close(descriptor)
+    _write_record(report, read_records(os.read(started, READ_BYTES)))
+    poller = select.poll()
+    poller.register(life, 0)
+    with contextlib.suppress(AttributeError, OSError):  # pidfd_open: Linux 5.3
+        poller.register(os.pidfd_open(pid), select.POLLIN)
+    stopped_by = None
+    while True:
+        if any(descriptor == life for descriptor, _ in poller.poll(_WATCH_S * 1000)):
+            os._exit(0)
+        exit_code = _reap(pid)
+        if exit_code is None and has_own_proc and (stopped_by := _overuse(program.limits)) is not None:
+            os.kill(pid, signal.SIGKILL)
+            exit_code = -signal.SIGKILL
+        if exit_code is not None:
+            usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu_s = usage.ru_utime + usage.ru_stime
+            _write_record(report, {"exit_code": exit_code, "cpu_s": cpu_s, "stopped_by": stopped_by})
+            while True:  # the guard kills this process, and with it the namespace
+                signal.pause()
+
+
+def _prepare(program: Program, folder: str) -> bool:
+    """Puts the program's files into its folder; whether `/proc` shows the processes of its namespace alone."""
+    layers.hide_memory()
+    owner = program.uid if "private_user" in program.layers else os.getuid()
+    has_own_proc = "namespaces" in program.layers and layers.mount_own_disk(folder, owner, program.limits)
+    for name, text in program.request["files"].items():
+        (Path(folder) / name).write_text(text, encoding="utf-8", errors="surrogateescape")
+        os.chown(Path(folder) / name, owner, -1)
+    os.chown(folder, owner, -1)
+    return has_own_proc
+
+
+def _become(program: Program, folder: str, streams: tuple[int, int, int], started: int) -> None:
+    """The program's process: limits, then rights given up one after another, then Python."""
+    os.setsid()
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+    os.chdir(folder)
+    os.umask(0o077)
+    for number in range(1, signal.NSIG):
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_DFL)
+    with contextlib.suppress(OSError):  # if the machine runs out of memory, this process goes first
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    remaining = program.layers
+    layers.set_limits(program.limits, counts_all_of_user=not remaining & {"private_user", "namespaces"})
+    layers.give_up_privileges(program.uid if "private_user" in remaining else None, program.needs_read_right)
+    if "landlock" in remaining:
+        version = layers.restrict_files(folder, program.request["readable"])
+        remaining.discard("landlock" if version == 0 else "")
+        remaining.update({"landlock_signals"} if version >= 6 else ())
+    if "seccomp" in remaining and not layers.refuse_calls():
+        remaining.discard("seccomp")
+    unprotected = layers.unprotected_by(remaining)
+    if os.getuid() == 0 and not remaining & {"namespaces", "private_user"}:
+        unprotected = unprotected or ["other processes from root"]
+    elif program.request["unprotected"]:
+        unprotected = []
+    if unprotected:
+        problem = f"nothing protects {' and '.join(unprotected)}"
+        _write_record(started, {"layers": sorted(remaining), "problem": problem})
+        os._exit(126)
+    _write_record(started, {"layers": sorted(remaining)})
+    os.closerange(3, 1024)
+    command = program.request["command"]
+    environment = {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+    os.execve(command[0], command, {**environment, **program.request["environment"]})
+
+
+def _overuse(limits: dict[str, Any]) -> str | None:
+    """The limit that all processes of the namespace exceed together, the keeper aside."""
+    num_threads, num_bytes = 0, 0
+    page = resource.getpagesize()
+    for entry in os.listdir("/proc"):  # noqa: PTH208  # every 50 ms
+        if not entry.isdigit() or entry == "1":
+            continue
+        try:
+            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        num_threads += int(fields[17])
+        num_bytes += int(fields[21]) * page
+    if num_threads > limits["max_processes"]:
+        return "processes"
+    return "memory" if num_bytes > limits["memory_mib"] << 20 else None
+
+
+def _reap(pid: int) -> int | None:
+    """Waits for all children that ended; the exit code of this one if it is among them."""
+    code = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+            if ended == 0:
+                break
+            if ended == pid:
+                code = os.waitstatus_to_exitcode(status)
+    return code
+
+
+def _write_record(descriptor: int, record: dict[str, Any]) -> None:
+    os.write(descriptor, json.dumps(record).encode() + b"\n")
+
+
+def read_records(data: bytes | bytearray) -> dict[str, Any]:
+    """All records in it as one."""
+    merged: dict[str, Any] = {}
+    for line in bytes(data).splitlines():
+        merged.update(json.loads(line))
+    return merged
