@@ -64,12 +64,12 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "PPO": ("PPO", {"group_size": 1, "bootstrap_truncated": False}),  # a completion that reaches the limit is wrong
     "decoupled": ("GRPO", {"decoupled": True}),
     "decoupled PPO": ("PPO", {"group_size": 1, "bootstrap_truncated": False, "decoupled": True}),
-    "MIS": ("GRPO", {"decoupled": True, "importance_cap": 2.0, "importance_mode": "mask"}),
-    "TIS": ("GRPO", {"decoupled": True, "importance_cap": 2.0, "importance_mode": "clamp"}),
-    "IcePop": ("GRPO", {"decoupled": True, "importance_floor": 0.5, "importance_cap": 5.0}),
+    "MIS": ("GRPO", {"decoupled": {"cap": 2.0, "mode": "mask"}}),
+    "TIS": ("GRPO", {"decoupled": {"cap": 2.0, "mode": "clamp"}}),
+    "IcePop": ("GRPO", {"decoupled": {"floor": 0.5, "cap": 5.0}}),
     "naive" + LATE: ("GRPO", {}),
     "decoupled" + LATE: ("GRPO", {"decoupled": True}),
-    "guessed proximal" + LATE: ("GRPO", {"decoupled": True, "approximate_proximal": True}),
+    "guessed proximal" + LATE: ("GRPO", {"decoupled": {"approximate_proximal": True}}),
     "M2PO" + LATE: ("M2PO", {}),
     "naive" + SLOW: ("GRPO", {"lr": 1e-4}),
     "decoupled" + SLOW: ("GRPO", {"decoupled": True, "lr": 1e-4}),
@@ -209,6 +209,8 @@ def fit(name: str, seed: int, options: argparse.Namespace, callback: lightrl.RLC
         "sampling": lightrl.Sampling(max_new_tokens=4),
         "lr": 3e-4,
     }
+    if isinstance(settings.get("decoupled"), dict):
+        settings = {**settings, "decoupled": lightrl.ImportanceWeights(**settings["decoupled"])}
     if "teacher" in settings:
         settings = {**settings, "teacher": str(options.out / settings["teacher"])}
     module = getattr(lightrl, kind)(str(options.out / "start"), **{**shared, **settings})

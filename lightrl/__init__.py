@@ -6,8 +6,8 @@ The rooms, from the ground up (each imports only from those above it in this lis
     checks        what a configuration says, checked with clear errors
     concurrency   threads, event loops and processes
     trajectory    Prompt, Sampling, Trajectory, Group: plain Python
-    experience    trajectories as tensors
     functional    equations: advantages, losses, KL, logprobs, packing
+    experience    trajectories as tensors
     rewards       reward functions and the processes that run them
     weights       parameters on their way from trainer to engine
     models        what a role is and what its model can do
@@ -48,9 +48,12 @@ if TYPE_CHECKING:
         RLOO,
         SAPO,
         SFT,
+        AdaptiveKL,
         Distillation,
         DrGRPO,
+        EarlyStop,
         LitePPO,
+        ReferenceKL,
         ReinforceBaseline,
         ReinforcePlusPlus,
         RewardModel,
@@ -71,8 +74,10 @@ if TYPE_CHECKING:
     from lightrl.dataflow import ModelCall
     from lightrl.engines import FakeEngine, LocalEngine, RolloutEngine, SGLangEngine
     from lightrl.experience import Experience
-    from lightrl.models import LoRA, ModelSpec, Outputs, RoleMesh
+    from lightrl.functional import ImportanceWeights, RewardShaping
+    from lightrl.models import LoRA, ModelSpec, Outputs, Role, RoleMesh
     from lightrl.module import RLModule
+    from lightrl.rewards import OverlongPenalty
     from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy
     from lightrl.trainer import Trainer
     from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
@@ -108,11 +113,18 @@ _HOMES = {
     "DPO": "algorithms",
     "IPO": "algorithms",
     "RewardModel": "algorithms",
+    "ReferenceKL": "algorithms",
+    "AdaptiveKL": "algorithms",
+    "EarlyStop": "algorithms",
+    "ImportanceWeights": "functional",
+    "RewardShaping": "functional",
+    "OverlongPenalty": "rewards",
     "PromptDataModule": "data",
     "SFTDataModule": "data",
     "PreferenceDataModule": "data",
     "TrajectoryDataModule": "data",
     "ModelSpec": "models",
+    "Role": "models",
     "RoleMesh": "models",
     "LoRA": "models",
     "Outputs": "models",
@@ -148,9 +160,10 @@ _HOMES = {
 __all__ = [
     "__version__", "Trainer", "FSDP2Strategy", "Parallel3DStrategy", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO",
     "ReinforceBaseline", "GSPO", "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "PPO", "Distillation",
-    "SFT", "DPO", "IPO", "RewardModel", "PromptDataModule", "SFTDataModule", "PreferenceDataModule",
-    "TrajectoryDataModule", "ModelSpec", "RoleMesh", "LoRA", "Outputs", "ModelCall", "Experience", "Prompt", "Sampling",
-    "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment", "RetryWithFeedback",
+    "SFT", "DPO", "IPO", "RewardModel", "ReferenceKL", "AdaptiveKL", "EarlyStop", "ImportanceWeights", "RewardShaping",
+    "OverlongPenalty", "PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule",
+    "ModelSpec", "Role", "RoleMesh", "LoRA", "Outputs", "ModelCall", "Experience", "Prompt", "Sampling", "Trajectory",
+    "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment", "RetryWithFeedback",
     "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine", "RLCallback",
     "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum", "RolloutMetrics", "RolloutProgressBar",
     "TrajectoryLog", "LearningCurve", "HuggingFaceExport",

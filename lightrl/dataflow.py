@@ -13,11 +13,12 @@ on rank 0, each in a thread of its own. loops/run_calls.py executes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from lightrl.experience import ROLLOUT_FIELDS
+from lightrl.trajectory import Sampling
 
 Kind = Literal["generate", "infer", "train"]
 
@@ -50,6 +51,7 @@ class ModelCall:
     timeout_s: float = 1800.0  # deadline of a call without a role
     adapters_off: bool = False  # the role's model as it was before it got its LoRA adapters
     on_all_ranks: bool = False  # a function that each rank runs for itself, in the trainer's thread
+    url: str | None = None  # of the server that has the role's model and answers instead of it
     topk: int = 0  # of so many likeliest tokens too: the outputs have teacher_topk_ids and teacher_topk_logprobs
 
     def __post_init__(self) -> None:
@@ -208,9 +210,79 @@ class DataFlowGraph:
         return path[path.index(path[-1]) :][::-1]
 
 
+def iteration_graph(
+    score_calls: Sequence[ModelCall],
+    train_calls: Sequence[ModelCall],
+    *,
+    roles: Iterable[str],
+    reward: Callable[..., Any],
+    advantages: Callable[..., Any],
+    advantage_keys: tuple[str, ...],
+    from_file: bool,
+) -> DataFlowGraph:
+    """Everything that an iteration computes, from the prompt to the updates.
+
+    Raises:
+        ValueError: if a score call is an update, or the calls make no graph; see DataFlowGraph.
+    """
+    wrong = next((call for call in score_calls if call.kind != "infer"), None)
+    if wrong is not None:
+        raise ValueError(
+            f"Model call {wrong.name!r} in score_calls must have kind 'infer', got {wrong.kind!r}. Updates belong in "
+            "train_calls."
+        )
+    judged = ("rewards", "token_rewards")
+    rollout = [
+        ModelCall(GENERATE, "policy", "generate", (), tuple(sorted(ROLLOUT_FIELDS.difference(judged)))),
+        ModelCall(REWARD, None, "infer", ("token_ids",), judged, run=reward),
+    ]
+    late = _later_than_advantages(score_calls, advantage_keys)
+    inputs = ("rewards", *(key for call in score_calls for key in call.outputs if call.name not in late))
+    learn = ModelCall(ADVANTAGES, inputs=inputs, outputs=advantage_keys, run=advantages, on_all_ranks=True)
+    calls = [*([] if from_file else rollout), *score_calls, learn, *train_calls]
+    return DataFlowGraph(calls, roles=roles, given=ROLLOUT_FIELDS if from_file else ())
+
+
+def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[str]) -> set[str]:
+    """The names of the calls that need advantages, directly or through another call."""
+    names, keys = {ADVANTAGES}, set(advantage_keys)
+    for _ in calls:
+        for call in calls:
+            if keys.intersection(call.inputs) or names.intersection(call.after):
+                names.add(call.name)
+                keys.update(call.outputs)
+    return names
+
+
+def served(call: ModelCall, url: str, *, is_scalar: bool, sampling: Sampling) -> ModelCall:
+    """The call of a role whose model is behind a server.
+
+    Args:
+        call: of the role.
+        url: of the server.
+        is_scalar: whether the model has a scalar head.
+        sampling: what the policy is sampled with.
+
+    Raises:
+        ValueError: if a server cannot compute the outputs.
+    """
+    if is_scalar and "values" in call.outputs:
+        raise ValueError(
+            f"The {call.role} must have a path or config, got url={url!r}: a server gives one number after a "
+            "trajectory, not one before each token."
+        )
+    if not is_scalar and (sampling.temperature != 1 or sampling.min_new_tokens):
+        raise ValueError(
+            f"The {call.role} is behind {url}, which scores tokens at temperature 1 with no token masked, so sampling "
+            f"must have temperature 1 and min_new_tokens 0, got {sampling.temperature:g} and "
+            f"{sampling.min_new_tokens}. Change them, or set the model's path instead of url."
+        )
+    return replace(call, url=url)
+
+
 def runs_beside(call: ModelCall) -> bool:
     """Whether it uses none of the trainer's devices, so that it can run while they work."""
-    return call.role is None and call.kind == "infer" and not call.on_all_ranks
+    return (call.role is None or call.url is not None) and call.kind == "infer" and not call.on_all_ranks
 
 
 def follows_from_trajectories(call: ModelCall) -> bool:

@@ -6,7 +6,7 @@ to the token it describes, position 0 of a logprob is 0. Logprobs are in nats.
 
 from __future__ import annotations
 
-import bisect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
+from lightrl.checks.choices import check_choice
+from lightrl.functional.packing import bins
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# What a loss reads as a whole, so that no cut may part it.
+# What a loss reads as a whole; minibatches and microbatches never split it.
 LossUnit = Literal["trajectory", "group", "pair"]
 
 _T = TypeVar("_T")
@@ -27,11 +29,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Experience:
-    """Trajectories as tensors. Frozen: phases add fields with `with_tensors`, `dataclasses.replace` does for one's own.
+    """Trajectories as tensors. Frozen: phases add fields with `with_tensors`.
 
-    What a user's own model calls give is kept under its key in `extras`, read as `experience["key"]`, and travels with
-    the other fields. `split` then `concat` is the identity; rows keep the (prompt, sample) order in which they were
-    asked for. Pictures are kept once, and rows say which they show: parts share them, and a row never loses its own.
+    The outputs of a user's own model calls are kept in `extras` under their key, read as `experience["key"]`, and
+    travel with the other fields. `split` then `concat` is the identity; rows keep the (prompt, sample) order of the
+    rollout. Pictures are stored once and shared by parts; `image_rows` says which of them a row shows.
     """
 
     token_ids: Tensor  # int64 [B, T], 0 on the padding
@@ -46,13 +48,13 @@ class Experience:
     proximal_logprobs: Tensor | None = None  # float32 [B, T], of the policy at the start of the update
     reference_logprobs: Tensor | None = None  # float32 [B, T], of the reference policy
     teacher_logprobs: Tensor | None = None  # float32 [B, T], of the teacher that is distilled
-    values: Tensor | None = None  # float32 [B, T], of the critic, of the state before the token was drawn
+    values: Tensor | None = None  # float32 [B, T], of the critic, of the state before the token was sampled
     bootstrap_values: Tensor | None = None  # float32 [B], of the critic, of the state after a truncated end; else 0
     returns: Tensor | None = None  # float32 [B, T]
     advantages: Tensor | None = None  # float32 [B, T]
-    pixel_values: Tensor | None = None  # float32 [M, 3, height, width], the pictures that any row shows
-    image_rows: Tensor | None = None  # int64 [B, I], the pictures of each row in order, as rows of those; -1 is none
-    extras: Mapping[str, Tensor] = field(default_factory=dict)  # [B], [B, T] or [B, T, ...], of the user's own calls
+    pixel_values: Tensor | None = None  # float32 [M, 3, height, width], all pictures
+    image_rows: Tensor | None = None  # int64 [B, I], the pictures of each row in order, as indices of those; -1: none
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # [B], [B, T] or [B, T, ...], of a user's own calls
 
     def __post_init__(self) -> None:
         num, width = self.token_ids.shape
@@ -60,14 +62,14 @@ class Experience:
         if taken:
             raise ValueError(f"extras has the key {taken[0]!r}, which is a field of Experience. Choose another key.")
         if (self.pixel_values is None) != (self.image_rows is None):
-            raise ValueError("Only one of pixel_values and image_rows is set, expected both or none of them.")
+            raise ValueError("pixel_values and image_rows must be set together, got only one of them.")
         for name, tensor in self.tensors().items():
             if name == "pixel_values":
                 continue
             expected = (num, width) if tensor.dim() >= 2 and name != "image_rows" else (num,)
             if tuple(tensor.shape[: len(expected) if name == "image_rows" else 2]) != expected:
                 raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, expected {expected} like token_ids {(num, width)}. "
+                    f"{name} must have shape {expected}, as token_ids have {(num, width)}, got {tuple(tensor.shape)}. "
                     "Align it to the tokens it describes."
                 )
 
@@ -77,17 +79,17 @@ class Experience:
 
         Args:
             trajectories: with their rewards.
-            are_judged: False where rewards may still be awaited: then all are NaN until `judged` sets them.
+            are_judged: False if rewards may still be awaited; all are NaN then until `judged` sets them.
 
         Raises:
             ValueError: if there is no trajectory, or one has no reward, lists of unequal length, or a first token that
                 trains although nothing predicts it.
         """
         if not trajectories:
-            raise ValueError("No trajectories, expected at least one. Every group of this iteration was dropped.")
+            raise ValueError("This iteration has no trajectory: every group was dropped.")
         unjudged = [item.prompt.id for item in trajectories if item.reward is None]
         if unjudged and are_judged:
-            raise ValueError(f"Prompt {unjudged[0]!r} has a trajectory without a reward, expected a float. Judge it.")
+            raise ValueError(f"A trajectory of prompt {unjudged[0]!r} has no reward. Judge it first.")
         for item in trajectories:
             _check_tokens(item)
         written = cls(
@@ -103,25 +105,25 @@ class Experience:
         return written.judged(trajectories) if are_judged else written
 
     def judged(self, trajectories: Sequence[Trajectory]) -> Self:
-        """The rows whose trajectory has a reward, with it.
+        """The rows whose trajectory has a reward, with these rewards.
 
         Args:
-            trajectories: those of the rows, in order.
+            trajectories: of the rows, in order.
 
         Raises:
             ValueError: if none has a reward, or rewards per token are not one for each token.
         """
         kept = [row for row, item in enumerate(trajectories) if item.reward is not None]
         if not kept:
-            raise ValueError("No trajectory has a reward, expected at least one. Mend the reward function.")
-        found = self if len(kept) == len(self) else self.select(kept)
+            raise ValueError("No trajectory has a reward. Fix the reward function.")
+        rows = self if len(kept) == len(self) else self.select(kept)
         items = [trajectories[row] for row in kept]
         for item in items:
             _check_tokens(item)
         rewards = {"rewards": torch.tensor([item.reward for item in items], dtype=torch.float32)}
         if any(item.rewards is not None for item in items):
             rewards["token_rewards"] = _rows([_token_rewards(item) for item in items], 0.0, torch.float32)
-        return found.with_tensors({name: value.to(self.token_ids.device) for name, value in rewards.items()})
+        return rows.with_tensors({name: value.to(self.token_ids.device) for name, value in rewards.items()})
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -136,46 +138,35 @@ class Experience:
         return {**{name: value for name, value in values if value is not None}, **self.extras}
 
     def __getitem__(self, name: str) -> Tensor:
-        """A field or an extra by its name.
-
-        Raises:
-            KeyError: if there is no such key, or it is not set.
-        """
-        found = self.extras.get(name) if name not in FIELDS else getattr(self, name)
-        if found is None:
-            raise KeyError(f"Experience has no {name!r}; it has {sorted(self.tensors())}. Add the model call for it.")
-        return cast(Tensor, found)
+        """A field or an extra by its name; raises KeyError if it is not set."""
+        value = self.extras.get(name) if name not in FIELDS else getattr(self, name)
+        if value is None:
+            raise KeyError(f"Experience has no {name!r}; it has {sorted(self.tensors())}. Add a model call for it.")
+        return cast(Tensor, value)
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
         """With these fields set; names that are no fields become extras."""
+        return self._of({**self.tensors(), **tensors})
+
+    @classmethod
+    def _of(cls, tensors: Mapping[str, Tensor]) -> Self:
         own = {name: value for name, value in tensors.items() if name in FIELDS}
-        extras = {name: value for name, value in tensors.items() if name not in FIELDS}
-        return replace(self, **own, extras={**self.extras, **extras})
+        return cls(**own, extras={name: value for name, value in tensors.items() if name not in FIELDS})
 
     def select(self, rows: Tensor | Sequence[int]) -> Self:
         """The trajectories at these rows, in this order, cut to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.token_ids.device)
         width = int(self.lengths[index].max()) if len(index) else 0
         picked = {name: value[index] for name, value in self.tensors().items() if name != "pixel_values"}
-        return self.with_tensors(
-            {
-                name: value[:, :width] if value.dim() >= 2 and name != "image_rows" else value
-                for name, value in picked.items()
-            }
-        )
+        cut = {name: value[:, :width] for name, value in picked.items() if value.dim() >= 2 and name != "image_rows"}
+        return self.with_tensors({**picked, **cut})
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
         """Consecutive parts of these sizes."""
         if sum(sizes) != len(self):
-            raise ValueError(
-                f"sizes {list(sizes)} sum to {sum(sizes)}, expected the {len(self)} trajectories. Mend them."
-            )
-        parts: list[Self] = []
-        start = 0
-        for size in sizes:
-            parts.append(self.select(range(start, start + size)))
-            start += size
-        return parts
+            raise ValueError(f"sizes must sum to {len(self)}, the number of trajectories, got {list(sizes)}.")
+        ends = itertools.accumulate(sizes)
+        return [self.select(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
     @classmethod
     def concat(cls, parts: Sequence[Experience]) -> Experience:
@@ -185,9 +176,7 @@ class Experience:
         names = {name for part in tensors for name in part}
         uneven = [name for name in sorted(names) if any(name not in part for part in tensors)]
         if uneven:
-            raise ValueError(
-                f"Only some of the parts have {uneven[0]!r}, expected the same fields in all. Add it to the others."
-            )
+            raise ValueError(f"All parts must have the same fields, but only some have {uneven[0]!r}.")
         joined: dict[str, Tensor] = {}
         for name in tensors[0]:
             values = [part[name] for part in tensors]
@@ -198,17 +187,16 @@ class Experience:
                 fill = -1 if name == "weight_versions" else 0
                 values = [_widened(value, width, fill) for value in values]
             joined[name] = torch.cat(values)
-        own = {name: value for name, value in joined.items() if name in FIELDS}
-        return cls(**own, extras={name: value for name, value in joined.items() if name not in FIELDS})
+        return cls._of(joined)
 
     def to(self, device: torch.device | str) -> Self:
         return self.with_tensors({name: value.to(device) for name, value in self.tensors().items()})
 
     def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0, unit: LossUnit = "trajectory") -> Iterator[Self]:
-        """`num` minibatches for each of `epochs` passes: a new shuffle of the units each pass, cut as evenly as can be.
+        """`num` minibatches for each of `epochs` passes: a new shuffle of the units each pass, cut evenly.
 
-        There are never more minibatches than units, so none is empty. With one minibatch the rows keep their order,
-        since a shuffle would change nothing but the rounding.
+        There are at most as many minibatches as units, so none is empty. With one minibatch the rows keep their order,
+        since a shuffle would only change the rounding.
         """
         generator = torch.Generator().manual_seed(seed)
         units = self.units(unit)
@@ -221,32 +209,31 @@ class Experience:
                 yield self.select(sorted(row for index in picked.tolist() for row in units[index]))
 
     def microbatches(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> list[Self]:
-        """Parts that hold at most `max_tokens` tokens each, padding not counted; one unit at the least.
+        """Parts of at most `max_tokens` tokens each, without padding, but of at least one unit.
 
-        Units of like length go together (longest first), so that little padding is left to remove.
+        Units of like length go together, longest first, so that there is little padding.
         """
         return self.microbatch_rows(max_tokens, unit=unit)[1]
 
     def microbatch_rows(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> tuple[list[list[int]], list[Self]]:
-        """The microbatches, and beside each the rows of this Experience that it holds."""
+        """The rows of this Experience in each microbatch, and the microbatches."""
         if int(self.lengths.sum()) <= max_tokens:
             return [list(range(len(self)))], [self]
         units = self.units(unit)
         lengths = self.lengths.tolist()
         sizes = [sum(lengths[row] for row in rows) for rows in units]
-        rows = [sorted(row for index in part for row in units[index]) for part in packed(sizes, max_tokens)]
+        rows = [sorted(row for index in part for row in units[index]) for part in bins(sizes, max_tokens)]
         return rows, [self.select(part) for part in rows]
 
     def units(self, unit: LossUnit) -> list[list[int]]:
         """The rows of each unit that the loss reads as a whole, in order of their first rows.
 
-        A group is the rows with one group id, wherever they are; a pair is two rows of one group, in their order.
+        A group is all rows with one group id; a pair is two consecutive rows of one group.
 
         Raises:
             ValueError: if the unit is unknown, or a group cannot be cut into pairs.
         """
-        if unit not in get_args(LossUnit):
-            raise ValueError(f"loss_unit={unit!r}, expected one of {', '.join(get_args(LossUnit))}. Mend it.")
+        check_choice(get_args(LossUnit), loss_unit=unit)
         if unit == "trajectory":
             return [[row] for row in range(len(self))]
         groups: dict[int, list[int]] = {}
@@ -257,36 +244,33 @@ class Experience:
         odd = next((group for group, rows in groups.items() if len(rows) % 2), None)
         if odd is not None:
             raise ValueError(
-                f"Group {odd} has {len(groups[odd])} trajectories, expected an even number with loss_unit='pair'. "
-                "Leave its last one out, or set another group_size."
+                f"loss_unit='pair' needs an even number of trajectories per group, but group {odd} has "
+                f"{len(groups[odd])}. Drop its last one, or set another group_size."
             )
-        pairs = [rows[start : start + 2] for rows in groups.values() for start in range(0, len(rows), 2)]
-        return sorted(pairs)
+        return sorted(rows[start : start + 2] for rows in groups.values() for start in range(0, len(rows), 2))
 
     def to_tensordict(self) -> Any:
-        """A `tensordict.TensorDict` of the fields that are set, batch size [B]; needs the tensordict package.
+        """A `tensordict.TensorDict` of the fields that are set, batch size [B], without `pixel_values`.
 
-        Pictures are no field of it: they are not one for each row.
+        Raises:
+            ImportError: if tensordict is not installed.
         """
-        from tensordict import TensorDict
-
+        try:
+            from tensordict import TensorDict
+        except ImportError as error:
+            raise ImportError("to_tensordict needs tensordict: pip install lightrl[tensordict].") from error
         tensors = {name: value for name, value in self.tensors().items() if name != "pixel_values"}
         return TensorDict(tensors, batch_size=[len(self)])
 
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name != "extras")
 FIELDS = frozenset(_FIELD_ORDER)  # of Experience, less the extras
-# What the rollout phase fills in; model calls may read these.
-ROLLOUT_FIELDS = frozenset(
-    {
-        "token_ids", "loss_mask", "behavior_logprobs", "weight_versions", "rewards", "group_ids", "is_truncated",
-        "lengths", "token_rewards",
-    }
-)  # fmt: skip
+# The fields that the rollout fills in; model calls may read them.
+ROLLOUT_FIELDS = frozenset(_FIELD_ORDER[: _FIELD_ORDER.index("token_rewards") + 1])
 
 
 def _with_common_pictures(parts: Sequence[Experience]) -> list[Experience]:
-    """With the same pictures in all parts, and `image_rows` of one width that say which of them each row shows."""
+    """The parts with one table of pictures and `image_rows` of one width into it."""
     shown = [part for part in parts if part.pixel_values is not None and part.image_rows is not None]
     if not shown:
         return list(parts)
@@ -296,51 +280,20 @@ def _with_common_pictures(parts: Sequence[Experience]) -> list[Experience]:
         firsts[key], num = num, num + len(table)
     pixel_values = next(iter(tables.values())) if len(tables) == 1 else torch.cat(list(tables.values()))
     width = max(cast(Tensor, part.image_rows).shape[1] for part in shown)
-    found = []
+    shared = []
     for part in parts:
         rows = torch.full((len(part), width), -1, dtype=torch.int64, device=part.token_ids.device)
         if part.image_rows is not None:
             first = firsts[id(part.pixel_values)]
             rows[:, : part.image_rows.shape[1]] = torch.where(part.image_rows >= 0, part.image_rows + first, -1)
-        found.append(replace(part, pixel_values=pixel_values, image_rows=rows))
-    return found
+        shared.append(replace(part, pixel_values=pixel_values, image_rows=rows))
+    return shared
 
 
 def _widened(value: Tensor, width: int, fill: int) -> Tensor:
     """[B, t, ...] -> [B, width, ...]."""
     padding = (0, 0) * (value.dim() - 2) + (0, width - value.shape[1])
     return torch.nn.functional.pad(value, padding, value=fill)
-
-
-def packed(sizes: Sequence[int], max_size: int) -> list[list[int]]:
-    """Parts of at most `max_size` in sum, as few as best-fit decreasing makes; what is larger gets a part of its own.
-
-    Where that costs no further part, things of like size stay together: they make rectangles with little padding.
-
-    Returns:
-        Indices into `sizes`, the largest of each part first.
-    """
-    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    alike: list[list[int]] = []
-    left = 0
-    for index in order:
-        if not alike or sizes[index] > left:
-            alike.append([])
-            left = max_size
-        alike[-1].append(index)
-        left -= sizes[index]
-    best: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # what is left of a part, its number; in ascending order
-    for index in order:
-        place = bisect.bisect_left(rooms, (sizes[index], 0))
-        if place == len(rooms):
-            best.append([])
-            room, part = max_size, len(best) - 1
-        else:
-            room, part = rooms.pop(place)
-        best[part].append(index)
-        bisect.insort(rooms, (room - sizes[index], part))
-    return alike if len(alike) <= len(best) else best
 
 
 def _rows(values: list[list[_T]], fill: _T, dtype: torch.dtype) -> Tensor:
@@ -355,17 +308,18 @@ def _check_tokens(trajectory: Trajectory) -> None:
         values = getattr(trajectory, name)
         if values is not None and len(values) != num:
             raise ValueError(
-                f"A trajectory of prompt {trajectory.prompt.id!r} has {len(values)} {name}, expected one for each of "
-                f"its {num} token_ids. Mend the workflow or the reward that made it."
+                f"A trajectory of prompt {trajectory.prompt.id!r} needs one entry of {name} for each of its {num} "
+                f"token_ids, got {len(values)}. Fix the workflow or the reward."
             )
     if num and trajectory.loss_mask[0]:
         raise ValueError(
-            f"A trajectory of prompt {trajectory.prompt.id!r} trains its first token, which nothing predicts, expected "
-            "a prompt of at least one token. Begin it with a start token."
+            f"A trajectory of prompt {trajectory.prompt.id!r} trains its first token, which nothing predicts. Its "
+            "prompt needs at least one token, such as a start token."
         )
 
 
 def _token_rewards(trajectory: Trajectory) -> list[float]:
+    """Its rewards per token, or the reward on the last loss token."""
     if trajectory.rewards is not None:
         return list(trajectory.rewards)
     spread = [0.0] * len(trajectory.token_ids)

@@ -24,6 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightrl.algorithms import AdaptiveKL, EarlyStop, ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import (
     DynamicSampling,
@@ -36,11 +37,12 @@ from lightrl.callbacks import (
 from lightrl.data import PromptStream, prompt_source
 from lightrl.engines import LocalEngine, RolloutEngine
 from lightrl.errors import OtherRankFailed
+from lightrl.functional import ImportanceWeights, RewardShaping
 from lightrl.loops import ResumeCheck, RolloutLoop, SharedRollout, StateBefore
-from lightrl.models import ModelSpec
-from lightrl.models.lora import LoRA
+from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
+from lightrl.models.stop_tokens import stop_token_ids, with_stop_tokens
 from lightrl.module import RLModule
-from lightrl.rewards import FailureLog, Judge, make_judge
+from lightrl.rewards import FailureLog, Judge, OverlongPenalty, make_judge
 from lightrl.rollout import RecordedRollout, RolloutController, RolloutSettings
 from lightrl.strategies import (
     AtomicCheckpointIO,
@@ -62,7 +64,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Plain data that hyper-parameters may hold: checkpoints are loaded with weights_only=True.
-torch.serialization.add_safe_globals([LoRA, ModelSpec, Sampling])
+torch.serialization.add_safe_globals([
+    LoRA, ModelSpec, Role, RoleMesh, Sampling, AdaptiveKL, EarlyStop, ImportanceWeights, OverlongPenalty, ReferenceKL,
+    RewardShaping,
+])  # fmt: skip
 
 # Where the loop's groups come from: generated here, by rank 0 for all ranks, or by an earlier run.
 AnyRollout = RolloutController | SharedRollout | RecordedRollout
@@ -80,6 +85,12 @@ MEANT: tuple[tuple[str, type[Warning]], ...] = (
     # An RLModule can validate, but need not.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
 )
+
+
+def ignore_srun_advice() -> None:
+    """Lightning recommends `srun` wherever it is installed; outside a Slurm job that is no advice."""
+    if "SLURM_JOB_ID" not in os.environ:
+        warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
 
 
 class Trainer(L.Trainer):
@@ -110,13 +121,15 @@ class Trainer(L.Trainer):
         **kwargs: Any,
     ) -> None:
         given = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
-        # Lightning appends its defaults to the very list it gets: with a copy, they can be told from the user's.
-        super().__init__(
-            callbacks=list(given),
-            strategy=named_strategy(strategy),
-            log_every_n_steps=log_every_n_steps,
-            **kwargs,
-        )
+        with warnings.catch_warnings():
+            ignore_srun_advice()
+            # Lightning appends its defaults to the very list it gets: with a copy, they can be told from the user's.
+            super().__init__(
+                callbacks=list(given),
+                strategy=named_strategy(strategy),
+                log_every_n_steps=log_every_n_steps,
+                **kwargs,
+            )
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
         self.rollout: AnyRollout | None = None  # while a stage of an RLModule runs
@@ -214,6 +227,7 @@ class Trainer(L.Trainer):
         module = self.lightning_module if model is None else model
         self._mute_checkpoints()  # until the stage runs: a run whose state is half restored has nothing to save
         with warnings.catch_warnings():
+            ignore_srun_advice()
             if isinstance(module, RLModule):
                 self._check(module)
             if isinstance(module, RLModule | SupervisedModule):
@@ -303,8 +317,7 @@ class Trainer(L.Trainer):
     def with_stop_tokens(self, sampling: Sampling) -> Sampling:
         """`sampling` with the stop tokens of model, tokenizer and chat template added."""
         module: Any = self.lightning_module
-        ids = {token_id for ids in module.stop_token_ids().values() for token_id in ids}
-        return dataclasses.replace(sampling, stop_token_ids=tuple(sorted(ids | set(sampling.stop_token_ids))))
+        return with_stop_tokens(sampling, stop_token_ids(module.policy, module.tokenizer, module.sampling))
 
     def _open_rollout(self, module: RLModule) -> None:
         is_fit = self.state.fn == TrainerFn.FITTING
@@ -321,15 +334,15 @@ class Trainer(L.Trainer):
             num_ids=getattr(module.policy_config.get_text_config(), "vocab_size", None),
         )
         module.parallel_models = {
-            role: parallel_model(
+            name: parallel_model(
                 self.strategy,
-                getattr(module, role),
+                getattr(module, name),
                 settings,
-                role=role,
-                value_head=module.value_head if role == "policy" else None,
+                role=name,
+                value_head=module.value_head if name == "policy" else None,
             )
-            for role, spec in module.models().items()
-            if spec.url is None
+            for name, role in module.models().items()
+            if role.spec.url is None
         }
         self._use_plain_no_grad()
         if self._logs_every_iteration:
@@ -427,7 +440,9 @@ class Trainer(L.Trainer):
         engine_threads = getattr(self.engine, "threads", None)
         threads = "" if engine_threads is None else f", {engine_threads} threads for decoding"
         log.info("engine: %s%s; %d threads for updates", type(self.engine).__name__, threads, torch.get_num_threads())
-        stops = (f"{module.tokenizer.decode(ids)} {ids} ({name})" for name, ids in module.stop_token_ids().items())
+        policy: Any = module.policy
+        sources = stop_token_ids(policy, module.tokenizer, module.sampling)
+        stops = (f"{module.tokenizer.decode(ids)} {ids} ({name})" for name, ids in sources.items())
         log.info("stop tokens: %s", "; ".join(stops))
         if groups_per_iteration is not None:
             log.info(

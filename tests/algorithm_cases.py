@@ -22,11 +22,14 @@ from lightrl.algorithms import (
     Distillation,
     DrGRPO,
     LitePPO,
+    ReferenceKL,
     ReinforceBaseline,
     ReinforcePlusPlus,
 )
 from lightrl.experience import Experience
+from lightrl.functional import ImportanceWeights
 from lightrl.loops.update import MinibatchLoss
+from lightrl.rewards import OverlongPenalty
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.single import Form
 from lightrl.trajectory import Sampling
@@ -35,15 +38,15 @@ TOPK = 4
 
 ALGORITHMS: dict[str, Callable[..., GRPO]] = {
     "GRPO": GRPO,
-    "GRPO decoupled": lambda *args, **kwargs: GRPO(*args, decoupled=True, importance_cap=2.0, **kwargs),
+    "GRPO decoupled": lambda *args, **kwargs: GRPO(*args, decoupled=ImportanceWeights(cap=2.0), **kwargs),
     "GRPO with KL and entropy": lambda *args, **kwargs: GRPO(
-        *args, kl_coef=0.1, reference=tiny_spec(seed=1), entropy_coef=0.02, dual_clip=3.0, **kwargs
+        *args, reference=ReferenceKL(0.1, tiny_spec(seed=1)), entropy_coef=0.02, dual_clip=3.0, **kwargs
     ),
     "GRPO by sequence": lambda *args, **kwargs: GRPO(
-        *args, decoupled=True, ratio_level="sequence", importance_level="sequence", **kwargs
+        *args, decoupled=ImportanceWeights(level="sequence"), ratio_level="sequence", **kwargs
     ),
     "DrGRPO": DrGRPO,
-    "DAPO": lambda *args, **kwargs: DAPO(*args, overlong_buffer_tokens=4, **kwargs),
+    "DAPO": lambda *args, **kwargs: DAPO(*args, overlong_penalty=OverlongPenalty(4), **kwargs),
     "RLOO": RLOO,
     "ReinforceBaseline": ReinforceBaseline,
     "GSPO": lambda *args, **kwargs: GSPO(*args, clip_low=0.1, clip_high=0.1, **kwargs),
@@ -51,22 +54,20 @@ ALGORITHMS: dict[str, Callable[..., GRPO]] = {
     "SAPO": SAPO,
     "LitePPO": LitePPO,
     "ReinforcePlusPlus": lambda *args, **kwargs: ReinforcePlusPlus(
-        *args, kl_coef=0.1, reference=tiny_spec(seed=1), **kwargs
+        *args, reference=ReferenceKL(0.1, tiny_spec(seed=1)), **kwargs
     ),
     "M2PO": lambda *args, **kwargs: M2PO(*args, second_moment_threshold=0.02, **kwargs),
     "GRPO with a guessed proximal policy": lambda *args, **kwargs: GRPO(
-        *args, decoupled=True, approximate_proximal=True, **kwargs
+        *args, decoupled=ImportanceWeights(approximate_proximal=True), **kwargs
     ),
-    "IcePop": lambda *args, **kwargs: GRPO(*args, decoupled=True, importance_floor=0.8, importance_cap=1.25, **kwargs),
-    "TIS": lambda *args, **kwargs: GRPO(*args, decoupled=True, importance_cap=1.2, importance_mode="clamp", **kwargs),
+    "IcePop": lambda *args, **kwargs: GRPO(*args, decoupled=ImportanceWeights(floor=0.8, cap=1.25), **kwargs),
+    "TIS": lambda *args, **kwargs: GRPO(*args, decoupled=ImportanceWeights(cap=1.2, mode="clamp"), **kwargs),
     "GRPO by the product of a trajectory's weights": lambda *args, **kwargs: GRPO(
-        *args, decoupled=True, importance_cap=1.5, importance_level="product", **kwargs
+        *args, decoupled=ImportanceWeights(cap=1.5, level="product"), **kwargs
     ),
-    "GRPO with k2": lambda *args, **kwargs: GRPO(
-        *args, kl_coef=0.1, kl_estimator="k2", reference=tiny_spec(seed=1), **kwargs
-    ),
+    "GRPO with k2": lambda *args, **kwargs: GRPO(*args, reference=ReferenceKL(0.1, tiny_spec(seed=1), "k2"), **kwargs),
     "PPO": lambda *args, **kwargs: PPO(*args, lam=0.9, huber_delta=0.5, **kwargs),
-    "PPO decoupled": lambda *args, **kwargs: PPO(*args, decoupled=True, importance_cap=2.0, **kwargs),
+    "PPO decoupled": lambda *args, **kwargs: PPO(*args, decoupled=ImportanceWeights(cap=2.0), **kwargs),
     "PPO on one body": lambda *args, **kwargs: PPO(*args, critic="shared", decoupled=True, value_clip=None, **kwargs),
     "Distillation": lambda *args, **kwargs: Distillation(*args, teacher=tiny_spec(seed=1), **kwargs),
     "Distillation of the likeliest tokens": lambda *args, **kwargs: Distillation(

@@ -67,10 +67,13 @@ def test_a_reward_of_the_whole_goes_to_the_last_loss_token_where_others_judge_to
 @pytest.mark.parametrize(
     ("trajectories", "message"),
     [
-        ([], "No trajectories, expected at least one"),
-        ([trajectory(reward=None)], "'sum-1' has a trajectory without a reward"),
-        ([trajectory(loss_mask=[False, True])], r"'sum-1' has 2 loss_mask, expected one for each of its 4 token_ids"),
-        ([trajectory(rewards=[1.0])], r"'sum-1' has 1 rewards, expected one for each of its 4 token_ids"),
+        ([], "This iteration has no trajectory"),
+        ([trajectory(reward=None)], "prompt 'sum-1' has no reward"),
+        (
+            [trajectory(loss_mask=[False, True])],
+            r"'sum-1' needs one entry of loss_mask for each of its 4 token_ids, got 2",
+        ),
+        ([trajectory(rewards=[1.0])], r"'sum-1' needs one entry of rewards for each of its 4 token_ids, got 1"),
         ([trajectory(loss_mask=[True] * 4)], "trains its first token, which nothing predicts"),
     ],
     ids=["none", "unjudged", "short mask", "short rewards", "no prompt"],
@@ -82,7 +85,7 @@ def test_trajectories_that_cannot_train_are_refused(trajectories: list[Trajector
 
 def test_a_field_of_another_shape_is_refused() -> None:
     experience = random_experience()
-    with pytest.raises(ValueError, match=r"advantages has shape \(9, 2\), expected .* Align it"):
+    with pytest.raises(ValueError, match=r"advantages must have shape \(9, .* got \(9, 2\)\. Align it"):
         replace(experience, advantages=torch.zeros(9, 2))
 
 
@@ -95,12 +98,12 @@ def test_split_then_concat_is_the_identity(sizes: list[int]) -> None:
 
 
 def test_sizes_that_do_not_add_up_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"sizes \[2, 3\] sum to 5, expected the 9 trajectories"):
+    with pytest.raises(ValueError, match=r"sizes must sum to 9, .* got \[2, 3\]"):
         random_experience().split([2, 3])
 
 
 def test_parts_with_different_fields_are_not_joined() -> None:
-    with pytest.raises(ValueError, match="Only some of the parts have 'advantages'"):
+    with pytest.raises(ValueError, match="the same fields, but only some have 'advantages'"):
         Experience.concat([random_experience(), random_experience(is_scored=False)])
 
 
@@ -204,7 +207,7 @@ def test_an_extra_may_neither_hide_a_field_nor_have_another_shape() -> None:
     experience = random_experience()
     with pytest.raises(ValueError, match="extras has the key 'values', which is a field"):
         replace(experience, extras={"values": experience.advantages})
-    with pytest.raises(ValueError, match=r"style has shape \(4,\), expected \(9,\)"):
+    with pytest.raises(ValueError, match=r"style must have shape \(9,\), .* got \(4,\)"):
         experience.with_tensors({"style": torch.zeros(4)})
 
 
@@ -240,10 +243,10 @@ def test_a_pair_is_two_rows_of_one_group_in_their_order() -> None:
 
 
 def test_an_odd_group_cannot_be_cut_into_pairs() -> None:
-    with pytest.raises(ValueError, match=r"Group 0 has 3 trajectories, expected an even number"):
+    with pytest.raises(ValueError, match=r"needs an even number of trajectories per group, but group 0 has 3"):
         random_experience().units("pair")
 
 
 def test_an_unknown_unit_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"loss_unit='token', expected one of trajectory, group, pair"):
+    with pytest.raises(ValueError, match=r"loss_unit must be trajectory, group or pair, got 'token'"):
         random_experience().units("token")

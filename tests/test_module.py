@@ -12,11 +12,12 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer, Trajectory
-from lightrl.algorithms import GRPO, PPO
+from lightrl import FakeEngine, Prompt, PromptDataModule, Role, Sampling, Trainer, Trajectory
+from lightrl.algorithms import GRPO, PPO, ReferenceKL
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.models import ModelSpec, Outputs, vocabulary
+from lightrl.models.stop_tokens import stop_token_ids
 from lightrl.module import RLModule
 
 CHATML = (
@@ -50,19 +51,19 @@ def module(**settings: Any) -> Reinforce:
         ({"num_minibatches": 0}, "num_minibatches=0, expected at least 1"),
         ({"microbatch_tokens": 0}, "microbatch_tokens=0, expected at least 1"),
         ({"max_skipped_updates": 0}, "max_skipped_updates=0, expected at least 1"),
-        ({"lr": -1e-6}, "lr=-1e-06, expected a number from 0"),
-        ({"weight_decay": -0.1}, "weight_decay=-0.1, expected a number from 0"),
-        ({"betas": (0.9, 1.0)}, "betas=.*, expected two numbers from 0 to below 1"),
+        ({"lr": -1e-6}, "lr must be >= 0, got -1e-06"),
+        ({"weight_decay": -0.1}, "weight_decay must be >= 0, got -0.1"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
         ({"warmup_iterations": -1}, "warmup_iterations=-1, expected at least 0"),
-        ({"lr_decay": "cosine"}, "lr_decay='cosine', expected constant or linear"),
+        ({"lr_decay": "cosine"}, "lr_decay must be constant or linear, got 'cosine'"),
         ({"max_failed_fraction": 5.0}, "max_failed_fraction=5.0, expected 0 to 1. Lower it"),
         ({"update_epochs": -1}, r"update_epochs=-1, expected at least 1\. Raise it"),
         ({"reward_recycle_after": 0}, "reward_recycle_after=0, expected at least 1"),
-        ({"reward_timeout_s": 0}, "reward_timeout_s=0, expected more than 0"),
+        ({"reward_timeout_s": 0}, "reward_timeout_s must be above 0, got 0"),
         ({"max_failed_fraction": float("nan")}, "max_failed_fraction=nan, expected 0 to 1. Give a number"),
-        ({"loss_reduction": "sum"}, "loss_reduction='sum', expected token, sequence or fixed"),
-        ({"group_size": 1}, "group_size=1 leaves nothing to compare a trajectory with"),
-        ({"sampling": Sampling(temperature=0)}, "sampling.temperature=0 draws G equal completions"),
+        ({"loss_reduction": "sum"}, "loss_reduction must be token, sequence or fixed, got 'sum'"),
+        ({"group_size": 1}, "group_size must be at least 2 for group advantages, got 1"),
+        ({"sampling": Sampling(temperature=0)}, "sampling.temperature must be above 0, got 0"),
     ],
     ids=str,
 )
@@ -75,12 +76,12 @@ def test_groups_that_cannot_be_cut_into_pairs_are_refused() -> None:
     class InPairs(Reinforce):
         loss_unit = "pair"
 
-    with pytest.raises(ValueError, match="group_size=3 cannot be cut into pairs, expected an even number"):
+    with pytest.raises(ValueError, match="group_size must be even with loss_unit='pair', got 3"):
         InPairs(tiny_spec(), group_size=3)
 
 
 def test_a_module_without_a_reward_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"GRPO has no reward, expected one\. Write `def reward"):
+    with pytest.raises(TypeError, match=r"GRPO has no reward\. Write `def reward"):
         GRPO(tiny_spec())
 
 
@@ -134,7 +135,7 @@ def test_stop_tokens_are_the_union_of_all_that_name_one(tmp_path: Path) -> None:
     made = module(policy=path, sampling=Sampling(stop_token_ids=(9,)))
     made.configure_model()
     turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert made.stop_token_ids() == {
+    assert stop_token_ids(made.policy, made.tokenizer, made.sampling) == {
         "sampling": [9],
         "generation config": [5, 6],
         "model config": [7],
@@ -151,13 +152,19 @@ def test_a_turn_end_that_is_no_named_special_token_is_found_too(tmp_path: Path) 
     tokenizer.chat_template = CHATML
     made = module(policy=folder_with(tmp_path, tokenizer))
     made.configure_model()
-    assert made.stop_token_ids()["turn end"] == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert stop_token_ids(made.policy, made.tokenizer, made.sampling)["turn end"] == [
+        tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ]
 
 
 def test_without_a_chat_template_there_is_no_turn_end() -> None:
     made = module()
     made.configure_model()
-    assert made.stop_token_ids() == {"generation config": [1], "model config": [1], "tokenizer": [1]}
+    assert stop_token_ids(made.policy, made.tokenizer, made.sampling) == {
+        "generation config": [1],
+        "model config": [1],
+        "tokenizer": [1],
+    }
 
 
 def endless_tokenizer() -> Any:
@@ -168,7 +175,7 @@ def endless_tokenizer() -> Any:
 
 def test_a_tokenizer_without_an_end_token_is_refused_unless_a_stop_token_is_given() -> None:
     spec = ModelSpec(config=FAMILIES["qwen3"], tokenizer="test_module.endless_tokenizer")
-    with pytest.raises(ValueError, match=r"'test_module.endless_tokenizer' has no end token, expected eos_token"):
+    with pytest.raises(ValueError, match=r"'test_module.endless_tokenizer' has no end token. Set eos_token"):
         module(policy=spec).tokenizer  # noqa: B018
     assert module(policy=spec, sampling=Sampling(stop_token_ids=(4,))).tokenizer.eos_token_id is None
 
@@ -178,7 +185,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the policy has 11"):
         module(policy=spec).configure_model()
     with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the reference has 11"):
-        GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=spec).configure_model()
+        GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, spec)).configure_model()
 
 
 def tokenizer_of_another_family() -> Any:
@@ -196,15 +203,15 @@ def test_a_role_that_reads_other_tokens_is_refused(
     with pytest.raises(
         ValueError, match=r"tokenizer of the reference .* other tokens at 2 of .* '4' at \d+ instead of"
     ):
-        GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=other).configure_model()
+        GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, other)).configure_model()
     monkeypatch.setattr(vocabulary, "MAX_OTHER_TOKENS", 0.2)  # as if these were two of many
-    GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=other).configure_model()
+    GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, other)).configure_model()
     assert "tokenizer of the reference" in caplog.text
 
 
 def test_a_role_whose_folder_has_no_tokenizer_reads_the_policys(tmp_path: Path) -> None:
     tiny_spec(seed=1).load_model().save_pretrained(tmp_path)
-    made = GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=str(tmp_path))
+    made = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, str(tmp_path)))
     made.configure_model()
     assert made.reference is not None
 
@@ -219,7 +226,7 @@ def test_the_context_bounds_the_prompt() -> None:
 
 
 def with_reference() -> GRPO:
-    made = GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=tiny_spec(seed=1))
+    made = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, tiny_spec(seed=1)))
     made.configure_model()
     return made
 
@@ -233,14 +240,14 @@ def test_only_the_policy_is_trained() -> None:
 
 
 def test_a_roles_learning_rate_may_be_0() -> None:
-    made = PPO(tiny_spec(lr=0.0), critic=tiny_spec(lr=0.5), reward=judge, lr=0.1)
+    made = PPO(Role(tiny_spec(), lr=0.0), critic=Role(tiny_spec(), lr=0.5), reward=judge, lr=0.1)
     made.configure_model()
     assert [group["lr"] for group in made.parameter_groups()] == [0.0, 0.5]
 
 
 def test_a_frozen_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"policy has frozen=True, expected false: .* give it lr: 0"):
-        module(policy=tiny_spec(frozen=True))
+    with pytest.raises(ValueError, match=r"policy must not be frozen: .* Set its lr to 0"):
+        module(policy=Role(tiny_spec(), frozen=True))
 
 
 def test_the_reference_is_not_saved_and_comes_back_from_its_source() -> None:
@@ -251,7 +258,7 @@ def test_the_reference_is_not_saved_and_comes_back_from_its_source() -> None:
     made.on_save_checkpoint(checkpoint)
     assert {name.partition(".")[0] for name in checkpoint["state_dict"]} == {"policy"}
 
-    again = GRPO(tiny_spec(), reward=judge, kl_coef=0.1, reference=tiny_spec(seed=1))
+    again = GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, tiny_spec(seed=1)))
     again.on_load_checkpoint(checkpoint)  # `load_from_checkpoint` asks for nothing before
     again.load_state_dict(checkpoint["state_dict"])
     assert all(map(torch.equal, again.state_dict().values(), made.state_dict().values()))
@@ -280,7 +287,7 @@ def trainer(folder: Path, engine: FakeEngine | None = None, **settings: Any) -> 
 def test_a_checkpoint_of_a_run_holds_the_policy_alone_and_loads_by_itself(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"reward": lambda trajectory: float(trajectory.completion_ids[0]), "group_size": 2}
     settings["sampling"] = Sampling(max_new_tokens=4)
-    made = GRPO(tiny_spec(), kl_coef=0.1, reference=tiny_spec(seed=1), lr=0.1, **settings)
+    made = GRPO(tiny_spec(), reference=ReferenceKL(0.1, tiny_spec(seed=1)), lr=0.1, **settings)
     run = trainer(tmp_path, max_steps=1)
     run.fit(made, TwoPrompts())
     path = run.checkpoint_callback.last_model_path
@@ -288,7 +295,7 @@ def test_a_checkpoint_of_a_run_holds_the_policy_alone_and_loads_by_itself(tmp_pa
     assert state
     assert all(name.startswith("policy.") for name in state)
     again = GRPO.load_from_checkpoint(
-        path, policy=tiny_spec(), kl_coef=0.1, reference=tiny_spec(seed=1), weights_only=True, **settings
+        path, policy=tiny_spec(), reference=ReferenceKL(0.1, tiny_spec(seed=1)), weights_only=True, **settings
     )
     assert all(map(torch.equal, again.state_dict().values(), made.state_dict().values()))
 
@@ -320,7 +327,7 @@ def test_validation_logs_reward_accuracy_and_further_numbers(tmp_path: Path) -> 
 
 
 def test_equal_validation_completions_for_pass_at_k_are_refused() -> None:
-    with pytest.raises(ValueError, match="validation_group_size=4 draws equal completions"):
+    with pytest.raises(ValueError, match=r"validation_group_size=4 needs validation_sampling\.temperature above 0"):
         GRPO(tiny_spec(), reward=lambda trajectory: 0.0, validation_group_size=4)
 
 

@@ -14,7 +14,8 @@ PACKAGE = Path(lightrl.__file__).parent
 FLOORS = [
     {"errors"},
     {"checks", "concurrency", "trajectory"},
-    {"experience", "functional"},
+    {"functional"},
+    {"experience"},
     {"rewards", "weights"},
     {"models", "dataflow"},
     {"engines", "strategies"},

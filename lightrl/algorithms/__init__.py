@@ -2,11 +2,11 @@
 
 Reading order:
     grpo.py       GRPO and the settings that its relatives differ in
-    relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: GRPO under other settings
+    reference.py  ReferenceKL: the KL term, its reference policy, its adaptive weight
+    relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: GRPO with some settings fixed
     ppo.py        PPO: a critic instead of groups
     distillation.py  a teacher judges each token that the policy writes
-    setting_names.py  what an equation refuses, said of the setting that the user typed
-    supervised.py what the plain LightningModules share that train on data which is there:
+    supervised.py what the plain LightningModules that train on given data share:
     sft.py        SFT
     dpo.py        DPO and IPO, from pairs
     reward_model.py  RewardModel, from pairs
@@ -18,7 +18,8 @@ give its paper as Source, and add it to the parametrized invariances in tests/al
 from lightrl.algorithms.distillation import Distillation
 from lightrl.algorithms.dpo import DPO, IPO
 from lightrl.algorithms.grpo import GRPO
-from lightrl.algorithms.ppo import PPO
+from lightrl.algorithms.ppo import PPO, EarlyStop
+from lightrl.algorithms.reference import AdaptiveKL, ReferenceKL
 from lightrl.algorithms.relatives import (
     CISPO,
     DAPO,
@@ -35,6 +36,7 @@ from lightrl.algorithms.reward_model import RewardModel
 from lightrl.algorithms.sft import SFT
 
 __all__ = [
+    "AdaptiveKL",
     "CISPO",
     "DAPO",
     "DPO",
@@ -48,7 +50,9 @@ __all__ = [
     "SFT",
     "Distillation",
     "DrGRPO",
+    "EarlyStop",
     "LitePPO",
+    "ReferenceKL",
     "ReinforceBaseline",
     "ReinforcePlusPlus",
     "RewardModel",

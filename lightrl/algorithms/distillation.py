@@ -1,4 +1,4 @@
-"""Distillation: the policy writes, a teacher says token by token how it would have gone on.
+"""Distillation: the policy generates, a teacher judges every token.
 
 Shapes: B trajectories, T tokens, K of the teacher's likeliest tokens at each place.
 """
@@ -14,28 +14,28 @@ from torch import Tensor
 from lightrl.algorithms.grpo import GRPO
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
-from lightrl.functional import Divergence, check_divergence, group_advantages, kl, rest_mass, topk_divergence
-from lightrl.models import ModelSpec, Outputs
+from lightrl.functional import Divergence, check_divergence, kl, rest_mass, topk_divergence
+from lightrl.models import ModelSpec, Outputs, Role
 from lightrl.trajectory import Trajectory
 
 
 class Distillation(GRPO):
-    """On-policy distillation: brings the policy near a teacher on what the policy itself writes.
+    """On-policy distillation: moves the policy towards a teacher on the policy's own completions.
 
     Without `teacher_topk` it minimizes the reverse KL, KL(policy ‖ teacher), by policy gradient: a token's advantage is
-    the teacher's logprob of it less the behavior policy's, the k1 estimate of the divergence, negated, of that token
-    alone. It is dense where a reward is one number per trajectory, and needs no reward at all.
+    the teacher's logprob minus the behavior policy's, which is the negated k1 estimate of the divergence at that token.
+    Every token gets a signal, where a reward is one number per trajectory, and no reward is needed.
 
-    With `teacher_topk=K` the loss of a token is a divergence between the two whole distributions at its place, over the
+    With `teacher_topk=K` the loss of a token is a divergence between both distributions at its position, over the
     teacher's K likeliest tokens and one outcome for all others (`functional.topk_divergence`): far less noise, for
-    12 · K bytes a token and K logprobs more. Its gradient does not go through the choice of the trajectory, so no
-    importance weight of stale ones is on it.
+    12 · K bytes per token and K more logprobs. Its gradient does not depend on how the trajectory was sampled, so stale
+    trajectories get no importance weights there.
 
     Both models see the tokens at the same sampling temperature; the teacher must have the policy's tokenizer.
 
-    Logs `policy/kl_teacher_nats`, the reverse KL per token as estimated from the drawn ones; with `teacher_topk` also
-    `policy/teacher_divergence_nats`, the loss, and `policy/teacher_rest_fraction`, the teacher's probability of all but
-    its K likeliest tokens: where it is large, raise K.
+    Logs `policy/kl_teacher_nats`, the reverse KL per token estimated from the sampled tokens; with `teacher_topk` also
+    `policy/teacher_divergence_nats`, the loss, and `policy/teacher_rest_fraction`, the teacher's probability of all
+    tokens but its K likeliest: if it is large, increase K.
 
     Source: https://thinkingmachines.ai/blog/on-policy-distillation; MiniLLM, https://arxiv.org/abs/2306.08543; with
     `teacher_topk`: GKD, https://arxiv.org/abs/2306.13649.
@@ -43,20 +43,20 @@ class Distillation(GRPO):
     Args:
         policy: the student.
         teacher: the model to imitate; frozen.
-        teacher_topk: K; None takes the teacher's word on the drawn tokens alone.
-        divergence: `reverse_kl`, `forward_kl` or `jsd`; of `teacher_topk`.
-        jsd_beta: the teacher's part of the mixture that `jsd` compares both with, between 0 and 1.
+        teacher_topk: K; None uses the teacher's logprobs of the sampled tokens only.
+        divergence: `reverse_kl`, `forward_kl` or `jsd`, with `teacher_topk`.
+        jsd_beta: the teacher's share of the mixture that `jsd` compares both with, between 0 and 1.
         reward: measured and logged; trained on only with `reward_coef`.
-        reward_coef: weight of GRPO's group advantages beside the teacher's.
+        reward_coef: weight of GRPO's group advantages, added to the teacher's.
         group_size: completions of each prompt; 1 is enough without `reward_coef`.
         kwargs: those of GRPO.
     """
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
-        teacher: str | ModelSpec,
+        teacher: str | ModelSpec | Role,
         teacher_topk: int | None = None,
         divergence: Divergence = "reverse_kl",
         jsd_beta: float = 0.5,
@@ -66,24 +66,22 @@ class Distillation(GRPO):
         advantage_std: Literal["group", "batch"] | None = None,
         **kwargs: Any,
     ) -> None:
-        if reward_coef < 0:
-            raise ValueError(f"reward_coef={reward_coef}, expected 0 (the teacher alone) or more. Raise it.")
+        if not reward_coef >= 0:
+            raise ValueError(f"reward_coef must be >= 0 (0: the teacher alone), got {reward_coef}.")
         if teacher_topk is not None and teacher_topk < 1:
-            raise ValueError(
-                f"teacher_topk={teacher_topk}, expected at least 1, or null for the drawn tokens alone. Raise it."
-            )
+            raise ValueError(f"teacher_topk must be at least 1, or null for sampled tokens only, got {teacher_topk}.")
         check_divergence(divergence, jsd_beta)
         if teacher_topk is None and divergence != "reverse_kl":
             raise ValueError(
-                f"divergence={divergence!r} is of the teacher's likeliest tokens, expected teacher_topk with it; the "
-                "drawn tokens alone give reverse_kl. Set teacher_topk, to 32 for example."
+                f"divergence={divergence!r} needs teacher_topk: the sampled tokens alone give reverse_kl. Set "
+                "teacher_topk, for example to 32."
             )
         if reward_coef and advantage_mean is None:
             advantage_mean = advantage_std = "group"
         super().__init__(
             policy, group_size=group_size, advantage_mean=advantage_mean, advantage_std=advantage_std, **kwargs
         )
-        self.teacher_spec = ModelSpec.of(teacher)
+        self.teacher_role = Role.of(teacher)
         self.teacher_topk = teacher_topk
         self.divergence = divergence
         self.jsd_beta = jsd_beta
@@ -97,16 +95,16 @@ class Distillation(GRPO):
             num_ids = getattr(self, role).config.get_text_config().vocab_size
             if self.teacher_topk > num_ids:
                 raise ValueError(
-                    f"teacher_topk={self.teacher_topk} but the {role} has {num_ids} tokens, expected at most as many. "
-                    "Lower it."
+                    f"teacher_topk must be at most {num_ids}, the size of the {role}'s vocabulary, got "
+                    f"{self.teacher_topk}."
                 )
 
     def reward(self, trajectory: Trajectory) -> Any:
-        """Nothing is judged unless `reward=` is given."""
+        """0 unless `reward=` is given."""
         return 0.0
 
-    def models(self) -> dict[str, ModelSpec]:
-        return {**super().models(), "teacher": self.teacher_spec}
+    def models(self) -> dict[str, Role]:
+        return {**super().models(), "teacher": self.teacher_role}
 
     def score_calls(self) -> list[ModelCall]:
         teacher = ModelCall("teacher_logprobs", "teacher", "infer", ("token_ids",), ("teacher_logprobs",))
@@ -123,14 +121,7 @@ class Distillation(GRPO):
             assert experience.teacher_logprobs is not None
             advantages = experience.teacher_logprobs - experience.behavior_logprobs
         if self.reward_coef:
-            judged = group_advantages(
-                self.shaped_rewards(experience),
-                experience.group_ids,
-                mean=self.advantage_mean,
-                std=self.advantage_std,
-                leave_one_out=self.leave_one_out,
-            )
-            advantages = advantages + self.reward_coef * judged[:, None]
+            advantages = advantages + self.reward_coef * super().advantages(experience)[:, None]
         return advantages
 
     def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Any]:
@@ -141,24 +132,24 @@ class Distillation(GRPO):
             return result
         assert outputs.teacher_topk is not None
         teacher = experience["teacher_topk_logprobs"]
-        apart = topk_divergence(outputs.teacher_topk, teacher, self.divergence, jsd_beta=self.jsd_beta)
+        loss = topk_divergence(outputs.teacher_topk, teacher, self.divergence, jsd_beta=self.jsd_beta)
         return {
             **result,
-            "loss": result["loss"] + apart,
-            "teacher_divergence_nats": apart.detach(),
+            "loss": result["loss"] + loss,
+            "teacher_divergence_nats": loss.detach(),
             "teacher_rest_fraction": rest_mass(teacher),
         }
 
     def _check_ids(self, ids: Tensor) -> None:
-        """A teacher here is asked for ids of the policy's vocabulary; one behind a server cannot be.
+        """Checks a teacher's likeliest ids; one behind a server cannot be limited to the policy's.
 
         Raises:
-            ValueError: if the policy does not have them.
+            ValueError: if the policy does not have one of them.
         """
         num_ids, largest = self.policy_config.get_text_config().vocab_size, int(ids.max())
         if largest >= num_ids:
             raise ValueError(
-                f"The teacher's {self.teacher_topk} likeliest tokens have id {largest} among them, expected those of "
-                f"the policy's vocabulary of {num_ids}. Use a teacher with the policy's tokenizer, or lower "
-                "teacher_topk; a teacher loaded by path is asked for the policy's tokens only."
+                f"The teacher's {self.teacher_topk} likeliest tokens include id {largest}, but the policy's vocabulary "
+                f"has {num_ids}. Use a teacher with the policy's tokenizer, or lower teacher_topk; a teacher loaded by "
+                "path is limited to the policy's tokens."
             )

@@ -15,7 +15,7 @@ from lightrl.data.pairs import PairBatch
 from lightrl.experience import Experience
 from lightrl.functional import preference_loss, preference_margin
 from lightrl.functional.preference import PreferenceLoss
-from lightrl.models import ModelSpec, Outputs
+from lightrl.models import ModelSpec, Outputs, Role
 from lightrl.models.lora import adapters_off
 from lightrl.strategies import LogprobSettings, parallel_model
 
@@ -28,14 +28,14 @@ class DPO(SupervisedModule):
 
     Trains on the batches of PreferenceDataModule. Logs, as `dpo/…` per step and `val/…` per validation: `loss`;
     `accuracy_fraction`, how often the margin is above 0; `margin_nats`, how much more than the reference the policy
-    prefers the chosen completion; `chosen_nats` and `rejected_nats`, how much the logprob of either has moved.
+    prefers the chosen completion; `chosen_nats` and `rejected_nats`, how far the logprob of each has moved.
 
     Source: https://arxiv.org/abs/2305.18290.
 
     Args:
         policy: the model to train, usually the export of an SFT.
-        reference: the fixed policy of the KL penalty; None is the policy as training starts, which with LoRA is the
-            same model without its adapters, at no cost of memory.
+        reference: the fixed policy of the KL penalty; None is the initial policy, which with LoRA is the same model
+            without its adapters, at no cost of memory.
         kl_coef: β of the paper: the larger, the closer the policy stays to the reference.
         kwargs: those of SupervisedModule.
     """
@@ -49,18 +49,18 @@ class DPO(SupervisedModule):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
-        reference: str | ModelSpec | None = None,
+        reference: str | ModelSpec | Role | None = None,
         kl_coef: float = 0.1,
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, **kwargs)
         if kl_coef <= 0:
-            raise ValueError(f"kl_coef={kl_coef}, expected more than 0 (0.1 is usual). Raise it.")
-        self.reference_spec = self.policy_spec if reference is None else ModelSpec.of(reference)
-        self.check_spec("reference", self.reference_spec)
-        lora = self.policy_spec.lora
+            raise ValueError(f"kl_coef must be above 0 (0.1 is usual), got {kl_coef}.")
+        self.reference_role = self.policy_role if reference is None else Role.of(reference)
+        self.check_role("reference", self.reference_role)
+        lora = self.policy_role.lora
         self.has_own_reference = reference is not None or lora is None or lora.adapter is not None
         self.kl_coef = kl_coef
 
@@ -68,14 +68,14 @@ class DPO(SupervisedModule):
         if hasattr(self, "policy"):
             return
         # Both in evaluation mode: dropout would make the margin of equal policies a random number.
-        self.policy = self.policy_spec.load_model()
+        self.policy = self.policy_role.load_model()
         if self.has_own_reference:
-            self.reference = self.reference_spec.load_model()
+            self.reference = self.reference_role.load_model()
             self.reference.requires_grad_(False)
 
-    def models_and_specs(self) -> dict[str, tuple[PreTrainedModel, ModelSpec]]:
-        reference = {"reference": (self.reference, self.reference_spec)} if self.has_own_reference else {}
-        return {**super().models_and_specs(), **reference}
+    def loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
+        reference = {"reference": (self.reference, self.reference_role)} if self.has_own_reference else {}
+        return {**super().loaded_models(), **reference}
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
         experience = batch.experience()
@@ -97,22 +97,22 @@ class DPO(SupervisedModule):
         }
 
     def _completion_logprobs(self, role: str, experience: Experience) -> Tensor:
-        """Σ of the logprobs of each trajectory's loss tokens, [2B]; the policy's with gradient."""
+        """Sum of the logprobs of each trajectory's loss tokens, [2B]; the policy's with gradient."""
         if role not in self.parallel_models:
             settings = LogprobSettings(entropy_needs_gradient=False)
             self.parallel_models[role] = parallel_model(self.trainer.strategy, getattr(self, role), settings)
-        found: list[Tensor] = []
+        results: list[Tensor] = []
 
         def sums(part: Experience, outputs: Outputs) -> Tensor:
             return torch.where(part.loss_mask, outputs.logprobs, 0.0).sum(1)
 
-        # One microbatch, so the graph is there for Lightning, which runs the backward of what `training_step` returns.
-        self.parallel_models[role].forward_backward([experience], sums, found.append)
-        return found[0]
+        # One microbatch keeps the graph for Lightning, which runs the backward of the value of `training_step`.
+        self.parallel_models[role].forward_backward([experience], sums, results.append)
+        return results[0]
 
 
 class IPO(DPO):
-    """DPO with a target for the margin, 1/(2·kl_coef), so that pairs without noise are not pushed apart for ever.
+    """DPO with a target for the margin, 1/(2·kl_coef), so that noiseless pairs do not move apart without end.
 
     Source: https://arxiv.org/abs/2310.12036.
     """

@@ -5,7 +5,6 @@ Shapes: B pairs, T tokens. Rows 2i and 2i + 1 of a batch are pair i, the chosen 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.data.pairs import PairBatch
 from lightrl.functional import bradley_terry_loss
-from lightrl.models import ModelSpec
+from lightrl.models import ModelSpec, Role
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,14 +40,14 @@ class RewardModel(SupervisedModule):
 
     reward_model: PreTrainedModel
 
-    def __init__(self, policy: str | ModelSpec, **kwargs: Any) -> None:
+    def __init__(self, policy: str | ModelSpec | Role, **kwargs: Any) -> None:
         super().__init__(policy, **kwargs)
-        self.policy_spec = replace(self.policy_spec, head="scalar")
+        self.policy_role = self.policy_role.with_scalar_head()
 
     def configure_model(self) -> None:
         if hasattr(self, "reward_model"):
             return
-        self.reward_model = self.policy_spec.load_model().train()
+        self.reward_model = self.policy_role.load_model().train()
         self.reward_model.config.pad_token_id = self.tokenizer.pad_token_id  # what reads the export in batches needs it
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:

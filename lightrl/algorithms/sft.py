@@ -38,7 +38,7 @@ class SFT(SupervisedModule):
     def configure_model(self) -> None:
         if hasattr(self, "policy"):
             return
-        self.policy = self.policy_spec.load_model().train()
+        self.policy = self.policy_role.load_model().train()
 
     @functools.cached_property
     def _head_is_plain(self) -> bool:

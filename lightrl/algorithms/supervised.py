@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data import ChatBatch, PairBatch
-from lightrl.models import ModelSpec, ParallelModel, check_adamw
+from lightrl.models import ModelSpec, ParallelModel, Role, check_adamw
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.strategies import LogprobSettings, Parallel3DStrategy, check_strategy, parallel_model, ranks_of, run_inside
 
@@ -27,19 +27,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# Settings of a ModelSpec that are not read here.
-_OF_ROLES = ("frozen", "lr", "weight_decay", "offload", "mesh")
 _MADE_BY = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 
 
 class SupervisedModule(L.LightningModule):
-    """A plain LightningModule with a model from a ModelSpec, AdamW, linear warm-up and decay.
+    """A plain LightningModule with one trained model, AdamW, linear warm-up and decay.
 
     With `accumulate_grad_batches` an update is that of one batch of all their rows: a batch weighs as much as it has
     tokens (SFT) or pairs.
 
     Args:
-        policy: the model to train: a hub name, a local folder, or a ModelSpec.
+        policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role with `lora`.
         lr: learning rate after the warm-up.
         betas: of AdamW.
         weight_decay: of AdamW, on matrices only: not on norms and biases.
@@ -56,7 +54,7 @@ class SupervisedModule(L.LightningModule):
 
     def __init__(
         self,
-        policy: str | ModelSpec,
+        policy: str | ModelSpec | Role,
         *,
         lr: float = 1e-5,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -69,8 +67,8 @@ class SupervisedModule(L.LightningModule):
         if lr_decay not in ("constant", "linear", "cosine"):
             raise ValueError(f"lr_decay={lr_decay!r}, expected constant, linear or cosine. Choose one of them.")
         check_bounds(0, warmup_steps=warmup_steps)
-        self.policy_spec = ModelSpec.of(policy)
-        self.check_spec("policy", self.policy_spec)
+        self.policy_role = Role.of(policy)
+        self.check_role("policy", self.policy_role)
         self.lr = lr
         self.betas = betas
         self.weight_decay = weight_decay
@@ -80,14 +78,12 @@ class SupervisedModule(L.LightningModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._num_accumulated = 0  # numbers whose mean has made the gradients, where they are accumulated
 
-    def check_spec(self, role: str, spec: ModelSpec) -> None:
-        """Raises ValueError for settings that nobody would read here."""
-        defaults = {item.name: item.default for item in dataclasses.fields(ModelSpec)}
-        unread = [name for name in _OF_ROLES if getattr(spec, name) != defaults[name]]
-        if unread:
+    def check_role(self, name: str, role: Role) -> None:
+        """Raises ValueError for settings that have no effect here: `model` and `lora` are read."""
+        if dataclasses.replace(role, lora=None) != Role(role.model):
             raise ValueError(
-                f"{type(self).__name__}'s {role} has {', '.join(unread)}, which only an RLModule's roles have, "
-                "expected none of them. Leave them out; lr and weight_decay are the module's."
+                f"{type(self).__name__}'s {name} takes only model and lora of a Role, got {role}. lr and weight_decay "
+                "are settings of the module; frozen, offload and mesh need an RLModule."
             )
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
@@ -102,13 +98,13 @@ class SupervisedModule(L.LightningModule):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's; loaded once."""
         if self._tokenizer is None:
-            self._tokenizer = self.policy_spec.load_tokenizer()
+            self._tokenizer = self.policy_role.spec.load_tokenizer()
         return self._tokenizer
 
     @property
     def max_prompt_tokens(self) -> int | None:
         """The model's context, which prompt and completion share; None if the model states none."""
-        return getattr(self.policy_spec.load_config(), "max_position_embeddings", None)
+        return getattr(self.policy_role.spec.load_config(), "max_position_embeddings", None)
 
     def setup(self, stage: str) -> None:
         """
@@ -153,16 +149,16 @@ class SupervisedModule(L.LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._lr_factor(step, num_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def models_and_specs(self) -> dict[str, tuple[PreTrainedModel, ModelSpec]]:
-        """The models by role, and where they come from; those that are not `trained_role` come back from there."""
-        return {self.trained_role: (getattr(self, self.trained_role), self.policy_spec)}
+    def loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
+        """The models and their roles by name; checkpoints leave out all but `trained_role`."""
+        return {self.trained_role: (getattr(self, self.trained_role), self.policy_role)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        keep_trained(checkpoint, self.models_and_specs(), [self.trained_role])
+        keep_trained(checkpoint, self.loaded_models(), [self.trained_role])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.configure_model()  # `load_from_checkpoint` comes here before any trainer does
-        fill_in(checkpoint, self.models_and_specs(), [self.trained_role])
+        fill_in(checkpoint, self.loaded_models(), [self.trained_role])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         means, number = self.means(self.measure, batch)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.models import ModelSpec, ParallelModel
+from lightrl.models import ParallelModel, Role
 from lightrl.models.lora import has_adapters
 from lightrl.models.model_folder import (
     HEAD_STAYS_BEHIND,
@@ -33,10 +33,10 @@ class _Module(Protocol):
     """What is asked of the module beside the model: an RLModule and the supervised ones have it."""
 
     tokenizer: PreTrainedTokenizerBase | None
-    policy_spec: ModelSpec
+    policy_role: Role
     parallel_models: dict[str, ParallelModel]
 
-    def models(self) -> dict[str, ModelSpec]: ...
+    def models(self) -> dict[str, Role]: ...
 
 
 class HuggingFaceExport(RLCallback):
@@ -77,7 +77,7 @@ class HuggingFaceExport(RLCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         model = getattr(pl_module, self._body_of(pl_module), None)
-        if self._is_head(pl_module) and ModelDescription.of_critic(model, pl_module.policy_spec) is None:
+        if self._is_head(pl_module) and ModelDescription.of_critic(model, pl_module.policy_role) is None:
             raise TypeError(
                 f"HuggingFaceExport found a critic's head on a {type(model).__name__}, expected a family with a model "
                 "for sequence classification. Leave the callback out: the head travels with the run's checkpoints."
@@ -115,14 +115,14 @@ class HuggingFaceExport(RLCallback):
         tokenizer = cast("_Module", module).tokenizer
         with replaced_folder(self.to) as folder:
             if head is not None:
-                description = ModelDescription.of_critic(model, module.policy_spec)
+                description = ModelDescription.of_critic(model, module.policy_role)
                 assert description is not None, "on_fit_start refuses it"
                 description.save(description.with_head(tensors or model.state_dict(), head), folder)
             elif tensors is None:
                 save_model(model, folder)
             else:
-                spec = _spec_of(cast("_Module", module), role)
-                ModelDescription.of(model, spec).save(tensors, folder, merged=self.merged)
+                described = _described_by(cast("_Module", module), role)
+                ModelDescription.of(model, described).save(tensors, folder, merged=self.merged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
             save_processor(model.config, folder)
@@ -169,6 +169,6 @@ class HuggingFaceExport(RLCallback):
         return "policy" if self._is_head(module) else self._role_of(module)
 
 
-def _spec_of(module: _Module, role: str) -> ModelSpec:
-    """Supervised modules have one."""
-    return module.models()[role] if hasattr(module, "models") else module.policy_spec
+def _described_by(module: _Module, role: str) -> Role:
+    """The role of that name; supervised modules have one."""
+    return module.models()[role] if hasattr(module, "models") else module.policy_role

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.disk_errors import write_problem
-from lightrl.dataflow import ModelCall, follows_from_trajectories
+from lightrl.dataflow import follows_from_trajectories
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
     import lightning as L
 
     from lightrl.experience import Experience
+    from lightrl.module import RLModule
     from lightrl.trajectory import Group
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class TrajectoryLog(RLCallback):
             return
         advantages = _mean_advantages(experience, len(trajectories))
         if writes:
-            keep_answers(module, experience, trajectories)
+            keep_answers(cast("RLModule", module), experience, trajectories)
             self._write(iteration, getattr(trainer, "weight_version", iteration), trajectories, advantages)
         if prints:
             tokenizer = getattr(module, "tokenizer", None)
@@ -137,9 +138,9 @@ class TrajectoryLog(RLCallback):
             )
 
 
-def keep_answers(module: L.LightningModule, experience: Experience, trajectories: Sequence[Trajectory]) -> None:
+def keep_answers(module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]) -> None:
     """Each trajectory gets what calls outside the trainer said of it as `call_outputs`, so that a replay has it."""
-    calls: list[ModelCall] = getattr(module, "placed_calls", list)()
+    calls = module.data_flow(from_file=True).of_kind("infer")  # without the reward, which trajectories have anyway
     for key in [key for call in calls if follows_from_trajectories(call) for key in call.outputs]:
         is_per_token = experience[key].dim() > 1
         for trajectory, value in zip(trajectories, experience[key].tolist(), strict=True):

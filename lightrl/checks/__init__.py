@@ -2,6 +2,7 @@
 
 Reading order:
     bounds.py       numbers within their bounds
+    choices.py      words from a list
     dotted_path.py  functions that a configuration names
     disk_errors.py  why a file could not be written
 

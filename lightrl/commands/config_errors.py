@@ -25,7 +25,16 @@ from typing import Any
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, get_loader
 
+from lightrl.models import ModelSpec, Role
+
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+
+# Former settings of algorithms: how their names began, and the setting whose part each is now.
+_MOVED = {
+    **{"importance_": "decoupled.", "approximate_": "decoupled.approximate_", "kl_": "reference."},
+    **{"reference_": "reference.", "overlong_penalty_": "overlong_penalty.", "overlong_": "overlong_penalty."},
+    **{"reward_": "reward_shaping.", "stop_": "early_stop."},
+}
 
 
 class UsageError(Exception):
@@ -202,6 +211,11 @@ class _Keys:
     def __contains__(self, name: object) -> bool:
         return name in self.types or name in self.groups
 
+    def has(self, path: str) -> bool:
+        """Whether a data class here has the setting at this path of two names."""
+        name, _, inner = path.partition(".")
+        return any(inner in _Keys.of_class(kind) for kind in _classes_in(self.types.get(name)))
+
     def names(self) -> list[str]:
         return sorted([*self.types, *self.groups])
 
@@ -236,9 +250,10 @@ class _Walk:
         elif isinstance(value, list) and kinds:
             for index, item in enumerate(value):
                 self.value(item, hint, f"{path}[{index}]")
-        elif isinstance(value, str) and kinds and not _accepts(value, hint):
-            _resolve(value, kinds, path, self._from(path))
-        if not kinds and hint is not Any and not _accepts(value, hint):
+        elif kinds and not all(map(dataclasses.is_dataclass, kinds)):
+            if isinstance(value, str) and not _accepts(value, hint):
+                _resolve(value, kinds, path, self._from(path))
+        elif hint is not Any and not _accepts(value, hint):
             raise UsageError(self._wrong(path, value, _describe(hint)))
 
     def _class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str) -> None:
@@ -247,11 +262,11 @@ class _Walk:
             if not isinstance(class_path, str):
                 raise UsageError(self._wrong(f"{path}.class_path", class_path, "the name of a class"))
             kind = _resolve(class_path, kinds, f"{path}.class_path", self._from(f"{path}.class_path", path))
-        elif len(kinds) == 1 and (dataclasses.is_dataclass(kinds[0]) or "init_args" not in settings):
-            kind = kinds[0]
-            if not dataclasses.is_dataclass(kind):
-                known = ", ".join(sorted(_known_classes([kind]))[:20])
-                raise UsageError(f"{path} has no class_path{self._from(path)}, expected the name of a class: {known}.")
+        elif all(map(dataclasses.is_dataclass, kinds)):
+            kind = self._nearest(settings, kinds, path)
+        elif len(kinds) == 1 and "init_args" not in settings:
+            known = ", ".join(sorted(_known_classes(kinds))[:20])
+            raise UsageError(f"{path} has no class_path{self._from(path)}, expected the name of a class: {known}.")
         else:
             return
         keys = _Keys.of_class(kind)
@@ -269,8 +284,32 @@ class _Walk:
             are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
             raise UsageError(f"{names} {are} not set{self._from(path)}, and {owner} needs {them}. Give a value.")
 
+    def _nearest(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str) -> type:
+        """The data class that has most of these settings.
+
+        Raises:
+            UsageError: if a role's settings stand beside those of its model.
+        """
+        names = {kind: [name for name in settings if name in _Keys.of_class(kind)] for kind in kinds}
+        if set(kinds) == {ModelSpec, Role} and all(names.values()):
+            inner, outer = (", ".join(f"{name}: ..." for name in names[kind]) for kind in (ModelSpec, Role))
+            fix = f"Write {path.rpartition('.')[2]}: {{model: {{{inner}}}, {outer}}}."
+            if "model" in names[Role]:
+                fix = f"To replace the model by a role, write {{class_path: Role, init_args: {{{outer}}}}}."
+            raise UsageError(
+                f"{path} mixes settings of the model ({', '.join(names[ModelSpec])}) with those of its role "
+                f"({', '.join(names[Role])}){self._from(path)}. {fix}"
+            )
+        return max(kinds, key=lambda kind: len(names[kind]))
+
     def _unknown(self, name: str, settings: Mapping[str, Any], keys: _Keys, prefix: str, owner: str) -> str:
         path = f"{prefix}{name}"
+        for start, place in _MOVED.items():
+            moved = place + name.removeprefix(start)
+            if name.startswith(start) and keys.has(moved):
+                return f"{path} is not a setting of {owner}{self._from(path)}. It is now {prefix}{moved}."
+        if owner == "lightrl.ModelSpec" and name in _Keys.of_class(Role):
+            return f"{path} is a setting of lightrl.Role{self._from(path)}, whose `model:` is the lightrl.ModelSpec."
         names = keys.names()
         close = [f"{prefix}{match}" for match in difflib.get_close_matches(str(name), names, n=2, cutoff=0.6)]
         if not close:
@@ -433,6 +472,8 @@ def _describe(hint: Any) -> str:
     }
     if hint in words:
         return words[hint]
+    if dataclasses.is_dataclass(hint):
+        return f"settings {{{', '.join(f'{item.name}: ...' for item in dataclasses.fields(hint))}}}"
     return hint.__name__ if inspect.isclass(hint) and not inner else str(hint).replace("typing.", "")
 
 

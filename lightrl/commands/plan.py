@@ -13,7 +13,6 @@ from lightrl.commands.cli import LightRLCLI, reported
 from lightrl.commands.config_errors import UsageError
 from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall
-from lightrl.engines.sglang.scoring import ServedRewards, ServedScores
 from lightrl.models import RoleMesh
 from lightrl.module import RLModule
 
@@ -53,14 +52,15 @@ def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
     """The roles with their models, and the calls in an order in which they can run."""
     trained = module.trained_roles()
     lines = [f"{type(module).__name__}: {len(graph.calls)} calls per iteration", "", "roles"]
-    for role, spec in module.models().items():
+    for name, role in module.models().items():
+        spec = role.spec
         source = spec.path or spec.url or f"random {(spec.config or {}).get('model_type')}"
-        state = "follows the policy" if role in module.saved_roles() else "frozen"
-        state = f"trained, lr {module.lr_of(role):g}" if role in trained else state
+        state = "follows the policy" if name in module.saved_roles() else "frozen"
+        state = f"trained, lr {module.lr if role.lr is None else role.lr:g}" if name in trained else state
         notes = [state, *(["one number per position"] if spec.head == "scalar" else [])]
-        notes += ["waits in CPU memory between uses"] if spec.offload else []
-        notes += [_mesh_text(spec.mesh)] if spec.mesh is not None else []
-        lines.append(f"  {role:<14} {source}: {', '.join(notes)}")
+        notes += ["waits in CPU memory between uses"] if role.offload else []
+        notes += [_mesh_text(role.mesh)] if role.mesh is not None else []
+        lines.append(f"  {name:<14} {source}: {', '.join(notes)}")
     rows = [("call", "on", "role", "needs", "gives")]
     rows += [
         (call.name, where(call), call.role or "-", ", ".join(call.inputs) or "-", ", ".join(call.outputs) or "-")
@@ -95,8 +95,10 @@ def _mesh_text(mesh: RoleMesh) -> str:
 def where(call: ModelCall) -> str:
     """Whose devices a call runs on."""
     own = {"reward": "reward processes", "advantages": "trainer, on the whole iteration"}
+    if call.url is not None:
+        return "server"
     if call.role is None:
-        return own.get(call.name, "server" if isinstance(call.run, ServedRewards | ServedScores) else "its own thread")
+        return own.get(call.name, "its own thread")
     return _WHERE.get(call.kind, "trainer")
 
 

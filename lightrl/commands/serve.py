@@ -186,7 +186,7 @@ def model_of(policy: Any) -> ModelSpec:
     if not isinstance(policy, dict):
         return ModelSpec.of(policy)
     values = policy.get("init_args", policy) if "class_path" in policy else policy
-    return ModelSpec(**{**values, "lora": None})  # a server gets whole weights, adapters merged
+    return model_of(values["model"]) if "model" in values else ModelSpec(**values)  # a Role's, or the model itself
 
 
 def parse(args: Sequence[str]) -> dict[str, Any]:

@@ -5,26 +5,27 @@ A reader comes to see what is computed; sums over microbatches and ranks are the
 Reading order:
     shapes.py       the check on entry: tensors that would broadcast by accident are refused
     logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
-    advantages.py   rewards → advantages; the penalty on length
-    returns.py      rewards per token and values → advantages and returns (GAE)
+    advantages.py   rewards → advantages
+    returns.py      rewards per token and values → advantages and returns (GAE); reward shaping
     values.py       the critic's loss, its running normalization
-    losses.py       ratios, the clipped and other policy losses, importance weights
-    importance.py   what stale logprobs are worth: M2PO's mask, a proximal policy without its forward
+    ratios.py       policy ÷ proximal policy, per token and per trajectory
+    losses.py       the clipped and other policy losses
+    importance.py   stale logprobs: importance weights, M2PO's mask, an interpolated proximal policy
     preference.py   losses of pairs: DPO, IPO, Bradley-Terry
     kl.py           estimators of the KL divergence, its adaptive weight
     divergence.py   KL and Jensen-Shannon divergence over a teacher's likeliest tokens
     reduction.py    masking before and after the loss, and the three ways to average it
     packing.py      trajectories of unequal length without their padding
 
-May import: errors, trajectory.
+May import: errors, checks, trajectory.
 
 One more equation: a pure function in the file of its kind, shapes checked on entry, `Source:` in its docstring, and
 beside it in tests/functional/ a value worked by hand and an independent slow implementation.
 """
 
-from lightrl.functional.advantages import batch_normalized, group_advantages, overlong_penalty
+from lightrl.functional.advantages import batch_normalized, group_advantages
 from lightrl.functional.divergence import Divergence, check_divergence, rest_mass, topk_divergence
-from lightrl.functional.importance import interpolated_proximal_logprobs, second_moment_mask
+from lightrl.functional.importance import ImportanceWeights, interpolated_proximal_logprobs, second_moment_mask
 from lightrl.functional.kl import KLController, kl
 from lightrl.functional.logprobs import (
     aligned_to_tokens,
@@ -39,16 +40,14 @@ from lightrl.functional.losses import (
     cispo_loss,
     clipped_policy_loss,
     clipped_ratio_loss,
-    importance_weights,
     is_clipped,
-    policy_ratio,
     sapo_loss,
-    sequence_ratio,
 )
 from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
 from lightrl.functional.preference import bradley_terry_loss, preference_loss, preference_margin
+from lightrl.functional.ratios import policy_ratio, sequence_ratio
 from lightrl.functional.reduction import loss_counts, masked_mean, neutralize, reduce_loss
-from lightrl.functional.returns import gae, on_last_loss_token, on_loss_tokens
+from lightrl.functional.returns import RewardShaping, gae, on_last_loss_token, on_loss_tokens
 from lightrl.functional.values import ValueNormalizer, explained_variance, value_loss
 
 __all__ = [
@@ -61,8 +60,8 @@ __all__ = [
     "aligned_to_tokens",
     "group_advantages",
     "batch_normalized",
-    "overlong_penalty",
     "gae",
+    "RewardShaping",
     "on_last_loss_token",
     "on_loss_tokens",
     "value_loss",
@@ -80,7 +79,7 @@ __all__ = [
     "bradley_terry_loss",
     "preference_margin",
     "preference_loss",
-    "importance_weights",
+    "ImportanceWeights",
     "is_clipped",
     "kl",
     "Divergence",

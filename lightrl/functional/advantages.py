@@ -1,4 +1,4 @@
-"""How much better than expected: advantages of trajectories from their rewards, and DAPO's penalty on length.
+"""How much better than expected: advantages of trajectories from their rewards.
 
 Shapes: B trajectories, of the whole iteration, so that statistics do not depend on how the work is spread.
 """
@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightrl.checks.choices import check_choice
 from lightrl.functional.shapes import check_same_shape
 
 Statistic = Literal["group", "batch"]
@@ -37,23 +38,21 @@ def group_advantages(
         group_ids: int [B]; equal ids are one group, of any size, in any order.
         mean: whose mean is the baseline; None for no baseline.
         std: whose standard deviation divides; None for no division.
-        leave_one_out: the baseline is the mean of the others, the trajectory itself not counted.
-        unbiased: the variance is divided by n - 1, not by n.
+        leave_one_out: the mean leaves the trajectory itself out.
+        unbiased: divide the variance by n - 1 instead of n.
         eps: keeps a small standard deviation from making large advantages.
 
     Returns:
-        [B], in the rewards' dtype. Exactly 0 where a statistic in use says nothing about the trajectory: in a group (or
-        batch) of one, and where all rewards that the standard deviation is of are equal.
+        [B], in the rewards' dtype. Exactly 0 in a group (or batch) of one, and where all rewards behind a mean or a
+        standard deviation are equal.
 
     Raises:
-        ValueError: if the tensors differ in shape, or a setting is none of the above.
+        ValueError: if the tensors differ in shape, or a setting is out of range.
     """
     check_same_shape(rewards=rewards, group_ids=group_ids)
-    for name, value in (("mean", mean), ("std", std)):
-        if value is not None and value not in get_args(Statistic):
-            raise ValueError(f"{name}={value!r}, expected 'group', 'batch' or None. Mend it.")
+    check_choice((*get_args(Statistic), None), mean=mean, std=std)
     if leave_one_out and mean is None:
-        raise ValueError("leave_one_out=True got mean=None, expected mean='group' or 'batch'. Set mean.")
+        raise ValueError("leave_one_out needs a mean to leave the trajectory out of: that of the group or the batch.")
     if rewards.numel() == 0:
         return torch.zeros_like(rewards)
     # In float64, so that equal rewards in groups of different sizes or offsets give equal advantages.
@@ -75,33 +74,6 @@ def group_advantages(
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
-def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> Tensor:
-    """What DAPO's soft overlong punishment adds to the reward: 0, then linearly down to -factor at the limit.
-
-    Source: DAPO, equation 13, https://arxiv.org/abs/2503.14476.
-
-    Args:
-        lengths: [B], tokens of the completions.
-        max_tokens: length limit of a completion.
-        buffer_tokens: the penalty starts that many tokens before the limit.
-        factor: the penalty at the limit and beyond.
-
-    Returns:
-        float [B], between -factor and 0, to be added to the rewards.
-
-    Raises:
-        ValueError: if the buffer is not between 1 and `max_tokens`, or the factor is negative.
-    """
-    if not 1 <= buffer_tokens <= max_tokens:
-        raise ValueError(
-            f"buffer_tokens={buffer_tokens}, expected 1 to max_tokens={max_tokens}. Lower it, or raise max_tokens."
-        )
-    if factor < 0:
-        raise ValueError(f"factor={factor}, expected 0 or more; the penalty is subtracted already. Drop the sign.")
-    excess = lengths.to(torch.float32) - (max_tokens - buffer_tokens)
-    return -factor * (excess / buffer_tokens).clamp(0, 1)
-
-
 def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5) -> Tensor:
     """(value - mean) / (std + eps) with mean and standard deviation over all loss tokens of the batch.
 
@@ -110,7 +82,7 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5) ->
     Source: https://arxiv.org/abs/2501.03262.
 
     Args:
-        values: [B, T]; what stands at masked places has no effect.
+        values: [B, T]; masked values have no effect.
         loss_mask: bool [B, T].
         eps: keeps a small standard deviation from making large values.
 
@@ -129,7 +101,7 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5) ->
 
 
 def _members(group_ids: Tensor, of: Statistic) -> Tensor:
-    """Which statistic a trajectory belongs to, [B]: its group's, numbered from 0, or the one of the batch."""
+    """The statistic that each trajectory belongs to, [B]: its group's, numbered from 0, or the batch's."""
     if of == "batch":
         return torch.zeros_like(group_ids, dtype=torch.int64)
     members: Tensor = torch.unique(group_ids, return_inverse=True)[1]
@@ -143,7 +115,7 @@ def _count_and_mean(values: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _are_equal(values: Tensor, members: Tensor) -> Tensor:
-    """Whether all values that share a statistic are equal: a computed deviation of 1e-17 would not say so."""
+    """Whether all values of a statistic are equal, [B]; rounding can give equal values a deviation of 1e-17."""
     lowest = torch.zeros_like(values).scatter_reduce(0, members, values, "amin", include_self=False)
     highest = torch.zeros_like(values).scatter_reduce(0, members, values, "amax", include_self=False)
     return lowest.eq(highest).index_select(0, members)

@@ -1,22 +1,135 @@
-"""What stale or foreign logprobs are worth: M2PO's mask, and the proximal policy without a forward of its own.
+"""What stale or foreign logprobs are worth: importance weights, M2PO's mask, a proximal policy without its forward.
 
-Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes; logprobs are in nats. The
-importance weights themselves are in losses.py.
+Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes; logprobs are in nats.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
+from lightrl.checks.choices import check_choice
+from lightrl.functional.kl import kl
+from lightrl.functional.ratios import bounded_exp, trajectory_mean
 from lightrl.functional.reduction import neutralize
 from lightrl.functional.shapes import check_same_shape
+
+WeightMode = Literal["mask", "clamp"]
+WeightLevel = Literal["token", "sequence", "product"]
+WeightMetric = Literal["ratio", "k1", "k2", "k3"]
+WeightAggregation = Literal["mean", "sum", "max"]
+
+# How the log-ratios of a trajectory's tokens become one number; None where each token has its own.
+_AGGREGATION_OF: dict[str, WeightAggregation | None] = {"token": None, "sequence": "mean", "product": "sum"}
+
+
+@dataclass(frozen=True)
+class ImportanceWeights:
+    """Proximal ÷ behavior policy: what a token's loss is multiplied by because another policy sampled it.
+
+    The factor of the decoupled loss, and of truncated (TIS, "clamp") or masked (MIS, "mask") importance sampling
+    between engine and trainer; IcePop is "mask" with a floor too. A bound applies to the weight itself, or to an
+    estimate of KL(behavior ‖ proximal): with r the ratio, k1 is -log r, k2 is (log r)²/2, k3 is r - 1 - log r.
+
+    Source: decoupled PPO, https://arxiv.org/abs/2110.00641, and AReaL, https://arxiv.org/abs/2505.24298; truncated
+    importance sampling, https://fengyao.notion.site/off-policy-rl; masked, by trajectory,
+    https://yingru.notion.site/When-Speed-Kills-Stability-Demystifying-RL-Collapse-from-the-Training-Inference-Mismatch-271211a558b7808d8b12d403fd15edda;
+    IcePop, https://arxiv.org/abs/2510.18855; the estimators, http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        cap: upper bound on the weight, or on the estimate; None for no bound.
+        floor: lower bound, likewise.
+        mode: a weight beyond a bound becomes 0 ("mask") or the bound ("clamp").
+        level: "token"; "sequence", where each token of a trajectory has the geometric mean over its loss tokens; or
+            "product", where it has their product, the trajectory's exact weight.
+        metric: what the bounds apply to: "ratio", the weight, or the estimate "k1", "k2" or "k3", in nats; with an
+            estimate the mode is "mask".
+        aggregation: apply the bounds to whole trajectories, by the "mean", "sum" or "max" of the metric over the loss
+            tokens (mean and sum of "ratio" are those of log r). None follows the level: each token, the mean, the sum.
+        approximate_proximal: interpolate the proximal logprobs (`interpolated_proximal_logprobs`) and save their
+            forward.
+    """
+
+    cap: float | None = None
+    floor: float | None = None
+    mode: WeightMode = "mask"
+    level: WeightLevel = "token"
+    metric: WeightMetric = "ratio"
+    aggregation: WeightAggregation | None = None
+    approximate_proximal: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice(get_args(WeightMode), mode=self.mode)
+        check_choice(get_args(WeightLevel), level=self.level)
+        check_choice(get_args(WeightMetric), metric=self.metric)
+        check_choice((*get_args(WeightAggregation), None), aggregation=self.aggregation)
+        lowest = -math.inf if self.metric == "k1" else 0  # k1 may be negative
+        if self.cap is not None and not self.cap > lowest:
+            raise ValueError(f"cap of importance weights must be above {lowest} (2 to 5 is usual), got {self.cap}.")
+        highest = math.inf if self.cap is None else self.cap
+        if self.floor is not None and not lowest <= self.floor <= highest:
+            raise ValueError(
+                f"floor of importance weights must be from {lowest} to cap={highest} (0.5 is usual), got {self.floor}."
+            )
+        judges_otherwise = self.metric != "ratio" or self.aggregation is not None
+        if judges_otherwise and (self.mode == "clamp" or not self._has_bound):
+            raise ValueError(
+                f"metric={self.metric!r} and aggregation={self.aggregation!r} of importance weights select what the "
+                "bounds mask: they need cap or floor, and mode='mask'."
+            )
+
+    @property
+    def _has_bound(self) -> bool:
+        return self.cap is not None or self.floor is not None
+
+    def __call__(self, proximal_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+        """The weights.
+
+        Args:
+            proximal_logprobs: [B, T] of the policy at the start of the update.
+            behavior_logprobs: [B, T] of the policy that sampled the tokens.
+            loss_mask: bool [B, T]; logprobs elsewhere have no effect.
+
+        Returns:
+            [B, T], detached; 1 where the mask is False.
+
+        Raises:
+            ValueError: if the tensors differ in shape.
+        """
+        check_same_shape(proximal_logprobs=proximal_logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
+        proximal, behavior = neutralize(loss_mask, proximal_logprobs.detach(), behavior_logprobs.detach())
+        by_level = _AGGREGATION_OF[self.level]
+        weights = _measured("ratio", by_level, proximal, behavior, loss_mask)
+        if self._has_bound and self.mode == "clamp":
+            weights = weights.clamp(min=self.floor, max=self.cap)
+        elif self._has_bound:
+            judged = _measured(self.metric, self.aggregation or by_level, proximal, behavior, loss_mask)
+            weights = torch.where(judged.clamp(min=self.floor, max=self.cap) == judged, weights, 0.0)
+        return torch.where(loss_mask, weights, 1.0)
+
+
+def _measured(
+    metric: WeightMetric, aggregation: WeightAggregation | None, proximal: Tensor, behavior: Tensor, loss_mask: Tensor
+) -> Tensor:
+    """[B, T] of each token, or of its trajectory; the logprobs are 0 where masked."""
+    values = proximal - behavior if metric == "ratio" else kl(behavior, proximal, estimator=metric)
+    if aggregation == "mean":
+        values = trajectory_mean(values, loss_mask).expand_as(values)
+    elif aggregation == "sum":
+        values = values.sum(dim=1, keepdim=True).expand_as(values)
+    elif aggregation == "max":
+        values = torch.where(loss_mask, values, -torch.inf).amax(dim=1, keepdim=True).expand_as(values)
+    return bounded_exp(values) if metric == "ratio" else values
 
 
 def second_moment_mask(
     logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor, *, threshold: float = 0.04
 ) -> Tensor:
-    """M2PO's mask: leaves out the tokens with the largest squared log-ratio until the mean of the rest is small enough.
+    """M2PO's mask: drops the tokens with the largest squared log-ratio until the mean over the rest is small enough.
 
     A few outliers carry most of the second moment, so few tokens are lost where clipping would lose many.
 
@@ -25,18 +138,19 @@ def second_moment_mask(
     Args:
         logprobs: [B, T] of the policy, all trajectories of the iteration together.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
-        loss_mask: bool [B, T]; what the logprobs are elsewhere has no effect.
-        threshold: bound on the mean of log_ratio² over the tokens that are kept, nats².
+        loss_mask: bool [B, T]; logprobs elsewhere have no effect.
+        threshold: bound on the mean of log_ratio² over the kept tokens, nats².
 
     Returns:
-        bool [B, T], True for the tokens kept; False where the loss mask is False. Tokens with equal ratios go together.
+        bool [B, T], True for the kept tokens, False where the loss mask is False. Tokens with equal ratios are kept or
+        dropped together.
 
     Raises:
         ValueError: if the tensors differ in shape, or the threshold is not above 0.
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
     if threshold <= 0:
-        raise ValueError(f"threshold={threshold}, expected more than 0 (0.04 in the paper). Raise it.")
+        raise ValueError(f"threshold must be above 0 (0.04 in the paper), got {threshold}.")
     policy, behavior = neutralize(loss_mask, logprobs.detach(), behavior_logprobs.detach())
     squares = (policy - behavior).double().square()
     ordered = squares[loss_mask].sort().values
@@ -52,17 +166,17 @@ def second_moment_mask(
 def interpolated_proximal_logprobs(
     logprobs: Tensor, behavior_logprobs: Tensor, weight_versions: Tensor, weight_version: int
 ) -> Tensor:
-    """The proximal policy's logprobs as guessed from their two neighbors in time, which saves a forward.
+    """The proximal policy's logprobs, interpolated between their two neighbors in time; saves a forward.
 
-    A straight line, over versions, from the behavior policy (version b) to the policy that the present update makes
-    (version v + 1), read at the proximal one (version v): behavior + (v - b)/(v + 1 - b) · (policy - behavior). A token
-    that the present weights sampled (b = v) gets its behavior logprob.
+    A straight line over weight versions, from the behavior policy (version b) to the policy being trained (version
+    v + 1), read at the proximal policy (version v): behavior + (v - b)/(v + 1 - b) · (policy - behavior). A token that
+    the current weights sampled (b = v) gets its behavior logprob.
 
     Source: AReaL, https://inclusionai.github.io/AReaL/algorithms/prox_approx.html; A-3PO,
     https://arxiv.org/abs/2512.06547.
 
     Args:
-        logprobs: [B, T] of the policy being trained; no gradient goes back to it.
+        logprobs: [B, T] of the policy being trained; gets no gradient.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
         weight_versions: int [B, T], b of each token.
         weight_version: v, of the weights at the start of the update.

@@ -6,7 +6,7 @@ Shapes: B trajectories, T tokens; tensors are aligned to the token they describe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
@@ -53,7 +53,7 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
     if estimator == "k3":
         # expm1 keeps the digits that exp(-d) - 1 + d loses when the policies are close.
         return (-difference).clamp(max=_MAX_LOG_RATIO).expm1() + difference
-    raise ValueError(f"estimator={estimator!r}, expected one of {', '.join(get_args(KLEstimator))}. Mend it.")
+    raise ValueError(f"estimator must be k1, k2 or k3, got {estimator!r}.")
 
 
 @dataclass
@@ -78,8 +78,8 @@ class KLController:
     def __post_init__(self) -> None:
         if self.coef < 0 or self.horizon < 1 or (self.target_nats is not None and self.target_nats <= 0):
             raise ValueError(
-                f"kl_coef={self.coef}, kl_target_nats={self.target_nats}, kl_horizon={self.horizon}, expected 0 or "
-                "more, more than 0 (or None), and at least 1. Mend them."
+                "A KL term needs coef >= 0, target_nats > 0 or None, and horizon >= 1, got "
+                f"coef={self.coef}, target_nats={self.target_nats}, horizon={self.horizon}."
             )
 
     def update(self, kl_nats: float, num_trajectories: int) -> None:

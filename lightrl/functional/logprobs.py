@@ -1,7 +1,7 @@
 """Logprobs and entropies of tokens, from logits or from hidden states; the one place that shifts by one.
 
-Shapes: B trajectories, T tokens, V vocabulary, H hidden size, N positions that predict a token, J tokens of which each
-of them gives the logprob. Logprobs and entropies are in nats, computed in float32 (float64 for float64 input), of the
+Shapes: B trajectories, T tokens, V vocabulary, H hidden size, N positions that predict a token, J candidate tokens at
+each of them. Logprobs and entropies are in nats, computed in float32 (float64 for float64 input), of the
 distribution softmax(logits / temperature).
 
 A causal model's output at position t - 1 predicts token t. Every [B, T] tensor outside this file is aligned to the
@@ -25,8 +25,8 @@ from lightrl.functional.shapes import check_same_shape
 
 # Up to this many logits are kept for the backward pass instead of being computed twice (64 MiB in float32).
 _KEPT_LOGITS = 2**24
-# Logits of a chunk beyond that. Smaller chunks read the head more often: on a CPU, 512 tokens of a vocabulary of 50,000
-# took 0.9 s with 2^24 and 2^22, 1.4 s with 2^20, 3.9 s with 2^18. A GPU wants some hundred rows at a time.
+# Logits per chunk beyond that. Smaller chunks read the head more often: on a CPU, 512 tokens of a vocabulary of 50,000
+# took 0.9 s with 2^24 and 2^22, 1.4 s with 2^20, 3.9 s with 2^18. A GPU needs some hundred rows at a time.
 _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 
 
@@ -38,13 +38,13 @@ def token_logprobs(
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The logprob of each token, and the entropy of the distribution it was drawn from.
+    """The logprob of each token, and the entropy of the distribution it was sampled from.
 
     Args:
-        logits: [B, T, V], as the model gives them: `logits[b, t]` predicts token t + 1. Carries the gradient.
-        token_ids: int64 [B, T], or [B, T, J] for several tokens that could have stood there.
+        logits: [B, T, V], as the model returns them: `logits[b, t]` predicts token t + 1. Carries the gradient.
+        token_ids: int64 [B, T], or [B, T, J] for several candidates at each position.
         temperature: divides the logits; more than 0.
-        masked_ids: int64 [K], ids that could not be drawn at some tokens (stop tokens under `min_new_tokens`).
+        masked_ids: int64 [K], ids that could not be sampled at some tokens (stop tokens under `min_new_tokens`).
         masked_rows: bool [B, T], True at the tokens that could not be one of `masked_ids`.
 
     Returns:
@@ -56,8 +56,8 @@ def token_logprobs(
     """
     if logits.dim() != 3 or logits.shape[:2] != token_ids.shape[:2]:
         raise ValueError(
-            f"logits has shape {tuple(logits.shape)} but token_ids has shape {tuple(token_ids.shape)}, expected "
-            "[B, T, V] and [B, T]. Pass the model's logits as they are, not shifted."
+            "logits must be [B, T, V] and token_ids [B, T], got shapes "
+            f"{tuple(logits.shape)} and {tuple(token_ids.shape)}. Pass the model's logits unshifted."
         )
     if masked_rows is not None:
         check_same_shape(entropy=logits[..., 0], masked_rows=masked_rows)
@@ -66,7 +66,7 @@ def token_logprobs(
     num, width, vocabulary = logits.shape
     if width == 0:
         return logits.new_zeros(token_ids.shape), logits.new_zeros(num, 0)
-    # A model may give -inf to ids it never says; 0 · inf would make the entropy NaN.
+    # A model may give -inf to ids it never generates; 0 · inf would make the entropy NaN.
     predictions = logits[:, :-1].clamp(min=torch.finfo(logits.dtype).min).reshape(-1, vocabulary)
     logprobs, entropy = _logits_logprobs(predictions, token_ids[:, 1:].flatten(0, 1), temperature, mask, True)
     first = (0, 0) * (token_ids.dim() - 2) + (1, 0)
@@ -75,26 +75,26 @@ def token_logprobs(
 
 
 def predicting_positions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the hidden states are that predict the tokens of the mask: (rows [N], columns [N]), in row order.
+    """Positions of the hidden states that predict the tokens of the mask: (rows [N], columns [N]), in row order.
 
     Args:
-        loss_mask: bool [B, T]; position 0 is left out, since nothing predicts it.
+        loss_mask: bool [B, T]; position 0 does not count, since nothing predicts it.
     """
     rows, columns = loss_mask[:, 1:].nonzero(as_tuple=True)
     return rows, columns
 
 
 def predicted_token_ids(token_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The tokens [N] that the positions of `predicting_positions` predict; or what [B, T, ...] holds at those."""
+    """The tokens [N] that the positions of `predicting_positions` predict; also for other [B, T, ...] tensors."""
     return token_ids[rows, columns + 1]
 
 
 def aligned_to_tokens(values: Tensor, rows: Tensor, columns: Tensor, shape: Sequence[int]) -> Tensor:
-    """Puts values [N, ...] at the tokens that `predicting_positions` named, 0 elsewhere. Keeps the gradient.
+    """Puts values [N, ...] at the tokens that those positions predict, 0 elsewhere. Keeps the gradient.
 
     Args:
         values: [N] or [N, ...].
-        rows, columns: [N], where.
+        rows, columns: [N], of `predicting_positions`.
         shape: [B, T].
 
     Returns:
@@ -115,32 +115,32 @@ def hidden_logprobs(
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` from hidden states and the output head, without ever holding [N, V] logits of many tokens.
+    """`token_logprobs` from hidden states and the output head, without [N, V] logits of many tokens at once.
 
-    Beyond one chunk the logits are computed a second time in the backward pass, chunk by chunk. Under autocast the head
+    Beyond one chunk the backward pass computes the logits again, chunk by chunk. Under autocast the head
     is applied in autocast's dtype, as `torch.nn.Linear` would.
 
     Args:
         hidden: [N, H] at the positions of `predicting_positions`. Carries the gradient, like weight and bias.
         weight: [V, H] of the output head.
         bias: [V], or None.
-        token_ids: int64 [N], those of `predicted_token_ids`; or [N, J], several at each position.
+        token_ids: int64 [N], of `predicted_token_ids`; or [N, J], several at each position.
         temperature: divides the logits; more than 0.
-        chunk_tokens: positions in a chunk; None chooses by vocabulary and device, one chunk where the logits are few.
+        chunk_tokens: positions in a chunk; None chooses by vocabulary and device, one chunk if the logits are few.
         entropy_gradient: False returns the entropy detached, which saves memory.
-        masked_ids: int64 [K], ids that could not be drawn at some positions.
+        masked_ids: int64 [K], ids that could not be sampled at some positions.
         masked_rows: bool [N], True at the positions that could not predict one of `masked_ids`.
 
     Returns:
-        Logprobs, of the shape of `token_ids`, and entropies, [N]. With N = 0 their sums still give gradients, of zeros.
+        Logprobs, of the shape of `token_ids`, and entropies, [N]. With N = 0 their sums still have gradients of zeros.
 
     Raises:
         ValueError: if shapes do not fit, a number is not positive, or only one of the two masks is given.
     """
     if token_ids.dim() not in (1, 2) or token_ids.shape[:1] != hidden.shape[:1]:
         raise ValueError(
-            f"token_ids has shape {tuple(token_ids.shape)} but hidden has shape {tuple(hidden.shape)}, expected [N] "
-            "and [N, H]. Gather both at predicting_positions."
+            f"token_ids must be [N] and hidden [N, H], got shapes {tuple(token_ids.shape)} and {tuple(hidden.shape)}. "
+            "Gather both at predicting_positions."
         )
     hidden, weight, bias, chunk_tokens = _prepared(hidden, weight, bias, chunk_tokens)
     mask = _checked(temperature, masked_ids, masked_rows, hidden)
@@ -166,20 +166,20 @@ def hidden_topk(
     """The `num` likeliest tokens at each position, int64 [N, num], likeliest first: the same ones at any temperature.
 
     Args:
-        hidden, weight, bias, chunk_tokens, masked_ids, masked_rows: as of `hidden_logprobs`.
+        hidden, weight, bias, chunk_tokens, masked_ids, masked_rows: as in `hidden_logprobs`.
         num: at most V.
-        num_ids: of these first ids only; None for all.
+        num_ids: only the first `num_ids` ids; None for all.
 
     Raises:
         ValueError: if shapes do not fit, or there are fewer ids than `num`.
     """
     hidden, weight, bias, chunk_tokens = _prepared(hidden, weight, bias, chunk_tokens)
     mask = _checked(1.0, masked_ids, masked_rows, hidden)
-    found = [torch.empty(0, num, dtype=torch.int64, device=hidden.device)]
+    parts = [torch.empty(0, num, dtype=torch.int64, device=hidden.device)]
     with torch.autocast(hidden.device.type, enabled=False):
         for chunk in _chunks(hidden.shape[0], chunk_tokens):
-            found.append(_largest(linear(hidden[chunk], weight, bias), num, num_ids, _mask_of(mask, chunk)))
-    return torch.cat(found)
+            parts.append(_largest(linear(hidden[chunk], weight, bias), num, num_ids, _mask_of(mask, chunk)))
+    return torch.cat(parts)
 
 
 @torch.no_grad()
@@ -191,34 +191,31 @@ def token_topk(
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
 ) -> Tensor:
-    """`hidden_topk` from logits [B, T, V] as the model gives them: int64 [B, T, num], aligned; 0 at position 0."""
+    """`hidden_topk` from the model's logits [B, T, V]: int64 [B, T, num], aligned; 0 at position 0."""
     mask = _checked(1.0, masked_ids, None if masked_rows is None else masked_rows[:, 1:].reshape(-1))
     predictions = logits[:, :-1]
-    found = _largest(predictions.flatten(0, 1), num, num_ids, mask)
-    return torch.nn.functional.pad(found.view(*predictions.shape[:2], num), (0, 0, 1, 0))
+    likeliest = _largest(predictions.flatten(0, 1), num, num_ids, mask)
+    return torch.nn.functional.pad(likeliest.view(*predictions.shape[:2], num), (0, 0, 1, 0))
 
 
 def _largest(logits: Tensor, num: int, num_ids: int | None, mask: _Mask | None) -> Tensor:
     scores = _scores(logits, 1.0, mask)[:, :num_ids]
     if num > scores.shape[1]:
-        raise ValueError(
-            f"The {num} likeliest tokens are asked for, expected at most the {scores.shape[1]} that there are. Ask for "
-            "fewer."
-        )
+        raise ValueError(f"num must be at most {scores.shape[1]}, the number of token ids, got {num}.")
     return scores.topk(num, dim=1).indices
 
 
 def _prepared(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_tokens: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """In the dtype that the head is applied in, with the size of a chunk."""
+    """The tensors in the head's dtype, and the size of a chunk."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)} but weight has shape {tuple(weight.shape)}, expected [N, H] and "
-            "[V, H]. Gather the hidden states at predicting_positions first."
+            f"hidden must be [N, H] and weight [V, H], got shapes {tuple(hidden.shape)} and {tuple(weight.shape)}. "
+            "Gather the hidden states at predicting_positions first."
         )
     if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}, expected at least 1, or None to choose by size. Raise it.")
+        raise ValueError(f"chunk_tokens must be at least 1, or None to choose by size, got {chunk_tokens}.")
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -232,7 +229,7 @@ def _chunk_tokens(num: int, vocabulary: int, device: str) -> int:
     return max(_CHUNK_LOGITS.get(device, _KEPT_LOGITS) // vocabulary, 1)
 
 
-# (masked_ids [K], masked_rows bool [N]), or None where every id could be drawn.
+# (masked_ids [K], masked_rows bool [N]), or None if every id could be sampled.
 _Mask = tuple[Tensor, Tensor]
 
 
@@ -240,27 +237,24 @@ def _checked(
     temperature: float, masked_ids: Tensor | None, masked_rows: Tensor | None, hidden: Tensor | None = None
 ) -> _Mask | None:
     if not temperature > 0:
-        raise ValueError(
-            f"temperature={temperature}, expected more than 0. Greedy logprobs are those at temperature 1: use 1."
-        )
+        raise ValueError(f"temperature must be above 0, got {temperature}. For greedy logprobs use 1.")
     if masked_ids is None and masked_rows is None:
         return None
     if masked_ids is None or masked_rows is None:
-        missing = "masked_ids" if masked_ids is None else "masked_rows"
-        raise ValueError(f"{missing} is None, expected masked_ids and masked_rows together. Pass both, or neither.")
+        raise ValueError("masked_ids and masked_rows must be passed together, got only one of them.")
     if hidden is not None:
         check_same_shape(positions=hidden[:, 0], masked_rows=masked_rows)
     return masked_ids, masked_rows
 
 
 def _masked_places(mask: _Mask) -> tuple[Tensor, Tensor]:
-    """The (row, id) pairs of the logits that the mask takes away, for indexing [N, V]."""
+    """The (row, id) pairs that the mask removes, for indexing [N, V] logits."""
     ids, rows = mask
     return rows.nonzero(), ids
 
 
 def _scores(logits: Tensor, temperature: float, mask: _Mask | None) -> Tensor:
-    """[N, V] logits of any dtype -> what the softmax is over."""
+    """[N, V] logits of any dtype -> the scores that the softmax gets."""
     if logits.dtype.itemsize < 4:
         logits = logits.float()
     if temperature != 1:
@@ -376,7 +370,7 @@ def _head_logprobs(
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Keeps nothing of size V but the head itself; the backward pass computes each chunk's logits again."""
+    """Keeps nothing of size V but the head; the backward pass computes each chunk's logits again."""
 
     @staticmethod
     def forward(
@@ -407,7 +401,7 @@ class _HeadLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, token_ids, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Summed in float32 at least: hundreds of chunks added up in bfloat16 would lose most of the small ones.
+        # Summed in float32 at least: a bfloat16 sum of hundreds of chunks would lose most of the small ones.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if ctx.needs_input_grad[2] else None

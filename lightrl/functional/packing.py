@@ -8,14 +8,14 @@ Shapes: B trajectories, T tokens. Two exact forms of the same forward pass:
     │ b   · │  │ e       · · │             └──────┴────┴──────┴──┘   at each trajectory
     └───────┘  └─────────────┘
 
-In a rectangle the padding stands on the right, where a causal model needs no attention mask: no token sees what comes
-after it. In a packed row the model must keep trajectories apart by `position_ids` (Hugging Face models do, without an
-attention mask and with `use_cache=False`). Measured on CPU: one long packed row costs attention over all of it, and
-rectangles are the fastest.
+In a rectangle the padding is on the right, where a causal model needs no attention mask: no token sees what comes after
+it. In a packed row the model must separate trajectories by `position_ids` (Hugging Face models do, without an attention
+mask and with `use_cache=False`). On the CPU rectangles are fastest: a long packed row costs attention over all of it.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,10 +40,10 @@ class Packed:
 
 
 def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[int]]:
-    """The partition into groups of like length that costs least to run as right-padded rectangles.
+    """The cheapest partition into groups of like length, each run as one right-padded rectangle.
 
     Minimizes Σ rows · longest + overhead_tokens · number of rectangles, exactly: some best partition cuts the sorted
-    lengths, equal ones together, so it is found by dynamic programming over the distinct lengths.
+    lengths, equal ones together, so dynamic programming over the distinct lengths finds it.
 
     Args:
         lengths: tokens of each trajectory, 0 or more.
@@ -58,8 +58,8 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
     """
     if overhead_tokens < 0 or min(lengths, default=0) < 0:
         raise ValueError(
-            f"overhead_tokens={overhead_tokens} and the least length {min(lengths, default=0)}, expected 0 or more "
-            "each. Mend the negative one."
+            f"overhead_tokens and all lengths must be >= 0, got overhead_tokens={overhead_tokens} and a least length "
+            f"of {min(lengths, default=0)}."
         )
     rows_of: defaultdict[int, list[int]] = defaultdict(list)
     for row, length in enumerate(lengths):
@@ -81,32 +81,35 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
     return groups[::-1]
 
 
-def bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Groups of trajectories for packed rows of at most `max_tokens` tokens, by first-fit decreasing.
+def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
+    """Parts of at most `max_size` in sum, as few as best-fit decreasing makes; a larger item gets a part of its own.
 
-    Args:
-        lengths: tokens of each trajectory.
-        max_tokens: of a packed row; a trajectory that is longer gets a row of its own.
+    Where that costs no further part, items of like size stay together: they make rectangles with little padding.
 
     Returns:
-        Row indices of each packed row, in ascending order within one. Every row is in exactly one.
-
-    Raises:
-        ValueError: if `max_tokens` is not positive.
+        Indices into `sizes`, the largest of each part first. Every index is in exactly one part.
     """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens}, expected at least 1. Raise it.")
-    filled: list[list[int]] = []
-    room: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        fitting = next((index for index, left in enumerate(room) if lengths[row] <= left), None)
-        if fitting is None:
-            filled.append([row])
-            room.append(max_tokens - lengths[row])
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    alike: list[list[int]] = []
+    left = 0
+    for index in order:
+        if not alike or sizes[index] > left:
+            alike.append([])
+            left = max_size
+        alike[-1].append(index)
+        left -= sizes[index]
+    best: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (what is left of a part, its number), ascending
+    for index in order:
+        place = bisect.bisect_left(rooms, (sizes[index], 0))
+        if place == len(rooms):
+            best.append([])
+            room, part = max_size, len(best) - 1
         else:
-            filled[fitting].append(row)
-            room[fitting] -= lengths[row]
-    return [sorted(rows) for rows in filled]
+            room, part = rooms.pop(place)
+        best[part].append(index)
+        bisect.insort(rooms, (room - sizes[index], part))
+    return alike if len(alike) <= len(best) else best
 
 
 def pack(token_ids: Tensor, lengths: Tensor) -> Packed:
@@ -121,25 +124,23 @@ def pack(token_ids: Tensor, lengths: Tensor) -> Packed:
     """
     if token_ids.dim() != 2 or lengths.shape != token_ids.shape[:1]:
         raise ValueError(
-            f"token_ids has shape {tuple(token_ids.shape)} but lengths has shape {tuple(lengths.shape)}, expected "
-            "[B, T] and [B]. Give one length for each row."
+            "token_ids must be [B, T] and lengths [B], one for each row, got shapes "
+            f"{tuple(token_ids.shape)} and {tuple(lengths.shape)}."
         )
     width = token_ids.shape[1]
     if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= width:
-        raise ValueError(
-            f"lengths range from {int(lengths.min())} to {int(lengths.max())}, expected 0 to T = {width}. Mend them."
-        )
+        raise ValueError(f"lengths must be from 0 to T = {width}, got {int(lengths.min())} to {int(lengths.max())}.")
     is_token = torch.arange(width, device=lengths.device) < lengths[:, None]
     rows, columns = is_token.nonzero(as_tuple=True)
     return Packed(token_ids=token_ids[rows, columns][None], position_ids=columns[None], rows=rows, columns=columns)
 
 
 def unpack(values: Tensor, packed: Packed, shape: Sequence[int]) -> Tensor:
-    """The inverse of `pack` for what a model said about each token: 0 on the padding. Keeps the gradient.
+    """The inverse of `pack`, for a model's outputs per token: 0 on the padding. Keeps the gradient.
 
     Args:
         values: [total], or [total, ...] such as hidden states.
-        packed: what `pack` gave.
+        packed: from `pack`.
         shape: (B, T) of the right-padded tensor.
 
     Returns:
@@ -150,7 +151,7 @@ def unpack(values: Tensor, packed: Packed, shape: Sequence[int]) -> Tensor:
     """
     if values.shape[:1] != packed.rows.shape:
         raise ValueError(
-            f"values has shape {tuple(values.shape)} but {len(packed.rows)} tokens were packed, expected one value for "
-            "each. Drop the model's leading batch dimension of 1."
+            f"values must have one value for each of the {len(packed.rows)} packed tokens, got shape "
+            f"{tuple(values.shape)}. Drop the model's leading batch dimension of 1."
         )
     return values.new_zeros(*shape, *values.shape[1:]).index_put((packed.rows, packed.columns), values)

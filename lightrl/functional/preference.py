@@ -5,7 +5,7 @@ Shapes: B pairs. Logprobs are those of whole completions, in nats.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -18,11 +18,11 @@ PreferenceLoss = Literal["sigmoid", "ipo"]
 def bradley_terry_loss(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tensor:
     """-log P(chosen is preferred) where P = sigmoid(difference of the rewards), [B].
 
-    Source: Bradley and Terry, 1952, https://doi.org/10.2307/2334029; reward models by it,
+    Source: Bradley and Terry, 1952, https://doi.org/10.2307/2334029; for reward models,
     https://arxiv.org/abs/2203.02155, equation 1.
 
     Args:
-        chosen_rewards, rejected_rewards: [B] of the two trajectories of each pair; both carry the gradient.
+        chosen_rewards, rejected_rewards: [B], of the two trajectories of each pair; both carry the gradient.
 
     Raises:
         ValueError: if the tensors differ in shape.
@@ -41,7 +41,7 @@ def preference_margin(
 
     Args:
         chosen_logprobs, rejected_logprobs: [B], Σ over the completion's tokens; carry the gradient.
-        reference_chosen_logprobs, reference_rejected_logprobs: [B], the same of the reference policy.
+        reference_chosen_logprobs, reference_rejected_logprobs: [B], the same for the reference policy.
 
     Raises:
         ValueError: if the tensors differ in shape.
@@ -59,7 +59,7 @@ def preference_margin(
 def preference_loss(margin: Tensor, *, kl_coef: float = 0.1, kind: PreferenceLoss = "sigmoid") -> Tensor:
     """DPO ("sigmoid") or IPO ("ipo") of each pair's margin, [B].
 
-    sigmoid: -log sigmoid(kl_coef · margin), which pushes every margin on for ever; ipo: (margin - 1/(2·kl_coef))²,
+    sigmoid: -log sigmoid(kl_coef · margin), which increases every margin without end; ipo: (margin - 1/(2·kl_coef))²,
     which has a target.
 
     Source: DPO, equation 7, https://arxiv.org/abs/2305.18290; IPO, equation 17, https://arxiv.org/abs/2310.12036.
@@ -73,9 +73,9 @@ def preference_loss(margin: Tensor, *, kl_coef: float = 0.1, kind: PreferenceLos
         ValueError: if `kl_coef` is not above 0, or the kind is unknown.
     """
     if kl_coef <= 0:
-        raise ValueError(f"kl_coef={kl_coef}, expected more than 0 (0.1 is usual). Raise it.")
+        raise ValueError(f"kl_coef must be above 0 (0.1 is usual), got {kl_coef}.")
     if kind == "sigmoid":
         return -logsigmoid(kl_coef * margin)
     if kind == "ipo":
         return (margin - 1 / (2 * kl_coef)).square()
-    raise ValueError(f"kind={kind!r}, expected one of {', '.join(get_args(PreferenceLoss))}. Mend it.")
+    raise ValueError(f"kind must be sigmoid or ipo, got {kind!r}.")

@@ -3,7 +3,7 @@
 Shapes: B trajectories, T tokens. The loss mask is bool [B, T], True where a token trains.
 
 Masking only after the loss is not enough: where a masked log-ratio is infinite, the gradient is 0 · inf = NaN. So
-masked values are replaced by 0 before the loss (`neutralize`) and left out after it (`reduce_loss`).
+masked values become 0 before the loss (`neutralize`) and do not count after it (`reduce_loss`).
 """
 
 from __future__ import annotations
@@ -13,37 +13,38 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightrl.checks.choices import check_choice
 from lightrl.functional.shapes import check_same_shape
 
 LossReduction = Literal["token", "sequence", "fixed"]
 
 
 def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with 0 where the mask is False, whatever stood there (NaN and ±inf too); same dtypes, same order.
+    """The tensors with 0 where the mask is False, also in place of NaN and ±inf; same dtypes, same order.
 
-    No gradient reaches the masked places.
+    No gradient reaches masked positions.
 
     Args:
         loss_mask: bool, [B, T] (or [B], with tensors [B]).
-        tensors: of the mask's shape, or with further dimensions behind it.
+        tensors: of the mask's shape, or with further dimensions after it.
 
     Raises:
         ValueError: if a tensor differs from the mask in shape.
     """
     dims = loss_mask.dim()
-    found = []
+    neutral = []
     for index, tensor in enumerate(tensors):
         further = tensor.dim() - dims
         check_same_shape(**{"loss_mask": loss_mask, f"tensors[{index}]": tensor[(...,) + (0,) * further]})
-        found.append(torch.where(loss_mask[(...,) + (None,) * further], tensor, tensor.new_zeros(())))
-    return tuple(found)
+        neutral.append(torch.where(loss_mask[(...,) + (None,) * further], tensor, tensor.new_zeros(())))
+    return tuple(neutral)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean over the places where the mask is True, a scalar; 0 where there is none.
+    """The mean over the positions where the mask is True, a scalar; 0 if there is none.
 
     Args:
-        values: [B, T] or [B]; what stands at masked places has no effect on value or gradient.
+        values: [B, T] or [B]; masked ones have no effect on value or gradient.
         mask: bool, of the same shape.
 
     Raises:
@@ -54,7 +55,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def loss_counts(loss_mask: Tensor) -> tuple[int, int]:
-    """N and B of `reduce_loss`: the loss tokens, and the trajectories that have at least one.
+    """N and B of `reduce_loss`: the number of loss tokens, and of trajectories with at least one.
 
     Counts add up over microbatches and ranks.
     """
@@ -82,25 +83,24 @@ def reduce_loss(
     https://arxiv.org/abs/2503.20783.
 
     Args:
-        per_token: [B, T] or [B]; NaN and ±inf at masked places have no effect on value or gradient.
+        per_token: [B, T] or [B]; NaN and ±inf at masked positions have no effect on value or gradient.
         loss_mask: bool [B, T].
         mode: "token", "sequence" or "fixed".
         num_tokens: loss tokens of the whole minibatch, all microbatches and ranks.
         num_sequences: trajectories with at least one loss token, of the whole minibatch, all microbatches and ranks.
-        max_new_tokens: length limit of a completion; needed by "fixed".
+        max_new_tokens: length limit of a completion; required by "fixed".
 
     Returns:
-        A scalar; 0, with a gradient of zeros, where no token trains.
+        A scalar; 0, with a gradient of zeros, if no token trains.
 
     Raises:
         ValueError: if shapes differ, the mode is unknown, or "fixed" has no `max_new_tokens`.
     """
-    if mode not in get_args(LossReduction):
-        raise ValueError(f"mode={mode!r}, expected one of {', '.join(get_args(LossReduction))}. Mend loss_reduction.")
+    check_choice(get_args(LossReduction), mode=mode)
     if mode == "fixed" and (max_new_tokens is None or max_new_tokens < 1):
         raise ValueError(
-            f"mode='fixed' got max_new_tokens={max_new_tokens}, expected the length limit of a completion, at least 1. "
-            "Pass it, or use another loss_reduction."
+            "loss_reduction='fixed' needs max_new_tokens, the length limit of a completion, at least 1, got "
+            f"{max_new_tokens}."
         )
     num_sequences = max(num_sequences, 1)
     loss_tokens = loss_mask.sum(dim=1)

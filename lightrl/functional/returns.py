@@ -6,6 +6,8 @@ between them is skipped, not discounted. `values[b, t]` is the value of the stat
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -29,11 +31,11 @@ def gae(
     Source: https://arxiv.org/abs/1506.02438.
 
     Args:
-        rewards: [B, T]; at loss tokens only, see `on_loss_tokens`.
+        rewards: [B, T]; only those at loss tokens count, see `on_loss_tokens`.
         values: [B, T].
-        loss_mask: bool [B, T]; what stands elsewhere in the others has no effect.
+        loss_mask: bool [B, T]; rewards and values elsewhere have no effect.
         gamma: discount of one loss token, 0 to 1.
-        lam: 0 trusts the critic for all that comes later, 1 the rewards.
+        lam: 0 trusts the critic for everything that follows, 1 the rewards.
         bootstrap: [B], the value of the state after a truncated trajectory, 0 for one that ended; None for 0.
 
     Returns:
@@ -45,27 +47,27 @@ def gae(
     check_same_shape(rewards=rewards, values=values, loss_mask=loss_mask)
     for name, number in (("gamma", gamma), ("lam", lam)):
         if not 0 <= number <= 1:
-            raise ValueError(f"{name}={number}, expected 0 to 1. Mend it.")
+            raise ValueError(f"{name} must be from 0 to 1, got {number}.")
     rewards, values = neutralize(loss_mask, rewards.detach(), values.detach())
     advantages = torch.zeros_like(values)
     advantage = torch.zeros_like(values[:, 0])
     value = advantage if bootstrap is None else bootstrap.to(values.dtype)
-    check_same_shape(**{"bootstrap": value, "one number for each row of values": advantage})
+    check_same_shape(**{"bootstrap": value, "values[:, 0]": advantage})
     for t in range(values.shape[1] - 1, -1, -1):
         is_step = loss_mask[:, t]
-        found = rewards[:, t] + gamma * value - values[:, t] + gamma * lam * advantage
-        advantages[:, t] = torch.where(is_step, found, 0.0)
-        advantage = torch.where(is_step, found, advantage)
+        advantage_here = rewards[:, t] + gamma * value - values[:, t] + gamma * lam * advantage
+        advantages[:, t] = torch.where(is_step, advantage_here, 0.0)
+        advantage = torch.where(is_step, advantage_here, advantage)
         value = torch.where(is_step, values[:, t], value)
     return advantages, torch.where(loss_mask, advantages + values, 0.0)
 
 
 def on_last_loss_token(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """An outcome reward per trajectory as rewards per token: on the last loss token, whatever follows it.
+    """An outcome reward per trajectory as rewards per token: on the last loss token.
 
     Args:
         rewards: [B].
-        loss_mask: bool [B, T]; a trajectory without loss tokens has no place for its reward.
+        loss_mask: bool [B, T]; a trajectory without loss tokens loses its reward.
 
     Returns:
         [B, T].
@@ -74,17 +76,17 @@ def on_last_loss_token(rewards: Tensor, loss_mask: Tensor) -> Tensor:
         ValueError: if the tensors differ in B.
     """
     check_same_shape(rewards=rewards, loss_mask=loss_mask.any(1))
-    left = loss_mask.flip(1).cumsum(1).flip(1)  # of the loss tokens, from here on
+    left = loss_mask.flip(1).cumsum(1).flip(1)  # loss tokens from here on
     return torch.where(loss_mask & (left == 1), rewards[:, None], 0.0)
 
 
 def on_loss_tokens(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Rewards per token, those between loss tokens moved to the loss token before them, whose doing they are.
+    """Rewards per token, with those between loss tokens moved to the loss token before them, which earned them.
 
-    What comes before the first loss token is dropped: no action earned it.
+    Rewards before the first loss token are dropped: no action earned them.
 
     Args:
-        rewards: [B, T], such as an environment's, which may come with its answer.
+        rewards: [B, T], such as an environment's, which may come on the tokens of its answer.
         loss_mask: bool [B, T].
 
     Returns:
@@ -98,3 +100,37 @@ def on_loss_tokens(rewards: Tensor, loss_mask: Tensor) -> Tensor:
     owner = torch.where(loss_mask, columns, -1).cummax(1).values
     earned = torch.where(owner >= 0, rewards, 0.0)
     return torch.zeros_like(earned).scatter_add(1, owner.clamp(min=0), earned)
+
+
+@dataclass(frozen=True)
+class RewardShaping:
+    """Rewards per token become (reward + bias) · scaling, then clipped; the bias is added on the last loss token.
+
+    Args:
+        bias: added to the reward of each trajectory.
+        scaling: multiplies every reward.
+        clip: bounds the absolute value of a token's reward; None for no bound.
+    """
+
+    bias: float = 0.0
+    scaling: float = 1.0
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scaling == 0:
+            raise ValueError(
+                "scaling of reward_shaping must not be 0, which makes every reward 0. 1 leaves them alone."
+            )
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip of reward_shaping must be above 0 or None, got {self.clip}.")
+
+    def __call__(self, rewards: Tensor, loss_mask: Tensor) -> Tensor:
+        """The shaped rewards, [B, T].
+
+        Args:
+            rewards: [B, T].
+            loss_mask: bool [B, T].
+        """
+        bias = torch.full_like(rewards[:, 0], self.bias)
+        shaped = (rewards + on_last_loss_token(bias, loss_mask)) * self.scaling
+        return shaped if self.clip is None else shaped.clamp(-self.clip, self.clip)

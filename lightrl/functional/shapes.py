@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Refuses tensors that would broadcast against each other; the names are those of the caller's arguments.
+    """Rejects tensors that would broadcast; the names are those of the caller's arguments.
 
     Raises:
         ValueError: if a tensor's shape differs from the first one's.
@@ -15,7 +15,7 @@ def check_same_shape(**tensors: Tensor) -> None:
     for name, tensor in others:
         if tensor.shape != expected.shape:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} but {first} has shape {tuple(expected.shape)}, expected the "
-                "same. Align both to the tokens they describe; a value per trajectory becomes one per token by "
-                "value[:, None].expand(B, T)."
+                f"{name} has shape {tuple(tensor.shape)} but {first} has shape {tuple(expected.shape)}; they must be "
+                "equal. Align both to the tokens they describe; value[:, None].expand(B, T) turns a value per "
+                "trajectory into one per token."
             )

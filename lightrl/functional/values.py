@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightrl.checks.choices import check_choice
 from lightrl.functional.shapes import check_same_shape
 
 ValueNormalization = Literal["exponential", "running"]
@@ -21,12 +22,12 @@ def value_loss(
     returns: Tensor,
     old_values: Tensor | None = None,
     *,
-    clip: float | None = None,
+    value_clip: float | None = None,
     huber_delta: float | None = None,
 ) -> Tensor:
-    """Half the squared distance of a value from its return, per token; far out linear, if Huber's.
+    """Half the squared distance of a value from its return, per token; linear far out with `huber_delta`.
 
-    With `clip`, a value that has moved further than that from the old one is judged by the worse of itself and the
+    With `value_clip`, a value that has moved further than that from the old one has the worse loss of itself and the
     bound, so it gains nothing by moving further.
 
     Source: PPO's implementations, https://arxiv.org/abs/2005.12729; Huber, https://doi.org/10.1214/aoms/1177703732.
@@ -34,41 +35,41 @@ def value_loss(
     Args:
         values: [B, T], carry the gradient.
         returns: [B, T].
-        old_values: [B, T], from before the update; needed by `clip`.
-        clip: bound on the move; None for no bound.
+        old_values: [B, T], from before the update; required with `value_clip`.
+        value_clip: bound on the move; None for no bound.
         huber_delta: distance beyond which the loss grows linearly; None for never.
 
     Returns:
         [B, T].
 
     Raises:
-        ValueError: if the tensors differ in shape, a bound is not positive, or `clip` has no old values.
+        ValueError: if the tensors differ in shape, a bound is not positive, or `value_clip` has no old values.
     """
     check_same_shape(values=values, returns=returns)
-    for name, bound in (("clip", clip), ("huber_delta", huber_delta)):
+    for name, bound in (("value_clip", value_clip), ("huber_delta", huber_delta)):
         if bound is not None and bound <= 0:
-            raise ValueError(f"{name}={bound}, expected more than 0 or None. Raise it.")
+            raise ValueError(f"{name} must be above 0 or None, got {bound}.")
     loss = _distance_loss(values - returns.detach(), huber_delta)
-    if clip is None:
+    if value_clip is None:
         return loss
     if old_values is None:
-        raise ValueError(f"clip={clip} got no old_values, expected those from before the update. Pass them.")
+        raise ValueError(f"value_clip={value_clip} needs old_values, the values from before the update.")
     check_same_shape(values=values, old_values=old_values)
     old = old_values.detach()
-    bounded = old + (values - old).clamp(-clip, clip)
+    bounded = old + (values - old).clamp(-value_clip, value_clip)
     return torch.maximum(loss, _distance_loss(bounded - returns.detach(), huber_delta))
 
 
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the loss tokens: 1 is a perfect critic, 0 as good as a constant.
+    """1 - Var(returns - values) / Var(returns) over the loss tokens: 1 is a perfect critic, 0 a constant one.
 
-    Returns 0 where the returns do not vary.
+    0 if the returns do not vary.
     """
     check_same_shape(values=values, returns=returns, loss_mask=loss_mask)
-    found, wanted = values[loss_mask].double(), returns[loss_mask].double()
-    if len(wanted) < 2 or float(wanted.var()) == 0:
+    predicted, actual = values[loss_mask].double(), returns[loss_mask].double()
+    if len(actual) < 2 or float(actual.var()) == 0:
         return 0.0
-    return float(1 - (wanted - found).var() / wanted.var())
+    return float(1 - (actual - predicted).var() / actual.var())
 
 
 @dataclass
@@ -76,7 +77,7 @@ class ValueNormalizer:
     """Mean and deviation of the returns seen so far; the critic predicts normalized returns.
 
     `running` counts each return once, so that statistics settle; `exponential` forgets, so that they follow a policy
-    that gets better. Both start without any: then values are as they are.
+    that gets better. Before the first update values stay as they are.
 
     Source: https://arxiv.org/abs/2006.05990, https://arxiv.org/abs/2103.01955.
 
@@ -92,13 +93,12 @@ class ValueNormalizer:
     weight: float = 0.0  # running: the number of returns; exponential: 1 - decay^iterations, its debiasing term
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(ValueNormalization):
-            raise ValueError(f"kind={self.kind!r}, expected one of {', '.join(get_args(ValueNormalization))}. Mend it.")
+        check_choice(get_args(ValueNormalization), value_normalization=self.kind)
         if not 0 <= self.decay < 1:
-            raise ValueError(f"decay={self.decay}, expected 0 or more and less than 1. Mend it.")
+            raise ValueError(f"value_decay must be at least 0 and below 1, got {self.decay}.")
 
     def update(self, returns: Tensor) -> None:
-        """Takes in the returns of an iteration, of any shape; none changes nothing."""
+        """Adds the returns of an iteration, of any shape; an empty tensor changes nothing."""
         if returns.numel() == 0:
             return
         values = returns.double()
@@ -111,7 +111,7 @@ class ValueNormalizer:
 
     @property
     def std(self) -> float:
-        """At least 1e-2 where returns hardly vary, since it divides."""
+        """At least 1e-2, since it divides."""
         return 1.0 if self.weight == 0 else max(self.mean_square - self.mean**2, 1e-4) ** 0.5
 
     def normalize(self, returns: Tensor) -> Tensor:

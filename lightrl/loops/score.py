@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightrl.dataflow import ADVANTAGES, GENERATE, REWARD, ModelCall, runs_beside
+from lightrl.engines.sglang.scoring import with_server
 from lightrl.errors import LightRLError, TrainingError
 from lightrl.experience import ROLLOUT_FIELDS, Experience
 from lightrl.functional import on_last_loss_token
@@ -54,6 +55,8 @@ def score(
     def run(call: ModelCall, seen: Experience) -> Mapping[str, Tensor]:
         if call.name == ADVANTAGES:
             return _advantages(module, seen)
+        if call.url is not None:
+            call = with_server(call, is_scalar=module.models()[_role(call)].spec.head == "scalar")
         if call.run is not None:
             found = asked_once(call, rows, lambda: _own_outputs(call, _called(call, seen, rows), seen))
             return {key: value.to(seen.token_ids.device) for key, value in found.items()}
@@ -61,15 +64,16 @@ def score(
             return _infer(module, call, seen, ranks.of_role(_role(call)))
 
     def runs_here(call: ModelCall) -> bool:
-        if call.run is not None:
+        if call.run is not None or call.url is not None:
             return ranks.is_main or call.on_all_ranks
         return ranks.of_role(_role(call)).is_here
 
     def share(call: ModelCall, found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         holders = ranks.of_role(_role(call))
-        if call.on_all_ranks or (call.run is None and holders.size == ranks.size):
+        is_forward = call.run is None and call.url is None
+        if call.on_all_ranks or (is_forward and holders.size == ranks.size):
             return found
-        source = 0 if call.run is not None else holders.first_rank
+        source = holders.first_rank if is_forward else 0
         with ranks.phase(f"score: {call.name}", has_own_deadline=runs_beside(call)):
             return ranks.broadcast_tensors(found, source=source)
 
@@ -122,7 +126,7 @@ def _infer(module: RLModule, call: ModelCall, experience: Experience, ranks: Ran
     the call's `topk` its likeliest tokens and their logprobs too, [B, T, K].
     """
     role, key = _role(call), call.outputs[0]
-    scores_ends = key != "values" and module.models()[role].head == "scalar"
+    scores_ends = key != "values" and module.models()[role].spec.head == "scalar"
     seen = experience
     if scores_ends:
         seen = _with_an_end(experience, torch.ones_like(experience.is_truncated))
@@ -167,7 +171,7 @@ def _advantages(module: RLModule, experience: Experience) -> dict[str, Tensor]:
     if "reward_model_scores" in experience.extras:
         scores = experience["reward_model_scores"]
         if not scores.any():
-            raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"]))
+            raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"].spec))
         given = module.reward_model_coef * scores
         changes["rewards"] = experience.rewards + given
         if experience.token_rewards is not None:

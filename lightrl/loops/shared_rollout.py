@@ -53,6 +53,8 @@ class SharedRollout:
         run_seed, settings: the controller's.
     """
 
+    is_recorded = False
+
     def __init__(
         self,
         start: Callable[[], RolloutController],
@@ -82,6 +84,12 @@ class SharedRollout:
     def engine(self) -> Any:
         """The engine; on the other ranks something with its `weight_version`."""
         return self._seen_engine if self.controller is None else self.controller.engine
+
+    @property
+    def local(self) -> RolloutController:
+        """Rank 0's controller; the other ranks have none."""
+        assert self.controller is not None
+        return self.controller
 
     # ------------------------------------------------------------------ all ranks together
 

@@ -1,12 +1,16 @@
 """Models: what a role is, how its model is loaded and saved, and what a strategy can do with it.
 
 Reading order:
+    role.py           Role: a model in a run, how it is trained and where it lies
     model_spec.py     ModelSpec: where a role's model and tokenizer come from
     role_mesh.py      RoleMesh: ranks of its own for a role
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     lora.py           adapters trained instead of weights
     pictures.py       models and prompts with pictures
     model_folder.py   models as Hugging Face folders, complete or absent
+    load_role.py      a role's model, checked against what the role is for
+    optimizer.py      parameters by role, and the schedule of the learning rate
+    stop_tokens.py    which ids end a completion
     vocabulary.py     all models of a module read the same token ids
 
 May import: errors, checks, trajectory, experience, functional, weights. To support one more model family, nothing is
@@ -14,15 +18,10 @@ needed here: transformers loads it. strategies/tensor_plans.py lists the familie
 """
 
 from lightrl.models.lora import LoRA
-from lightrl.models.model_spec import (
-    ModelSpec,
-    check_adamw,
-    is_silent,
-    models_made_by,
-    scalar_head,
-    untrained_reward_model,
-)
+from lightrl.models.model_spec import ModelSpec, is_silent, scalar_head, untrained_reward_model
+from lightrl.models.optimizer import check_adamw
 from lightrl.models.parallel_model import Backward, LossFunction, Metric, More, Outputs, ParallelModel, asked_of_policy
+from lightrl.models.role import Role, models_made_by
 from lightrl.models.role_mesh import RoleMesh
 
 __all__ = [
@@ -34,6 +33,7 @@ __all__ = [
     "More",
     "Outputs",
     "ParallelModel",
+    "Role",
     "RoleMesh",
     "asked_of_policy",
     "check_adamw",

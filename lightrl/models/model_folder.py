@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from lightrl.checks.disk_errors import is_disk_full, write_problem
 from lightrl.models.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
 from lightrl.models.model_spec import ModelSpec, scalar_head
 from lightrl.models.pictures import save_processor, sees_pictures
+from lightrl.models.role import Role
 
 if TYPE_CHECKING:
     import torch
@@ -61,15 +62,15 @@ class ModelDescription:
     body: str | None = None  # the role whose weights this one has, below its own head; None: they are its own
 
     @classmethod
-    def of(cls, model: PreTrainedModel, spec: ModelSpec) -> ModelDescription:
+    def of(cls, model: PreTrainedModel, role: Role) -> ModelDescription:
         """Of a role's model, whose weights may be sharded or on no device."""
         kind = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
         generation_config = getattr(model, "generation_config", None)
+        spec = role.spec
         lora: dict[str, str] = {}
-        if spec.lora is not None:
-            values = {item.name: getattr(spec, item.name) for item in fields(spec)}
-            values.update(lora=None, seed=spec.random_seed)
-            lora = {"adapter_config": adapter_config(model, spec.path), "base": json.dumps(values)}
+        if role.lora is not None:
+            base = asdict(replace(spec, seed=spec.random_seed))
+            lora = {"adapter_config": adapter_config(model, spec.path), "base": json.dumps(base)}
         return cls(
             model_class=f"{kind.__module__}.{kind.__name__}",
             config=model.config.to_json_string(use_diff=False),
@@ -79,7 +80,7 @@ class ModelDescription:
         )
 
     @classmethod
-    def of_critic(cls, policy: PreTrainedModel, spec: ModelSpec) -> ModelDescription | None:
+    def of_critic(cls, policy: PreTrainedModel, role: Role) -> ModelDescription | None:
         """Of a critic that is a head on this policy's body; None if its family has no model with a scalar head."""
         from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KINDS
 
@@ -89,7 +90,7 @@ class ModelDescription:
         config = copy.deepcopy(policy.config)
         config.num_labels = 1
         return replace(
-            cls.of(policy, replace(spec, head="scalar")),
+            cls.of(policy, role.with_scalar_head()),
             model_class=f"{kind.__module__}.{kind.__name__}",
             config=config.to_json_string(use_diff=False),
             generation_config=None,
@@ -268,42 +269,42 @@ def replaced_folder(to: Path) -> Iterator[Path]:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-Roles = Mapping[str, tuple["PreTrainedModel", ModelSpec]]  # a module's models and where they come from
+Models = Mapping[str, tuple["PreTrainedModel", Role]]  # a module's models, by the name of the role
 
 
-def keep_trained(checkpoint: dict[str, Any], roles: Roles, saved: Collection[str]) -> None:
+def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
     """Takes out of a checkpoint what comes back from where it came from, and describes the models that stay in it.
 
     Args:
         checkpoint: with `state_dict`, whose names begin with those of the roles.
-        roles: all models of the module.
-        saved: the roles that travel with the checkpoint; of one with LoRA, what is trained.
+        models: all models of the module.
+        saved: the roles that the checkpoint keeps; with LoRA, what is trained of them.
     """
     state = checkpoint["state_dict"]
-    for role, (model, spec) in roles.items():
-        kept = {f"{role}.{name}" for name, value in model.named_parameters() if value.requires_grad}
-        for name in [name for name in state if name.startswith(f"{role}.")]:
-            if role not in saved or (spec.lora is not None and name not in kept):
-                del state[name]
-    checkpoint["models"] = describe({role: models for role, models in roles.items() if role in saved})
+    for name, (model, role) in models.items():
+        kept = {f"{name}.{key}" for key, value in model.named_parameters() if value.requires_grad}
+        for key in [key for key in state if key.startswith(f"{name}.")]:
+            if name not in saved or (role.lora is not None and key not in kept):
+                del state[key]
+    checkpoint["models"] = describe({name: pair for name, pair in models.items() if name in saved})
 
 
-def fill_in(checkpoint: dict[str, Any], roles: Roles, saved: Collection[str]) -> None:
+def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
     """Gives a checkpoint, which is about to be loaded, what `keep_trained` took out of it: the models' present state.
 
     One that the strategy has loaded by itself, tensor by tensor, is left as it is.
     """
     if "state_dict" not in checkpoint:
         return
-    for role, (model, spec) in roles.items():
-        if role not in saved or spec.lora is not None:
-            for name, value in model.state_dict(prefix=f"{role}.").items():
-                checkpoint["state_dict"].setdefault(name, value)
+    for name, (model, role) in models.items():
+        if name not in saved or role.lora is not None:
+            for key, value in model.state_dict(prefix=f"{name}.").items():
+                checkpoint["state_dict"].setdefault(key, value)
 
 
-def describe(models: Roles) -> dict[str, dict[str, str | None]]:
+def describe(models: Models) -> dict[str, dict[str, str | None]]:
     """What `checkpoint["models"]` holds: role → ModelDescription as plain data."""
-    return {role: dict(vars(ModelDescription.of(model, spec))) for role, (model, spec) in models.items()}
+    return {name: dict(vars(ModelDescription.of(model, role))) for name, (model, role) in models.items()}
 
 
 def parse_descriptions(found: Any) -> dict[str, ModelDescription]:

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightrl.models.lora import LoRA
 from lightrl.models.pictures import auto_model, sees_pictures
-from lightrl.models.role_mesh import RoleMesh
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-def check_adamw(
-    *, lr: float | None = None, weight_decay: float | None = None, betas: Sequence[float] = (0.0, 0.0)
-) -> None:
-    """Refuses settings that AdamW cannot use, which torch does only when there is a model.
-
-    Raises:
-        ValueError: if one is out of its range.
-    """
-    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-        if value is not None and not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value}, expected a number from 0. Mend it.")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas={betas}, expected two numbers from 0 to below 1, (0.9, 0.95) for example. Mend them.")
 
 
 @dataclass(frozen=True)
@@ -54,12 +34,6 @@ class ModelSpec:
         trust_remote_code: runs the Python code of a hub repository; think before you say true.
         head: `vocabulary` for a language model; `scalar` for a critic or a reward model, one number per position, which
             `AutoModelForSequenceClassification` loads. A checkpoint without such a head gets one that says 0.
-        frozen: a critic that is not trained; the policy always is.
-        lr: learning rate of this role, which may be 0; None is the module's.
-        weight_decay: of this role; None is the module's.
-        offload: between uses the model waits in CPU memory; for roles that are not trained.
-        mesh: ranks of its own for this role's model; None for all, split as the strategy says.
-        lora: train small adapters instead of the weights; needs `pip install lightrl[lora]`.
     """
 
     path: str | None = None
@@ -72,12 +46,6 @@ class ModelSpec:
     trust_remote_code: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of `from_pretrained`
     head: Literal["vocabulary", "scalar"] = "vocabulary"
-    frozen: bool = False
-    lr: float | None = None
-    weight_decay: float | None = None
-    offload: bool = False
-    mesh: RoleMesh | None = None
-    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         if (self.path is None) + (self.config is None) + (self.url is None) != 2:
@@ -85,11 +53,6 @@ class ModelSpec:
                 f"ModelSpec got path={self.path!r}, config={self.config!r} and url={self.url!r}, expected exactly one "
                 "of them. Give path for a checkpoint, config for random weights, url for a server that has the model; "
                 "null takes out what an earlier configuration file gave."
-            )
-        if self.url is not None and self.mesh is not None:
-            raise ValueError(
-                f"ModelSpec got url={self.url!r} and a mesh, expected one of them: a server has its own devices. Leave "
-                "mesh out."
             )
         if self.config is not None and self.tokenizer is None:
             raise ValueError("ModelSpec has a config but no tokenizer, expected both. Add tokenizer=.")
@@ -102,7 +65,6 @@ class ModelSpec:
             raise ValueError(
                 f"dtype={self.dtype!r}, expected a torch dtype such as float32 or bfloat16. Mend its name."
             )
-        check_adamw(lr=self.lr, weight_decay=self.weight_decay)
         if self.path is not None and _looks_local(self.path) and not Path(self.path).is_dir():
             raise ValueError(
                 f"Model folder {self.path!r} does not exist, expected a folder with config.json or a hub name. "
@@ -130,18 +92,8 @@ class ModelSpec:
         return AutoConfig.for_model(values.pop("model_type"), **values)
 
     def load_model(self) -> PreTrainedModel:
-        """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree).
-
-        Inside `models_made_by` it is what that function makes, which may have no weights yet.
-        """
+        """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree)."""
         self._check_is_here()
-        make = _MAKE.get()
-        if make is not None:
-            return make(self)
-        if self.lora is not None:
-            model = replace(self, lora=None).load_model()
-            self.lora.add_to(model, seed=self.random_seed)
-            return model
         if self.head == "scalar":
             return self._load_scalar_model()
         dtype = getattr(torch, self.dtype or "float32")
@@ -224,20 +176,6 @@ class ModelSpec:
                 f"tokenizer {source!r} returned {type(tokenizer).__name__}, expected a Hugging Face tokenizer."
             )
         return tokenizer
-
-
-# What makes models instead of ModelSpec itself.
-_MAKE: ContextVar[Callable[[ModelSpec], PreTrainedModel] | None] = ContextVar("make_model", default=None)
-
-
-@contextlib.contextmanager
-def models_made_by(make: Callable[[ModelSpec], PreTrainedModel]) -> Iterator[None]:
-    """Inside, `ModelSpec.load_model` gives what `make` gives: for strategies that spread models over processes."""
-    token = _MAKE.set(make)
-    try:
-        yield
-    finally:
-        _MAKE.reset(token)
 
 
 def scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:

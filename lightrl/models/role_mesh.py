@@ -18,7 +18,7 @@ class RoleMesh:
         tp: tensor slices, likewise.
 
     Example:
-        ModelSpec("my/reward", mesh=RoleMesh(first_rank=4, num_ranks=2, tp=2))
+        Role("my/reward", mesh=RoleMesh(first_rank=4, num_ranks=2, tp=2))
     """
 
     first_rank: int = 0

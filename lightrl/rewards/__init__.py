@@ -8,6 +8,7 @@ Reading order:
     worker.py        the other end of its pipes: imports and calls the function
     hook.py          RewardHook: callables of this process, in a thread
     judge.py         Judge, what both are; make_judge, which chooses
+    evaluation.py    reward, accuracy and pass@k of judged groups
     replay.py        FailureLog, what failed; replay, which runs it again
 Reward functions:
     math_answer.py   GSM8K-like answers, checked by math-verify
@@ -31,7 +32,14 @@ from lightrl.rewards.parts import RewardPart
 from lightrl.rewards.pool import RewardPool
 from lightrl.rewards.replay import FailureLog, ReplayRow, examine, replay
 from lightrl.rewards.sandbox import Limits, LocalSandbox, Run, Sandbox
-from lightrl.rewards.text_rewards import json_schema, overlong_penalty, regex_match, repetition_penalty, tag_format
+from lightrl.rewards.text_rewards import (
+    OverlongPenalty,
+    json_schema,
+    overlong_penalty,
+    regex_match,
+    repetition_penalty,
+    tag_format,
+)
 
 __all__ = [
     "Judge",
@@ -51,6 +59,7 @@ __all__ = [
     "Run",
     "Sandbox",
     "json_schema",
+    "OverlongPenalty",
     "overlong_penalty",
     "regex_match",
     "repetition_penalty",

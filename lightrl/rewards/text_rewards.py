@@ -3,7 +3,7 @@
     reward:
       - {path: lightrl.rewards.math_answer}
       - {path: lightrl.rewards.tag_format, weight: 0.2, arguments: {tags: [think, answer]}}
-      - {path: lightrl.rewards.overlong_penalty, arguments: {max_tokens: 1024, margin_tokens: 256}}
+      - {path: lightrl.rewards.overlong_penalty, arguments: {max_tokens: 1024, buffer_tokens: 256}}
 
 Lengths are in tokens that the policy wrote, over all turns.
 """
@@ -14,9 +14,13 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
 
 from lightrl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FENCE = re.compile(r"```[ \t]*(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -56,18 +60,56 @@ def tag_format(trajectory: Trajectory, *, tags: Sequence[str] = ("think", "answe
     return float(text == "")
 
 
-def overlong_penalty(trajectory: Trajectory, *, max_tokens: int, margin_tokens: int) -> float:
-    """0 up to `max_tokens - margin_tokens`, down to -1 in a straight line at `max_tokens`, -1 beyond.
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """DAPO's soft overlong punishment: 0 up to `max_tokens - buffer_tokens`, then linear, -factor from `max_tokens` on.
 
-    Source: DAPO's soft overlong punishment, https://arxiv.org/abs/2503.14476, equation 13.
+    Source: DAPO, equation 13, https://arxiv.org/abs/2503.14476.
 
-    Raises:
-        ValueError: if the margin is not between 1 and `max_tokens`.
+    Args:
+        buffer_tokens: the penalty starts this many tokens before the length limit.
+        factor: the penalty at the limit and beyond.
     """
-    if not 1 <= margin_tokens <= max_tokens:
-        raise ValueError(f"margin_tokens={margin_tokens}, expected 1 to max_tokens={max_tokens}. Choose one of them.")
-    over = sum(trajectory.loss_mask) - (max_tokens - margin_tokens)
-    return -min(1.0, max(0.0, over / margin_tokens))
+
+    buffer_tokens: int
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.buffer_tokens < 1:
+            raise ValueError(f"buffer_tokens of the overlong penalty must be at least 1, got {self.buffer_tokens}.")
+        if not self.factor >= 0:
+            raise ValueError(
+                f"factor of the overlong penalty must be >= 0, got {self.factor}: the penalty is subtracted already."
+            )
+
+    @overload
+    def __call__(self, num_tokens: int, max_tokens: int) -> float: ...
+    @overload
+    def __call__(self, num_tokens: Tensor, max_tokens: int) -> Tensor: ...
+
+    def __call__(self, num_tokens: Any, max_tokens: int) -> Any:
+        """What to add to the reward: from -factor to 0, of one trajectory or, for an integer tensor [B], of each.
+
+        Args:
+            num_tokens: tokens that the policy wrote.
+            max_tokens: their limit.
+
+        Raises:
+            ValueError: if the buffer is larger than the limit.
+        """
+        if self.buffer_tokens > max_tokens:
+            raise ValueError(
+                f"buffer_tokens={self.buffer_tokens} of the overlong penalty must be at most the length limit of "
+                f"{max_tokens} tokens."
+            )
+        over = num_tokens - (max_tokens - self.buffer_tokens)
+        clamped_twice = abs(over) - abs(over - self.buffer_tokens) + self.buffer_tokens  # 2 · min(max(over, 0), buffer)
+        return -self.factor * (clamped_twice / (2 * self.buffer_tokens))
+
+
+def overlong_penalty(trajectory: Trajectory, *, max_tokens: int, buffer_tokens: int) -> float:
+    """`OverlongPenalty` on the tokens that the policy wrote, from -1 to 0."""
+    return OverlongPenalty(buffer_tokens)(sum(trajectory.loss_mask), max_tokens)
 
 
 def repetition_penalty(trajectory: Trajectory, *, ngram_words: int = 4) -> float:

@@ -1,6 +1,7 @@
 """Rollouts: prompts in, judged trajectories out, asynchronously. Knows no Lightning and no engine by name.
 
 Reading order:
+    protocol.py       Rollout: what the loop and the callbacks use
     settings.py       RolloutSettings: sizes, bounds, what is dropped
     buffer.py         what may start and what may be trained on: pure functions
     controller.py     keeps groups in flight and hands over batches
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lightrl.rollout.controller import RolloutController
     from lightrl.rollout.group_filter import GroupFilter
     from lightrl.rollout.prompt_cursor import Curriculum
+    from lightrl.rollout.protocol import Rollout
     from lightrl.rollout.recorded import RecordedRollout
     from lightrl.rollout.settings import RolloutSettings
 
@@ -27,11 +29,14 @@ _HOMES = {
     "Curriculum": "prompt_cursor",
     "GroupFilter": "group_filter",
     "RecordedRollout": "recorded",
+    "Rollout": "protocol",
     "RolloutController": "controller",
     "RolloutSettings": "settings",
 }
 
-__all__ = ["Curriculum", "GroupFilter", "RecordedRollout", "RolloutController", "RolloutSettings"]  # fmt: skip
+__all__ = [
+    "Curriculum", "GroupFilter", "RecordedRollout", "Rollout", "RolloutController", "RolloutSettings",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

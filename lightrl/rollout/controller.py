@@ -82,6 +82,8 @@ class RolloutController:
         prompts: the stream, by position; None where only `evaluate` is used.
     """
 
+    is_recorded = False
+
     def __init__(
         self,
         engine: RolloutEngine,
@@ -131,6 +133,10 @@ class RolloutController:
             self._thread.call(engine.attach())
 
     # ------------------------------------------------------------------ from the main thread
+
+    @property
+    def local(self) -> RolloutController:
+        return self
 
     def take(self, weight_version: int, *, on_wait: Callable[[int, int], None] | None = None) -> list[Group]:
         """The next P groups to train on, in stream order; they stay in `state_dict` until `commit`.

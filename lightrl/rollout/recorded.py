@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from lightrl.errors import RolloutError
 from lightrl.rollout.drop_tally import Drop
+from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Group
 from lightrl.weights import Bucket
@@ -22,8 +23,7 @@ class RecordedRollout:
         run_seed: of shuffles and dropout; with the seed of the recorded run an iteration is repeated bit for bit.
     """
 
-    is_recorded = True  # what the trajectories' versions count is another run's business
-    max_staleness = 0
+    is_recorded = True
     settings = RolloutSettings()
 
     def __init__(self, iterations: Sequence[list[Group]], *, run_seed: int) -> None:
@@ -36,8 +36,15 @@ class RecordedRollout:
         """Itself: WeightSync asks which version the engine has."""
         return self
 
-    def take(self, weight_version: int, *, on_wait: Callable[[int, int], None] | None = None) -> list[Group]:
+    @property
+    def local(self) -> RecordedRollout:
+        return self
+
+    def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
         return self.iterations[weight_version % len(self.iterations)]
+
+    def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
+        """They are recorded."""
 
     def commit(self) -> None:
         """Nothing is in flight."""

@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightrl.models import ModelSpec, models_made_by
+from lightrl.models import ModelSpec, Role, models_made_by
 from lightrl.models.lora import adapter_reader, base_name, is_adapter
 from lightrl.models.pictures import sees_pictures
 
@@ -27,20 +26,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SPEC = "lightrl_spec"  # attribute of a model without weights: where to get them
+_ROLE = "lightrl_role"  # attribute of a model without weights: where to get them
 
 
 @contextlib.contextmanager
 def empty_models() -> Iterator[None]:
-    """Inside, `ModelSpec.load_model` returns models whose parameters are on the meta device."""
+    """Inside, `Role.load_model` returns models whose parameters are on the meta device."""
     with models_made_by(empty_model):
         yield
 
 
-def empty_model(spec: ModelSpec) -> PreTrainedModel:
-    """The model of `spec` with its buffers but without its weights, which `fill_model` loads."""
+def empty_model(role: Role) -> PreTrainedModel:
+    """The role's model with its buffers but without its weights, which `fill_model` loads."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
+    spec = role.spec
     options: dict[str, Any] = {"dtype": getattr(torch, spec.dtype or "float32")}
     if spec.attn_implementation is not None:
         options["attn_implementation"] = spec.attn_implementation
@@ -58,20 +58,20 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
     if spec.path is not None:
         with contextlib.suppress(OSError):  # it is optional
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
-    if spec.lora is not None:
+    if role.lora is not None:
         with _parameters_on_meta():
-            spec.lora.add_to(model)
-    setattr(model, _SPEC, spec)
+            role.lora.add_to(model)
+    setattr(model, _ROLE, role)
     return model.eval()
 
 
-def take_spec(model: torch.nn.Module) -> ModelSpec | None:
+def take_role(model: torch.nn.Module) -> Role | None:
     """Where the weights of a model without memory come from, once; None if it has its weights."""
-    spec: ModelSpec | None = vars(model).pop(_SPEC, None)
-    return spec
+    role: Role | None = vars(model).pop(_ROLE, None)
+    return role
 
 
-def fill_model(model: torch.nn.Module, spec: ModelSpec, device: torch.device, *, is_main: bool) -> None:
+def fill_model(model: torch.nn.Module, role: Role, device: torch.device, *, is_main: bool) -> None:
     """Gives a sharded model of `empty_model` its weights: one rank reads, every rank keeps its shards; collective.
 
     Args:
@@ -82,8 +82,8 @@ def fill_model(model: torch.nn.Module, spec: ModelSpec, device: torch.device, *,
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
     names = [base_name(name) for name, _ in model.named_parameters() if not is_adapter(name)]
-    read = parameter_reader(replace(spec, lora=None), names) if is_main else None
-    read_adapter = None if spec.lora is None else adapter_reader(spec.lora, spec.random_seed)
+    read = parameter_reader(role.spec, names) if is_main else None
+    read_adapter = None if role.lora is None else adapter_reader(role.lora, role.spec.random_seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if read is None:

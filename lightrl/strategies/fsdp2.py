@@ -28,7 +28,7 @@ from lightrl.checks.bounds import check_bounds
 from lightrl.models import ParallelModel, RoleMesh
 from lightrl.strategies.atomic_write import BackgroundWrites
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
-from lightrl.strategies.empty_model import empty_models, fill_model, take_spec
+from lightrl.strategies.empty_model import empty_models, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model
 from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors, watch_all
 from lightrl.strategies.role_mesh import (
@@ -57,7 +57,7 @@ class ShardedMixedPrecision(Precision):
 class FSDP2Strategy(ModelParallelStrategy):
     """Data parallelism with sharded models, for an RLModule: `Trainer(devices=8, strategy=FSDP2Strategy())`.
 
-    Shards every role's model, trained or not, over all ranks or those of its `ModelSpec.mesh`. Precision and gradient
+    Shards every role's model, trained or not, over all ranks or those of its `Role.mesh`. Precision and gradient
     clipping are the Trainer's: `bf16-mixed` keeps float32 shards and computes in bfloat16, `bf16-true` keeps bfloat16.
 
     Args:
@@ -176,7 +176,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Inside, models from a ModelSpec have no memory; `setup` gives them their shards."""
+        """Inside, models of a Role have no memory; `setup` gives them their shards."""
         with super().tensor_init_context(empty_init), empty_models():
             yield
 
@@ -232,10 +232,10 @@ class FSDP2Strategy(ModelParallelStrategy):
             fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **settings)
         # The logprobs read the root's own parameters (embedding, last norm, head) outside of its forward.
         fully_shard(model, reshard_after_forward=False, **settings)
-        spec = take_spec(model)
-        if spec is not None:
+        role = take_role(model)
+        if role is not None:
             home = torch.device("cpu") if self._offloads else self.root_device
-            fill_model(model, spec, home, is_main=ranks.is_main)
+            fill_model(model, role, home, is_main=ranks.is_main)
 
     @property
     def _offloads(self) -> bool:

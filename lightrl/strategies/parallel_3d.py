@@ -24,7 +24,7 @@ from lightrl.functional import aligned_to_tokens
 from lightrl.models import Backward, LossFunction, More, Outputs, RoleMesh, asked_of_policy
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.ranks import ProcessRanks, Ranks
-from lightrl.strategies.role_mesh import Place, check_meshes, make_place, specs_of
+from lightrl.strategies.role_mesh import Place, check_meshes, make_place, roles_of
 from lightrl.strategies.single import LogprobSettings
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
 from lightrl.strategies.tensor_parallel import local
@@ -44,7 +44,7 @@ class Parallel3DStrategy(FSDP2Strategy):
     """Pipeline, data and tensor parallelism for an RLModule: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
     For Llama, Qwen2, Qwen3, Mistral and Gemma 1 to 3 (text). Every role is split the same way, trained or not, unless
-    its `ModelSpec.mesh` says otherwise. Within a stage parameters are sharded over dp as by FSDP2Strategy.
+    its `Role.mesh` says otherwise. Within a stage parameters are sharded over dp as by FSDP2Strategy.
 
     Args:
         pp: ranks of the pipeline; each holds an equal share of the layers, counting embedding and head as layers.
@@ -99,21 +99,21 @@ class Parallel3DStrategy(FSDP2Strategy):
             )
         module = self.lightning_module if module is None else module
         check_meshes(module, world)
-        for role, spec in specs_of(module).items():
-            if spec.url is not None:
+        for name, role in roles_of(module).items():
+            if role.spec.url is not None:
                 continue
-            if spec.lora is not None:
+            if role.lora is not None:
                 raise ValueError(
-                    f"The {role} has lora={spec.lora}, but Parallel3DStrategy can only split plain layers. Use "
+                    f"The {name} has lora={role.lora}, but Parallel3DStrategy can only split plain layers. Use "
                     "FSDP2Strategy, which trains adapters, or remove lora."
                 )
-            pp, tp = (self.pp, self.tp) if spec.mesh is None else (spec.mesh.pp, spec.mesh.tp)
+            pp, tp = (self.pp, self.tp) if role.mesh is None else (role.mesh.pp, role.mesh.tp)
             if pp > 1 and self.precision_plugin.precision == "bf16-true":
                 raise ValueError(
-                    f"precision='bf16-true' does not support a pipeline yet, got pp={pp} for the {role}: its stages do "
+                    f"precision='bf16-true' does not support a pipeline yet, got pp={pp} for the {name}: its stages do "
                     "not agree on what they send in bfloat16. Set trainer.precision to bf16-mixed."
                 )
-            check_sizes(spec.load_config(), pp, tp, *self._schedule_at(pp))
+            check_sizes(role.spec.load_config(), pp, tp, *self._schedule_at(pp))
 
     def _make_mesh(self) -> Any:
         sizes = (self.pp, self.dp_size, self.tp)

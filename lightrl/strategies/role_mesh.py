@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightrl.experience import Experience
-from lightrl.models import Backward, LossFunction, ModelSpec, Outputs, RoleMesh
+from lightrl.models import Backward, LossFunction, Outputs, Role, RoleMesh
 from lightrl.strategies.ranks import OtherRanks, ProcessRanks, Ranks
 from lightrl.weights import Bucket
 
@@ -35,7 +35,7 @@ CONTROL_TIMEOUT = timedelta(days=7)
 class HasRoles(Protocol):
     """A module with models by role: an RLModule."""
 
-    def models(self) -> dict[str, ModelSpec]: ...
+    def models(self) -> dict[str, Role]: ...
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Place:
     ranks: Ranks
 
 
-def specs_of(module: object) -> dict[str, ModelSpec]:
-    """The module's models by role; none for a module without roles."""
+def roles_of(module: object) -> dict[str, Role]:
+    """The module's roles; none for a module without them."""
     return module.models() if isinstance(module, HasRoles) else {}
 
 
 def role_meshes(module: object) -> dict[str, RoleMesh]:
     """The meshes of the roles that have their own."""
-    return {role: spec.mesh for role, spec in specs_of(module).items() if spec.mesh is not None}
+    return {name: role.mesh for name, role in roles_of(module).items() if role.mesh is not None}
 
 
 def check_meshes(module: L.LightningModule | None, world_size: int) -> None:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from lightrl.experience import Experience
 from lightrl.functional import hidden_logprobs, hidden_topk, pack, predicted_token_ids, predicting_positions
 from lightrl.models import ModelSpec, More, scalar_head
-from lightrl.strategies.empty_model import give_memory, parameter_reader, take_spec
+from lightrl.strategies.empty_model import give_memory, parameter_reader, take_role
 from lightrl.strategies.fsdp2_model import reshard
 from lightrl.strategies.pipeline import Pipeline
 from lightrl.strategies.role_mesh import empty_out
@@ -333,11 +333,11 @@ def split_model(
     _drop_other_stages(model, value_head, held, last)
     if value_head is not None:
         value_head.to(device=device)
-    spec = take_spec(model)
-    if spec is None:
+    role = take_role(model)
+    if role is None:
         model.to(device=device)
     else:
-        _load_held(model, spec, device, is_tied=is_tied)
+        _load_held(model, role.spec, device, is_tied=is_tied)
     if tp.size() > 1:
         _split_over_tp(model, value_head if last in held else None, tp)
     if checkpoint_activations:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,13 @@ def test_the_classes_that_the_page_names_exist() -> None:
     assert not [name for name in names if not hasattr(lightrl, name)]
 
 
-def test_the_settings_that_the_page_names_exist() -> None:
-    module = lightrl.GRPO(tiny_spec(), reward=len)
-    settings = re.findall(r"`(importance_\w+|decoupled|approximate_proximal|loss_reduction)[:=`]", PAGE)
-    assert len(set(settings)) >= 4
-    assert not [name for name in settings if not hasattr(module, name)]
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [("decoupled", lightrl.ImportanceWeights), ("reference", lightrl.AdaptiveKL)],
+    ids=["decoupled", "reference"],
+)
+def test_the_settings_in_braces_that_the_page_names_exist(setting: str, kind: type) -> None:
+    examples = re.findall(rf"{setting}: {{([^}}]*)}}", PAGE)
+    names = {part.split(":")[0].strip() for example in examples for part in example.split(",")}
+    assert len(names) >= 2
+    assert names <= inspect.signature(kind).parameters.keys()

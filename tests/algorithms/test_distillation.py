@@ -132,7 +132,7 @@ def test_tokens_that_the_policy_does_not_have_are_refused() -> None:
     module, experience = make(teacher_topk=3), random_experience(topk=3)
     module.configure_model()
     unknown = {"teacher_topk_ids": experience["teacher_topk_ids"] + VOCABULARY}
-    with pytest.raises(ValueError, match=r"likeliest tokens have id \d\d among them, expected those of the policy's"):
+    with pytest.raises(ValueError, match=r"likeliest tokens include id \d\d, but the policy's vocabulary has"):
         module.advantages(experience.with_tensors(unknown))
 
 
@@ -141,19 +141,21 @@ def test_more_tokens_than_a_model_has_are_refused(role: str) -> None:
     wider = replace(tiny_spec(), config={**FAMILIES["qwen3"], "vocab_size": 30})
     models = {"policy": wider, "teacher": wider, role: tiny_spec()}
     module = Distillation(**models, teacher_topk=20)
-    with pytest.raises(ValueError, match=f"teacher_topk=20 but the {role} has 17 tokens, expected at most as many"):
+    with pytest.raises(
+        ValueError, match=f"teacher_topk must be at most 17, the size of the {role}'s vocabulary, got 20"
+    ):
         module.configure_model()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"teacher_topk": 0}, "teacher_topk=0, expected at least 1, or null"),
-        ({"teacher_topk": 4, "divergence": "kl"}, "divergence='kl', expected one of"),
-        ({"teacher_topk": 4, "divergence": "jsd", "jsd_beta": 0.0}, "jsd_beta=0.0, expected more than 0"),
-        ({"divergence": "jsd"}, "divergence='jsd' is of the teacher's likeliest tokens, expected teacher_topk"),
-        ({"reward_coef": -1.0}, "reward_coef=-1.0, expected 0"),
-        ({"reward_coef": 1.0, "group_size": 1}, "group_size=1 leaves nothing to compare"),
+        ({"teacher_topk": 0}, "teacher_topk must be at least 1, or null .* got 0"),
+        ({"teacher_topk": 4, "divergence": "kl"}, "divergence must be reverse_kl, forward_kl or jsd, got 'kl'"),
+        ({"teacher_topk": 4, "divergence": "jsd", "jsd_beta": 0.0}, "jsd_beta must be above 0 and below 1, got 0.0"),
+        ({"divergence": "jsd"}, "divergence='jsd' needs teacher_topk"),
+        ({"reward_coef": -1.0}, "reward_coef must be >= 0 .* got -1.0"),
+        ({"reward_coef": 1.0, "group_size": 1}, "group_size must be at least 2 for group statistics"),
     ],
     ids=str,
 )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,16 @@ from algorithm_cases import make_module, minibatch_gradient, sequence_loss_by_ha
 from tiny import gradients, random_experience, slow_outputs, tiny_spec
 from torch import Tensor
 
-from lightrl.algorithms import GRPO
+from lightrl.algorithms import GRPO, ReferenceKL
 from lightrl.experience import Experience
+from lightrl.functional import ImportanceWeights
 from lightrl.loops.update import MinibatchLoss
+from lightrl.models import LoRA, Role
+from lightrl.rewards import OverlongPenalty
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
+
+KL = ReferenceKL(0.1, tiny_spec())
 
 
 def names(module: GRPO) -> list[str]:
@@ -51,7 +57,7 @@ def test_the_loss_equals_the_papers_formula_token_by_token() -> None:
 
 
 def test_the_decoupled_loss_is_centered_on_the_proximal_policy_and_weighted() -> None:
-    module, minibatch = make_module(decoupled=True, importance_cap=1.2), random_experience()
+    module, minibatch = make_module(decoupled=ImportanceWeights(cap=1.2)), random_experience()
     logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
     total = 0.0
     for row, t in minibatch.loss_mask.nonzero().tolist():
@@ -64,8 +70,8 @@ def test_the_decoupled_loss_is_centered_on_the_proximal_policy_and_weighted() ->
 
 
 def test_a_bound_on_an_estimate_of_the_kl_drops_whole_trajectories() -> None:
-    settings: dict[str, Any] = {"decoupled": True, "importance_metric": "k2", "importance_aggregation": "mean"}
-    module, minibatch = make_module(**settings, importance_cap=0.005), random_experience()
+    weights = ImportanceWeights(metric="k2", aggregation="mean", cap=0.005)
+    module, minibatch = make_module(decoupled=weights), random_experience()
     mask = minibatch.loss_mask
     squares = torch.where(mask, minibatch.proximal_logprobs - minibatch.behavior_logprobs, 0.0).square() / 2
     is_dropped = squares.sum(1) / mask.sum(1) > 0.005
@@ -91,7 +97,7 @@ def test_the_dual_clip_bounds_the_loss_of_a_bad_token(dual_clip: float | None, e
 @pytest.mark.parametrize("level", ["token", "sequence", "product"])
 def test_importance_weights_are_of_the_stated_level(level: Any) -> None:
     """On-policy against the proximal policy the loss is the mean of the weights, times minus the advantage of -1."""
-    module = make_module(decoupled=True, importance_level=level)
+    module = make_module(decoupled=ImportanceWeights(level=level))
     minibatch = off_policy(module, 0.0)
     proximal = minibatch.behavior_logprobs
     noise = torch.where(minibatch.loss_mask, 0.2 * random_experience().advantages, 0.0)
@@ -120,28 +126,30 @@ def test_the_only_update_of_an_iteration_takes_its_own_logprobs_as_proximal() ->
         ({"decoupled": True, "num_minibatches": 1}, []),
         ({"decoupled": True, "num_minibatches": 2}, ["proximal_logprobs"]),
         ({"decoupled": True, "num_minibatches": 1, "update_epochs": 2}, ["proximal_logprobs"]),
-        ({"kl_coef": 0.1, "num_minibatches": 1}, ["reference_logprobs"]),
-        ({"kl_coef": 0.1, "decoupled": True}, ["proximal_logprobs", "reference_logprobs"]),
+        ({"reference": KL, "num_minibatches": 1}, ["reference_logprobs"]),
+        ({"reference": KL, "decoupled": True}, ["proximal_logprobs", "reference_logprobs"]),
     ],
     ids=["coupled", "coupled, many updates", "decoupled, one update", "two", "two epochs", "reference", "both"],
 )
 def test_models_run_in_the_score_phase_only_where_their_numbers_are_needed(
     settings: dict[str, Any], expected: list[str]
 ) -> None:
-    defaults: dict[str, Any] = {"reward": len, "num_minibatches": 2, "reference": tiny_spec()}
-    module = GRPO(tiny_spec(), **{**defaults, **settings})
+    module = GRPO(tiny_spec(), **{"reward": len, "num_minibatches": 2, **settings})
     assert names(module) == expected
     module.data_flow()
 
 
-def test_a_reference_is_loaded_only_for_a_kl_term() -> None:
-    assert set(GRPO(tiny_spec(), reward=len, reference=tiny_spec()).models()) == {"policy"}
-    assert set(GRPO(tiny_spec(), reward=len, reference=tiny_spec(), kl_coef=0.1).models()) == {"policy", "reference"}
+def test_the_reference_policy_is_a_model_of_its_own_or_the_policy_without_its_adapters() -> None:
+    assert set(GRPO(tiny_spec(), reward=len).models()) == {"policy"}
+    assert set(GRPO(tiny_spec(), reward=len, reference=KL).models()) == {"policy", "reference"}
+    adapted = GRPO(Role(tiny_spec(), lora=LoRA(rank=2)), reward=len, reference=ReferenceKL(0.1))
+    assert set(adapted.models()) == {"policy"}
+    assert [(call.role, call.adapters_off) for call in adapted.score_calls()] == [("policy", True)]
 
 
 def test_the_kl_term_adds_its_estimate_to_the_loss() -> None:
     plain = make_module()
-    penalized = make_module("GRPO", kl_coef=0.5, kl_estimator="k2", reference=tiny_spec(seed=1))
+    penalized = make_module("GRPO", reference=ReferenceKL(0.5, tiny_spec(seed=1), "k2"))
     minibatch = random_experience()
     logprobs = slow_outputs(plain.policy, minibatch, temperature=0.9)[0].detach()
     expected = float((logprobs - minibatch.reference_logprobs)[minibatch.loss_mask].square().mean() / 2)
@@ -166,7 +174,7 @@ def test_the_entropy_bonus_lowers_the_loss_and_has_a_gradient() -> None:
 def test_the_overlong_penalty_comes_before_the_group_statistics() -> None:
     """Limit 8, buffer 4: completions of 4, 6 and 8 tokens lose 0, 1/2 and 1."""
     sampling = Sampling(max_new_tokens=8)
-    module = make_module(overlong_buffer_tokens=4, advantage_std=None, sampling=sampling)
+    module = make_module(overlong_penalty=OverlongPenalty(4), advantage_std=None, sampling=sampling)
     experience = random_experience(num_groups=1, group_size=3)
     width = torch.arange(experience.token_ids.shape[1])
     experience = replace(
@@ -180,42 +188,20 @@ def test_the_overlong_penalty_comes_before_the_group_statistics() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kl_coef": 0.1}, "kl_coef=0.1 needs a reference policy"),
-        ({"kl_coef": -0.1}, "kl_coef=-0.1, expected 0"),
+        ({"reference": ReferenceKL(0.1)}, "reference needs a model: the policy has no LoRA adapters"),
+        ({"reference": ReferenceKL(0.1, tiny_spec(), "k1")}, "must be k2 or k3 where the KL is in the loss, got 'k1'"),
+        ({"clip_low": -0.1}, "clip_low and clip_high must be >= 0, got -0.1 and 0.2"),
+        ({"dual_clip": 0.5}, "dual_clip must be above 1"),
+        ({"ratio_level": "seq"}, "ratio_level must be token or sequence, got 'seq'"),
+        ({"advantage_std": "all"}, "^advantage_std must be group, batch or None, got 'all'"),
         (
-            {"kl_coef": 0.1, "kl_estimator": "k1", "reference": tiny_spec()},
-            r"'k1' in the loss does nothing, .* expected k2 .* or k3",
+            {"overlong_penalty": OverlongPenalty(100), "sampling": Sampling(max_new_tokens=8)},
+            "^buffer_tokens=100 of the overlong penalty must be at most the length limit of 8 tokens",
         ),
-        ({"decoupled": True, "importance_metric": "k2"}, "importance_metric='k2' .* expected decoupled=True and"),
-        ({"importance_cap": 2.0, "importance_aggregation": "max"}, "importance_aggregation='max' say what is held"),
-        ({"importance_cap": 2.0}, "importance_cap=2.0, .* are of the decoupled loss, expected decoupled=True"),
-        ({"importance_level": "sequence"}, "importance_level='sequence' are of the decoupled loss"),
-        (
-            {"decoupled": True, "importance_cap": 0.5, "importance_floor": 2.0},
-            "^importance_floor=2.0, expected 0 to importance_cap=0.5",
-        ),
-        ({"clip_low": -0.1}, "clip_low=-0.1, .* expected 0 or more"),
-        ({"dual_clip": 0.5}, "dual_clip=0.5, expected more than 1"),
-        ({"ratio_level": "seq"}, "ratio_level='seq', expected token or sequence"),
-        ({"advantage_std": "all"}, "^advantage_std='all', expected 'group', 'batch' or None"),
-        (
-            {"overlong_buffer_tokens": 100, "sampling": Sampling(max_new_tokens=8)},
-            "^overlong_buffer_tokens=100, expected 1 to sampling.max_new_tokens=8. Lower it, or raise sampling.max_new",
-        ),
-        ({"overlong_buffer_tokens": 4, "overlong_penalty_factor": -1.0}, "^overlong_penalty_factor=-1.0, expected 0"),
-        ({"kl_estimator": "k4"}, "^kl_estimator='k4', expected one of k1, k2, k3"),
-        ({"decoupled": True, "importance_cap": -1.0}, "^importance_cap=-1.0, expected more than 0"),
-        (
-            {"decoupled": True, "importance_cap": 2.0, "importance_mode": "clamp", "importance_metric": "k2"},
-            "^importance_mode='clamp' got importance_metric='k2' and importance_aggregation=None.* Use importance_mode",
-        ),
-        (
-            {"leave_one_out": True, "advantage_mean": None, "advantage_std": "batch"},
-            "^leave_one_out=True got advantage_mean=None, expected advantage_mean='group'.* Set advantage_mean",
-        ),
-        ({"group_size": 1}, "group_size=1 leaves nothing to compare"),
-        ({"group_size": 1, "advantage_mean": None}, "group_size=1 leaves nothing to compare"),
-        ({"loss_reduction": "mean"}, "loss_reduction='mean', expected token, sequence or fixed"),
+        ({"leave_one_out": True, "advantage_mean": None, "advantage_std": "batch"}, "^leave_one_out needs a mean"),
+        ({"group_size": 1}, "group_size must be at least 2 for group statistics, got 1"),
+        ({"group_size": 1, "advantage_mean": None}, "group_size must be at least 2"),
+        ({"loss_reduction": "mean"}, "loss_reduction must be token, sequence or fixed, got 'mean'"),
     ],
     ids=str,
 )
@@ -226,3 +212,20 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
 
 def test_groups_of_one_are_allowed_where_nothing_is_compared_within_a_group() -> None:
     assert GRPO(tiny_spec(), reward=len, group_size=1, advantage_mean="batch", advantage_std=None).group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"coef": 0.0}, "coef of reference must be above 0, got 0.0. For none, leave out reference"),
+        ({"coef": 0.1, "estimator": "k4"}, "estimator must be k1, k2, k3 or None, got 'k4'"),
+    ],
+    ids=str,
+)
+def test_a_kl_term_checks_its_own_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReferenceKL(**settings)
+
+
+def test_grpo_has_at_most_12_settings_of_its_own() -> None:
+    assert len(inspect.signature(GRPO).parameters.keys() - {"policy", "kwargs"}) <= 12

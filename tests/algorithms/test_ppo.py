@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,15 @@ from tiny import QUIET, random_experience, slow_outputs, tiny_spec
 from torch import Tensor
 
 from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
-from lightrl.algorithms import GRPO, PPO
+from lightrl.algorithms import GRPO, PPO, AdaptiveKL, EarlyStop
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.experience import Experience
-from lightrl.models import ModelSpec
+from lightrl.functional import RewardShaping, kl
+from lightrl.models import Role
 from lightrl.models.lora import LoRA
+from lightrl.rewards import OverlongPenalty
+
+KL = AdaptiveKL(0.1, tiny_spec())
 
 
 def ppo(**settings: Any) -> PPO:
@@ -38,7 +43,7 @@ def experience_of(seed: int = 0, **changes: Any) -> Experience:
 @pytest.mark.parametrize("seed", range(3))
 def test_advantages_and_returns_are_those_of_a_loop_over_each_trajectory(seed: int) -> None:
     """KL in the reward, outcome on the last loss token, bootstrap where truncated; gamma 0.9, lam 0.8."""
-    module = ppo(gamma=0.9, lam=0.8, kl_coef=0.1, reference=tiny_spec(), reward_bias=-0.25, reward_scaling=2.0)
+    module = ppo(gamma=0.9, lam=0.8, reference=KL, reward_shaping=RewardShaping(bias=-0.25, scaling=2.0))
     experience = experience_of(seed)
     found = module.advantages(experience)
     for row in range(len(experience)):
@@ -57,7 +62,8 @@ def test_advantages_and_returns_are_those_of_a_loop_over_each_trajectory(seed: i
 def test_rewards_of_turns_stay_where_they_are_and_are_scaled() -> None:
     experience = experience_of()
     judged = torch.where(experience.loss_mask, 0.5, 0.0)
-    found = ppo(reward_scaling=4.0, reward_clip=1.5).token_rewards(replace(experience, token_rewards=judged))
+    module = ppo(reward_shaping=RewardShaping(scaling=4.0, clip=1.5))
+    found = module.token_rewards(replace(experience, token_rewards=judged))
     assert torch.equal(found, torch.where(experience.loss_mask, 1.5, 0.0))
 
 
@@ -68,29 +74,29 @@ def test_beside_rewards_of_tokens_bias_and_overlong_penalty_are_the_last_ones() 
     num_tokens = torch.tensor([4, 6, 8])[:, None]
     experience = replace(experience, loss_mask=(columns >= 1) & (columns <= num_tokens))
     judged = torch.where(experience.loss_mask, 0.5, 0.0)
-    module = ppo(reward_bias=-0.25, reward_scaling=2.0, overlong_buffer_tokens=4)
+    module = ppo(reward_shaping=RewardShaping(bias=-0.25, scaling=2.0), overlong_penalty=OverlongPenalty(4))
     found = module.token_rewards(replace(experience, token_rewards=judged))
     lost = torch.where(columns == num_tokens, torch.tensor([[0.25], [0.75], [1.25]]), 0.0)
     torch.testing.assert_close(found, 2 * (judged - lost))
 
 
 def test_a_kl_term_of_the_loss_is_not_in_the_rewards_too() -> None:
-    experience, settings = experience_of(), {"kl_coef": 0.1, "reference": tiny_spec()}
-    expected, found = (module.advantages(experience) for module in (ppo(), ppo(**settings, kl_in_reward=False)))
+    experience, in_loss = experience_of(), replace(KL, in_reward=False)
+    expected, found = (module.advantages(experience) for module in (ppo(), ppo(reference=in_loss)))
     assert torch.equal(found["advantages"], expected["advantages"])
-    assert not torch.equal(ppo(**settings).advantages(experience)["advantages"], expected["advantages"])
+    assert not torch.equal(ppo(reference=KL).advantages(experience)["advantages"], expected["advantages"])
 
 
 def test_the_kl_weight_of_the_next_iteration_follows_the_kl_of_the_loss_tokens() -> None:
     """10 % above its target, 9 trajectories of a horizon of 90: 0.1 · (1 + 0.1 · 9/90)."""
-    experience, settings = experience_of(), {"reference": tiny_spec(), "kl_estimator": "k2"}
+    experience, fixed = experience_of(), AdaptiveKL(0.1, tiny_spec(), "k2")
     differences = (experience.behavior_logprobs - experience.reference_logprobs)[experience.loss_mask]
     target = float((differences**2 / 2).mean()) / 1.1
-    module = ppo(kl_coef=0.1, kl_target_nats=target, kl_horizon=90, **settings)
-    expected = ppo(kl_coef=0.1, **settings).advantages(experience)["advantages"]
+    module = ppo(reference=replace(fixed, target_nats=target, horizon=90))
+    expected = ppo(reference=fixed).advantages(experience)["advantages"]
     torch.testing.assert_close(module.advantages(experience)["advantages"], expected)
     assert module.kl_coef == pytest.approx(0.101, rel=1e-5)
-    expected = ppo(kl_coef=0.101, **settings).advantages(experience)["advantages"]
+    expected = ppo(reference=replace(fixed, coef=0.101)).advantages(experience)["advantages"]
     torch.testing.assert_close(module.advantages(experience)["advantages"], expected)
 
 
@@ -119,38 +125,21 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kl_coef": 0.1}, "kl_coef=0.1 needs a reference policy"),
-        ({"kl_target_nats": 0.1}, "belong to a KL term, expected kl_coef above 0"),
-        ({"reference_decay": 0.9}, "belong to a KL term"),
-        ({"leave_one_out": True}, "PPO got leave_one_out=True, expected none"),
-        ({"advantage_mean": "batch"}, "PPO got advantage_mean='batch'"),
-        ({"reward_clip": 0}, "reward_clip=0, expected more than 0"),
-        (
-            {"kl_coef": 0.1, "reference": tiny_spec(), "kl_in_reward": False, "kl_estimator": "k1"},
-            r"kl_estimator='k1' in the loss does nothing",
-        ),
-        ({"reward_scaling": 0}, "reward_scaling=0 makes every reward 0, expected another number"),
-        (
-            {"kl_coef": 0.1, "reference": tiny_spec(), "reference_decay": 1.5},
-            r"reference_decay=1\.5, expected 0 to 1\. Lower it",
-        ),
-        ({"stop_ratio": 0.5}, r"stop_ratio=0\.5, expected more than 1"),
-        ({"stop_kl_nats": -1}, "stop_kl_nats=-1, expected more than 0"),
+        ({"reference": AdaptiveKL(0.1)}, "reference needs a model: the policy has no LoRA adapters"),
+        ({"reference": replace(KL, in_reward=False, estimator="k1")}, "must be k2 or k3 where the KL is in the loss"),
         ({"value_coef": -0.1}, "value_coef=-0.1, expected at least 0"),
         ({"critic_warmup_iterations": -1}, "critic_warmup_iterations=-1, expected at least 0"),
-        ({"gamma": 2}, "gamma=2, expected 0 to 1"),
-        ({"value_clip": 0}, "^value_clip=0, expected more than 0"),
-        ({"value_normalization": "all"}, "^value_normalization='all', expected one of"),
-        ({"value_normalization": "exponential", "value_decay": 1}, "^value_decay=1, expected 0 or more and less"),
-        ({"huber_delta": -1}, "huber_delta=-1, expected more than 0"),
+        ({"gamma": 2}, "gamma must be from 0 to 1, got 2"),
+        ({"value_clip": 0}, "^value_clip must be above 0 or None, got 0"),
+        ({"value_normalization": "all"}, "^value_normalization must be exponential or running, got 'all'"),
         (
-            {
-                "policy": replace(tiny_spec(), lora=LoRA(rank=2)),
-                "kl_coef": 0.1,
-                "reference": tiny_spec(),
-                "reference_decay": 0.9,
-            },
-            "reference_decay=0.9 moves a reference towards all of the policy's weights, but lora trains none",
+            {"value_normalization": "exponential", "value_decay": 1},
+            "^value_decay must be at least 0 and below 1",
+        ),
+        ({"huber_delta": -1}, "huber_delta must be above 0 or None, got -1"),
+        (
+            {"policy": Role(tiny_spec(), lora=LoRA(rank=2)), "reference": replace(KL, decay=0.9)},
+            "reference.decay=0.9 moves the reference towards all of the policy's weights, but lora trains none",
         ),
     ],
     ids=lambda value: str(value)[:20],
@@ -160,10 +149,36 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
         ppo(**settings)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RewardShaping(clip=0), "clip of reward_shaping must be above 0"),
+        (lambda: RewardShaping(scaling=0), "scaling of reward_shaping must not be 0"),
+        (lambda: replace(KL, decay=1.5), r"decay=1\.5, expected 0 to 1"),
+        (lambda: replace(KL, target_nats=0), "A KL term needs .* got coef=0.1, target_nats=0"),
+        (lambda: EarlyStop(ratio=0.5), r"ratio of early_stop must be above 1"),
+        (lambda: EarlyStop(kl_nats=-1), "kl_nats of early_stop must be above 0"),
+    ],
+    ids=["clip", "scaling", "decay", "target", "ratio", "kl"],
+)
+def test_objects_check_their_own_settings(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("setting", ["leave_one_out", "advantage_mean", "advantage_std"])
+def test_ppo_compares_no_group(setting: str) -> None:
+    with pytest.raises(TypeError, match=f"multiple values for keyword argument '{setting}'"):
+        ppo(**{setting: None})
+
+
 @pytest.mark.parametrize(("in_reward", "expected"), [(True, "k1"), (False, "k3")], ids=["reward", "loss"])
-def test_the_kl_estimator_follows_from_where_it_is_used(in_reward: bool, expected: str) -> None:
-    assert ppo(kl_coef=0.1, reference=tiny_spec(), kl_in_reward=in_reward).kl_estimator == expected
-    assert ppo(kl_coef=0.1, reference=tiny_spec(), kl_in_reward=in_reward, kl_estimator="k2").kl_estimator == "k2"
+def test_the_kl_estimator_follows_from_where_it_is_used(in_reward: bool, expected: Any) -> None:
+    experience = random_experience()
+    pair = experience.behavior_logprobs, experience.reference_logprobs
+    assert torch.equal(KL.per_token(*pair, in_reward=in_reward), kl(*pair, expected))
+    chosen = replace(KL, estimator="k2")
+    assert torch.equal(chosen.per_token(*pair, in_reward=in_reward), kl(*pair, "k2"))
 
 
 def names(module: PPO) -> list[str]:
@@ -172,7 +187,7 @@ def names(module: PPO) -> list[str]:
 
 def test_the_graph_has_what_the_settings_ask_for() -> None:
     assert names(ppo()) == ["generate", "reward", "values", "advantages", "policy_update", "critic_update"]
-    full = ppo(kl_coef=0.1, reference=tiny_spec(), decoupled=True, num_minibatches=2)
+    full = ppo(reference=KL, decoupled=True, num_minibatches=2)
     assert set(names(full)) - set(names(ppo())) == {"reference_logprobs", "proximal_logprobs"}
     assert set(names(ppo(critic="shared"))) == set(names(ppo())) - {"critic_update"}
     assert {"values", "returns"} <= set(ppo(critic="shared").data_flow()["policy_update"].inputs)
@@ -211,7 +226,7 @@ def test_a_warming_critic_learns_alone() -> None:
 
 
 def test_further_updates_are_left_out_where_the_policy_has_moved_too_far() -> None:
-    module = ppo(stop_kl_nats=0.1, stop_ratio=1.5)
+    module = ppo(early_stop=EarlyStop(kl_nats=0.1, ratio=1.5))
     assert not module.is_update_the_last({"kl_behavior_nats": 0.1, "ratio": 1.4})
     assert module.is_update_the_last({"kl_behavior_nats": 0.11, "ratio": 1.0})
     assert module.is_update_the_last({"kl_behavior_nats": 0.0, "ratio": 0.6})
@@ -219,7 +234,7 @@ def test_further_updates_are_left_out_where_the_policy_has_moved_too_far() -> No
 
 def test_staleness_alone_stops_no_update() -> None:
     """The policy has not moved since the start of the iteration; what sampled the tokens is far away."""
-    module = make_module("PPO", decoupled=True, stop_kl_nats=0.01, stop_ratio=1.01)
+    module = make_module("PPO", decoupled=True, early_stop=EarlyStop(kl_nats=0.01, ratio=1.01))
     experience = random_experience()
     logprobs = slow_outputs(module.policy, experience, temperature=0.9)[0].detach()
     experience = replace(experience, proximal_logprobs=logprobs, behavior_logprobs=logprobs - 1)
@@ -322,7 +337,7 @@ def test_each_role_is_clipped_by_itself(tmp_path: Path) -> None:
             if all(gradients):
                 norms.append([float(torch.nn.utils.get_total_norm(part)) for part in gradients])
 
-    module = to_fit(critic=replace(tiny_spec(), lr=0.5, weight_decay=0.2), num_minibatches=2)
+    module = to_fit(critic=Role(tiny_spec(), lr=0.5, weight_decay=0.2), num_minibatches=2)
     trainer = fit(tmp_path, module, Norms(), gradient_clip_val=1e-3)
     groups = [(group["lr"], group["weight_decay"]) for group in trainer.optimizers[0].param_groups]
     assert groups == [(0.01, module.weight_decay), (0.5, 0.2)]
@@ -331,13 +346,13 @@ def test_each_role_is_clipped_by_itself(tmp_path: Path) -> None:
 
 
 def test_a_moving_reference_has_the_policys_shape() -> None:
-    module = ppo(kl_coef=0.1, reference=tiny_spec("llama"), reference_decay=0.9)
-    with pytest.raises(ValueError, match=r"reference_decay=0\.9 moves .* but '.*' is .* in the one and"):
+    module = ppo(reference=AdaptiveKL(0.1, tiny_spec("llama"), decay=0.9))
+    with pytest.raises(ValueError, match=r"reference.decay=0\.9 moves .* but '.*' has shape .* in the reference and"):
         module.configure_model()
 
 
 def test_the_reference_follows_the_policy(tmp_path: Path) -> None:
-    module = to_fit(kl_coef=0.1, reference=tiny_spec(), reference_decay=0.9)
+    module = to_fit(reference=replace(KL, decay=0.9))
     fit(tmp_path, module, num_iterations=1)
     start, policy = dict(tiny_spec().load_model().named_parameters()), dict(module.policy.named_parameters())
     for name, value in module.reference.named_parameters():
@@ -352,11 +367,7 @@ def weights_of(module: PPO) -> dict[str, Tensor]:
 def test_a_resumed_run_ends_with_the_same_weights_and_state_bit_for_bit(critic: str | None, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "critic": critic,
-        "kl_coef": 0.05,
-        "reference": tiny_spec(seed=2),
-        "reference_decay": 0.9,
-        "kl_target_nats": 0.01,
-        "kl_horizon": 32,
+        "reference": AdaptiveKL(0.05, tiny_spec(seed=2), decay=0.9, target_nats=0.01, horizon=32),
         "value_normalization": "exponential",
         "num_minibatches": 2,
     }
@@ -373,13 +384,13 @@ def test_a_resumed_run_ends_with_the_same_weights_and_state_bit_for_bit(critic: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
-    [({}, 0.0), ({"kl_coef": 0.2}, 0.2), ({"kl_coef": 0.2, "kl_target_nats": 0.1}, 0.05)],
+    ("reference", "expected"),
+    [(None, 0.0), (AdaptiveKL(0.2, tiny_spec()), 0.2), (AdaptiveKL(0.2, tiny_spec(), target_nats=0.1), 0.05)],
     ids=["none", "fixed", "adaptive"],
 )
-def test_a_checkpoint_brings_the_kl_weight_only_where_it_adapts(settings: dict[str, Any], expected: float) -> None:
+def test_a_checkpoint_brings_the_kl_weight_only_where_it_adapts(reference: AdaptiveKL | None, expected: float) -> None:
     """So a run that has no KL term, and no reference, gets none by a resume."""
-    module = ppo(reference=tiny_spec(), **settings)
+    module = ppo(reference=reference)
     roles = set(module.models())
     module.on_load_checkpoint({"ppo": {"kl_coef": 0.05, "value_normalizer": None}, "models": {}})
     assert module.kl_coef == expected
@@ -399,7 +410,7 @@ def test_a_checkpoint_of_grpo_goes_on_with_ppo(tmp_path: Path) -> None:
 
 
 def test_a_critic_may_have_another_checkpoint_and_be_frozen() -> None:
-    module = ppo(critic=ModelSpec(config=tiny_spec().config, tokenizer="tiny.char_tokenizer", seed=7, frozen=True))
+    module = ppo(critic=Role(tiny_spec(seed=7), frozen=True))
     module.configure_model()
     assert module.trained_roles() == ["policy"]
     assert not any(value.requires_grad for value in module.critic.parameters())

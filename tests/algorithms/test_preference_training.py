@@ -17,7 +17,7 @@ from lightrl.algorithms import DPO, IPO, SFT, RewardModel
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import HuggingFaceExport
 from lightrl.data import PairBatch, PreferenceDataModule
-from lightrl.models import ModelSpec, RoleMesh
+from lightrl.models import ModelSpec, Role, RoleMesh
 from lightrl.models.lora import LoRA
 from lightrl.trajectory import Prompt
 
@@ -84,10 +84,10 @@ def test_a_policy_that_is_its_reference_has_margin_zero(tmp_path: Path, kind: ty
 
 
 def test_settings_of_an_rlmodules_roles_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"SFT's policy has lr, mesh, which only an RLModule's roles have"):
-        SFT(tiny_spec(lr=0.1, mesh=RoleMesh(0)))
-    with pytest.raises(ValueError, match=r"DPO's reference has offload, which only an RLModule's roles have"):
-        DPO(tiny_spec(), reference=tiny_spec(offload=True))
+    with pytest.raises(ValueError, match=r"SFT's policy takes only model and lora of a Role, got Role.*lr=0\.1"):
+        SFT(Role(tiny_spec(), lr=0.1, mesh=RoleMesh(0)))
+    with pytest.raises(ValueError, match=r"DPO's reference takes only model and lora of a Role, got .*offload=True"):
+        DPO(tiny_spec(), reference=Role(tiny_spec(), offload=True))
 
 
 @pytest.mark.parametrize("make", [SFT, RewardModel, DPO], ids=lambda make: make.__name__)
@@ -101,11 +101,11 @@ def test_batches_of_another_data_module_are_refused_and_the_right_one_is_named(m
 
 
 def test_with_adapters_the_policy_without_them_is_the_reference(tmp_path: Path) -> None:
-    module = DPO(tiny_spec(lora=LoRA(rank=2)), lr=1e-2)
+    module = DPO(Role(tiny_spec(), lora=LoRA(rank=2)), lr=1e-2)
     trainer = make_trainer(tmp_path, max_epochs=2)
     trainer.fit(module, Digits(None, batch_size=5))
     assert not hasattr(module, "reference")
-    plain = DPO(tiny_spec(lora=LoRA(rank=2)), reference=tiny_spec(), lr=1e-2)
+    plain = DPO(Role(tiny_spec(), lora=LoRA(rank=2)), reference=tiny_spec(), lr=1e-2)
     other = make_trainer(tmp_path, max_epochs=2)
     other.fit(plain, Digits(None, batch_size=5))
     found, expected = (float(one.callback_metrics["dpo/margin_nats"]) for one in (trainer, other))
@@ -210,5 +210,5 @@ def test_a_family_without_a_score_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_coefficient_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"kl_coef=0.0, expected more than 0"):
+    with pytest.raises(ValueError, match=r"kl_coef must be above 0 .* got 0.0"):
         DPO(tiny_spec(), kl_coef=0.0)

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from lightrl.dataflow import DataFlowGraph
 from lightrl.experience import Experience
 from lightrl.rollout import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Trajectory
@@ -106,6 +107,9 @@ class PlayedModule(L.LightningModule):
         hook("on_policy_updated", self.trainer.global_step + 1)
         hook("on_weights_synced", self.trainer.global_step + 1)
         return self.layer(batch).sum()
+
+    def data_flow(self, *, from_file: bool = False) -> DataFlowGraph:
+        return DataFlowGraph([], roles=())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -162,7 +162,7 @@ def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_p
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        pytest.param(["--model.group_size", "1"], "group_size=1 leaves nothing to compare", id="constructor"),
+        pytest.param(["--model.group_size", "1"], "group_size must be at least 2", id="constructor"),
         pytest.param(["--model.sampling.top_p", "3"], "top_p=3.0, expected a number in (0, 1]", id="data class"),
         pytest.param(["--trainer.engine", "LocalEngine", "--trainer.engine.threads", "0"], "threads=0", id="engine"),
         pytest.param(["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches=2, expected 1", id="set-up"),
@@ -172,7 +172,9 @@ def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_p
             ["--model.policy.path", "some/model"], "lightrl: ModelSpec got path='some/model'", id="of a union"
         ),
         pytest.param(
-            ["--model.policy.lora.rank", "0"], "lightrl: lora.rank=0, expected at least 1", id="deep in a union"
+            ["--model.policy.model", "org/name", "--model.policy.lora.rank", "0"],
+            "lightrl: lora.rank=0, expected at least 1",
+            id="deep in a union",
         ),
     ],
 )

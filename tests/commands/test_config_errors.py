@@ -170,3 +170,59 @@ def test_a_config_file_that_is_not_yaml_is_answered_with_the_line(config, tmp_pa
 def test_a_config_without_its_flag_is_understood(settings, config):
     with pytest.raises(UsageError, match=r"Say --config run\.yaml"):
         parsed("fit", config(settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        ("importance_cap", 2.0, "decoupled.cap"),
+        ("kl_coef", 0.1, "reference.coef"),
+        ("overlong_buffer_tokens", 4, "overlong_penalty.buffer_tokens"),
+    ],
+)
+def test_a_setting_that_has_moved_is_named_with_its_new_place(settings, config, name, value, place):
+    with pytest.raises(UsageError, match=rf"{name} is not a setting of lightrl.GRPO \(in run.yaml\).* now .*\.{place}"):
+        parsed("fit", "--config", config(changed(settings, f"model.init_args.{name}", value)))
+
+
+@pytest.mark.parametrize("key", ["lora", "lr", "mesh", "offload"])
+def test_a_roles_setting_beside_those_of_its_model_is_shown_in_its_place(settings, config, key):
+    value = {"lora": {"rank": 2}, "lr": 0.1, "mesh": {"num_ranks": 1}, "offload": True}[key]
+    with pytest.raises(UsageError) as caught:
+        parsed("fit", "--config", config(changed(settings, f"model.init_args.policy.{key}", value)))
+    message = str(caught.value)
+    mixed = f"mixes settings of the model (config, tokenizer) with those of its role ({key}) (in run.yaml)"
+    assert f"model.init_args.policy {mixed}" in message
+    assert f"Write policy: {{model: {{config: ..., tokenizer: ...}}, {key}: ...}}." in message
+
+
+def test_a_role_may_be_a_path_a_model_or_a_role_with_settings(settings, config):
+    role = {"model": settings["model"]["init_args"]["policy"], "lora": {"rank": 2}, "lr": 0.1}
+    for policy in ("org/name", {"path": "org/name"}, {"model": "org/name", "lora": {"rank": 2}}, role):
+        found = parsed("fit", "--config", config(changed(settings, "model.init_args.policy", policy)))
+        assert found.model.init_args.policy
+    flags = ["--model.policy.model", "org/name", "--model.policy.lora.rank", "4", "--model.reference.coef", "0.1"]
+    arguments = parsed("fit", "--config", config(changed(settings, "model.init_args.policy", "a/b")), *flags)
+    assert (arguments.model.init_args.policy.lora.rank, arguments.model.init_args.reference.coef) == (4, 0.1)
+    assert arguments.model.init_args.policy.model == "org/name"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("reference", "runs/sft", "settings {coef: ..., model: ..., estimator: ...} or null"),
+        ("reference.coef", "much", "a number (float)"),
+        ("decoupled.mode", "drop", "one of 'mask', 'clamp'"),
+        ("decoupled", "perhaps", "true or false or settings {cap: ..., floor: ..., mode: ..., level: ..., "),
+    ],
+)
+def test_a_wrong_value_of_an_object_is_named_with_its_settings(settings, config, path, value, expected):
+    with pytest.raises(UsageError) as caught:
+        parsed("fit", "--config", config(changed(settings, f"model.init_args.{path}", value)))
+    assert f"model.init_args.{path}={value!r} is not possible (in run.yaml), expected {expected}" in str(caught.value)
+
+
+def test_an_adapter_beside_class_path_is_a_setting_of_the_role(settings, config):
+    policy = {"class_path": "lightrl.ModelSpec", "init_args": {"path": "org/name", "lora": {"rank": 2}}}
+    with pytest.raises(UsageError, match=r"policy\.init_args\.lora is a setting of lightrl\.Role"):
+        parsed("fit", "--config", config(changed(settings, "model.init_args.policy", policy)))

@@ -1,20 +1,19 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny import tiny_spec
 
-from lightrl.algorithms import GRPO, PPO, Distillation
+from lightrl.algorithms import GRPO, PPO, AdaptiveKL, Distillation
 from lightrl.commands.plan import plan_mermaid, plan_text, run
-from lightrl.models import RoleMesh
+from lightrl.models import Role, RoleMesh
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_drawing_has_every_call_and_the_keys_between_them() -> None:
-    module = PPO(tiny_spec(), reward=len, kl_coef=0.1, reference=tiny_spec())
+    module = PPO(tiny_spec(), reward=len, reference=AdaptiveKL(0.1, tiny_spec()))
     drawn = plan_mermaid(module.data_flow())
     assert drawn.splitlines()[0] == "flowchart LR"
     assert '  reference_logprobs["reference_logprobs<br/>reference on trainer"]' in drawn
@@ -36,14 +35,14 @@ def test_a_critic_that_warms_up_first_hides_no_update() -> None:
 
 def test_a_moving_reference_is_not_called_frozen() -> None:
     fixed, moving = (
-        PPO(tiny_spec(), reward=len, kl_coef=0.1, reference=tiny_spec(), reference_decay=decay) for decay in (None, 0.9)
+        PPO(tiny_spec(), reward=len, reference=AdaptiveKL(0.1, tiny_spec(), decay=decay)) for decay in (None, 0.9)
     )
     assert "  reference      random qwen3: frozen" in plan_text(fixed, fixed.data_flow())
     assert "  reference      random qwen3: follows the policy" in plan_text(moving, moving.data_flow())
 
 
 def test_the_text_says_which_ranks_a_role_has() -> None:
-    critic = replace(tiny_spec(), mesh=RoleMesh(4, 2, tp=2))
+    critic = Role(tiny_spec(), mesh=RoleMesh(4, 2, tp=2))
     text = plan_text(module := PPO(tiny_spec(), reward=len, critic=critic), module.data_flow())
     assert "one number per position, ranks 4 to 5, tp 2" in text
 

@@ -158,8 +158,8 @@ def test_the_rest_is_what_the_k_tokens_leave() -> None:
     ("arguments", "match"),
     [
         ((torch.zeros(2, 3), torch.zeros(2, 4)), r"\(2, 4\).*\(2, 3\)"),
-        ((torch.zeros(2, 3), torch.zeros(2, 3), "kl"), "divergence='kl', expected one of reverse_kl"),
-        ((torch.zeros(2, 3), torch.zeros(2, 3), "jsd", 1.0), "jsd_beta=1.0, expected more than 0"),
+        ((torch.zeros(2, 3), torch.zeros(2, 3), "kl"), "divergence must be reverse_kl, forward_kl or jsd, got 'kl'"),
+        ((torch.zeros(2, 3), torch.zeros(2, 3), "jsd", 1.0), "jsd_beta must be above 0 and below 1, got 1.0"),
     ],
     ids=["shapes", "a name", "beta"],
 )

@@ -85,7 +85,7 @@ def test_the_reference_gets_no_gradient() -> None:
 
 
 def test_unknown_estimators_and_other_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match="estimator='k4', expected one of k1, k2, k3"):
+    with pytest.raises(ValueError, match="estimator must be k1, k2 or k3, got 'k4'"):
         kl(torch.zeros(1, 2), torch.zeros(1, 2), "k4")
     with pytest.raises(ValueError, match=r"reference_logprobs has shape \(2,\) but logprobs has shape \(1, 2\)"):
         kl(torch.zeros(1, 2), torch.zeros(2), "k1")

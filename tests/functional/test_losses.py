@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightrl.functional import (
+    ImportanceWeights,
     cispo_loss,
     clipped_policy_loss,
     clipped_ratio_loss,
-    importance_weights,
     is_clipped,
     policy_ratio,
     reduce_loss,
@@ -211,7 +211,9 @@ def test_the_sapo_loss_worked_by_hand(
 
 
 def test_sapo_refuses_a_gate_without_a_slope() -> None:
-    with pytest.raises(ValueError, match=r"temperature_positive=0, .* expected more than 0"):
+    with pytest.raises(
+        ValueError, match=r"temperature_positive and temperature_negative must be above 0 .* got 0 and 1.05"
+    ):
         sapo_loss(torch.ones(1, 1), torch.ones(1, 1), temperature_positive=0)
 
 
@@ -236,7 +238,7 @@ def test_importance_weights_worked_by_hand(settings: dict[str, object], expected
     # The prompt token's ratio of 1000 takes no part; the geometric mean of 1/2, 2 and 8 is 2.
     proximal, behavior = of_ratio(1000.0, 0.5, 2.0, 8.0)
     mask = torch.tensor([[False, True, True, True]])
-    weights = importance_weights(proximal, behavior, mask, **settings)
+    weights = ImportanceWeights(**settings)(proximal, behavior, mask)
     torch.testing.assert_close(weights, torch.tensor([[1.0, *expected]]))
     assert not weights.requires_grad
 
@@ -279,7 +281,7 @@ def test_importance_weights_worked_by_hand(settings: dict[str, object], expected
 def test_what_a_bound_is_held_against_worked_by_hand(settings: dict[str, object], expected: list[float]) -> None:
     proximal, behavior = of_ratio(1000.0, 0.5, 2.0, 8.0)
     mask = torch.tensor([[False, True, True, True]])
-    weights = importance_weights(proximal, behavior, mask, **settings)
+    weights = ImportanceWeights(**settings)(proximal, behavior, mask)
     torch.testing.assert_close(weights, torch.tensor([[1.0, *expected]]))
 
 
@@ -291,12 +293,12 @@ def test_a_trajectory_is_judged_without_its_masked_tokens_and_without_the_others
     proximal, behavior = of_ratio(0.5, 2.0, 8.0)
     mask = torch.ones(1, 3, dtype=torch.bool)
     settings: dict[str, object] = {"metric": metric, "aggregation": aggregation, "cap": 2.1}
-    alone = importance_weights(proximal, behavior, mask, **settings)
+    alone = ImportanceWeights(**settings)(proximal, behavior, mask)
     others = torch.tensor([[-9.0, -9.0, -9.0]])
     pad = functools.partial(torch.nn.functional.pad, pad=(1, 1))
     padded = [pad(torch.cat([part, others]), value=math.nan) for part in (proximal, behavior)]
     padded_mask = pad(torch.cat([mask, ~mask]))
-    found = importance_weights(*padded, padded_mask, **settings)
+    found = ImportanceWeights(**settings)(*padded, padded_mask)
     torch.testing.assert_close(found[0, 1:4], alone[0])
     assert found[~padded_mask].eq(1).all()
 
@@ -304,7 +306,7 @@ def test_a_trajectory_is_judged_without_its_masked_tokens_and_without_the_others
 def test_importance_weights_of_one_policy_are_one() -> None:
     logprobs = torch.tensor([[-1.0, -3.0]])
     for level in ("token", "sequence", "product"):
-        weights = importance_weights(logprobs, logprobs.clone(), torch.ones(1, 2, dtype=torch.bool), level=level)
+        weights = ImportanceWeights(level=level)(logprobs, logprobs.clone(), torch.ones(1, 2, dtype=torch.bool))
         assert weights.eq(1).all()
 
 
@@ -313,8 +315,9 @@ def test_importance_weights_of_one_policy_are_one() -> None:
 def test_what_is_masked_has_no_effect_on_importance_weights(poison: float, level: str) -> None:
     mask = torch.tensor([[False, True, True, False], [False, False, False, False]])
     proximal, behavior = torch.full((2, 4), -1.0), torch.full((2, 4), -2.0)
-    clean = importance_weights(proximal, behavior, mask, 5.0, "clamp", level)
-    dirty = importance_weights(proximal.masked_fill(~mask, poison), behavior, mask, 5.0, "clamp", level)
+    weights = ImportanceWeights(cap=5.0, mode="clamp", level=level)
+    clean = weights(proximal, behavior, mask)
+    dirty = weights(proximal.masked_fill(~mask, poison), behavior, mask)
     assert dirty.equal(clean)
     assert clean[~mask].eq(1).all()
 
@@ -322,8 +325,8 @@ def test_what_is_masked_has_no_effect_on_importance_weights(poison: float, level
 def test_importance_weights_of_extreme_logprobs_are_finite() -> None:
     proximal, behavior = torch.tensor([[0.0, -1e30, 0.0]]), torch.tensor([[-1e30, 0.0, -math.inf]])
     mask = torch.ones(1, 3, dtype=torch.bool)
-    assert importance_weights(proximal, behavior, mask).isfinite().all()
-    assert importance_weights(proximal, behavior, mask, cap=2.0)[0, 0] == 0
+    assert ImportanceWeights()(proximal, behavior, mask).isfinite().all()
+    assert ImportanceWeights(cap=2.0)(proximal, behavior, mask)[0, 0] == 0
 
 
 def test_other_shapes_are_refused_with_both_shapes() -> None:
@@ -336,9 +339,9 @@ def test_other_shapes_are_refused_with_both_shapes() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"clip_low": -0.1}, "clip_low=-0.1"),
-        ({"clip_high": -0.1}, "clip_high=-0.1"),
-        ({"dual_clip": 1.0}, "dual_clip=1.0"),
+        ({"clip_low": -0.1}, "clip_low and clip_high must be >= 0, got -0.1 and 0.2"),
+        ({"clip_high": -0.1}, "clip_low and clip_high must be >= 0, got 0.2 and -0.1"),
+        ({"dual_clip": 1.0}, "dual_clip must be above 1 .* got 1.0"),
     ],
     ids=str,
 )
@@ -350,19 +353,26 @@ def test_clip_settings_out_of_range_are_refused(settings: dict[str, float], mess
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cap": 0.0}, "cap=0.0"),
-        ({"mode": "drop"}, "mode='drop'"),
-        ({"level": "group"}, "level='group'"),
-        ({"floor": 3.0, "cap": 2.0}, "floor=3.0, expected 0 to cap=2.0"),
-        ({"metric": "k4"}, "metric='k4', expected one of ratio, k1, k2, k3"),
-        ({"aggregation": "median"}, "aggregation='median', expected one of mean, sum, max"),
-        ({"metric": "k2", "cap": -1.0}, r"cap=-1\.0"),
-        ({"metric": "k1", "cap": -1.0, "floor": 0.0}, r"floor=0\.0, expected -inf to cap=-1\.0"),
-        ({"metric": "k2", "cap": 1.0, "mode": "clamp"}, "mode='clamp' got metric='k2'"),
-        ({"aggregation": "max", "cap": 2.0, "mode": "clamp"}, "aggregation='max', expected ratio and None"),
+        ({"cap": 0.0}, "cap of importance weights must be above 0 .* got 0.0"),
+        ({"mode": "drop"}, "mode must be mask or clamp, got 'drop'"),
+        ({"level": "group"}, "level must be token, sequence or product, got 'group'"),
+        ({"floor": 3.0, "cap": 2.0}, "floor of importance weights must be from 0 to cap=2.0 .* got 3.0"),
+        ({"metric": "k4"}, "metric must be ratio, k1, k2 or k3, got 'k4'"),
+        ({"aggregation": "median"}, "aggregation must be mean, sum, max or None, got 'median'"),
+        ({"metric": "k2", "cap": -1.0}, r"cap of importance weights must be above 0 .* got -1\.0"),
+        (
+            {"metric": "k1", "cap": -1.0, "floor": 0.0},
+            r"floor of importance weights must be from -inf to cap=-1\.0 .* got 0\.0",
+        ),
+        ({"metric": "k2", "cap": 1.0, "mode": "clamp"}, "metric='k2' .* need cap or floor, and mode='mask'"),
+        ({"metric": "k2"}, "metric='k2' .* need cap or floor"),
+        (
+            {"aggregation": "max", "cap": 2.0, "mode": "clamp"},
+            "aggregation='max' .* need cap or floor, and mode='mask'",
+        ),
     ],
     ids=str,
 )
 def test_weight_settings_without_a_meaning_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        importance_weights(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), **settings)
+        ImportanceWeights(**settings)

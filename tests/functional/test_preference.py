@@ -50,7 +50,10 @@ def test_extreme_margins_stay_finite() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"kl_coef": 0}, "kl_coef=0, expected more than 0"), ({"kind": "hinge"}, "kind='hinge', expected one of sigmoid")],
+    [
+        ({"kl_coef": 0}, "kl_coef must be above 0 .* got 0"),
+        ({"kind": "hinge"}, "kind must be sigmoid or ipo, got 'hinge'"),
+    ],
     ids=str,
 )
 def test_preference_settings_without_a_meaning_are_refused(settings: dict[str, object], message: str) -> None:

@@ -139,9 +139,9 @@ def test_counts_leave_out_trajectories_without_loss_tokens() -> None:
 
 def test_settings_and_shapes_without_a_meaning_are_refused() -> None:
     totals = {"num_tokens": 4, "num_sequences": 2}
-    with pytest.raises(ValueError, match="mode='mean', expected one of token, sequence, fixed"):
+    with pytest.raises(ValueError, match="mode must be token, sequence or fixed, got 'mean'"):
         reduce_loss(LOSSES, MASK, mode="mean", **totals)
-    with pytest.raises(ValueError, match="max_new_tokens=None"):
+    with pytest.raises(ValueError, match=r"needs max_new_tokens, .* got None"):
         reduce_loss(LOSSES, MASK, mode="fixed", **totals)
     with pytest.raises(ValueError, match=r"\(3, 3\).*\(3, 4\)"):
         reduce_loss(LOSSES[:, 1:], MASK, mode="token", **totals)

@@ -80,9 +80,9 @@ def test_without_discount_and_with_lam_1_a_return_is_the_reward_to_come() -> Non
 
 def test_settings_and_shapes_are_checked() -> None:
     rewards, values, mask, ends = ragged(0)
-    with pytest.raises(ValueError, match=r"gamma=1\.5, expected 0 to 1"):
+    with pytest.raises(ValueError, match=r"gamma must be from 0 to 1, got 1\.5"):
         gae(rewards, values, mask, 1.5)
-    with pytest.raises(ValueError, match="expected the same"):
+    with pytest.raises(ValueError, match="they must be equal"):
         gae(rewards, values, mask, bootstrap=ends[:2])
 
 

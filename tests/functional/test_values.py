@@ -17,7 +17,7 @@ def test_a_value_that_moved_beyond_the_clip_gains_nothing_and_has_no_gradient() 
     old = torch.zeros(1, 3)
     # From 0 to 0.5 with clip 0.2: the bound is farther from a return of 1, 0.8²/2; the value itself from one of -1.
     values = torch.tensor([[0.5, 0.5, 0.1]], requires_grad=True)
-    loss = value_loss(values, torch.tensor([[1.0, -1.0, 1.0]]), old, clip=0.2)
+    loss = value_loss(values, torch.tensor([[1.0, -1.0, 1.0]]), old, value_clip=0.2)
     torch.testing.assert_close(loss.detach(), torch.tensor([[0.32, 1.125, 0.405]]))
     loss.sum().backward()
     torch.testing.assert_close(values.grad, torch.tensor([[0.0, 1.5, -0.9]]))
@@ -25,9 +25,9 @@ def test_a_value_that_moved_beyond_the_clip_gains_nothing_and_has_no_gradient() 
 
 def test_old_values_have_no_gradient_and_settings_are_checked() -> None:
     values = torch.ones(1, 2)
-    with pytest.raises(ValueError, match=r"clip=0\.2 got no old_values"):
-        value_loss(values, values, clip=0.2)
-    with pytest.raises(ValueError, match="huber_delta=0"):
+    with pytest.raises(ValueError, match=r"value_clip=0\.2 needs old_values"):
+        value_loss(values, values, value_clip=0.2)
+    with pytest.raises(ValueError, match="huber_delta must be above 0 or None, got 0"):
         value_loss(values, values, huber_delta=0)
 
 

@@ -10,7 +10,7 @@ from tiny import random_trajectories
 from torch import Tensor
 
 from lightrl.callbacks.trajectory_log import keep_answers
-from lightrl.dataflow import ModelCall
+from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.experience import Experience
 from lightrl.loops.asked_once import asked_once
 from lightrl.trajectory import Trajectory
@@ -31,7 +31,8 @@ def test_what_was_said_comes_back_from_json_as_it_was(kind: str) -> None:
         "ids": torch.arange(9),
         "bools": mask,
     }
-    module: Any = SimpleNamespace(placed_calls=lambda: [own()])
+    graph = DataFlowGraph([own()], roles=())
+    module: Any = SimpleNamespace(data_flow=lambda from_file: graph)
     keep_answers(module, Experience.from_trajectories(trajectories).with_tensors({"judge": said[kind]}), trajectories)
     again = [Trajectory.from_json(json.loads(json.dumps(item.to_json()))) for item in trajectories]
     torch.set_default_dtype(torch.bfloat16)  # as half precision does meanwhile

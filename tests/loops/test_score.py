@@ -11,13 +11,13 @@ from algorithm_cases import make_module
 from tiny import random_experience, random_trajectories, slow_outputs, tiny_spec
 from torch import Tensor
 
-from lightrl.algorithms import GRPO
+from lightrl.algorithms import GRPO, ReferenceKL
 from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.loops.score import accept_changes, score
-from lightrl.models import Outputs
+from lightrl.models import Outputs, Role
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Trajectory
 
@@ -70,7 +70,7 @@ def test_a_model_that_waits_in_cpu_memory_is_on_the_device_while_it_runs(fails: 
         def move_to(self, device: torch.device) -> None:
             places.append(device.type)
 
-    module: Any = make_module("GRPO", kl_coef=0.1, reference=tiny_spec(seed=1, offload=True))
+    module: Any = make_module("GRPO", reference=ReferenceKL(0.1, Role(tiny_spec(seed=1), offload=True)))
     module.to("meta")
     module.parallel_models = {"reference": Reference()}
     with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():

@@ -1,9 +1,17 @@
 """Rewards of pattern, tags, length, repetition and JSON, by paper and pencil."""
 
 import pytest
+import torch
 from reward_functions import trajectory_that
 
-from lightrl.rewards.text_rewards import json_schema, overlong_penalty, regex_match, repetition_penalty, tag_format
+from lightrl.rewards.text_rewards import (
+    OverlongPenalty,
+    json_schema,
+    overlong_penalty,
+    regex_match,
+    repetition_penalty,
+    tag_format,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +43,7 @@ def test_tags_stand_in_order_once_and_alone(completion, reward):
 def test_the_overlong_penalty_falls_in_a_straight_line(num_tokens, reward):
     trajectory = trajectory_that()
     trajectory.loss_mask = [False] * 5 + [True] * num_tokens
-    assert overlong_penalty(trajectory, max_tokens=16, margin_tokens=4) == reward
+    assert overlong_penalty(trajectory, max_tokens=16, buffer_tokens=4) == reward
 
 
 @pytest.mark.parametrize(
@@ -82,6 +90,19 @@ def test_json_is_held_against_its_schema(completion, reward, is_json):
     assert (result["reward"], result["is_json"]) == (reward, is_json)
 
 
+def test_the_overlong_penalty_is_the_papers():
+    """DAPO's own setting: 16,384 expected tokens, a buffer of 4,096 more, generation limit 20,480."""
+    num_tokens = [0, 16384, 16385, 18432, 20480, 30000]
+    expected = [0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0]
+    penalty = OverlongPenalty(4096)
+    assert [penalty(num, 20480) for num in num_tokens] == expected
+    assert penalty(torch.tensor(num_tokens), 20480).tolist() == expected
+
+
+def test_the_overlong_penalty_grows_with_the_factor():
+    assert OverlongPenalty(4, factor=0.5)(torch.tensor([6, 8, 10]), 10).tolist() == [0.0, -0.25, -0.5]
+
+
 def test_the_schema_may_be_the_prompts():
     assert json_schema(trajectory_that("3", schema={"const": 3}))["reward"] == 1.0
     assert json_schema(trajectory_that("true", schema='{"const": 1}'))["reward"] == 0.0
@@ -94,7 +115,9 @@ def test_the_schema_may_be_the_prompts():
         (lambda t: json_schema(t, schema={"oneOf": []}), r"keywords \['oneOf'\]"),
         (lambda t: json_schema(t, schema={"type": "text"}), "type 'text'"),
         (lambda t: regex_match(t, pattern="("), "no regular expression"),
-        (lambda t: overlong_penalty(t, max_tokens=4, margin_tokens=5), "margin_tokens=5"),
+        (lambda t: overlong_penalty(t, max_tokens=4, buffer_tokens=5), "buffer_tokens=5 .* at most the length limit"),
+        (lambda t: OverlongPenalty(0), "buffer_tokens of the overlong penalty must be at least 1, got 0"),
+        (lambda t: OverlongPenalty(4, factor=-1.0), "factor of the overlong penalty must be >= 0, got -1.0"),
         (lambda t: repetition_penalty(t, ngram_words=0), "ngram_words=0"),
     ],
 )

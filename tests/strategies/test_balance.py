@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from lightrl.experience import packed
+from lightrl.functional import bins
 from lightrl.strategies.balance import balanced_shares, token_imbalance
 
 
@@ -74,7 +74,7 @@ def test_microbatches_are_no_more_than_best_fit_decreasing_makes_and_near_the_bo
     generator = random.Random(2)
     for _ in range(20):
         lengths = [min(2048, int(generator.lognormvariate(6, 1)) + 20) for _ in range(200)]
-        parts = packed(lengths, budget)
+        parts = bins(lengths, budget)
         assert sorted(index for part in parts for index in part) == list(range(200))
         assert max(sum(lengths[index] for index in part) for part in parts) <= budget
         assert len(parts) <= best_fit_decreasing(lengths, budget)
@@ -83,8 +83,8 @@ def test_microbatches_are_no_more_than_best_fit_decreasing_makes_and_near_the_bo
 
 
 def test_what_is_larger_than_a_microbatch_has_one_of_its_own() -> None:
-    assert sorted(map(sorted, packed([9, 2, 2], 4))) == [[0], [1, 2]]
+    assert sorted(map(sorted, bins([9, 2, 2], 4))) == [[0], [1, 2]]
 
 
 def test_things_of_like_size_stay_together_where_it_costs_nothing() -> None:
-    assert packed([4, 1, 4, 1], 8) == [[0, 2], [1, 3]]
+    assert bins([4, 1, 4, 1], 8) == [[0, 2], [1, 3]]

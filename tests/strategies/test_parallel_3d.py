@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
 from tiny import tiny_spec
 
-from lightrl import FSDP2Strategy, LoRA, Parallel3DStrategy
+from lightrl import FSDP2Strategy, LoRA, Parallel3DStrategy, Role
 from lightrl.strategies import named_strategy
 
 FAMILIES = ["llama", "qwen2", "mistral with a window", "gemma", "gemma2 with capped logits", "gemma3 hybrid"]
@@ -94,7 +94,7 @@ def test_pp_times_tp_that_does_not_divide_the_world_is_refused() -> None:
 def test_the_models_of_a_module_are_checked_before_any_process_starts() -> None:
     class Module:
         def models(self) -> dict[str, Any]:
-            return {"policy": tiny_spec("qwen3"), "reference": tiny_spec("gpt2")}
+            return {"policy": Role(tiny_spec("qwen3")), "reference": Role(tiny_spec("gpt2"))}
 
     module: Any = Module()
     with pytest.raises(ValueError, match=r"model_type='gpt2' has no plan.*Use one of llama, qwen2"):
@@ -104,7 +104,7 @@ def test_the_models_of_a_module_are_checked_before_any_process_starts() -> None:
 def test_lora_is_refused() -> None:
     class Module:
         def models(self) -> dict[str, Any]:
-            return {"policy": tiny_spec("qwen3", lora=LoRA())}
+            return {"policy": Role(tiny_spec("qwen3"), lora=LoRA())}
 
     module: Any = Module()
     with pytest.raises(ValueError, match=r"The policy has lora=LoRA.*Use FSDP2Strategy"):
@@ -114,7 +114,7 @@ def test_lora_is_refused() -> None:
 def test_a_pipeline_in_bf16_true_is_refused() -> None:
     class Module:
         def models(self) -> dict[str, Any]:
-            return {"policy": tiny_spec("qwen3")}
+            return {"policy": Role(tiny_spec("qwen3"))}
 
     made, module = strategy(2, pp=2), Module()
     made.precision_plugin = HalfPrecision("bf16-true")

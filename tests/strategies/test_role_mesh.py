@@ -1,22 +1,19 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tiny import tiny_model, tiny_spec
 
-from lightrl import PPO, FSDP2Strategy, ModelSpec, Parallel3DStrategy, RoleMesh, Trainer
+from lightrl import PPO, AdaptiveKL, FSDP2Strategy, ModelSpec, Parallel3DStrategy, Role, RoleMesh, Trainer
 from lightrl.strategies import check_strategy
 from lightrl.strategies.role_mesh import empty_out
 
 
 def ppo(**meshes: RoleMesh) -> PPO:
-    specs = {role: replace(tiny_spec(), mesh=mesh) for role, mesh in meshes.items()}
-    reference = specs.get("reference", tiny_spec())
-    policy, critic = specs.get("policy", tiny_spec()), specs.get("critic", tiny_spec())
-    return PPO(policy, critic=critic, reference=reference, kl_coef=0.1, reward=len)
+    policy, critic, reference = (Role(tiny_spec(), mesh=meshes.get(n)) for n in ("policy", "critic", "reference"))
+    return PPO(policy, critic=critic, reference=AdaptiveKL(0.1, reference), reward=len)
 
 
 def strategy(kind: type[FSDP2Strategy], num_processes: int, **sizes: Any) -> FSDP2Strategy:
@@ -73,14 +70,14 @@ def test_a_mesh_of_the_one_process_is_that_process() -> None:
 
 
 def test_a_server_has_no_mesh() -> None:
-    with pytest.raises(ValueError, match="and a mesh, expected one of them"):
-        ModelSpec(url="http://127.0.0.1:1", mesh=RoleMesh())
+    with pytest.raises(ValueError, match=r"has devices of its own\. Leave out mesh"):
+        Role(ModelSpec(url="http://127.0.0.1:1"), mesh=RoleMesh())
 
 
 def test_a_moving_reference_lies_as_the_policy_does() -> None:
-    reference = replace(tiny_spec(), mesh=RoleMesh(1, 1))
-    with pytest.raises(ValueError, match=r"reference_decay=0\.9 moves .* expected the same one"):
-        PPO(tiny_spec(), reference=reference, kl_coef=0.1, reference_decay=0.9, reward=len)
+    reference = Role(tiny_spec(), mesh=RoleMesh(1, 1))
+    with pytest.raises(ValueError, match=r"reference.decay=0\.9 moves .* both need the same mesh"):
+        PPO(tiny_spec(), reference=AdaptiveKL(0.1, reference, decay=0.9), reward=len)
 
 
 def test_a_model_that_was_taken_out_knows_its_config_alone() -> None:

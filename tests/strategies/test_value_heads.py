@@ -16,7 +16,7 @@ from lightrl.algorithms import GRPO
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.loops.score import score
-from lightrl.models import ModelSpec, scalar_head
+from lightrl.models import ModelSpec, Role, scalar_head
 from lightrl.module import RLModule
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.empty_model import empty_models
@@ -110,8 +110,8 @@ def test_a_critic_is_loaded_from_a_language_model_or_from_a_reward_model(tmp_pat
 class Judged(RLModule):
     """A policy, a critic and a reward model."""
 
-    def models(self) -> dict[str, ModelSpec]:
-        return {**super().models(), "critic": critic_spec(), "judge": critic_spec()}
+    def models(self) -> dict[str, Role]:
+        return {**super().models(), "critic": Role(critic_spec()), "judge": Role(critic_spec())}
 
     def score_calls(self) -> list[ModelCall]:
         return [

@@ -17,7 +17,7 @@ from rank_scripts import leave
 from tiny_run import CONFIG, POLICY, Digits, make_trainer
 from torch import Tensor
 
-from lightrl import Distillation, Experience, FSDP2Strategy, Parallel3DStrategy, Sampling, Trajectory
+from lightrl import Distillation, Experience, FSDP2Strategy, Parallel3DStrategy, Role, Sampling, Trajectory
 from lightrl.models import RoleMesh
 
 STUDENT = replace(POLICY, config={**CONFIG, "num_hidden_layers": 2, "num_key_value_heads": 2})
@@ -40,8 +40,8 @@ class TinyDistillation(Distillation):
 
     def __init__(self, meshes: dict[str, RoleMesh]) -> None:
         super().__init__(
-            replace(STUDENT, mesh=meshes.get("policy")),
-            teacher=replace(TEACHER, mesh=meshes.get("teacher")),
+            Role(STUDENT, mesh=meshes.get("policy")),
+            teacher=Role(TEACHER, mesh=meshes.get("teacher")),
             teacher_topk=5,  # more than a tensor rank's half of the student's tokens
             divergence="forward_kl",
             reward_coef=0.5,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightrl import (
     PPO,
+    AdaptiveKL,
     Experience,
     FSDP2Strategy,
     ModelCall,
@@ -33,7 +34,7 @@ from lightrl import (
     Sampling,
     Trajectory,
 )
-from lightrl.models import scalar_head
+from lightrl.models import Role, scalar_head
 from lightrl.strategies import ranks_of, whole
 
 # Two layers and two key-value heads, so that it can be split both ways.
@@ -48,34 +49,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_minibatches": 2,
         "update_epochs": 2,
         "value_normalization": "running",
-        "kl_coef": 0.1,
-        "kl_target_nats": 0.01,
-        "reference": POLICY,
-        "reference_decay": 0.5,
+        "reference": AdaptiveKL(0.1, POLICY, target_nats=0.01, decay=0.5),
     },
     "a critic on the policy's body": {"critic": "shared", "num_minibatches": 2},
     "two replicas, a frozen critic, a reference that waits in CPU memory": {
-        "critic": replace(POLICY, frozen=True, head="scalar"),
-        "kl_coef": 0.1,
-        "kl_in_reward": False,
-        "reference": replace(POLICY, seed=4, offload=True),
+        "critic": Role(replace(POLICY, head="scalar"), frozen=True),
+        "reference": AdaptiveKL(0.1, Role(replace(POLICY, seed=4), offload=True), in_reward=False),
         "value_normalization": "exponential",
     },
     "a critic of its own, a reward model, a fixed reference": {
         "policy": UNTIED,
         "num_minibatches": 2,
-        "critic": replace(JUDGE, lr=0.1, weight_decay=0.01),
-        "kl_coef": 0.1,
-        "reference": replace(UNTIED, seed=4),
+        "critic": Role(JUDGE, lr=0.1, weight_decay=0.01),
+        "reference": AdaptiveKL(0.1, replace(UNTIED, seed=4)),
         "reward_model": JUDGE,
     },
     "a critic on a split policy's body, a moving reference": {
         "policy": TIED,
         "critic": "shared",
         "num_minibatches": 2,
-        "kl_coef": 0.1,
-        "reference": replace(TIED, seed=4, offload=True),
-        "reference_decay": 0.5,
+        "reference": AdaptiveKL(0.1, Role(replace(TIED, seed=4), offload=True), decay=0.5),
     },
 }
 BY_ADAM = "a critic on a split policy's body, by Adam"
@@ -166,8 +159,9 @@ class TinyPPO(PPO):
         self.experiences.append(experience)
 
     def configure_optimizers(self) -> Any:
-        # Adam divides the rounding of a small gradient by it.
-        return super().configure_optimizers() if self.is_adam else torch.optim.SGD(self.parameter_groups())
+        # With its usual epsilon of 1e-8, Adam divides the rounding of a tiny gradient by that gradient.
+        groups = self.parameter_groups()
+        return torch.optim.AdamW(groups, eps=self.lr) if self.is_adam else torch.optim.SGD(groups)
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         super().configure_gradient_clipping(*args, **kwargs)
@@ -187,9 +181,12 @@ class TinyPPO(PPO):
 def play(settings: str, folder: Path, **spread: Any) -> dict[str, Any]:
     """Trains with these settings; gives what is compared. Of a split model this rank's part, each parameter whole."""
     given = dict(SETTINGS[settings])
-    for role, spec in given.items():
-        if isinstance(spec, ModelSpec) and spec.head == "scalar" and spec.seed == JUDGE.seed:
-            given[role] = replace(spec, config=None, path=str(folder / "judge"))
+    judge = replace(JUDGE, config=None, path=str(folder / "judge"))
+    for name, role in given.items():
+        if isinstance(role, Role) and role.model == JUDGE:
+            given[name] = replace(role, model=judge)
+        elif role == JUDGE:
+            given[name] = judge
     module = TinyPPO(**given)
     trainer = make_trainer(folder, gradient_clip_val=0.5, **spread)
     with second_device() as moved:

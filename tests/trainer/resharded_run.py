@@ -18,7 +18,18 @@ from rank_scripts import fork_runs, leave
 from tiny_run import CONFIG, Digits, make_trainer, token_reward
 from torch import Tensor
 
-from lightrl import PPO, FSDP2Strategy, HuggingFaceExport, LoRA, ModelSpec, Parallel3DStrategy, Sampling, Trajectory
+from lightrl import (
+    PPO,
+    AdaptiveKL,
+    FSDP2Strategy,
+    HuggingFaceExport,
+    LoRA,
+    ModelSpec,
+    Parallel3DStrategy,
+    Role,
+    Sampling,
+    Trajectory,
+)
 from lightrl.errors import LightRLError
 from lightrl.models.lora import merged_parameters
 from lightrl.strategies import AtomicCheckpointIO, checkpoint_folder, whole
@@ -27,22 +38,27 @@ from lightrl.strategies import AtomicCheckpointIO, checkpoint_folder, whole
 SPEC = ModelSpec(
     config={**CONFIG, "num_hidden_layers": 2, "num_key_value_heads": 2}, tokenizer="tiny_run.tokenizer", seed=3
 )
-ADAPTED = {"policy": replace(SPEC, lora=LoRA(rank=2))}
+ADAPTED = {"policy": Role(SPEC, lora=LoRA(rank=2))}
 ON_BODY = {
     "critic": "shared",
-    "kl_coef": 0.1,
-    "reference": replace(SPEC, seed=4, offload=True),
-    "reference_decay": 0.5,  # so that it is saved
+    "reference": AdaptiveKL(0.1, Role(replace(SPEC, seed=4), offload=True), decay=0.5),  # a moving one is saved
 }
 
 
 class TinyPPO(PPO):
-    """By default a policy and a critic of its own; keeps the metrics of each update."""
+    """By default a policy and a critic of its own; keeps the metrics of each update.
 
-    def __init__(self, policy: ModelSpec = SPEC, **settings: Any) -> None:
+    Trains by Adam, whose state has two tensors for each parameter, with an epsilon as large as lr: a weight is then off
+    by at most as much as its gradient. The usual 1e-8 divides the rounding of a tiny gradient by that gradient.
+    """
+
+    def __init__(self, policy: ModelSpec | Role = SPEC, **settings: Any) -> None:
         sampling = Sampling(max_new_tokens=6)
         super().__init__(policy, sampling=sampling, lr=1e-2, group_size=4, num_minibatches=2, **settings)
         self.updates: list[dict[str, float]] = []
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameter_groups(), eps=self.lr)
 
     def reward(self, trajectory: Trajectory) -> Any:
         return token_reward(trajectory)

@@ -15,7 +15,7 @@ from rank_scripts import fork_runs, leave
 from second_device import second_device
 from tiny_run import CONFIG, Digits, make_trainer
 
-from lightrl import Experience, FSDP2Strategy, ModelSpec, Parallel3DStrategy, RoleMesh, Trajectory
+from lightrl import AdaptiveKL, Experience, FSDP2Strategy, ModelSpec, Parallel3DStrategy, Role, RoleMesh, Trajectory
 
 MODEL = ModelSpec(
     config={**CONFIG, "num_hidden_layers": 3, "num_key_value_heads": 2}, tokenizer="tiny_run.tokenizer", seed=3
@@ -52,10 +52,10 @@ class Meshed(TinyPPO):
     """PPO with a critic and a reference of its own, which may have meshes."""
 
     def __init__(self, meshes: dict[str, RoleMesh], **kwargs: Any) -> None:
-        specs = {role: replace(MODEL, mesh=meshes.get(role)) for role in ("policy", "critic", "reference")}
-        specs["reference"] = replace(specs["reference"], seed=4)
-        settings = {"num_minibatches": 2, "kl_coef": 0.1, "value_normalization": "running", **kwargs}
-        super().__init__(specs["policy"], critic=specs["critic"], reference=specs["reference"], **settings)
+        policy, critic = (Role(MODEL, mesh=meshes.get(name)) for name in ("policy", "critic"))
+        reference = AdaptiveKL(0.1, Role(replace(MODEL, seed=4), mesh=meshes.get("reference")))
+        settings = {"num_minibatches": 2, "value_normalization": "running", **kwargs}
+        super().__init__(policy, critic=critic, reference=reference, **settings)
 
 
 class AtOnce(Meshed):
@@ -110,9 +110,9 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
 
 def play_on_body(folder: Path, *, devices: int) -> dict[str, Any]:
     meshes = {"policy": RoleMesh(0, 2, pp=2), "reference": RoleMesh(2, 2, tp=2)} if devices > 1 else {}
-    reference = replace(MODEL, seed=4, offload=True, mesh=meshes.get("reference"))
-    settings: dict[str, Any] = {"critic": "shared", "reference": reference, "kl_coef": 0.1, "num_minibatches": 2}
-    module = TinyPPO(replace(MODEL, mesh=meshes.get("policy")), **settings)
+    reference = Role(replace(MODEL, seed=4), offload=True, mesh=meshes.get("reference"))
+    settings: dict[str, Any] = {"critic": "shared", "reference": AdaptiveKL(0.1, reference), "num_minibatches": 2}
+    module = TinyPPO(Role(MODEL, mesh=meshes.get("policy")), **settings)
     spread = {"devices": devices, "strategy": Parallel3DStrategy(tp=2)} if devices > 1 else {}
     trainer = make_trainer(folder, gradient_clip_val=0.5, **spread)
     with second_device():

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rank_scripts import leave
 from tiny_run import BATCH_SIZE, CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
-from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, Trajectory
+from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, ReferenceKL, Role, Trajectory
 from lightrl.models.lora import merged_parameters
 from lightrl.strategies import whole
 
@@ -32,7 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"activation_checkpointing": True, "reduce_every_microbatch": True},
     ),
     "two replicas, parameters kept, a reference policy": (
-        {"microbatch_tokens": 20, "loss_reduction": "sequence", "kl_coef": 0.1, "reference": POLICY},
+        {"microbatch_tokens": 20, "loss_reduction": "sequence", "reference": ReferenceKL(0.1, POLICY)},
         {"num_replicas": 2, "reshard_after_forward": False},
     ),
     "batch statistics": ({"num_minibatches": 2, "update_epochs": 2, "is_batch_wide": True}, {}),
@@ -42,7 +41,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "a checkpoint read tensor by tensor": ({"is_from_folder": True}, {}),
     "LoRA, with the model below the adapters as reference": (
-        {"policy": replace(POLICY, lora=LoRA(rank=2)), "num_minibatches": 2, "microbatch_tokens": 20, "kl_coef": 0.1},
+        {
+            "policy": Role(POLICY, lora=LoRA(rank=2)),
+            "num_minibatches": 2,
+            "microbatch_tokens": 20,
+            "reference": ReferenceKL(0.1),
+        },
         {"activation_checkpointing": True},
     ),
     "LoRA on a checkpoint read tensor by tensor": ({"is_from_folder": True, "lora": LoRA(rank=2)}, {}),
@@ -50,14 +54,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Recorded(TinyGRPO):
-    """Keeps the metrics of each update.
+    """Keeps the metrics of each update. Trains by SGD: Adam divides the rounding of a tiny gradient by that gradient.
 
     `is_batch_wide` compares with the whole iteration instead of the group; with `loses_some` one reward of each
     iteration raises.
     """
 
     def __init__(self, is_batch_wide: bool = False, loses_some: bool = False, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**{"lr": 0.1, **kwargs})
         self.is_batch_wide = is_batch_wide
         self.loses_some = loses_some
         self.updates: list[dict[str, float]] = []
@@ -77,6 +81,9 @@ class Recorded(TinyGRPO):
             return super().advantages(experience)
         return (experience.rewards - experience.rewards.mean()) / (experience.rewards.std() + 1e-4)
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameter_groups(), momentum=0.9)
+
     def on_minibatch_end(self, metrics: dict[str, float], index: int, total: int) -> None:
         self.updates.append(dict(metrics))
 
@@ -94,7 +101,7 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     settings = dict(settings)
     lora = settings.pop("lora", None)
     if settings.pop("is_from_folder", False):
-        settings["policy"] = ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer", lora=lora)
+        settings["policy"] = Role(ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer"), lora=lora)
     module = Recorded(**settings)
     engine = LocalEngine()
     spread = {"devices": devices, "strategy": FSDP2Strategy(**strategy)} if devices > 1 else {}

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from tiny_run import BATCH_SIZE, GROUP_SIZE, NUM_PROMPTS, Digits, TinyGRPO, make_trainer
 
-from lightrl import Experience, FakeEngine, LocalEngine, RLCallback, Sampling, StalenessControl, Trajectory
+from lightrl import (
+    Experience,
+    FakeEngine,
+    ImportanceWeights,
+    LocalEngine,
+    RLCallback,
+    Sampling,
+    StalenessControl,
+    Trajectory,
+)
 from lightrl.trajectory import Group
 
 
@@ -168,7 +177,7 @@ def test_groups_that_finish_first_are_trained_on_first(tmp_path: Path) -> None:
 
 
 def test_the_embedded_engine_learns_asynchronously(tmp_path: Path) -> None:
-    module = TinyGRPO(lr=0.03, decoupled=True, importance_cap=5.0)
+    module = TinyGRPO(lr=0.03, decoupled=ImportanceWeights(cap=5.0))
     trainer = make_trainer(tmp_path, engine=LocalEngine(), max_steps=30, callbacks=[StalenessControl(1)])
     trainer.fit(module, datamodule=Digits())
     first, last = (float(seen.rewards.mean()) for seen in (module.experiences[0], module.experiences[-1]))

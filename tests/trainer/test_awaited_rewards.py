@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, are_equal, make_trainer, weights
 
-from lightrl import PPO, DynamicSampling, ModelCall, ModelSpec, RLCallback, StalenessControl, Trajectory
+from lightrl import PPO, AdaptiveKL, DynamicSampling, ModelCall, ModelSpec, RLCallback, StalenessControl, Trajectory
 from lightrl.dataflow import DataFlowGraph
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Group
@@ -56,7 +56,7 @@ class FailingSome(TinyGRPO):
 class FailingPPO(FailingSome, PPO):
     def __init__(self) -> None:
         reference = ModelSpec(config=POLICY.config, tokenizer=POLICY.tokenizer, seed=4)
-        super().__init__(kl_coef=0.1, reference=reference, num_minibatches=2)
+        super().__init__(reference=AdaptiveKL(0.1, reference), num_minibatches=2)
 
 
 def played(module: TinyGRPO, folder: Path, *callbacks: Any, **flags: Any) -> Seen:

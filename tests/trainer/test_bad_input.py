@@ -25,7 +25,7 @@ def test_a_missing_model_folder_is_named() -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer_without_end"), "no end token, expected eos_token. Set"),
+        (ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer_without_end"), "no end token. Set eos_token"),
         (
             ModelSpec(config=CONFIG, tokenizer="tiny_run.large_tokenizer"),
             "22 tokens but the vocabulary of the policy has 8, expected at most as many",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -447,6 +450,33 @@ def test_a_plain_module_trains_as_with_lightnings_trainer(tmp_path: Path) -> Non
         final.append((trainer.global_step, module.state_dict()))
     assert final[0][0] == final[1][0] == 3
     assert are_equal(final[0][1], final[1][1])
+
+
+FIT = """
+import warnings
+warnings.simplefilter("always")
+from lightning.pytorch.demos.boring_classes import BoringModel
+from tiny_run import Digits, TinyGRPO, make_trainer
+for module, data in ((TinyGRPO(), Digits()), (BoringModel(), None)):
+    make_trainer(".", max_steps=1, limit_val_batches=0).fit(module, datamodule=data)
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("job", [None, "7"], ids=["outside a Slurm job", "in a Slurm job"])
+def test_srun_on_the_path_is_mentioned_in_a_slurm_job_only(job: str | None, tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    folders = [path for path in sys.path if path]
+    environment = os.environ | {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(folders),
+        **({} if job is None else {"SLURM_JOB_ID": job}),
+    }
+    command = [sys.executable, "-c", FIT]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("trained\n"), done.stderr
+    assert ("srun" in done.stdout + done.stderr) is (job is not None)
 
 
 QUESTIONS = ["0 1", "1 2", "2 3", "3 4", "4 5"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch
 from tiny_run import POLICY, Digits, TinyGRPO, make_trainer, weights
 from transformers import AutoModelForCausalLM
 
-from lightrl import HuggingFaceExport, LocalEngine, LoRA, ModelSpec
+from lightrl import HuggingFaceExport, LocalEngine, LoRA, ModelSpec, ReferenceKL, Role
 from lightrl.commands.export import export_checkpoint
 from lightrl.models.lora import is_adapter, merged_parameters
 from lightrl.strategies import LogprobSettings, SingleModel
 
-ADAPTED = replace(POLICY, lora=LoRA(rank=2))
+ADAPTED = Role(POLICY, lora=LoRA(rank=2))
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +31,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyGRPO, Path, LocalEngine]:
     """A run's module, its checkpoint and its engine."""
     folder = tmp_path_factory.mktemp("run")
-    spec = ModelSpec(path=str(base), tokenizer="tiny_run.tokenizer", lora=LoRA(rank=2))
-    module, engine = TinyGRPO(spec, kl_coef=0.1), LocalEngine()
+    spec = Role(ModelSpec(path=str(base), tokenizer="tiny_run.tokenizer"), lora=LoRA(rank=2))
+    module, engine = TinyGRPO(spec, reference=ReferenceKL(0.1)), LocalEngine()
     module.synced = {}  # type: ignore[assignment]
     module.on_weights_synced = lambda version: module.synced.update(engine.read_weights())  # type: ignore
     trainer = make_trainer(folder, engine=engine, callbacks=[HuggingFaceExport(str(folder / "model"))])
@@ -110,5 +109,5 @@ def test_a_resumed_run_repeats_the_whole_one(tmp_path: Path) -> None:
 
 def test_a_next_stage_goes_on_from_exported_adapters(finished: Any) -> None:
     module, folder, _ = finished
-    spec = replace(POLICY, lora=LoRA(adapter=str(folder / "model")))
-    assert torch.equal(logits(spec.load_model()), logits(module.policy))
+    role = Role(POLICY, lora=LoRA(adapter=str(folder / "model")))
+    assert torch.equal(logits(role.load_model()), logits(module.policy))

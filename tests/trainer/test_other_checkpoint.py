@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, are_equal, make_trainer, weights
 
-from lightrl import PPO, LoRA, Sampling
+from lightrl import PPO, LoRA, Role, Sampling
 
 
 class ByGradients(TinyGRPO):
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Any, str]] = {
         r"3 of another shape \(policy\.model\.layers\.0\.mlp\.gate_proj\.weight \[16, 16\] there and \[24, 16\] here",
     ),
     "deeper": (lambda: TinyGRPO(DEEPER), r"11 only in this run \(policy\.model\.layers\.1\.self_attn\.q_proj\.weight,"),
-    "with adapters": (lambda: TinyGRPO(replace(POLICY, lora=LoRA(rank=2))), r"only in the checkpoint \(policy\.model"),
+    "with adapters": (lambda: TinyGRPO(Role(POLICY, lora=LoRA(rank=2))), r"only in the checkpoint \(policy\.model"),
     "another algorithm": (
         lambda: PPO(POLICY, reward="digit_reward.token_reward", sampling=Sampling(max_new_tokens=6)),
         r"only in this run \(critic\.",

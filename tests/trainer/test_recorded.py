@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_run import POLICY, Digits, TinyGRPO, are_equal, make_trainer, our_threads, weights
 
-from lightrl import PPO, Experience, ModelCall, TrajectoryDataModule, TrajectoryLog
+from lightrl import PPO, AdaptiveKL, Experience, ModelCall, TrajectoryDataModule, TrajectoryLog
 from lightrl.callbacks import StalenessControl
 from lightrl.data.trajectories import read_iterations
 from lightrl.functional import policy_ratio
@@ -99,7 +99,7 @@ def test_the_files_of_a_run_repeat_it_bit_for_bit(tmp_path: Path, settings: dict
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_minibatches": 2, "update_epochs": 2, "kl_coef": 0.1, "reference": POLICY, "kl_target_nats": 0.01},
+        {"num_minibatches": 2, "update_epochs": 2, "reference": AdaptiveKL(0.1, POLICY, target_nats=0.01)},
         {"critic": "shared", "decoupled": True, "num_minibatches": 2, "critic_warmup_iterations": 1},
     ],
     ids=["a critic of its own", "a critic on the policy's body"],

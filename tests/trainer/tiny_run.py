@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 import lightrl
-from lightrl import GRPO, ModelSpec, Prompt, PromptDataModule, Sampling, Trajectory
+from lightrl import GRPO, ModelSpec, Prompt, PromptDataModule, Role, Sampling, Trajectory
 
 EOS = 1
 GROUP_SIZE = 4
@@ -72,7 +72,7 @@ class Digits(PromptDataModule):
 class TinyGRPO(GRPO):
     """Judged in this process, so that no worker has to start, and with a record of what it was trained on."""
 
-    def __init__(self, policy: str | ModelSpec = POLICY, **kwargs: Any) -> None:
+    def __init__(self, policy: str | ModelSpec | Role = POLICY, **kwargs: Any) -> None:
         settings = {"group_size": GROUP_SIZE, "sampling": Sampling(max_new_tokens=6), "lr": 1e-2} | kwargs
         super().__init__(policy, **settings)
         self.trained: list[list[int]] = []  # stream positions, by iteration

@@ -19,7 +19,7 @@ from rank_scripts import fork_runs, leave
 from several_ranks_run import Recorded, engine_weights
 from tiny_run import CONFIG, POLICY, Digits, make_trainer
 
-from lightrl import LocalEngine, Parallel3DStrategy
+from lightrl import LocalEngine, Parallel3DStrategy, ReferenceKL
 
 LAYERS_AND_HEADS = {**CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 2}
 TIED = replace(POLICY, config=LAYERS_AND_HEADS)
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "stages and data, a reference policy": (
         4,
-        {"policy": TIED, "microbatch_tokens": 20, "loss_reduction": "sequence", "kl_coef": 0.1, "reference": UNTIED},
+        {"policy": TIED, "microbatch_tokens": 20, "loss_reduction": "sequence", "reference": ReferenceKL(0.1, UNTIED)},
         {"pp": 2, "activation_checkpointing": True},
     ),
     "all three": (8, {"policy": TIED, **SEVERAL}, {"pp": 2, "tp": 2}),
@@ -49,17 +49,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-class Descending(Recorded):
-    """By plain gradients: Adam divides by their own size, so that roundings of tiny ones would show as large as lr."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.policy.parameters(), lr=0.1, momentum=0.9)
-
-
 def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     """Trains the case; gives what is compared."""
     _, settings, sizes = CASES[name]
-    module = Descending(**settings)
+    module = Recorded(**settings)
     engine = LocalEngine()
     spread = {"devices": devices, "strategy": Parallel3DStrategy(**sizes)} if devices > 1 else {}
     trainer = make_trainer(folder, engine=engine, max_steps=2, gradient_clip_val=0.5, **spread)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lightrl.dataflow import ModelCall
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.errors import EngineError
@@ -27,6 +28,17 @@ BATCH = 16  # of them in a request for rewards
 _Scores = tuple[list[float], list[list[tuple[float, int]]]]
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
+
+
+def with_server(call: ModelCall, *, is_scalar: bool) -> ModelCall:
+    """A call with a `url`, with the function that asks the server there.
+
+    Args:
+        is_scalar: whether the server's model has a scalar head.
+    """
+    assert call.url is not None
+    run = ServedRewards(call.url, call.timeout_s) if is_scalar else ServedScores(call.url, call.timeout_s, call.topk)
+    return replace(call, run=run)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,146 @@
+"""The KL divergence from a reference policy: added to the loss, or taken off the reward.
+
+Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes; logprobs are in nats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from lightrl.checks.bounds import check_bounds
+from lightrl.checks.choices import check_choice
+from lightrl.dataflow import ModelCall
+from lightrl.functional import KLController, kl
+from lightrl.functional.kl import KLEstimator
+from lightrl.models import ModelSpec, Role
+from lightrl.strategies import local
+
+
+@dataclass(frozen=True)
+class ReferenceKL:
+    """A KL term: how far the policy is from a fixed reference policy, at each sampled token.
+
+    Args:
+        coef: its weight, above 0.
+        model: the reference policy, usually the checkpoint that training starts from. None with LoRA: the policy
+            without its adapters, at no cost of memory.
+        estimator: "k2", whose gradient is that of the KL on-policy, or "k3"; "k1" where the KL is taken off the reward,
+            since as a loss its gradient is 0 in expectation. None is k3 in the loss and k1 in the reward.
+    """
+
+    coef: float
+    model: str | ModelSpec | Role | None = None
+    estimator: KLEstimator | None = None
+
+    def __post_init__(self) -> None:
+        if not self.coef > 0:
+            raise ValueError(f"coef of reference must be above 0, got {self.coef}. For none, leave out reference.")
+        check_choice((*get_args(KLEstimator), None), estimator=self.estimator)
+
+    def check(self, policy: Role, *, in_reward: bool) -> None:
+        """Checks the term against the policy and its use.
+
+        Raises:
+            ValueError: if there is nothing to compare with, or the term would have no effect.
+        """
+        if self.model is None and policy.lora is None:
+            raise ValueError(
+                "reference needs a model: the policy has no LoRA adapters to turn off. Set reference.model, usually to "
+                "the checkpoint that training starts from."
+            )
+        if self.estimator == "k1" and not in_reward:
+            raise ValueError(
+                "estimator of reference must be k2 or k3 where the KL is in the loss, got 'k1': its gradient is 0 in "
+                "expectation. k1 is for a KL in the reward."
+            )
+
+    def models(self) -> dict[str, Role]:
+        """The role that the term adds; none if the policy without its adapters is the reference."""
+        return {} if self.model is None else {"reference": Role.of(self.model)}
+
+    def score_call(self) -> ModelCall:
+        """The forward that gives `reference_logprobs`."""
+        role = "policy" if self.model is None else "reference"
+        outputs = ("reference_logprobs",)
+        return ModelCall(outputs[0], role, "infer", ("token_ids",), outputs, adapters_off=role == "policy")
+
+    def per_token(self, logprobs: Tensor, reference_logprobs: Tensor | None, *, in_reward: bool = False) -> Tensor:
+        """The estimate of KL(policy ‖ reference) for each token, [B, T], nats; not yet weighted by `coef`."""
+        assert reference_logprobs is not None
+        return kl(logprobs, reference_logprobs, estimator=self.estimator or ("k1" if in_reward else "k3"))
+
+
+@dataclass(frozen=True)
+class AdaptiveKL(ReferenceKL):
+    """PPO's KL term: in the reward or in the loss, with a weight that can adapt and a reference that can move.
+
+    Args:
+        coef, model, estimator: as in ReferenceKL; `coef` is the weight at the start.
+        in_reward: take the KL off each token's reward; False adds it to the loss.
+        target_nats: adapt the weight to keep the KL per token there; None keeps the weight fixed.
+        horizon: trajectories over which the weight adapts; see KLController.
+        decay: after each iteration the reference becomes decay · itself + (1 - decay) · policy; None keeps it fixed.
+    """
+
+    in_reward: bool = True
+    target_nats: float | None = None
+    horizon: int = 10_000
+    decay: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bounds(0, 1, decay=self.decay)
+        self.controller()
+
+    def controller(self) -> KLController:
+        """The weight of the term over a run."""
+        return KLController(self.coef, self.target_nats, self.horizon)
+
+    def check(self, policy: Role, *, in_reward: bool) -> None:
+        super().check(policy, in_reward=in_reward)
+        if self.decay is None:
+            return
+        reference = self.models().get("reference")
+        if reference is None or reference.spec.url is not None:
+            raise ValueError(
+                f"reference.decay={self.decay} moves the reference policy, but that is behind a server, or the policy "
+                "without its adapters. Set reference.model to the checkpoint that training starts from."
+            )
+        if reference.mesh != policy.mesh:
+            raise ValueError(
+                f"reference.decay={self.decay} moves the reference towards the policy, so both need the same mesh, got "
+                f"{reference.mesh} and {policy.mesh}."
+            )
+        if policy.lora is not None:
+            raise ValueError(
+                f"reference.decay={self.decay} moves the reference towards all of the policy's weights, but lora "
+                "trains none of them. Leave out decay, or train all weights."
+            )
+
+    def check_models(self, reference: torch.nn.Module, policy: torch.nn.Module) -> None:
+        """Checks that a moving reference has the policy's parameters.
+
+        Raises:
+            ValueError: with the first name that differs.
+        """
+        left, right = (
+            {name: tuple(value.shape) for name, value in model.named_parameters()} for model in (reference, policy)
+        )
+        different = sorted(name for name in {**left, **right} if left.get(name) != right.get(name))
+        if different:
+            raise ValueError(
+                f"reference.decay={self.decay} moves the reference towards the policy, but {different[0]!r} has shape "
+                f"{left.get(different[0])} in the reference and {right.get(different[0])} in the policy. Set "
+                "reference.model to the checkpoint that training starts from."
+            )
+
+    @torch.no_grad()
+    def move(self, reference: torch.nn.Module, policy: torch.nn.Module) -> None:
+        """Moves the reference towards the policy; both are sharded alike, so each process moves its part."""
+        assert self.decay is not None
+        for old, new in zip(reference.parameters(), policy.parameters(), strict=True):
+            local(old).lerp_(local(new).to(local(old)), 1 - self.decay)

@@ -1,0 +1,75 @@
+"""What the optimizer of an RLModule gets: parameters by role, and a learning rate that follows the iterations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from lightrl.models.role import Role
+
+
+def check_adamw(
+    *, lr: float | None = None, weight_decay: float | None = None, betas: Sequence[float] = (0.0, 0.0)
+) -> None:
+    """Checks settings of AdamW before there is a model.
+
+    Raises:
+        ValueError: if one is out of its range.
+    """
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be >= 0, got {value}.")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers from 0 to below 1, such as (0.9, 0.95), got {betas}.")
+
+
+def parameter_groups(module: torch.nn.Module, roles: Mapping[str, Role], *, lr: float) -> list[dict[str, Any]]:
+    """A group for each trained role, with its own `lr`, which may be 0, and `weight_decay`.
+
+    Args:
+        module: has each role's model as an attribute.
+        roles: the trained ones. The policy's group also gets every parameter that is no role's.
+        lr: of roles without one.
+    """
+    parameters = {
+        name: [item for item in getattr(module, name).parameters() if item.requires_grad]
+        for name in roles
+        if name != "policy"
+    }
+    of_others = {id(item) for items in parameters.values() for item in items}
+    rest = [item for item in module.parameters() if item.requires_grad and id(item) not in of_others]
+    groups: list[dict[str, Any]] = []
+    for name, items in {"policy": rest, **parameters}.items():
+        role = roles[name]
+        decay = {} if role.weight_decay is None else {"weight_decay": role.weight_decay}
+        groups.append({"params": items, "lr": lr if role.lr is None else role.lr, **decay})
+    return groups
+
+
+def with_schedule(
+    optimizer: torch.optim.Optimizer,
+    num_iterations: float,
+    warmup_iterations: int,
+    lr_decay: Literal["constant", "linear"],
+) -> dict[str, Any]:
+    """What `configure_optimizers` returns for a linear warm-up and decay, one step of them per iteration.
+
+    Args:
+        num_iterations: of the whole run; infinite if it has no known end.
+
+    Raises:
+        ValueError: if the decay needs an end and there is none.
+    """
+    if lr_decay == "linear" and num_iterations == float("inf"):
+        raise ValueError("lr_decay='linear' needs the end of the run. Set max_steps or max_epochs.")
+
+    def factor(iteration: int) -> float:
+        warm = min(1.0, (iteration + 1) / max(1, warmup_iterations))
+        return warm if lr_decay == "constant" else warm * max(0.0, 1 - iteration / num_iterations)
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
