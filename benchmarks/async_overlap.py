@@ -32,7 +32,6 @@ import functools
 import json
 import logging
 import math
-import os
 import random
 import statistics
 import subprocess
@@ -47,7 +46,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from aiohttp import web
 from transformers import Qwen3Config
 
 import lightrl
@@ -55,6 +53,7 @@ from benchmarks.grpo_vs_trl import odd_fraction, save_model
 from benchmarks.lengths import lognormal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from examples.quickstart.task import LargestDigit, tokenizer
+from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import Completion, RolloutEngine, SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.testing import fake_server as fake
@@ -241,13 +240,7 @@ class PlayedServer(FakeServerProcess):
 
 
 async def serve(seconds_per_token: float) -> None:
-    """Runs until the process ends; prints `{"port": ...}` when it listens."""
-    server = fake.FakeServer(PlayedModel(len(tokenizer()), seconds_per_token), arguments={})
-    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=8192).start()
-    print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
-    await asyncio.Event().wait()
+    await fake.serve(fake.FakeServer(PlayedModel(len(tokenizer()), seconds_per_token), arguments={}))
 
 
 class PlayedSGLangEngine(SGLangEngine):
@@ -289,9 +282,9 @@ class Timeline(lightrl.RLCallback):
         now = time.perf_counter()
         self.seconds.append(now - self.started)
         self.started = now
-        self.rollout_s.append(trainer.rollout_loop.phase_seconds["rollout"])
-        self.update_s.append(trainer.rollout_loop.phase_seconds["update"])
-        self.sync_s.append(trainer.rollout_loop.phase_seconds["sync"])
+        self.rollout_s.append(trainer.phase_seconds["rollout"])
+        self.update_s.append(trainer.phase_seconds["update"])
+        self.sync_s.append(trainer.phase_seconds["sync"])
         self.staleness.append(float(trainer.callback_metrics["staleness/max_versions"]))
         self.mixed_fraction.append(float(trainer.callback_metrics["rollout/mixed_version_fraction"]))
 
@@ -408,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--serve", type=float, metavar="SECONDS_PER_TOKEN", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.serve is not None:
-        threading.Thread(target=fake.end_with_parent, args=(os.getppid(),), daemon=True).start()
+        end_with_parent()
         asyncio.run(serve(arguments.serve))
         return
     if arguments.max_staleness is None:

@@ -170,7 +170,7 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
             turnstile.pass_through()
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            for name, seconds in trainer.rollout_loop.phase_seconds.items():
+            for name, seconds in trainer.phase_seconds.items():
                 turnstile.block.phase_seconds.setdefault(name, []).append(seconds)
 
         def on_experience_ready(self, trainer: Any, module: Any, experience: Any) -> None:

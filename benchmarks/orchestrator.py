@@ -21,12 +21,10 @@ import asyncio
 import dataclasses
 import functools
 import json
-import os
 import secrets
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +36,7 @@ from aiohttp import web
 from transformers import Qwen3Config
 
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
+from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import SGLangEngine
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.rewards import Judgment
@@ -103,11 +102,7 @@ class Server(FakeServerProcess):
 async def serve(delay_s: float, num_tokens: int) -> None:
     server = CannedServer(ScriptedModel(vocab_size=VOCAB_SIZE), arguments={})
     server.delay_s, server.num_tokens = delay_s, num_tokens
-    runner = web.AppRunner(server.application(), access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, backlog=8192).start()
-    print(json.dumps({"port": runner.addresses[0][1]}), flush=True)
-    await asyncio.Event().wait()
+    await fake.serve(server)
 
 
 class Judged:
@@ -273,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     hard = raise_open_files()
     if options.serve:
-        threading.Thread(target=fake.end_with_parent, args=(os.getppid(),), daemon=True).start()
+        end_with_parent()
         asyncio.run(serve(float(options.serve[0]), int(options.serve[1])))
         return
     num_tokens, repeats, requests = (20, 1, 40) if options.quick else (1000, options.repeats, options.requests)

@@ -1,15 +1,19 @@
-"""The exceptions of a run, as a tree; what a user can mend before the run is a ValueError or TypeError instead.
+"""The exceptions of a run, as a tree. What a user can fix before the run is a ValueError or TypeError instead.
 
 LightRLError
 ├── EngineError               the rollout engine failed
-│   ├── EngineUnreachable     nobody answers
+│   ├── EngineUnreachable     nothing answers
 │   ├── EngineTimeout         an answer is overdue
 │   └── WeightSyncError       the engine did not take the new weights
 ├── RolloutError              a workflow or an environment failed, or no batch came in time
 ├── RewardError               a reward function raised, returned no finite number, hung or was killed
-├── OtherRankFailed           another process of the run failed first, and this one could not go on
-└── TrainingError             the update cannot go on (gradients without a finite value, again and again)
+├── OtherRankFailed           another process of the run failed first, so this one had to stop
+└── TrainingError             the update cannot continue (non-finite gradients, again and again)
 """
+
+import contextlib
+import functools
+from collections.abc import Iterator
 
 
 class LightRLError(Exception):
@@ -21,7 +25,7 @@ class EngineError(LightRLError):
 
 
 class EngineUnreachable(EngineError):
-    """Nobody answers where the engine should be."""
+    """Nothing answers at the engine's address."""
 
 
 class EngineTimeout(EngineError):
@@ -29,7 +33,7 @@ class EngineTimeout(EngineError):
 
 
 class WeightSyncError(EngineError):
-    """The engine did not take the new weights, or could not be shown to have them."""
+    """The engine did not take the new weights, or a check showed that it has others."""
 
 
 class RolloutError(LightRLError):
@@ -40,7 +44,7 @@ class RewardError(LightRLError):
     """A reward function gave no finite number; `reason` is one word for counting.
 
     Args:
-        message: what happened, what was expected, how to mend.
+        message: what happened, what was expected, how to fix it.
         reason: `raised`, `not_finite`, `timeout` or `killed`.
     """
 
@@ -49,16 +53,28 @@ class RewardError(LightRLError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_reward_error, (str(self), self.reason)
-
-
-def _rebuild_reward_error(message: str, reason: str) -> "RewardError":
-    return RewardError(message, reason=reason)
+        return functools.partial(RewardError, reason=self.reason), (str(self),)
 
 
 class OtherRankFailed(LightRLError):
-    """Another process of the run failed first; its cause is what this one, which could not go on alone, met then."""
+    """Another process of the run failed first; the cause is the error that this process got because of it."""
 
 
 class TrainingError(LightRLError):
-    """The update cannot go on."""
+    """The update cannot continue."""
+
+
+@contextlib.contextmanager
+def user_code(name: str, *, on: str = "", error_type: type[LightRLError] = RolloutError) -> Iterator[None]:
+    """Runs user code: what it raises becomes an `error_type`; a LightRLError passes through.
+
+    Args:
+        name: of the user code, for the message.
+        on: what it was called on, for the message.
+    """
+    try:
+        yield
+    except LightRLError:
+        raise
+    except Exception as error:  # user code may raise anything
+        raise error_type(f"{name} raised {error!r}{on and f' on {on}'}.") from error

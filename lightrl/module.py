@@ -15,18 +15,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning as L
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph, served
 from lightrl.experience import Experience, LossUnit
 from lightrl.functional import group_advantages
-from lightrl.models import Metric, ModelSpec, Outputs, ParallelModel, Role, check_adamw
+from lightrl.models import Metric as LossMetric
+from lightrl.models import ModelSpec, Outputs, ParallelModel, Role, check_adamw
 from lightrl.models.load_role import load_role
 from lightrl.models.model_folder import fill_in, keep_trained
 from lightrl.models.optimizer import parameter_groups, with_schedule
 from lightrl.models.pictures import Pictures
+from lightrl.models.stop_tokens import stop_token_ids
 from lightrl.rewards import RewardPart
-from lightrl.rewards.evaluation import evaluation_numbers
+from lightrl.rewards.evaluation import Evaluation
 from lightrl.trajectory import Group, Sampling, Trajectory
 from lightrl.workflows.workflow import SingleTurn, Workflow
 
@@ -205,6 +208,9 @@ class RLModule(L.LightningModule):
         self.max_skipped_updates = max_skipped_updates
         self.parallel_models: dict[str, ParallelModel] = {}  # by role; the trainer fills it in
         self.value_head: torch.nn.Linear | None = None  # a critic's, on the policy's body
+        # Your own, by name: each is updated with the judged groups of every validation or test batch.
+        self.validation_metrics: dict[str, Metric] = {}
+        self._evaluation = Evaluation(validation_group_size)
         self._log_batch_size = 1  # 1 in training, where an iteration counts as one
 
     # ------------------------------------------------------------------ hooks to write or override
@@ -234,7 +240,7 @@ class RLModule(L.LightningModule):
         """
         return group_advantages(experience.rewards, experience.group_ids)
 
-    def loss(self, experience: Experience, outputs: Outputs) -> Mapping[str, Metric]:
+    def loss(self, experience: Experience, outputs: Outputs) -> Mapping[str, LossMetric]:
         """The loss of each token [B, T] or trajectory [B] under `loss`, and metrics of either shape under their names.
 
         A metric is averaged; as a pair `(values, weights)` its mean is Σ w·v / Σ w.
@@ -243,7 +249,7 @@ class RLModule(L.LightningModule):
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss.")
 
-    def value_loss(self, experience: Experience, values: Tensor) -> Mapping[str, Metric]:
+    def value_loss(self, experience: Experience, values: Tensor) -> Mapping[str, LossMetric]:
         """The critic's loss of each token [B, T] under `loss`, and metrics, as in `loss`; only with a critic.
 
         Args:
@@ -362,6 +368,11 @@ class RLModule(L.LightningModule):
         """How the policy reads pictures; None if it is a model of text alone."""
         return Pictures.of(self.policy_spec.load_config())
 
+    def stop_token_ids(self) -> dict[str, list[int]]:
+        """Where each stop token comes from → its ids."""
+        policy: Any = self.policy
+        return stop_token_ids(policy, self.tokenizer, self.sampling)
+
     @property
     def policy_config(self) -> PretrainedConfig:
         """The config of the policy's model, once that is loaded."""
@@ -394,9 +405,11 @@ class RLModule(L.LightningModule):
 
     # ------------------------------------------------------------------ Lightning's hooks
 
-    def configure_model(self) -> None:
-        if self._trainer is not None and not hasattr(self._trainer, "rollout_loop"):
+    def setup(self, stage: str) -> None:
+        if not hasattr(self.trainer, "call_rl_hook"):
             raise RuntimeError(NEEDS_OUR_TRAINER)
+
+    def configure_model(self) -> None:
         for name, role in self.models().items():
             if not hasattr(self, name) and role.spec.url is None:
                 is_trained = name in self.trained_roles()
@@ -425,7 +438,7 @@ class RLModule(L.LightningModule):
         if trainer.training:
             self._log_batch_size = 1
             return batch
-        groups: list[Group] = trainer.rollout_loop.evaluate(batch)
+        groups: list[Group] = trainer.judged_groups(batch)
         self._log_batch_size = max(1, sum(len(group.trajectories) for group in groups))
         return groups
 
@@ -447,16 +460,8 @@ class RLModule(L.LightningModule):
         return {name: (getattr(self, name), role) for name, role in self.models().items() if role.spec.url is None}
 
     def _log_evaluation(self, stage: str, groups: list[Group]) -> None:
-        num_asked = len(groups) * self.validation_group_size
-        num_judged = sum(len(group.trajectories) for group in groups)
-        settings: Any = {"on_step": False, "on_epoch": True}
-        failed_fraction = 1 - num_judged / max(1, num_asked)
-        self.log(f"{stage}/failed_fraction", failed_fraction, batch_size=num_asked, sync_dist=True, **settings)
-        num_prompts = sum(bool(group.trajectories) for group in groups)
-        self.log(f"{stage}/prompts", float(num_prompts), reduce_fx="sum", batch_size=1, **settings)
-        for name, numbers in evaluation_numbers(groups, self.validation_group_size).items():
-            mean = sum(numbers) / max(1, len(numbers))  # a batch weighs as much as it has numbers
-            self.log(f"{stage}/{name}", mean, batch_size=len(numbers), sync_dist=True, **settings)
+        for name, metric in self._evaluation.update(groups, self.validation_metrics).items():
+            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, metric_attribute="validation_metrics")
 
 
 def _no_rollout_reward(trajectory: Trajectory) -> float:

@@ -18,17 +18,15 @@ FinishReason = Literal["stop", "length", "abort"]
 class Prompt:
     """A task given to the policy, with what the reward needs to judge it.
 
-    Either `token_ids` or `messages` is set; the data module fills in `token_ids` from `messages` with the policy's chat
-    template.
+    `token_ids` or `messages` must be set; the data module computes `token_ids` from `messages` with the policy's chat
+    template. `images` are in the order of the messages' `{"type": "image"}` parts, and `token_ids` has each one's image
+    tokens.
 
     Example:
         Prompt(id="train-17", token_ids=[3, 7, 1, 9, 10], fields={"answer": "9"})
-
-    Pictures stand in `images`, in the order of the messages' `{"type": "image"}` parts; each is as many image tokens of
-    `token_ids` as the policy makes of it.
     """
 
-    id: str  # unique within the run; seeds and resume rely on it
+    id: str  # unique within the run; seeds and resume depend on it
     messages: list[dict[str, Any]] | None = None  # chat messages, `{"role": ..., "content": ...}`
     token_ids: list[int] | None = None
     fields: dict[str, Any] = field(default_factory=dict)  # the row's columns, JSON-able
@@ -36,7 +34,7 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if self.messages is None and self.token_ids is None:
-            raise ValueError(f"Prompt {self.id!r} has neither messages nor token_ids, expected one of them.")
+            raise ValueError(f"Prompt {self.id!r} needs messages or token_ids.")
         object.__setattr__(self, "images", tuple(self.images))  # JSON gives lists
 
     def to_json(self) -> dict[str, Any]:
@@ -58,23 +56,22 @@ class Sampling:
     top_p: float = 1.0  # 1 keeps every token
     top_k: int = -1  # -1 keeps every token
     max_new_tokens: int = 128
-    min_new_tokens: int = 0  # stop tokens cannot be drawn before that many
-    stop_token_ids: tuple[int, ...] = ()  # a completion ends with the first of these, which it includes
-    seed: int = 0  # int64; with the position it fixes the uniform number that draws a token
+    min_new_tokens: int = 0  # no stop token is drawn before this many tokens
+    stop_token_ids: tuple[int, ...] = ()  # a completion ends with the first of these and includes it
+    seed: int = 0  # int64; seed and position fix the uniform number that draws a token
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature}, expected 0 (greedy) or more. Raise it.")
+            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}.")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}, expected a number in (0, 1]. Use 1 to keep every token.")
+            raise ValueError(f"top_p must be in (0, 1] (1 keeps every token), got {self.top_p}.")
         if self.top_k < 1 and self.top_k != -1:
-            raise ValueError(f"top_k={self.top_k}, expected at least 1, or -1 to keep every token.")
+            raise ValueError(f"top_k must be at least 1, or -1 to keep every token, got {self.top_k}.")
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens}, expected at least 1. Raise it.")
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens={self.min_new_tokens}, expected 0 to max_new_tokens={self.max_new_tokens}. Lower it."
-            )
+            bound = f"max_new_tokens={self.max_new_tokens}"
+            raise ValueError(f"min_new_tokens must be between 0 and {bound}, got {self.min_new_tokens}.")
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """One finished interaction: one completion, or one conversation of several turns.
+    """One finished interaction: a completion, or a conversation of several turns.
 
     Example (prompt of 5 tokens, completion of 2, sampled by weight version 4):
         Trajectory(prompt=..., group_id=12, sample=0,
@@ -98,35 +95,35 @@ class Trajectory:
     """
 
     prompt: Prompt
-    group_id: int  # position of the prompt in the prompt stream; the same for all trajectories of one group
+    group_id: int  # position of the prompt in the prompt stream
     sample: int  # which of the group's trajectories, 0 to G - 1
     token_ids: list[int]  # [T]
     loss_mask: list[bool]  # [T], True where the policy wrote the token and trains on it
     behavior_logprobs: list[float]  # [T], 0 where the policy did not write
-    weight_versions: list[int]  # [T], the weights that sampled the token; -1 where the policy did not write
+    weight_versions: list[int]  # [T], of the weights that sampled the token; -1 where the policy did not write
     completion_ids: list[int]  # token ids of the last turn, end token included
-    completion: str  # their text
+    completion: str  # its text
     finish_reason: FinishReason = "stop"
     is_truncated: bool = False  # ended by a length limit
     reward: float | None = None  # None until judged
     rewards: list[float] | None = None  # [T], for rewards per token; then `reward` is their sum
     turns: list[Turn] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)  # what the reward or workflow wants logged, by name
-    call_outputs: dict[str, Any] = field(default_factory=dict)  # of judges, recorded, by key: a number or [T, ...]
+    metrics: dict[str, float] = field(default_factory=dict)  # by name, logged for the reward or the workflow
+    call_outputs: dict[str, Any] = field(default_factory=dict)  # recorded, of judges, by key: a number or [T, ...]
 
     @property
     def oldest_version(self) -> int:
-        """The lowest weight version among the tokens that the policy wrote; -1 if it wrote none."""
+        """The lowest weight version of the tokens that the policy wrote; -1 if it wrote none."""
         return min((version for version in self.weight_versions if version >= 0), default=-1)
 
     @property
     def newest_version(self) -> int:
-        """The highest weight version among the tokens; -1 if the policy wrote none."""
+        """The highest weight version of the tokens; -1 if the policy wrote none."""
         return max(self.weight_versions, default=-1)
 
     @property
     def accuracy(self) -> float:
-        """The reward's own `accuracy`; where it gives none, 1.0 for a reward of at least 1."""
+        """The metric `accuracy` if there is one, else 1.0 for a reward of at least 1 and 0.0 below."""
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def to_json(self) -> dict[str, Any]:
@@ -142,7 +139,7 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """The trajectories of one prompt, in sample order; those that were dropped are missing."""
+    """The trajectories of one prompt, in sample order, without those that were dropped."""
 
     id: int  # position in the prompt stream
     prompt: Prompt
@@ -150,7 +147,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest weight version that any of its tokens was sampled by; -1 if it has none."""
+        """The lowest weight version of its tokens; -1 if the policy wrote none."""
         versions = [trajectory.oldest_version for trajectory in self.trajectories]
         return min((version for version in versions if version >= 0), default=-1)
 
@@ -171,6 +168,6 @@ class Group:
 
 
 def sampling_seed(run_seed: int, prompt_id: str, sample: int, turn: int = 0) -> int:
-    """The seed of one generation: the same on every machine, for any order of arrival, [0, 2^63)."""
+    """The seed of one generation, [0, 2^63): the same on every machine and in any order of arrival."""
     text = f"{run_seed}/{prompt_id}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines.sglang.held_port import HeldPort
 
 TESTS = Path(__file__).parent
@@ -82,11 +81,10 @@ def fork_runs(sizes: Sequence[int], play: Callable[[int], None]) -> int:
 
 def _fork(size: int, rank: int, port: int, play: Callable[[int], None]) -> int:
     """The process id of a child that plays one rank and ends."""
-    parent = os.getpid()
     child = os.fork()
     if child:
         return child
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with_parent()
     code = 0
     try:
         if size > 1:
@@ -99,9 +97,3 @@ def _fork(size: int, rank: int, port: int, play: Callable[[int], None]) -> int:
         code = 1
     sys.stderr.flush()
     os._exit(code)
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)

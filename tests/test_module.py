@@ -17,7 +17,6 @@ from lightrl.algorithms import GRPO, PPO, ReferenceKL
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.models import ModelSpec, Outputs, vocabulary
-from lightrl.models.stop_tokens import stop_token_ids
 from lightrl.module import RLModule
 
 CHATML = (
@@ -135,7 +134,7 @@ def test_stop_tokens_are_the_union_of_all_that_name_one(tmp_path: Path) -> None:
     made = module(policy=path, sampling=Sampling(stop_token_ids=(9,)))
     made.configure_model()
     turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert stop_token_ids(made.policy, made.tokenizer, made.sampling) == {
+    assert made.stop_token_ids() == {
         "sampling": [9],
         "generation config": [5, 6],
         "model config": [7],
@@ -152,15 +151,13 @@ def test_a_turn_end_that_is_no_named_special_token_is_found_too(tmp_path: Path) 
     tokenizer.chat_template = CHATML
     made = module(policy=folder_with(tmp_path, tokenizer))
     made.configure_model()
-    assert stop_token_ids(made.policy, made.tokenizer, made.sampling)["turn end"] == [
-        tokenizer.convert_tokens_to_ids("<|im_end|>")
-    ]
+    assert made.stop_token_ids()["turn end"] == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
 
 
 def test_without_a_chat_template_there_is_no_turn_end() -> None:
     made = module()
     made.configure_model()
-    assert stop_token_ids(made.policy, made.tokenizer, made.sampling) == {
+    assert made.stop_token_ids() == {
         "generation config": [1],
         "model config": [1],
         "tokenizer": [1],

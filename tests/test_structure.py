@@ -152,10 +152,13 @@ def test_rooms_describe_themselves_in_at_most_25_lines():
 
 
 def test_every_deadline_has_a_finite_default():
-    """What waits takes a `*_timeout_s`, a number of seconds where nothing is given; None would wait for ever."""
+    """A deadline is a `*_timeout_s` argument or a field of Timeouts, a number of seconds; None would wait for ever."""
     found = {}
     for file in modules_of():
         for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name == "Timeouts":
+                for field in (item for item in node.body if isinstance(item, ast.AnnAssign)):
+                    found[f"Timeouts.{ast.unparse(field.target)}"] = isinstance(field.value, ast.Constant)
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             plain, given = node.args.posonlyargs + node.args.args, node.args.defaults
@@ -165,5 +168,5 @@ def test_every_deadline_has_a_finite_default():
                 if argument.arg.endswith("timeout_s"):
                     where = f"{file.relative_to(PACKAGE)}:{node.name}({argument.arg})"
                     found[where] = isinstance(default, ast.Constant) and isinstance(default.value, int | float)
-    assert len(found) > 8
+    assert len(found) > 15
     assert not [where for where, is_finite in found.items() if not is_finite]

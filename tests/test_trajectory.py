@@ -40,7 +40,7 @@ def test_a_group_is_as_old_as_its_oldest_token() -> None:
 
 
 def test_a_prompt_needs_messages_or_tokens() -> None:
-    with pytest.raises(ValueError, match="Prompt 'empty' has neither messages nor token_ids"):
+    with pytest.raises(ValueError, match="Prompt 'empty' needs messages or token_ids"):
         Prompt(id="empty")
 
 
@@ -58,7 +58,7 @@ def test_a_prompt_needs_messages_or_tokens() -> None:
     ids=str,
 )
 def test_sampling_out_of_range_is_refused_by_name(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(settings))}=.*expected"):
+    with pytest.raises(ValueError, match=f"{next(iter(settings))} must be .*got {next(iter(settings.values()))}"):
         Sampling(**settings)
 
 

@@ -9,48 +9,52 @@ WeightSync calls this; without a colocated engine nothing happens.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from lightrl.engines.abilities import SharesDevices
+from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import ranks_of
 
 
-def is_colocated(trainer: Any) -> bool:
-    """What the engine's settings say; the same on every rank."""
-    return getattr(trainer.engine, "placement", "separate") == "colocated"
+def colocated_engine(trainer: RLTrainer) -> SharesDevices | None:
+    """The engine, if it is in use and on the trainer's devices; every rank has the settings, rank 0 the processes."""
+    engine: object = trainer.engine
+    if trainer.rollout.is_recorded or not isinstance(engine, SharesDevices) or engine.placement == "separate":
+        return None
+    return engine
 
 
-def check(trainer: Any) -> None:
-    """Refuses what would ask an engine that has no memory.
+def check(trainer: RLTrainer) -> None:
+    """Refuses settings under which an engine would be used while it has no memory.
 
     Raises:
-        ValueError: if rollouts go on during an update.
+        ValueError: if rollouts continue during an update.
     """
-    if not is_colocated(trainer):
-        return
     max_staleness = trainer.rollout.settings.max_staleness
-    if max_staleness > 0:
+    if colocated_engine(trainer) is not None and max_staleness > 0:
         raise ValueError(
-            f"max_staleness={max_staleness} lets rollouts go on during an update, but the engine is colocated, "
-            "expected 0: it has no memory then. Use StalenessControl(0), or placement: separate."
+            f"max_staleness must be 0 with a colocated engine, got {max_staleness}: the engine has no memory to roll "
+            "out during an update. Use StalenessControl(0), or placement: separate."
         )
 
 
-def to_trainer(trainer: Any) -> None:
-    """Before the update: the engine gives its memory back, then the optimizer's state comes to the device."""
-    if not is_colocated(trainer):
+def to_trainer(trainer: RLTrainer) -> None:
+    """Before the update: the engine releases its memory, then the optimizer's state comes to the device."""
+    engine, ranks = colocated_engine(trainer), ranks_of(trainer.strategy)
+    if engine is None:
         return
-    if ranks_of(trainer.strategy).is_main:
-        trainer.rollout.engine.make_room()
-    ranks_of(trainer.strategy).broadcast_json(None)  # no rank takes memory before the engine has given it
+    if ranks.is_main:
+        engine.make_room()
+    ranks.broadcast_json(None)  # no rank takes memory before the engine has released it
     move_optimizer_state(trainer.optimizers, trainer.strategy.root_device)
 
 
-def to_engine(trainer: Any) -> None:
+def to_engine(trainer: RLTrainer) -> None:
     """After the update, before the load: the optimizer's state goes to host memory."""
-    if not is_colocated(trainer):
+    if colocated_engine(trainer) is None:
         return
     device = trainer.strategy.root_device
     move_optimizer_state(trainer.optimizers, torch.device("cpu"))
@@ -59,8 +63,8 @@ def to_engine(trainer: Any) -> None:
 
 
 @torch.no_grad()
-def move_optimizer_state(optimizers: list[Any], device: torch.device) -> int:
-    """Moves the state that has a parameter's shape, in place; gives its bytes. Step counters stay where they are."""
+def move_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> int:
+    """Moves the state that has a parameter's shape, in place, and returns its bytes. Step counters stay."""
     num_bytes = 0
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():

@@ -1,33 +1,37 @@
-"""DynamicSampling: iterations of groups that teach, full size, with the others dropped and replaced by new prompts."""
+"""DynamicSampling: full iterations of groups that teach; the others are dropped and replaced by new prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.dotted_path import function_of
-from lightrl.rollout import GroupFilter
+from lightrl.module import RLModule
+from lightrl.rollout import GroupFilter, RolloutSettings
 from lightrl.trajectory import Group
 
 if TYPE_CHECKING:
     import lightning as L
 
+    from lightrl.rollout.rl_trainer import RLTrainer
+
 
 class DynamicSampling(RLCallback):
-    """Drops judged groups by rules and draws new prompts for them, so that every iteration has its P groups.
+    """Drops judged groups by rules and rolls out new prompts for them, so that every iteration has its P groups.
 
-    Each dropped trajectory is told to `on_trajectory_dropped` with the reason: `filtered_zero_variance`,
-    `filtered_too_hard`, `filtered_too_easy`, `filtered_too_long`, `filtered_<word of the rule>`, `incomplete`,
-    `oversampled`. On-policy the replacements start when all groups before them are in, together, so a run stays
-    repeatable. An iteration of the trainer is then worth more rollouts, and an epoch of the data fewer iterations.
+    `on_trajectory_dropped` gets each dropped trajectory with the reason: `filtered_zero_variance`, `filtered_too_hard`,
+    `filtered_too_easy`, `filtered_too_long`, `filtered_<word of the rule>`, `incomplete`, `oversampled`. On-policy the
+    replacements start together when all groups before them are in, so a run stays repeatable. An iteration then costs
+    more rollouts, and an epoch of the data lasts fewer iterations.
 
-    Over-sampling starts `oversample_fraction`·P groups more than needed, so that an iteration waits for the fastest P,
-    not for the slowest. It is biased: completions that take long, thus long ones, are left out more often, and the
-    policy can learn to be short from that alone; watch `rollout/length_tokens`. On-policy all that is still in flight
-    is given up when P groups are done, and which groups those are depends on the clock: such a run is not repeatable to
-    the bit. With `max_staleness` > 0 stragglers stay in flight within the staleness bound and only those that would
-    hold a batch back are given up; prompts given up come again in the next epoch.
+    Over-sampling starts `oversample_fraction`·P more groups than needed, so that an iteration waits for the fastest P
+    and not for the slowest. It is biased: completions that take long, which are the long ones, are left out more often,
+    and the policy can learn to be short from that alone; watch `rollout/length_tokens`. On-policy, whatever is still in
+    flight when P groups are done is given up, and which groups those are depends on timing: such a run is not
+    repeatable to the bit. With `max_staleness` > 0, stragglers stay in flight within the staleness bound and only those
+    that would hold a batch back are given up; their prompts come again in the next epoch.
 
     It logs `rollout/dropped_groups` and `rollout/dropped_groups_<reason>`, since the last iteration.
 
@@ -35,16 +39,16 @@ class DynamicSampling(RLCallback):
 
     Args:
         drop_zero_variance: drop a group whose trajectories all have the same reward.
-        min_success, max_success: drop a group whose share of right trajectories is outside, 0 to 1. A trajectory is
-            right by its metric `accuracy`, else by a reward of at least 1.
-        max_group_tokens: drop a group in which the policy wrote a trajectory longer than this; None for no bound.
+        min_success, max_success: drop a group whose share of correct trajectories is outside, 0 to 1. A trajectory is
+            correct by its metric `accuracy`, or without one by a reward of at least 1.
+        max_group_tokens: drop a group in which the policy wrote a trajectory longer than this; None for no limit.
         rule: a function of a judged Group, or its dotted path; a word (the reason) or True drops the group, None or
-            False keeps it. It is called on the rollouts' event loop: it must be quick.
-        incomplete_groups: what becomes of a group of which a trajectory failed (a reward that raised, say): `train` on
+            False keeps it. It runs on the rollouts' event loop, so it must be quick.
+        incomplete_groups: what happens to a group that lost a trajectory (its reward raised, for example): `train` on
             the others, `redraw` it with new seeds, three times at most, or `drop` it.
         oversample_fraction: of P, above.
-        max_dropped_groups_per_iteration: the run ends with an error that says what was dropped if more are dropped for
-            one iteration's groups; 10·P if None.
+        max_dropped_groups_per_iteration: the run ends with an error that lists the reasons if more groups are dropped
+            for one iteration; 10·P if None.
     """
 
     def __init__(
@@ -60,12 +64,12 @@ class DynamicSampling(RLCallback):
         max_dropped_groups_per_iteration: int | None = None,
     ) -> None:
         if incomplete_groups not in ("train", "redraw", "drop"):
-            raise ValueError(f"incomplete_groups={incomplete_groups!r}, expected train, redraw or drop. Choose one.")
+            raise ValueError(f"incomplete_groups must be train, redraw or drop, got {incomplete_groups!r}.")
         if not 0 <= oversample_fraction <= 10:
-            raise ValueError(f"oversample_fraction={oversample_fraction}, expected a number from 0 to 10. Mend it.")
+            raise ValueError(f"oversample_fraction must be from 0 to 10, got {oversample_fraction}.")
         bound = max_dropped_groups_per_iteration
         if bound is not None and bound < 0:
-            raise ValueError(f"max_dropped_groups_per_iteration={bound}, expected 0 or more, or None. Raise it.")
+            raise ValueError(f"max_dropped_groups_per_iteration must be at least 0 or None, got {bound}.")
         self.group_filter = GroupFilter(
             drop_zero_variance=drop_zero_variance,
             min_success=min_success,
@@ -76,25 +80,34 @@ class DynamicSampling(RLCallback):
         self.incomplete_groups = incomplete_groups
         self.oversample_fraction = oversample_fraction
         self.max_dropped_groups_per_iteration = bound
-        self._reasons: set[str] = set()  # seen so far; each is logged from then on
+        self._reasons: set[str] = set()  # that have occurred; each is logged from then on
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        module: Any = pl_module
-        if stage == "fit" and self.group_filter.drop_zero_variance and getattr(module, "group_size", 2) < 2:
+        if stage != "fit" or not self.group_filter.drop_zero_variance or not isinstance(pl_module, RLModule):
+            return
+        if pl_module.group_size < 2:
             raise ValueError(
-                "drop_zero_variance=True drops every group of group_size=1, expected a group_size of 2 or more. Raise "
-                "it, or set DynamicSampling.drop_zero_variance to false."
+                "DynamicSampling.drop_zero_variance drops every group of group_size=1. Set group_size to 2 or more, or "
+                "drop_zero_variance to false."
             )
-        if stage == "fit" and self.group_filter.drop_zero_variance and not getattr(module, "has_rollout_reward", True):
+        if not pl_module.has_rollout_reward:
             raise ValueError(
-                "drop_zero_variance=True drops every group where a reward model is all of the reward, for it is asked "
-                "when the groups are chosen, expected reward= beside reward_model=. Give one, or set "
-                "DynamicSampling.drop_zero_variance to false."
+                "DynamicSampling.drop_zero_variance drops every group if a reward model is the whole reward, because "
+                "it judges after the groups are chosen. Set reward= beside reward_model=, or drop_zero_variance to "
+                "false."
             )
 
-    def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
-        rl_trainer: Any = trainer
-        drops: dict[str, int] = rl_trainer.rollout.drain_group_drops()
+    def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
+        return replace(
+            settings,
+            group_filter=self.group_filter,
+            incomplete_groups=self.incomplete_groups,
+            oversample_fraction=self.oversample_fraction,
+            max_dropped_groups=self.max_dropped_groups_per_iteration,
+        )
+
+    def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
+        drops = trainer.rollout.drain_group_drops()
         self._reasons |= set(drops)
         values = {f"rollout/dropped_groups_{reason}": drops.get(reason, 0) for reason in sorted(self._reasons)}
         values["rollout/dropped_groups"] = sum(drops.values())

@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from lightrl.rollout.rl_trainer import RLTrainer
+
 log = logging.getLogger(__name__)
 
 _BUCKET_BYTES = 2**28  # of parameters gathered at once
 
 
 class _Module(Protocol):
-    """What is asked of the module beside the model: an RLModule and the supervised ones have it."""
+    """What an export needs of the module besides the model; RLModules and the supervised ones have it."""
 
     tokenizer: PreTrainedTokenizerBase | None
     policy_role: Role
@@ -40,24 +42,24 @@ class _Module(Protocol):
 
 
 class HuggingFaceExport(RLCallback):
-    """Writes weights, config, generation config and tokenizer to the folder `to` when `fit` has ended as planned.
+    """Writes weights, config, generation config and tokenizer to the folder `to` when `fit` has ended normally.
 
-    `AutoModelForCausalLM.from_pretrained(to)` then gives the same tensors, bit for bit. A checkpoint is for going on
-    with the run, an export for everything else: serving, evaluation, or the next stage (`ModelSpec(path=to)`).
+    `AutoModelForCausalLM.from_pretrained(to)` then gives the same tensors, bit for bit. Use a checkpoint to continue
+    the run, an export for everything else: serving, evaluation, or the next stage (`ModelSpec(path=to)`).
 
     With LoRA the folder has peft's form, adapters only (`PeftModel.from_pretrained`), or with `merged` the whole model.
 
-    A critic that is a head on the policy's body is left out of the policy's folder; with `role="critic"` body and head
-    are written as a model of its own, for a later run's `critic` or `reward_model`.
+    The policy's folder leaves out a critic that is a head on the policy's body; `role="critic"` writes body and head as
+    a separate model, for a later run's `critic` or `reward_model`.
 
-    The folder is always whole: an export takes its place when it is complete (model_folder.py).
-    Ctrl-C, an exception and `fast_dev_run` leave the earlier export as it is.
+    The folder is always complete: an export replaces it when it is written (model_folder.py). Ctrl-C, an exception and
+    `fast_dev_run` leave the earlier export as it is.
 
     Args:
         to: the folder; its parents are made. An earlier export in it is replaced, anything else is refused.
-        every_n_iterations: exports during the run as well, after every n-th iteration; None for the end only.
+        every_n_iterations: exports after every n-th iteration too; None for the end only.
         role: whose model; None is the module's `trained_role`, which a RewardModel has, or else the policy.
-        merged: with LoRA, merge the adapters into the weights; always so for critics and reward models.
+        merged: with LoRA, merge the adapters into the weights; always done for critics and reward models.
 
     Raises:
         ValueError: when `fit` starts, if `to` holds something that is no export, or the model that the run starts from.
@@ -68,7 +70,7 @@ class HuggingFaceExport(RLCallback):
     ) -> None:
         if every_n_iterations is not None and every_n_iterations < 1:
             raise ValueError(
-                f"every_n_iterations={every_n_iterations}, expected at least 1, or None for the end only. Raise it."
+                f"every_n_iterations must be at least 1, or None for the end only, got {every_n_iterations}."
             )
         self.to = Path(to)
         self.every_n_iterations = every_n_iterations
@@ -79,14 +81,13 @@ class HuggingFaceExport(RLCallback):
         model = getattr(pl_module, self._body_of(pl_module), None)
         if self._is_head(pl_module) and ModelDescription.of_critic(model, pl_module.policy_role) is None:
             raise TypeError(
-                f"HuggingFaceExport found a critic's head on a {type(model).__name__}, expected a family with a model "
-                "for sequence classification. Leave the callback out: the head travels with the run's checkpoints."
+                f"HuggingFaceExport cannot export a critic's head on a {type(model).__name__}: transformers has no "
+                "sequence classification model of that family. Leave the callback out: checkpoints keep the head."
             )
         if not hasattr(model, "save_pretrained"):
             raise TypeError(
-                f"HuggingFaceExport found {type(model).__name__} at {type(pl_module).__name__}."
-                f"{self._role_of(pl_module)}, expected a Hugging Face model. Give the module one, name another role, "
-                "or leave the callback out."
+                f"HuggingFaceExport needs a Hugging Face model at {type(pl_module).__name__}."
+                f"{self._role_of(pl_module)}, got {type(model).__name__}. Name another role, or leave the callback out."
             )
         check_model_folder(self.to, asked_by="HuggingFaceExport", source=str(getattr(model, "name_or_path", "")))
 
@@ -103,7 +104,7 @@ class HuggingFaceExport(RLCallback):
                 log.info(HEAD_STAYS_BEHIND)
 
     def _export(self, trainer: L.Trainer, module: Any) -> None:
-        if getattr(trainer, "fast_dev_run", False):
+        if cast("RLTrainer", trainer).fast_dev_run:
             return
         role, body = self._role_of(module), self._body_of(module)
         holders = ranks_of(trainer.strategy).of_role(body)
@@ -129,9 +130,9 @@ class HuggingFaceExport(RLCallback):
         log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.to)
 
     def _gathered(self, trainer: L.Trainer, module: Any, role: str) -> dict[str, Tensor] | None:
-        """What is to be written, whole, on the CPU: all parameters, or the trained ones of a model with adapters.
+        """The tensors to write, whole, on the CPU: all parameters, or the trained ones of a model with adapters.
 
-        None if the model has it as it is. Collective over the ranks that a model is spread over; the first keeps it.
+        None if the model itself has them. Collective over the ranks that the model is spread over; the first keeps it.
         """
         model: PreTrainedModel = getattr(module, role)
         keeps = ranks_of(trainer.strategy).of_role(role).is_main
@@ -144,23 +145,23 @@ class HuggingFaceExport(RLCallback):
         parallel = module.parallel_models.get(role)
         if parallel is None:
             parallel = parallel_model(trainer.strategy, model, LogprobSettings())
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for bucket in parallel.full_parameters(_BUCKET_BYTES):
             if keeps:
-                found.update({name: tensor.cpu().clone() for name, tensor in bucket.tensors.items()})
-        return found
+                tensors.update({name: tensor.cpu().clone() for name, tensor in bucket.tensors.items()})
+        return tensors
 
     def _whole_head(self, module: Any, holders: Ranks) -> Tensor:
-        """A critic's on the policy's body, on each rank of that; collective over them."""
-        weight = module.value_head.weight  # of a pipeline the last rank has it, the first may have none
-        found = {} if weight is None else {"head": whole(weight)}
-        return holders.broadcast_tensors(found, source=holders.size - 1)["head"].cpu()
+        """The critic's head on the policy's body, on each of the policy's ranks; collective over them."""
+        weight = module.value_head.weight  # the last rank of a pipeline has it, the first may have none
+        head = {} if weight is None else {"head": whole(weight)}
+        return holders.broadcast_tensors(head, source=holders.size - 1)["head"].cpu()
 
     def _role_of(self, module: L.LightningModule) -> str:
         return self.role or str(getattr(module, "trained_role", "policy"))
 
     def _is_head(self, module: Any) -> bool:
-        """Whether it is a critic that is a head on the policy's body."""
+        """Whether the role is a critic that is a head on the policy's body."""
         is_own = hasattr(module, "critic")
         return self.role == "critic" and not is_own and getattr(module, "value_head", None) is not None
 

@@ -1,4 +1,4 @@
-"""LearningCurve: the run as one picture, and at its end a list of what the run's folder holds."""
+"""LearningCurve: the run as one picture, and at its end a list of the files in the run's folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -18,34 +18,36 @@ if TYPE_CHECKING:
     import lightning as L
     from matplotlib.axes import Axes
 
+    from lightrl.rollout.rl_trainer import RLTrainer
+
 log = logging.getLogger(__name__)
 
 REWARD = "rollout/reward"
 SAMPLED_ACCURACY = "rollout/accuracy_fraction"
 HELD_OUT_ACCURACY = "val/accuracy_fraction"
 
-_BLUE, _ORANGE, _GRAY = "#2f6db3", "#d9541e", "#6b6b6b"  # told apart with any color vision, and in gray
+_BLUE, _ORANGE, _GRAY = "#2f6db3", "#d9541e", "#6b6b6b"  # distinct for any color vision, and in gray
 
 Curve = Mapping[int, float]  # iteration → value
 
 
 class LearningCurve(RLCallback):
-    """Draws reward, sampled and held-out accuracy over the iterations, and says where everything is.
+    """Draws reward, sampled and held-out accuracy over the iterations, and prints where everything is.
 
-    When `fit` ends, by itself or by Ctrl-C, `learning_curve.png` is in the run's folder; beside it, where no CSVLogger
-    keeps the metrics, the plotted numbers as `learning_curve.csv`. Then the folder and its contents are printed. The
-    numbers are part of the checkpoint: the picture of a resumed run shows all of it.
+    When `fit` ends, by itself or by Ctrl-C, it writes `learning_curve.png` to the run's folder and, if no CSVLogger
+    keeps the metrics, the plotted numbers to `learning_curve.csv`. Then it prints the folder and its contents. The
+    numbers are part of the checkpoint, so a resumed run draws the whole curve.
 
-    Iteration i on the axis means: sampled by the weights after i iterations; the held-out accuracy of iteration 0 is
-    there with `num_sanity_val_steps=-1`. Only what `RolloutMetrics` and validation
-    log is drawn; a run without these has no picture.
+    Iteration i on the axis means: sampled by the weights after i iterations. With `num_sanity_val_steps=-1` there is a
+    held-out accuracy of iteration 0. It draws what `RolloutMetrics` and validation log; a run without these has no
+    picture.
 
     Args:
-        held_out: the metric of validation that is drawn; SFT's is `val/token_accuracy_fraction`.
-        held_out_label: what the legend calls it; DPO and RewardModel count pairs.
         constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.
-        constant_label: what the legend calls it.
+        constant_label: its name in the legend.
         title: of the picture; the module's class name if None.
+        held_out: the validation metric to draw; SFT's is `val/token_accuracy_fraction`.
+        held_out_label: its name in the legend; DPO and RewardModel count pairs.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class LearningCurve(RLCallback):
     ) -> None:
         if constant_baseline is not None and not 0 <= constant_baseline <= 1:
             raise ValueError(
-                f"constant_baseline={constant_baseline}, expected a fraction from 0 to 1. Divide percent by 100."
+                f"constant_baseline must be a fraction from 0 to 1, got {constant_baseline}. Divide percent by 100."
             )
         self.constant_baseline = constant_baseline
         self.constant_label = constant_label
@@ -100,7 +102,7 @@ class LearningCurve(RLCallback):
 
     def _finish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         run_folder, self._run_folder = self._run_folder, None
-        if run_folder is None or not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
+        if run_folder is None or not trainer.is_global_zero or cast("RLTrainer", trainer).fast_dev_run:
             return
         if any(self._curves.values()):
             try:
@@ -116,13 +118,11 @@ class LearningCurve(RLCallback):
                     held_out_label=self.held_out_label,
                 )
             except ImportError as error:
-                log.warning("No learning curve was drawn, for matplotlib cannot be imported (%s). Install it.", error)
+                log.warning("No learning curve was drawn: matplotlib cannot be imported (%s). Install it.", error)
             except OSError as error:
                 problem = write_problem(error, run_folder / "learning_curve.png")
                 log.warning(
-                    "No learning curve was written to %s: %s, expected a disk with room. Mend that for the next run.",
-                    run_folder,
-                    problem,
+                    "No learning curve was written to %s: %s. Free some space for the next run.", run_folder, problem
                 )
         trainer.print("\n".join([f"Run folder: {run_folder}", *_contents(trainer, run_folder)]))
 
@@ -147,9 +147,9 @@ def draw_learning_curve(
     constant_label: str = "best constant answer",
     held_out_label: str = "held-out prompts",
 ) -> None:
-    """Accuracy over iterations as PNG; the reward above it, where it is something else.
+    """Accuracy over iterations as PNG, with the reward above it if that differs.
 
-    Sampled values are noisy: they are drawn pale, with their running mean over it.
+    Sampled values are noisy: they are drawn pale, under their running mean.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -212,20 +212,20 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _contents(trainer: L.Trainer, run_folder: Path) -> Iterator[str]:
-    """A line for each thing that the run left behind and that is there."""
-    found: list[tuple[str, list[Path]]] = []
+    """A line for each thing that the run has written."""
+    written: list[tuple[str, list[Path]]] = []
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger):
-            found.append(("metrics", sorted(Path(logger.log_dir).glob("metrics.csv"))))
+            written.append(("metrics", sorted(Path(logger.log_dir).glob("metrics.csv"))))
         elif isinstance(logger, TensorBoardLogger):
-            found.append(("TensorBoard events", sorted(Path(logger.log_dir).glob("events.out.tfevents*"))[-1:]))
-    found.append(("trajectories", sorted(run_folder.glob("trajectories"))))
-    found.append(("learning curve", sorted(run_folder.glob("learning_curve.*"))))
+            written.append(("TensorBoard events", sorted(Path(logger.log_dir).glob("events.out.tfevents*"))[-1:]))
+    written.append(("trajectories", sorted(run_folder.glob("trajectories"))))
+    written.append(("learning curve", sorted(run_folder.glob("learning_curve.*"))))
     for callback in trainer.checkpoint_callbacks:
         folder = getattr(callback, "dirpath", None)
         if folder is not None:
-            found.append(("checkpoints", [path for path in [Path(folder)] if path.exists()]))
-    for name, paths in found:
+            written.append(("checkpoints", [path for path in [Path(folder)] if path.exists()]))
+    for name, paths in written:
         for path in paths:
             yield f"  {name:<19} {_relative(path, run_folder)}"
 

@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 
+from lightrl.engines.abilities import NamesDtypes
 from lightrl.errors import WeightSyncError
 from lightrl.experience import Experience
+from lightrl.module import RLModule
+from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import ranks_of
 from lightrl.trajectory import Prompt, Trajectory
 
@@ -28,7 +31,7 @@ def probe_sequences(vocab_size: int, *, num: int, num_tokens: int) -> list[list[
     return [[draw.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(num)]
 
 
-def trainer_scores(trainer: Any, module: Any, sequences: list[list[int]]) -> list[list[float]]:
+def trainer_scores(trainer: RLTrainer, module: RLModule, sequences: list[list[int]]) -> list[list[float]]:
     """Logprobs at temperature 1 of each token given those before, 0 for the first; collective."""
     ranks = ranks_of(trainer.strategy)
     holders = ranks.of_role("policy")
@@ -55,29 +58,25 @@ def compare(trainer_side: list[list[float]], engine_side: list[list[float]]) -> 
 
 
 def check(difference: float, bound: float, trainer_side: list[list[float]], engine_side: list[list[float]]) -> None:
-    """Raises WeightSyncError with both sides' numbers where they differ by more than the bound."""
+    """Raises WeightSyncError with both sides' means if they differ by more than the bound."""
     if difference <= bound:
         return
     means = [
         sum(sum(row[1:]) for row in side) / sum(len(row) - 1 for row in side) for side in (trainer_side, engine_side)
     ]
     raise WeightSyncError(
-        f"After the weight sync the probe differs by {difference:.3g} nats per token: the trainer gives its tokens "
-        f"{means[0]:.4f} on average, the engine {means[1]:.4f}, expected at most max_probe_nats={bound:g}. "
-        "The engine has other weights, a stale cache or another precision: look at its dtype, or raise "
-        "WeightSync.max_probe_nats."
+        f"After the weight sync the probe differs by {difference:.3g} nats per token (max_probe_nats={bound:g}): the "
+        f"mean logprob of its tokens is {means[0]:.4f} in the trainer and {means[1]:.4f} in the engine. The engine has "
+        "other weights, a stale cache or another precision: check its dtype, or increase WeightSync.max_probe_nats."
     )
 
 
-def default_bound_nats(trainer: Any, module: Any) -> float:
-    """For float32 on both sides, as far as they say; else for bfloat16."""
-    engine = trainer.rollout.engine
-    dtypes = {str(next(module.policy.parameters()).dtype).removeprefix("torch.")}
+def default_bound_nats(trainer: RLTrainer, module: RLModule) -> float:
+    """That of float32 if trainer and engine name no other dtype, otherwise that of bfloat16."""
+    policy: Any = module.policy
+    dtypes = {str(next(policy.parameters()).dtype).removeprefix("torch.")}
     dtypes.add({"32-true": "float32"}.get(str(trainer.precision), str(trainer.precision)))
-    dtypes.add(getattr(engine, "weights_dtype", None) or "float32")
-    server_args = getattr(engine, "server_args", None)
-    if server_args is not None:
-        dtypes.add(str(server_args.get("dtype", "auto")))
+    dtypes |= trainer.engine.dtypes() if isinstance(trainer.engine, NamesDtypes) else {"float32"}
     return FLOAT32_BOUND_NATS if dtypes == {"float32"} else LOW_PRECISION_BOUND_NATS
 
 
@@ -89,7 +88,7 @@ def _as_trajectory(row: int, token_ids: list[int]) -> Trajectory:
         token_ids=token_ids,
         loss_mask=[False] + [True] * (len(token_ids) - 1),
         behavior_logprobs=[0.0] * len(token_ids),
-        weight_versions=[-1] * len(token_ids),  # nothing was sampled, so no end token was banned
+        weight_versions=[-1] * len(token_ids),  # nothing was sampled, so no end token was masked
         completion_ids=token_ids[1:],
         completion="",
         reward=0.0,
@@ -98,7 +97,7 @@ def _as_trajectory(row: int, token_ids: list[int]) -> Trajectory:
 
 @contextlib.contextmanager
 def _unscaled(model: Any) -> Iterator[None]:
-    """Servers score a prompt at temperature 1, whatever they are asked (SGLang 0.5.23)."""
+    """Servers score a prompt at temperature 1, whatever the request says (SGLang 0.5.23)."""
     before = getattr(model, "settings", None)
     if before is None:
         yield

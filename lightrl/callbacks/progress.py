@@ -1,4 +1,4 @@
-"""RolloutProgressBar: two lines for the whole run and the present phase; plain lines where there is no terminal."""
+"""RolloutProgressBar: a line for the run and one for its present phase; plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     import lightning as L
 
     from lightrl.experience import Experience
+    from lightrl.module import RLModule
+    from lightrl.rollout.rl_trainer import RLTrainer
     from lightrl.trajectory import Group
 
-# Metric name → what a line has room for. The first line is about learning, the second about speed.
+# Metric name → its short name in a line. The first line is about learning, the second about speed.
 _LEARNING = {
     "rollout/reward": "reward",
     "rollout/accuracy_fraction": "accuracy",
@@ -45,12 +47,12 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     `max_epochs`, whichever comes first, over all epochs, and on from where a resumed run starts. A plain
     LightningModule has the first line only, with whatever it logs with `prog_bar=True`.
 
-    Where standard output is no terminal (a log file, a pipe), bars would leave thousands of lines: then one plain line
-    is printed every `print_every_n_iterations`, and one after each validation.
+    If standard output is no terminal (a log file, a pipe), bars would leave thousands of lines. Then it prints one
+    plain line every `print_every_n_iterations`, and one after each validation.
 
     Args:
-        refresh_rate: batches between two updates of the first line; 0 shows nothing at all.
-        process_position: lines to leave free above.
+        refresh_rate: batches between two updates of the first line; 0 shows nothing.
+        process_position: free lines above.
         leave: as in TQDMProgressBar.
         print_every_n_iterations: for plain lines.
     """
@@ -65,24 +67,26 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         super().__init__(refresh_rate=refresh_rate, process_position=process_position, leave=leave)
         if print_every_n_iterations < 1:
             raise ValueError(
-                f"print_every_n_iterations={print_every_n_iterations}, expected at least 1. Raise it, or set "
-                "enable_progress_bar=False for silence."
+                f"print_every_n_iterations must be at least 1, got {print_every_n_iterations}. Set "
+                "enable_progress_bar=False to print nothing."
             )
         self.print_every_n_iterations = print_every_n_iterations
+        self._is_training = False  # there is a first line
         self._phase_bar: Tqdm | None = None
-        self._num_trajectories: int | None = None  # of an iteration, once one is known
+        self._num_trajectories: int | None = None  # of an iteration, after the first
         self._speed = ""  # of the last iteration, for the second line
         self._drawn_s = -math.inf  # monotonic clock
 
     @property
     def is_disabled(self) -> bool:
-        """True where no bar is drawn; plain lines may still be printed."""
+        """True if no bar is drawn; plain lines may still be printed."""
         return not self.is_enabled or not _is_terminal()
 
     # ------------------------------------------------------------------ the run
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.train_progress_bar = self.init_train_tqdm()
+        self._is_training = True
         self.train_progress_bar.total = num_batches_of_run(trainer)
         # `initial` keeps the batches before a resume out of the rate.
         self.train_progress_bar.initial = self.train_progress_bar.n = _num_batches_done(trainer)
@@ -101,7 +105,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
                 self.print(f"iteration {done}{of_total}{_plain(self.get_metrics(trainer, pl_module))}")
             return
         self.train_progress_bar.n = done
-        if self._should_update(done, total) and self._is_due(force=done == total):  # type: ignore[arg-type]
+        if done == total or (done % self.refresh_rate == 0 and self._is_due()):
             self._show_metrics(trainer, pl_module)
             self._redraw()
 
@@ -118,27 +122,27 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     # ------------------------------------------------------------------ the phase
 
-    def on_rollout_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._show_phase("rollout", 0, self._num_trajectories)
 
-    def on_rollout_progress(self, trainer: L.Trainer, module: L.LightningModule, done: int, total: int) -> None:
+    def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         self._num_trajectories = total
         self._show_phase("rollout", done, total)
 
-    def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
+    def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         num = self._num_trajectories = sum(len(group.trajectories) for group in groups)
         self._show_phase("rollout", num, num)
 
-    def on_rewards_progress(self, trainer: L.Trainer, module: L.LightningModule, done: int, total: int) -> None:
+    def on_rewards_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         self._show_phase("rewards", done, total)
 
     def on_minibatch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, minibatch: Experience, index: int, total: int
+        self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
     ) -> None:
         self._show_phase("update", index, total)
 
     def on_minibatch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float], index: int, total: int
+        self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int
     ) -> None:
         self._show_phase("update", index + 1, total)
 
@@ -167,20 +171,20 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """As in Lightning, with short names and without the logger's version; held-out accuracy once it is known."""
+        """As in Lightning, with short names, without the logger's version, with the last held-out accuracy."""
         values = dict(super().get_metrics(trainer, pl_module))
         values.pop("v_num", None)
         held_out = trainer.callback_metrics.get("val/accuracy_fraction")
         if held_out is not None:
             values["val/accuracy_fraction"] = float(held_out)
-        known = {**_LEARNING, **_SPEED}
-        first = {short: values.pop(name) for name, short in known.items() if name in values}
+        names = {**_LEARNING, **_SPEED}
+        first = {short: values.pop(name) for name, short in names.items() if name in values}
         if "staleness" in first:
             first["staleness"] = f"{first['staleness']:g}"  # a whole number of versions
         return {**first, **values}
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Prints above the bars; where there are none, like `print`."""
+        """Prints above the bars; without bars, like `print`."""
         Tqdm.write(sep.join(map(str, args)), **{"file": sys.stdout, **kwargs})
 
     def _show_metrics(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -191,7 +195,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self.train_progress_bar.set_postfix(postfix, refresh=False)
 
     def _show_phase(self, name: str, done: int, total: int | None) -> None:
-        if self.is_disabled or self._train_progress_bar is None:
+        if self.is_disabled or not self._is_training:
             return
         desc = f"  {name}: "
         if self._phase_bar is None:
@@ -213,8 +217,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         if self._is_due():
             self._redraw()
 
-    def _is_due(self, force: bool = False) -> bool:
-        return force or time.monotonic() - self._drawn_s >= _REDRAW_S
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._drawn_s >= _REDRAW_S
 
     def _redraw(self) -> None:
         self._drawn_s = time.monotonic()
@@ -229,12 +233,12 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     def _close_bars(self) -> None:
         self._close_phase_bar()
-        if self._train_progress_bar is not None:
+        if self._is_training:
             self.train_progress_bar.close()
 
 
 def num_batches_of_run(trainer: L.Trainer) -> int | None:
-    """Training batches of the whole run, over all epochs; None if it has no known end but time or a callback's stop."""
+    """Training batches of the whole run, over all epochs; None if only time or a callback ends it."""
     bounds: list[float] = []
     if trainer.max_steps is not None and trainer.max_steps >= 0:
         bounds.append(trainer.max_steps * trainer.accumulate_grad_batches)
@@ -249,11 +253,11 @@ def _num_batches_done(trainer: L.Trainer) -> int:
 
 
 def _is_terminal() -> bool:
-    return sys.stdout.isatty() or "ipykernel" in sys.modules  # a notebook draws bars, too, though it is no terminal
+    return sys.stdout.isatty() or "ipykernel" in sys.modules  # a notebook draws bars although it is no terminal
 
 
 def _short_number(value: object) -> str:
-    """A number for a bar: the digits that matter, as wide each time, so that the line does not jump."""
+    """A number for a bar: the digits that matter, always about as wide, so that the line does not jump."""
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if abs(value) >= 1e6:

@@ -1,6 +1,6 @@
 """RLCallback: Lightning's Callback with hooks for the phases of an iteration.
 
-One iteration calls, in this order:
+`configure_rollout` is called once when a stage starts. Then each iteration calls, in this order:
 
     on_train_batch_start                                        (Lightning's)
       on_rollout_start → on_rollout_progress … → on_rollout_end
@@ -10,7 +10,7 @@ One iteration calls, in this order:
       on_policy_updated → on_weights_synced
     on_train_batch_end                                          (Lightning's)
 
-All are called on the main thread, and `module.log` works inside.
+All are called on the main thread; `module.log` works inside, except in `configure_rollout`.
 """
 
 from __future__ import annotations
@@ -20,62 +20,73 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.callbacks import Callback
 
 if TYPE_CHECKING:
-    import lightning as L
-
     from lightrl.experience import Experience
+    from lightrl.module import RLModule
+    from lightrl.rollout import RolloutSettings
+    from lightrl.rollout.rl_trainer import RLTrainer
     from lightrl.trajectory import Group
 
 
 class RLCallback(Callback):
     """Adds the RL hooks to Lightning's; each does nothing until it is overridden.
 
-    The trainer calls an RL hook on every callback that defines it, and on the module, so inheriting from this class is
-    a convenience: it gives the names and signatures.
+    The trainer calls an RL hook on every callback that defines it, and on the module (without `trainer` and `module`),
+    so inheriting from this class is a convenience: it gives the names and signatures.
     """
 
-    def on_rollout_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
+        """Called before the rollout opens, in fit, validate, test and predict; not with recorded trajectories.
+
+        Callbacks are called in their order, then the module; each gets the settings that the one before returned. Every
+        rank calls it; numbers and words are rank 0's on all ranks, and rank 0 alone uses `group_filter` and
+        `curriculum`.
+
+        Returns:
+            `settings`, or `dataclasses.replace(settings, ...)`.
+        """
+        return settings
+
+    def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         """Called when an iteration starts to wait for its groups."""
 
-    def on_rollout_progress(self, trainer: L.Trainer, module: L.LightningModule, done: int, total: int) -> None:
+    def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         """Called a few times a second while waiting: `done` of this iteration's `total` trajectories are finished."""
 
-    def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
-        """Called when the iteration's groups are taken; some rewards may be None and still be awaited."""
+    def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
+        """Called when the iteration's groups are taken; some rewards may still be None, to be awaited later."""
 
-    def on_rewards_progress(self, trainer: L.Trainer, module: L.LightningModule, done: int, total: int) -> None:
-        """Called a few times a second while rewards are awaited: `done` of the `total` trajectories have theirs."""
+    def on_rewards_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
+        """Called a few times a second while waiting for rewards: `done` of the `total` trajectories have theirs."""
 
-    def on_rewards_ready(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
+    def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         """Called when the rewards of the iteration's groups are set; those that failed have left their groups.
 
-        On-policy that may be after the models have scored the trajectories, else right after `on_rollout_end`.
+        On-policy that may be after the models have scored the trajectories, otherwise right after `on_rollout_end`.
         """
 
-    def on_experience_ready(
-        self, trainer: L.Trainer, module: L.LightningModule, experience: Experience
-    ) -> Experience | None:
+    def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> Experience | None:
         """Called when the trajectories are scored and their advantages set, before the update.
 
         Returns:
-            None to leave it as it is, or an Experience that differs in loss mask and advantages only.
+            None to leave it as it is, or an Experience that differs only in loss mask and advantages.
         """
         return None
 
     def on_minibatch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, minibatch: Experience, index: int, total: int
+        self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
     ) -> None:
         """Called before minibatch `index` (from 0) of this iteration's `total`, update epochs included."""
 
     def on_minibatch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float], index: int, total: int
+        self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int
     ) -> None:
         """Called after the optimizer step on minibatch `index`; `metrics` are the loss's, averaged over its tokens."""
 
-    def on_policy_updated(self, trainer: L.Trainer, module: L.LightningModule, weight_version: int) -> None:
-        """Called once all minibatches are done: the policy now is `weight_version`; the engine may not have it yet."""
+    def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
+        """Called after all minibatches: the policy is now `weight_version`, which the engine may not have yet."""
 
-    def on_weights_synced(self, trainer: L.Trainer, module: L.LightningModule, weight_version: int) -> None:
+    def on_weights_synced(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         """Called when all routable engines have acknowledged `weight_version`."""
 
-    def on_trajectory_dropped(self, trainer: L.Trainer, module: L.LightningModule, reason: str, message: str) -> None:
+    def on_trajectory_dropped(self, trainer: RLTrainer, module: RLModule, reason: str, message: str) -> None:
         """Called for each trajectory that will not be trained on; `reason` is one word for counting."""

@@ -1,6 +1,8 @@
-"""RolloutMetrics: one number per iteration for each thing that tells whether a run learns, and how fast it goes.
+"""RolloutMetrics: per iteration, the numbers that show whether a run learns and how fast it is.
 
-Shapes: B trajectories, T tokens. Every name ends in its unit; `_fraction` is 0 to 1, of trajectories unless said.
+Shapes: B trajectories, T tokens. Every name ends in its unit; `_fraction` is 0 to 1, of trajectories if not stated
+otherwise. The metrics here come from one iteration's groups, complete on every rank: plain functions, with no state to
+accumulate and nothing to reduce. `metrics` adds torchmetrics of yours, which may keep state.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torchmetrics import Metric
 
 from lightrl.callbacks.rl_callback import RLCallback
 
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
     import lightning as L
 
     from lightrl.experience import Experience
-    from lightrl.rollout import RolloutSettings
+    from lightrl.module import RLModule
+    from lightrl.rollout.rl_trainer import RLTrainer
     from lightrl.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
@@ -36,98 +40,87 @@ PROGRESS_BAR_METRICS = frozenset(
 )
 
 
-class _RolloutLoop(Protocol):
-    phase_seconds: Mapping[str, float]
-
-
-class _Rollout(Protocol):
-    settings: RolloutSettings
-
-
-class _Trainer(Protocol):
-    """What is asked of the trainer beyond Lightning's."""
-
-    weight_version: int
-    rollout_loop: _RolloutLoop
-    rollout: _Rollout
-
-
 class RolloutMetrics(RLCallback):
-    """Logs every iteration's rewards, lengths, staleness and times, and warns when nothing can be learnt.
+    """Logs every iteration's rewards, lengths, staleness and times, and warns when there is nothing to learn.
 
     A group whose trajectories all got the same reward has no advantages: it costs a rollout and an update and teaches
-    nothing. `rollout/zero_variance_fraction` is their share; when it is 1 for several iterations in a row, a warning
-    says so and why, once until it recovers. A group of one compares nothing, so it is not counted.
+    nothing. `rollout/zero_variance_fraction` is the share of such groups. When it is 1 for several iterations in a row,
+    a warning explains why, once until it recovers. A group of one compares nothing, so it is not counted.
 
     | name | meaning |
     |---|---|
-    | rollout/reward, rollout/reward_std | mean and standard deviation over the iteration's trajectories, of what the
-      reward gave; a reward model's numbers come on top, in training |
-    | rollout/reward_model | mean of the reward model's numbers, before `reward_model_coef` |
-    | rollout/accuracy_fraction | of the metric `accuracy`; where a reward gives none, reward ≥ 1 counts as correct |
-    | rollout/<name> | mean of each further number that a reward or workflow left in `Trajectory.metrics` |
-    | rollout/zero_variance_fraction | of groups of two or more; left out where there is none, as in PPO |
+    | rollout/reward, rollout/reward_std | mean and standard deviation over the iteration's trajectories, without a
+      reward model's scores, which are added in training |
+    | rollout/reward_model | mean of the reward model's scores, before `reward_model_coef` |
+    | rollout/accuracy_fraction | of the metric `accuracy`; without one, reward ≥ 1 counts as correct |
+    | rollout/<name> | mean of each further number that a reward or workflow put in `Trajectory.metrics` |
+    | rollout/zero_variance_fraction | of groups of two or more; absent if there is none, as in PPO |
     | rollout/length_tokens | mean number of tokens that the policy wrote |
     | rollout/truncated_fraction | ended by a length limit |
     | rollout/mixed_version_fraction | written by two or more weight versions |
     | rollout/dropped_trajectories | since the last iteration |
-    | rollout/dropped_trajectories_<reason> | of them; logged from the first one on |
-    | rollout/tokens_per_s | tokens written, over the time there was to write them (below) |
+    | rollout/dropped_trajectories_<reason> | by reason; logged from the first one on |
+    | rollout/tokens_per_s | tokens written, over the time available to write them (below) |
     | staleness/mean_versions, staleness/max_versions | weight version at use minus oldest version in a trajectory |
     | update/tokens_per_s | loss tokens, over `time/update_s` |
     | time/<phase>_s | rollout (waiting for groups), score, update, sync; on-policy perhaps rewards (waiting for those
-      that were not there when the models had scored) |
+      that were missing after the models had scored) |
 
-    There was `time/rollout_s` to write when on-policy, the whole iteration when rollouts overlap the update. The loop
+    The time to write is `time/rollout_s` on-policy, and the whole iteration when rollouts overlap the update. The loop
     logs the loss and its metrics as `policy/<name>`.
 
     Args:
         zero_variance_patience: iterations in a row without any reward variance before the warning.
+        metrics: of yours, by the name to log: `update` gets the iteration's judged groups, `compute` gives a number.
+            Each is reset after every iteration.
     """
 
-    def __init__(self, zero_variance_patience: int = 3) -> None:
+    def __init__(self, zero_variance_patience: int = 3, *, metrics: dict[str, Metric] | None = None) -> None:
         if zero_variance_patience < 1:
-            raise ValueError(
-                f"zero_variance_patience={zero_variance_patience}, expected at least 1 iteration. Raise it."
-            )
+            raise ValueError(f"zero_variance_patience must be at least 1 iteration, got {zero_variance_patience}.")
         self.zero_variance_patience = zero_variance_patience
+        self.metrics = dict(metrics or {})
+        for metric in self.metrics.values():
+            metric.distributed_available_fn = lambda: False  # no reduction: each rank updates it with all groups
         self._num_flat_iterations = 0  # in a row, without variance in any group
         self._groups: list[Group] = []  # of this iteration
-        self._num_dropped: Counter[str] = Counter()  # by reason; one that was seen before stays, with 0
+        self._num_dropped: Counter[str] = Counter()  # by reason; a reason that has occurred stays, with 0
         self._num_written_tokens = 0
         self._num_loss_tokens = 0
         self._rollout_ended_s: float | None = None  # monotonic clock
         self._overlapped_s: float | None = None  # from the last rollout's end to this one's
 
-    def on_rollout_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._num_loss_tokens = 0
 
-    def on_trajectory_dropped(self, trainer: L.Trainer, module: L.LightningModule, reason: str, message: str) -> None:
+    def on_trajectory_dropped(self, trainer: RLTrainer, module: RLModule, reason: str, message: str) -> None:
         if trainer.training:
             self._num_dropped[reason] += 1
 
-    def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
+    def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         now = time.monotonic()
         self._overlapped_s = None if self._rollout_ended_s is None else now - self._rollout_ended_s
         self._rollout_ended_s = now
 
-    def on_rewards_ready(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
+    def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         values = reward_metrics(groups)
         values["rollout/dropped_trajectories"] = float(sum(self._num_dropped.values()))
         for reason, num in self._num_dropped.items():
             values[f"rollout/dropped_trajectories_{reason}"] = float(num)
         self._num_dropped = Counter(dict.fromkeys(self._num_dropped, 0))
+        for name, metric in self.metrics.items():
+            metric.update(groups)
+            values[name] = float(metric.compute())
+            metric.reset()
         _log(module, values)
-
         self._groups = groups
 
-    def on_experience_ready(self, trainer: L.Trainer, module: L.LightningModule, experience: Experience) -> None:
-        weight_version = cast("_Trainer", trainer).weight_version
+    def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         self._num_written_tokens = int((experience.weight_versions >= 0).sum())
-        _log(module, experience_metrics(experience, weight_version))
+        _log(module, experience_metrics(experience, trainer.weight_version))
 
-        # Advantages of one's own may teach where groups have no variance: against the batch's mean, say.
-        # A teacher's likeliest tokens teach without any.
+        # Other advantages may teach although no group has variance, against the batch's mean for example. A teacher's
+        # likeliest tokens teach without any.
         teaches = experience.advantages is None or bool(experience.advantages[experience.loss_mask].any())
         teaches = teaches or "teacher_topk_ids" in experience.extras
         comparable = _comparable(self._groups)
@@ -137,7 +130,7 @@ class RolloutMetrics(RLCallback):
             log.warning(explain_zero_variance(self._groups, self._num_flat_iterations))
 
     def on_minibatch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, minibatch: Experience, index: int, total: int
+        self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
     ) -> None:
         self._num_loss_tokens += minibatch.num_loss_tokens
 
@@ -146,13 +139,13 @@ class RolloutMetrics(RLCallback):
     ) -> None:
         if self._rollout_ended_s is None:
             return  # a plain LightningModule
-        rl_trainer = cast("_Trainer", trainer)
-        seconds = rl_trainer.rollout_loop.phase_seconds
+        rl_trainer = cast("RLTrainer", trainer)
+        seconds = rl_trainer.phase_seconds
         values = {f"time/{phase}_s": phase_s for phase, phase_s in seconds.items()}
         writing_s = seconds.get("rollout")
         if rl_trainer.rollout.settings.max_staleness > 0 and self._overlapped_s is not None:
             writing_s = self._overlapped_s
-        if writing_s and not getattr(rl_trainer.rollout, "is_recorded", False):  # nobody wrote just now
+        if writing_s and not rl_trainer.rollout.is_recorded:
             values["rollout/tokens_per_s"] = self._num_written_tokens / writing_s
         if seconds.get("update"):
             values["update/tokens_per_s"] = self._num_loss_tokens / seconds["update"]
@@ -166,7 +159,7 @@ class RolloutMetrics(RLCallback):
 
 
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
-    """What can be said of one iteration's rewards, by metric name; every trajectory is judged.
+    """The metrics of one iteration's rewards, by name; every trajectory is judged.
 
     Raises:
         ValueError: if there is no trajectory.
@@ -174,7 +167,7 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
     groups = [group for group in groups if group.trajectories]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
-        raise ValueError("No trajectories, expected at least one. Every group of this iteration was dropped.")
+        raise ValueError("There are no trajectories: every group of this iteration was dropped.")
     named: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
@@ -196,7 +189,7 @@ def experience_metrics(experience: Experience, weight_version: int) -> dict[str,
     """Lengths, truncation, mixed versions and staleness at the time of use, by metric name.
 
     Args:
-        weight_version: of the policy that is about to learn from it.
+        weight_version: of the policy that learns from it.
     """
     versions = experience.weight_versions
     is_written = versions >= 0
@@ -224,28 +217,29 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     correct_fraction = statistics.fmean(trajectory.accuracy for trajectory in trajectories)
     what = (
-        f"In each of the last {num_iterations} iterations no group had any reward variance ({len(groups)} of two or "
-        "more): within a group every trajectory got the same reward"
+        f"No group has had any reward variance for {num_iterations} iterations ({len(groups)} groups of two or more): "
+        "within a group every trajectory got the same reward"
     )
-    effect = "All advantages are 0, so without a KL term the gradient is 0 and nothing is learnt. "
+    effect = "All advantages are 0, so without a KL term the gradient is 0 and the policy learns nothing. "
     if all(len({tuple(item.completion_ids) for item in group.trajectories}) == 1 for group in groups):
-        what += ", for it wrote the same completion"
+        what += " because it is the same completion"
         advice = (
-            "Sampling does not explore: raise the temperature, look at policy/entropy_nats, lower the learning rate."
+            "Sampling does not explore: increase the temperature, check policy/entropy_nats, or lower the learning "
+            "rate."
         )
     elif min(rewards) != max(rewards):
         what += f" (between {min(rewards):g} and {max(rewards):g})"
-        advice = "Each prompt is solved always or never: take prompts of middling difficulty, or raise group_size."
+        advice = "Each prompt is solved always or never: use prompts of medium difficulty, or increase group_size."
     elif correct_fraction < 0.5:
         what += f" ({rewards[0]:g} everywhere; accuracy {correct_fraction:.2f})"
         advice = (
             "All fail: the task is too hard for this policy, or the reward or the answer's format is broken. Read some "
-            "completions in the trajectory log, try the reward function on a right answer, start from easier prompts, "
-            "give partial reward, or train with SFT first."
+            "completions in the trajectory log, try the reward function on a correct answer, start with easier "
+            "prompts, give partial reward, or train with SFT first."
         )
     else:
         what += f" ({rewards[0]:g} everywhere; accuracy {correct_fraction:.2f})"
-        advice = "All succeed: the task is too easy or learnt already. Stop here, or take harder prompts."
+        advice = "All succeed: the task is too easy or already learned. Stop here, or use harder prompts."
     return f"{what}. {effect}{advice}"
 
 
@@ -255,7 +249,7 @@ def _log(module: L.LightningModule, values: Mapping[str, float]) -> None:
 
 
 def _reward(trajectory: Trajectory) -> float:
-    assert trajectory.reward is not None, "the controller hands over judged trajectories only"
+    assert trajectory.reward is not None, "the rollout gives judged trajectories only"
     return trajectory.reward
 
 

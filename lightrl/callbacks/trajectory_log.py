@@ -1,4 +1,4 @@
-"""TrajectoryLog: what the policy wrote, as JSONL to read and to replay, and now and then as a table on the console."""
+"""TrajectoryLog: what the policy wrote, as JSONL to read and replay, and sometimes as a table on the console."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from lightrl.experience import Experience
     from lightrl.module import RLModule
+    from lightrl.rollout.rl_trainer import RLTrainer
     from lightrl.trajectory import Group
 
 log = logging.getLogger(__name__)
@@ -37,19 +38,19 @@ class _Tokenizer(Protocol):
 class TrajectoryLog(RLCallback):
     """Writes trajectories of every n-th iteration to `<run folder>/trajectories/iteration-000012.jsonl`.
 
-    One line is one trajectory, nothing left out, so that an iteration can be read, filtered with `jq`, replayed and
-    trained on (`read_trajectories`):
+    One line is one complete trajectory, so that an iteration can be read, filtered with `jq`, replayed and trained on
+    (`read_trajectories`):
 
         {"iteration": 12, "weight_version": 12, "advantage": 0.87, "trajectory": {"prompt": {...}, "reward": 1.0, ...}}
 
-    `advantage` is the mean over the trajectory's loss tokens. There is one file per iteration, put in place when it is
-    complete: a killed run leaves no half line, a resumed one replaces what it does again. A disk that refuses (full,
-    read-only) ends the log with one warning, not the run.
+    `advantage` is the mean over the trajectory's loss tokens. There is one file per iteration, moved into place when it
+    is complete: a killed run leaves no half line, a resumed one replaces the iterations that it repeats. If the disk is
+    full or read-only, one warning is logged, the log ends and the run continues.
 
     Args:
-        every_n_iterations: 1 keeps all that a run trained on. Writing 512 short trajectories takes about 10 ms, where
-            an iteration of a small model takes 60 ms, hence 10.
-        max_per_iteration: the first so many trajectories of an iteration; None for all, which a replay needs.
+        every_n_iterations: 1 keeps everything that a run trained on. The default is 10 because writing 512 short
+            trajectories takes about 10 ms and an iteration of a small model 60 ms.
+        max_per_iteration: only this many trajectories of an iteration; None for all, which a replay needs.
         table_every_n_iterations: how often a table is printed; None for never.
         table_rows: trajectories in the table, from the highest advantage to the lowest.
     """
@@ -68,7 +69,7 @@ class TrajectoryLog(RLCallback):
             "table_rows": table_rows,
         }.items():
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value}, expected at least 1. Raise it.")
+                raise ValueError(f"{name} must be at least 1, got {value}.")
         self.every_n_iterations = every_n_iterations
         self.max_per_iteration = max_per_iteration
         self.table_every_n_iterations = table_every_n_iterations
@@ -78,13 +79,13 @@ class TrajectoryLog(RLCallback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         run_folder = trainer.log_dir or trainer.default_root_dir  # on all ranks: it is a collective
-        writes = trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False)
+        writes = trainer.is_global_zero and not cast("RLTrainer", trainer).fast_dev_run
         self._folder = Path(run_folder) / "trajectories" if writes else None
 
-    def on_rewards_ready(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
+    def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         self._trajectories = [trajectory for group in groups for trajectory in group.trajectories]
 
-    def on_experience_ready(self, trainer: L.Trainer, module: L.LightningModule, experience: Experience) -> None:
+    def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         trajectories, self._trajectories = self._trajectories, []
         iteration = trainer.global_step
         writes = self._folder is not None and iteration % self.every_n_iterations == 0
@@ -93,8 +94,8 @@ class TrajectoryLog(RLCallback):
             return
         advantages = _mean_advantages(experience, len(trajectories))
         if writes:
-            keep_answers(cast("RLModule", module), experience, trajectories)
-            self._write(iteration, getattr(trainer, "weight_version", iteration), trajectories, advantages)
+            keep_answers(module, experience, trajectories)
+            self._write(iteration, trainer.weight_version, trajectories, advantages)
         if prints:
             tokenizer = getattr(module, "tokenizer", None)
             rows = pick_rows(trajectories, advantages, self.table_rows)
@@ -131,15 +132,15 @@ class TrajectoryLog(RLCallback):
             with contextlib.suppress(OSError):
                 unfinished.unlink()  # half of it, on a disk that may be full
             log.warning(
-                "The trajectory log cannot write %s: %s, expected JSON-able prompts and a disk with room. It stops "
-                "writing and the run goes on. Mend that, or raise TrajectoryLog's every_n_iterations.",
+                "The trajectory log cannot write %s: %s. It stops and the run continues. Prompts must be JSON and the "
+                "disk must have room; a larger TrajectoryLog.every_n_iterations writes less.",
                 path,
                 write_problem(error, path, len(content)),
             )
 
 
 def keep_answers(module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]) -> None:
-    """Each trajectory gets what calls outside the trainer said of it as `call_outputs`, so that a replay has it."""
+    """Stores in each trajectory's `call_outputs` what calls outside the trainer returned for it, for a replay."""
     calls = module.data_flow(from_file=True).of_kind("infer")  # without the reward, which trajectories have anyway
     for key in [key for call in calls if follows_from_trajectories(call) for key in call.outputs]:
         is_per_token = experience[key].dim() > 1

@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
 
 from lightrl.callbacks import colocation, probe
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.errors import EngineTimeout, WeightSyncError
+from lightrl.engines.abilities import ScoresTokens
+from lightrl.errors import EngineTimeout, LightRLError, WeightSyncError
+from lightrl.module import RLModule
+from lightrl.rollout import Rollout
+from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import ranks_of
-from lightrl.weights import HostCopy
+from lightrl.weights import Bucket, HostCopy
 
 if TYPE_CHECKING:
     import lightning as L
@@ -27,31 +32,31 @@ MISMATCH = {  # metrics of the first minibatch, on-policy: the same weights in t
 
 
 class WeightSync(RLCallback):
-    """Exports the policy and loads it into the engine after an iteration, under the next weight version.
+    """Exports the policy after an iteration and loads it into the engine, under the next weight version.
 
     The engine samples, the trainer learns; each has weights of its own. A weight version numbers what the engine holds:
     version k is the policy after k iterations, and every token carries the version that sampled it. The present version
     is loaded before the first request, also after a resume and before sanity check, validate, test and predict.
 
-    The engine checks names, shapes and values and keeps the old weights if something is wrong. After each sync a probe,
-    a few fixed sequences of random tokens, is scored by trainer and engine: `sync/probe_abs_dlogp_nats`, their mean
-    difference, and beyond `max_probe_nats` the run stops. LocalEngine, to which weights are copied in memory, is probed
-    after each tenth; an engine without `score` is not, which is said once. On the trained tokens themselves
-    `sync/mismatch_*` shows the difference to what the engine said when it sampled, of an iteration's first minibatch;
-    with older tokens among them it holds the policy's change as well.
+    The engine checks names, shapes and values, and keeps the old weights if something is wrong. After each sync trainer
+    and engine score a probe, a few fixed sequences of random tokens; `sync/probe_abs_dlogp_nats` is their mean
+    difference, and above `max_probe_nats` the run stops. LocalEngine, to which weights are copied in memory, is probed
+    after every tenth sync; an engine that cannot score is not probed, which is logged once. `sync/mismatch_*` compares
+    both on the trained tokens themselves, with the logprobs that the engine gave when it sampled, in an iteration's
+    first minibatch; if older tokens are among them, it includes the policy's change.
 
-    An engine with `placement: colocated` gives its memory back before each update, and the optimizer's state lies in
-    host memory while it generates; see colocation.py.
+    An engine with `placement: colocated` releases its memory before each update, and the optimizer's state is in host
+    memory while the engine generates; see colocation.py.
 
     Args:
         every_n_iterations: above 1 the engine lags behind on purpose; `StalenessControl.max_staleness` must be at least
             `every_n_iterations - 1`.
         bucket_mib: size of the parts in which parameters travel, in MiB.
-        blocking: False copies the parameters to host memory (one more model there) and lets the trainer go on while the
-            engine loads them. The next sync waits for this one; an error ends the run at the next wait or sync.
+        blocking: False copies the parameters to host memory (one more model there) and lets the trainer continue while
+            the engine loads them. The next sync waits for this one; an error ends the run at the next wait or sync.
         probe: how many sequences are scored after each sync, 0 for none.
-        probe_tokens: of each.
-        max_probe_nats: mean difference that is allowed; None is 1e-3 for float32 on both sides, 0.2 otherwise.
+        probe_tokens: length of each.
+        max_probe_nats: allowed mean difference; None is 1e-3 for float32 on both sides, 0.2 otherwise.
         sync_timeout_s: how long the next sync, or the end of the run, waits for one that does not block.
     """
 
@@ -67,13 +72,13 @@ class WeightSync(RLCallback):
     ) -> None:
         for name, value in (("every_n_iterations", every_n_iterations), ("bucket_mib", bucket_mib)):
             if value < 1:
-                raise ValueError(f"{name}={value}, expected at least 1. Raise it.")
+                raise ValueError(f"{name} must be at least 1, got {value}.")
         if not 0 <= probe <= 4:
-            raise ValueError(f"probe={probe}, expected 0 to 4 sequences. Lower it.")
+            raise ValueError(f"probe must be 0 to 4 sequences, got {probe}.")
         if probe_tokens < 2:
-            raise ValueError(f"probe_tokens={probe_tokens}, expected at least 2: the first has no logprob. Raise it.")
+            raise ValueError(f"probe_tokens must be at least 2, got {probe_tokens}: the first token has no logprob.")
         if max_probe_nats is not None and max_probe_nats <= 0:
-            raise ValueError(f"max_probe_nats={max_probe_nats}, expected more than 0, or None. Raise it.")
+            raise ValueError(f"max_probe_nats must be above 0 or None, got {max_probe_nats}.")
         self.blocking = blocking
         self.num_probes = probe
         self.probe_tokens = probe_tokens
@@ -82,30 +87,23 @@ class WeightSync(RLCallback):
         self._copy = HostCopy()
         self._load: _BackgroundLoad | None = None
         self._acknowledged_version = -1
-        self._has_said_unprobed = False
+        self._has_logged_unprobed = False
         self.last_probe_nats: float | None = None
         self.every_n_iterations = every_n_iterations
         self.bucket_bytes = bucket_mib * 2**20
         self.last_sync_s = 0.0
 
-    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._ensure(trainer, pl_module)
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if hasattr(getattr(trainer, "rollout", None), "engine"):
-            colocation.check(trainer)
+        if isinstance(pl_module, RLModule):
+            colocation.check(cast("RLTrainer", trainer))
         self._ensure(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._ensure(trainer, pl_module)
 
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._ensure(trainer, pl_module)
+    on_sanity_check_start = on_test_start = on_predict_start = on_validation_start
 
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._ensure(trainer, pl_module)
-
-    def on_policy_updated(self, trainer: L.Trainer, module: L.LightningModule, weight_version: int) -> None:
+    def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         colocation.to_engine(trainer)
         if weight_version % self.every_n_iterations == 0:
             self._sync(trainer, module, weight_version)
@@ -113,43 +111,43 @@ class WeightSync(RLCallback):
                 module.log("sync/probe_abs_dlogp_nats", self.last_probe_nats)
                 self.last_probe_nats = None
 
-    def on_rollout_start(self, trainer: Any, module: L.LightningModule) -> None:
-        """Waits for a load in the background where the staleness bound wants it; the same on every rank."""
+    def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
+        """Waits for a load in the background if the staleness bound requires it; the same on every rank."""
         if self._load is None:
             return
         if trainer.weight_version - self._acknowledged_version > trainer.rollout.settings.max_staleness:
             self._finish(trainer, module)
 
-    def on_rollout_end(self, trainer: L.Trainer, module: L.LightningModule, groups: list[Group]) -> None:
+    def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         colocation.to_trainer(trainer)
 
-    def on_rollout_progress(self, trainer: L.Trainer, module: L.LightningModule, done: int, total: int) -> None:
-        if self._load is not None and self._load.has_failed:
-            self._load.wait(self.sync_timeout_s)
+    def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
+        if self._load is not None and self._load.error is not None:
+            raise self._load.error
 
     def on_minibatch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float], index: int, total: int
+        self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int
     ) -> None:
         if index == 0:
             module.log_dict({name: metrics[key] for key, name in MISMATCH.items() if key in metrics})
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._finish(trainer, pl_module)
+        self._finish(cast("RLTrainer", trainer), cast("RLModule", pl_module))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._load = None  # a thread that still loads ends with the engine
 
-    def _ensure(self, trainer: Any, module: Any) -> None:
+    def _ensure(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Loads the present version unless the engine has it: validation measures the policy as it is now."""
-        rollout: Any = getattr(trainer, "rollout", None)
-        if not hasattr(rollout, "engine"):
+        if not isinstance(module, RLModule):
             return
-        self._finish(trainer, module)
-        if rollout.engine.weight_version != trainer.weight_version:
-            self._sync(trainer, module, trainer.weight_version)
-            self._finish(trainer, module)
+        rl_trainer = cast("RLTrainer", trainer)
+        self._finish(rl_trainer, module)
+        if rl_trainer.rollout.engine.weight_version != rl_trainer.weight_version:
+            self._sync(rl_trainer, module, rl_trainer.weight_version)
+            self._finish(rl_trainer, module)
 
-    def _sync(self, trainer: Any, module: Any, weight_version: int) -> None:
+    def _sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         self._finish(trainer, module)
         start = time.perf_counter()
         scores = self._score(trainer, module, weight_version)
@@ -158,126 +156,112 @@ class WeightSync(RLCallback):
             trainer.rollout.load_weights(buckets, weight_version=weight_version)
             self._acknowledge(trainer, module, weight_version, scores)
         else:
-            load = _BackgroundLoad(trainer.rollout, self._copy, weight_version, scores)
-            load.export(buckets, is_main=ranks_of(trainer.strategy).is_main)
-            self._load = load
+            is_main = ranks_of(trainer.strategy).is_main
+            self._load = _BackgroundLoad(weight_version, scores)
+            self._load.start(trainer.rollout.local if is_main else None, self._copy, buckets)
         self.last_sync_s = time.perf_counter() - start
 
-    def _finish(self, trainer: Any, module: Any) -> None:
-        """Waits for the load in the background, if there is one; its error is raised here, on every rank."""
+    def _finish(self, trainer: RLTrainer, module: RLModule) -> None:
+        """Waits for the load in the background, if there is one; every rank raises its error here."""
         load, self._load = self._load, None
         if load is None:
             return
-        problem: BaseException | None = None
-        try:
-            load.wait(self.sync_timeout_s)
-        except Exception as error:  # noqa: BLE001  # raised again below, after the other ranks know
-            problem = error
-        text = ranks_of(trainer.strategy).broadcast_json(None if problem is None else str(problem))
-        if problem is not None:
-            raise problem
-        if text is not None:
-            raise WeightSyncError(f"Rank 0 raised: {text}")
+        error = load.wait(self.sync_timeout_s)
+        message = ranks_of(trainer.strategy).broadcast_json(None if error is None else str(error))
+        if error is not None:
+            raise error
+        if message is not None:
+            raise WeightSyncError(f"Rank 0 raised: {message}")
         self._acknowledge(trainer, module, load.weight_version, load.scores)
 
-    def _acknowledge(self, trainer: Any, module: Any, weight_version: int, scores: list[list[float]] | None) -> None:
-        """The engine has the version: probes it, and tells everybody."""
+    def _acknowledge(
+        self, trainer: RLTrainer, module: RLModule, weight_version: int, scores: list[list[float]] | None
+    ) -> None:
+        """The engine has the version: probes it and calls the hook."""
         self._acknowledged_version = weight_version
         if scores is not None:
             self._probe(trainer, module, scores)
         trainer.call_rl_hook("on_weights_synced", weight_version)
 
-    def _score(self, trainer: Any, module: Any, weight_version: int) -> list[list[float]] | None:
-        """The trainer's side of the probe; None where the engine has no other side, the same on every rank."""
+    def _score(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
+        """The trainer's side of the probe; None if the engine cannot score or it is not its turn, on every rank."""
         if self.num_probes == 0:
             return None
         ranks = ranks_of(trainer.strategy)
-        every = 0  # loads to a probe
-        if ranks.is_main and hasattr(trainer.rollout.engine, "score"):
-            every = getattr(trainer.rollout.engine, "probe_every_n_loads", 1)
-        every = ranks.broadcast_json(every)
+        engine = trainer.rollout.engine
+        every = ranks.broadcast_json(engine.probe_every_n_loads if isinstance(engine, ScoresTokens) else 0)
         if every == 0:
-            self._say_unprobed(ranks.is_main, trainer)
+            self._log_unprobed(trainer)
         if every == 0 or weight_version % every:
             return None
         return probe.trainer_scores(trainer, module, self._sequences(module))
 
-    def _sequences(self, module: Any) -> list[list[int]]:
+    def _sequences(self, module: RLModule) -> list[list[int]]:
         config = module.policy_config.get_text_config()
         longest = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
         return probe.probe_sequences(config.vocab_size, num=self.num_probes, num_tokens=min(self.probe_tokens, longest))
 
-    def _probe(self, trainer: Any, module: Any, scores: list[list[float]]) -> None:
-        ranks = ranks_of(trainer.strategy)
-        found: dict[str, Any] | None = None
-        if ranks.is_main:
-            engine = trainer.rollout.engine
-            bound = self.max_probe_nats
-            found = {"scores": None, "problem": None, "bound": bound}  # the others do not know the engine
-            if bound is None:
-                found["bound"] = probe.default_bound_nats(trainer, module)
+    def _probe(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]]) -> None:
+        """Compares the trainer's scores with the engine's; every rank raises what rank 0 raises."""
+        engine = trainer.rollout.engine
+        result: dict[str, Any] | None = None
+        if isinstance(engine, ScoresTokens):
+            bound = self.max_probe_nats or probe.default_bound_nats(trainer, module)
+            result = {"scores": None, "problem": None, "bound": bound}
             try:
-                found["scores"] = [engine.score(token_ids) for token_ids in self._sequences(module)]
-            except Exception as error:  # noqa: BLE001  # raised on every rank below
-                found["problem"] = f"the engine could not score the probe: {error}"
-        found = ranks.broadcast_json(found)
-        assert found is not None
-        if found["problem"] is not None:
-            raise WeightSyncError(found["problem"])
-        engine_side: list[list[float]] = found["scores"]
+                result["scores"] = [engine.score(token_ids) for token_ids in self._sequences(module)]
+            except LightRLError as error:
+                result["problem"] = f"The engine could not score the probe: {error}"
+        result = ranks_of(trainer.strategy).broadcast_json(result)
+        assert result is not None
+        if result["problem"] is not None:
+            raise WeightSyncError(result["problem"])
+        engine_side: list[list[float]] = result["scores"]
         if not all(engine_side):
-            self._say_unprobed(ranks.is_main, trainer)
+            self._log_unprobed(trainer)
             return
         self.last_probe_nats = probe.compare(scores, engine_side)
-        probe.check(self.last_probe_nats, found["bound"], scores, engine_side)
+        probe.check(self.last_probe_nats, result["bound"], scores, engine_side)
 
-    def _say_unprobed(self, is_main: bool, trainer: Any) -> None:
-        if not self._has_said_unprobed and is_main:
-            log.info("%s scores no sequences: weight syncs are not probed.", type(trainer.rollout.engine).__name__)
-        self._has_said_unprobed = True
+    def _log_unprobed(self, trainer: RLTrainer) -> None:
+        if not self._has_logged_unprobed and trainer.is_global_zero:
+            log.info("%s cannot score tokens: weight syncs are not probed.", type(trainer.rollout.engine).__name__)
+        self._has_logged_unprobed = True
 
 
 class _BackgroundLoad:
-    """A version on its way to the engine while the trainer goes on."""
+    """A version on its way to the engine while the trainer continues."""
 
-    def __init__(self, rollout: Any, copy: HostCopy, weight_version: int, scores: list[list[float]] | None) -> None:
+    def __init__(self, weight_version: int, scores: list[list[float]] | None) -> None:
         self.weight_version = weight_version
         self.scores = scores  # the trainer's side of the probe, under these weights
-        self._controller = getattr(rollout, "controller", rollout)  # of several ranks, rank 0's own
-        self._copy = copy
+        self.error: BaseException | None = None  # that the load has raised
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
 
-    def export(self, buckets: Any, *, is_main: bool) -> None:
-        """Copies the parameters, on all ranks together; then rank 0 starts to load the copy."""
-        if not is_main:
+    def start(self, rollout: Rollout | None, copy: HostCopy, buckets: Iterable[Bucket]) -> None:
+        """Copies the parameters, on all ranks together; then the one with the rollout starts to load the copy."""
+        if rollout is None:
             for _ in buckets:
                 pass
             return
-        copies = self._copy.take(buckets, self.weight_version)
+        copies = copy.take(buckets, self.weight_version)
 
         def load() -> None:
             try:
-                self._controller.load_weights(copies, weight_version=self.weight_version)
-            except BaseException as error:  # noqa: BLE001  # nobody is above it in this thread; `wait` raises it
-                self._error = error
+                rollout.load_weights(copies, weight_version=self.weight_version)
+            except BaseException as error:  # noqa: BLE001  # nobody is above it in this thread; `wait` hands it over
+                self.error = error
 
         self._thread = threading.Thread(target=load, name="lightrl-weight-load", daemon=True)
         self._thread.start()
 
-    @property
-    def has_failed(self) -> bool:
-        return self._error is not None
-
-    def wait(self, timeout_s: float) -> None:
-        """Returns when the engine has acknowledged; raises what its load raised."""
-        if self._thread is None:
-            return
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise EngineTimeout(
-                f"Weight version {self.weight_version} was not loaded within sync_timeout_s={timeout_s:g}, expected "
-                "the engine to acknowledge it. Look at its servers, or raise WeightSync.sync_timeout_s."
-            )
-        if self._error is not None:
-            raise self._error
+    def wait(self, timeout_s: float) -> BaseException | None:
+        """Returns when the engine has acknowledged: the error of the load, if it has one."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return EngineTimeout(
+                    f"The engine did not acknowledge weight version {self.weight_version} within sync_timeout_s="
+                    f"{timeout_s:g}. Check its servers, or increase WeightSync.sync_timeout_s."
+                )
+        return self.error

@@ -1,4 +1,4 @@
-"""lightrl serve: SGLang servers in the foreground, for runs that are started elsewhere or one after the other."""
+"""lightrl serve: SGLang servers in the foreground, for runs that start elsewhere or one after the other."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import socket
 import sys
 import tempfile
 import threading
+from argparse import ArgumentError
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import yaml
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from lightrl.commands.cli import reported
-from lightrl.engines.sglang.command import devices_of_servers, usable_token
+from lightrl.commands.config_errors import UsageError, explain
+from lightrl.engines.sglang.command import usable_token
 from lightrl.engines.sglang.fleet import ServerFleet
-from lightrl.engines.sglang.server import SGLangServer, write_model_folder
+from lightrl.engines.sglang.server import SGLangServer, make_servers, write_model_folder
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
 
 log = logging.getLogger(__name__)
 
-_FROM_ENGINE = ("servers", "tp", "sglang_python", "server_args", "devices", "seed", "token", "startup_timeout_s")
+_FROM_ENGINE = ("servers", "tp", "sglang_python", "server_args", "devices", "seed", "token")
 _SERVER_ARG = "--server_args."
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _EPILOG = """\
@@ -33,9 +36,13 @@ examples:
   lightrl serve --config run.yaml --servers 2 --tp 2
   lightrl serve --model Qwen/Qwen3-0.6B --port 30000 --server_args.mem_fraction_static 0.7
 
-Then, where the run is started: LIGHTRL_SERVER_ADDRS and LIGHTRL_SERVER_TOKEN as printed, and
+Then, where the run starts: LIGHTRL_SERVER_ADDRS and LIGHTRL_SERVER_TOKEN as printed, and
 `--trainer.engine SGLangEngine`. The run loads its weights into the servers before its first request.
 """
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):  # type: ignore[misc]
+    """Keeps the lines of the examples."""
 
 
 def serve(
@@ -43,77 +50,71 @@ def serve(
     *,
     servers: int = 1,
     tp: int = 1,
+    devices: list[int] | str = "",
     host: str = "127.0.0.1",
     port: int | None = None,
     token: str | None = None,
     sglang_python: str | None = None,
     server_args: dict[str, Any] | None = None,
-    devices: Sequence[int | str] = (),
     seed: int = 0,
     startup_timeout_s: float = 900.0,
     log_folder: Path | None = None,
     until: threading.Event | None = None,
-    say: Callable[[str], object] = sys.stdout.write,
+    write: Callable[[str], object] = sys.stdout.write,
 ) -> None:
-    """Starts servers, says where they are, restarts those that die at their address, ends them at the end.
+    """Starts SGLang servers, prints their addresses, and ends them on Ctrl-C.
+
+    Servers that die are restarted at their address.
 
     Args:
-        model: a path serves its weights; a config serves random ones, for a run to load its own.
-        servers, tp: how many, and the GPUs of each.
-        host: address to listen on.
-        port: of the first server, the next ones count up; None takes free ones.
-        token: that requests carry; None makes a random one.
-        sglang_python, server_args, devices, seed, startup_timeout_s: as for `SGLangServer`.
-        log_folder: of the servers' logs; None makes one.
-        until: set by whoever wants the end; None is Ctrl-C or SIGTERM alone.
-        say: gets what is printed.
+        model: with a path, serves its weights; with a config, random ones until a run loads its own.
+        servers: how many.
+        tp: GPUs of each.
+        devices: GPUs to use, such as `0,1,2,3`; `tp` for each server in turn.
+        host: address to listen on; the default only lets this machine connect.
+        port: of the first server, the next ones count up; free ones if not set.
+        token: that requests must carry; a random one, printed, if not set.
+        sglang_python: the python of an environment with SGLang.
+        server_args: SGLang's arguments by their own names, one by one as `--server_args.NAME VALUE`.
+        seed: of the servers' random numbers.
+        startup_timeout_s: for a server to get ready.
+        log_folder: of the servers' logs; a temporary one, printed, if not set.
+        until: ends the servers; None leaves that to Ctrl-C and SIGTERM.
+        write: gets what is printed.
 
     Raises:
-        ValueError: if there is no SGLang, no such model, or fewer devices than wanted.
+        ValueError: if there is no SGLang, no such model, or fewer devices than needed.
         EngineError: if a server does not get ready, or is given up later.
     """
-    shares = devices_of_servers(servers, tp, devices)
     token = usable_token(token)
-    ended = until or threading.Event()
+    gpus = devices.split(",") if isinstance(devices, str) and devices else devices
+    with tempfile.TemporaryDirectory(prefix="lightrl-serve-", ignore_cleanup_errors=True) as scratch:
+        logs = log_folder or Path(tempfile.mkdtemp(prefix="lightrl-serve-logs-"))
+        processes = make_servers(
+            served_folder(model, Path(scratch) / "model"), servers, tp=tp, devices=gpus or None, seed=seed,
+            port=port or 0, args={**({} if model.path else {"load_format": "dummy"}), **(server_args or {})},
+            log_folder=logs, host=host, python=sglang_python, token=token, startup_timeout_s=startup_timeout_s,
+        )  # fmt: skip
+        log.info("Starting %d server%s; logs in %s.", servers, "s" if servers > 1 else "", logs)
+        _run(processes, until or threading.Event(), lambda fleet: write(usage(fleet, token, host)))
+
+
+def _run(servers: Sequence[SGLangServer], ended: threading.Event, on_ready: Callable[[ServerFleet], object]) -> None:
     given_up: list[str] = []
 
     def give_up(url: str, message: str) -> None:
         given_up.append(message)
         ended.set()
 
-    with tempfile.TemporaryDirectory(prefix="lightrl-serve-", ignore_cleanup_errors=True) as scratch:
-        folder = served_folder(model, Path(scratch) / "model")
-        logs = log_folder or Path(tempfile.mkdtemp(prefix="lightrl-serve-logs-"))
-        args = {**({"load_format": "dummy"} if model.path is None else {}), **({"tp_size": tp} if tp > 1 else {})}
-        fleet = ServerFleet(
-            [
-                SGLangServer(
-                    folder,
-                    name=f"server {index}",
-                    python=sglang_python,
-                    host=host,
-                    port=0 if port is None else port + index,
-                    token=token,
-                    args={**args, **(server_args or {})},
-                    devices=share or None,
-                    seed=seed + index,
-                    log_file=logs / f"server-{index}.log",
-                    startup_timeout_s=startup_timeout_s,
-                )
-                for index, share in enumerate(shares)
-            ],
-            on_lost=lambda url, reason: None,  # the fleet says so itself
-            on_started=lambda url: None,  # a run gives its weights to servers that were away
-            on_given_up=give_up,
-        )
-        log.info("Starting %d server%s; logs in %s.", servers, "s" if servers > 1 else "", logs)
-        try:
-            fleet.start()
-            say(usage(fleet, token, host))
-            while not ended.wait(1.0):
-                pass
-        finally:
-            fleet.stop()
+    # The fleet logs losses itself, and a run gives its weights to servers that were away.
+    fleet = ServerFleet(servers, on_lost=lambda url, reason: None, on_started=lambda url: None, on_given_up=give_up)
+    try:
+        fleet.start()
+        on_ready(fleet)
+        while not ended.wait(1.0):
+            pass
+    finally:
+        fleet.stop()
     if given_up:
         raise EngineError(given_up[0])
 
@@ -133,7 +134,7 @@ def usage(fleet: ServerFleet, token: str, host: str) -> str:
 
 
 def served_folder(model: ModelSpec, folder: Path) -> Path:
-    """A model folder for servers: without end tokens in its config, and with the weights where `model` has a path."""
+    """A model folder for servers: no end tokens in its config, and weights if `model` has a path."""
     if model.path is None:
         return write_model_folder(model.load_config(), folder)
     source = Path(model.path)
@@ -157,32 +158,33 @@ def settings_of(configs: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """The policy and the engine's settings of run configurations; later ones win.
 
     Raises:
-        ValueError: if a file is none, or the engine is another than SGLangEngine.
+        ValueError: if a file cannot be read, or its engine is not SGLangEngine.
     """
     policy: Any = None
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for config in configs:
         try:
             content = yaml.safe_load(Path(config).read_text()) or {}
         except (OSError, yaml.YAMLError) as error:
-            raise ValueError(f"--config {config} cannot be read: {error}. Give a run's YAML file.") from error
+            raise ValueError(f"--config {config} cannot be read: {error}. Pass a run's YAML file.") from error
         policy = ((content.get("model") or {}).get("init_args") or {}).get("policy", policy)
         engine = (content.get("trainer") or {}).get("engine")
         if isinstance(engine, dict):
             if str(engine.get("class_path", "")).rpartition(".")[2] != "SGLangEngine":
                 raise ValueError(
-                    f"{config} has the engine {engine.get('class_path')}, expected SGLangEngine or none. Leave that "
-                    "file out."
+                    f"The engine must be SGLangEngine, but {config} has {engine.get('class_path')}. Omit that file."
                 )
-            settings = engine.get("init_args") or {}
-            server_args = {**found.get("server_args", {}), **(settings.get("server_args") or {})}
-            given = {name: settings[name] for name in _FROM_ENGINE if settings.get(name) is not None}
-            found = {**found, **given, "server_args": server_args}
-    return policy, found
+            args = engine.get("init_args") or {}
+            server_args = {**settings.get("server_args", {}), **(args.get("server_args") or {})}
+            settings |= {name: args[name] for name in _FROM_ENGINE if args.get(name) is not None}
+            settings["server_args"] = server_args
+            if "startup_s" in (args.get("timeouts") or {}):
+                settings["startup_timeout_s"] = args["timeouts"]["startup_s"]
+    return policy, settings
 
 
 def model_of(policy: Any) -> ModelSpec:
-    """From a path, or from the mapping that a config has."""
+    """From a path, or from the mapping of a config."""
     if not isinstance(policy, dict):
         return ModelSpec.of(policy)
     values = policy.get("init_args", policy) if "class_path" in policy else policy
@@ -190,55 +192,38 @@ def model_of(policy: Any) -> ModelSpec:
 
 
 def parse(args: Sequence[str]) -> dict[str, Any]:
-    """The arguments of `serve` that a command line and its configurations mean.
+    """The arguments of `serve` from a command line and its configurations; the command line wins.
 
     Raises:
-        ValueError: if they name no model.
+        UsageError: if an argument is unknown or has the wrong type.
+        ValueError: if there is no model.
     """
-    parser = argparse.ArgumentParser(
-        prog="lightrl serve",
-        description="Starts SGLang servers, prints their addresses, and ends them on Ctrl-C.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action="append", default=[], help="a run's YAML: its policy and SGLangEngine")
+    reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    reader.add_argument("--config", action="append", default=[])
+    options, rest = reader.parse_known_args([_with_value(*pair) for pair in zip(args, [*args[1:], "--"], strict=False)])
+    policy, settings = settings_of(options.config)
+
+    parser = ArgumentParser(prog="lightrl serve", exit_on_error=False, epilog=_EPILOG, formatter_class=_HelpFormatter)
+    parser.add_argument("--config", help="a run's YAML, for its policy and its SGLangEngine; may be repeated")
     parser.add_argument("--model", help="a hub name or a folder with weights, instead of the config's policy")
-    parser.add_argument("--servers", type=int, help="how many (default 1)")
-    parser.add_argument("--tp", type=int, help="GPUs of each (default 1)")
-    parser.add_argument("--devices", type=lambda text: text.split(","), help="GPUs to use, for example 0,1,2,3")
-    parser.add_argument("--host", help="address to listen on (default 127.0.0.1, this machine only)")
-    parser.add_argument("--port", type=int, help="of the first server, the next ones count up (default: free ones)")
-    parser.add_argument("--token", help="that requests must carry (default: a random one, printed)")
-    parser.add_argument("--sglang_python", help="the python of an environment with SGLang")
-    parser.add_argument("--seed", type=int, help="of the servers' random numbers (default 0)")
-    parser.add_argument("--startup_timeout_s", type=float, help="for a server to get ready (default 900)")
-    parser.add_argument("--log_folder", type=Path, help="of the servers' logs (default: a temporary one, printed)")
-    parser.add_argument("--server_args.NAME", dest="_", metavar="VALUE", help="any argument of SGLang by its own name")
-    given, rest = parser.parse_known_args(list(args))
-    policy, settings = settings_of(given.config)
-    server_args = {**settings.get("server_args", {}), **_server_args(rest, parser)}
-    typed = {name: value for name, value in vars(given).items() if value is not None}
-    if "model" in typed:
-        policy = typed["model"]
+    parser.add_function_arguments(serve, skip={"model", "until", "write"})
+    parser.set_defaults(settings)
+    try:
+        values = parser.parse_args(rest).as_dict()
+    except ArgumentError as error:
+        hint = f" SGLang's own arguments start with {_SERVER_ARG}" if "unrecognized" in error.message else ""
+        raise UsageError(explain(error, parser, rest) + hint) from error
+    del values["config"]
+    policy = values.pop("model") or policy
     if policy is None:
-        raise ValueError("lightrl serve was given no model. Add --model PATH, or --config with model.init_args.policy.")
-    chosen = {name: value for name, value in typed.items() if name not in ("config", "model", "_")}
-    return {**settings, **chosen, "server_args": server_args, "model": model_of(policy)}
+        raise ValueError("lightrl serve needs a model. Add --model PATH, or --config with model.init_args.policy.")
+    return {**values, "model": model_of(policy)}
 
 
-def _server_args(rest: list[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """`--server_args.dtype float32 --server_args.enable_metrics` as a dict; a name without a value is true."""
-    found: dict[str, Any] = {}
-    waiting = list(rest)
-    while waiting:
-        name, has_value, value = waiting.pop(0).partition("=")
-        if not name.startswith(_SERVER_ARG):
-            parser.error(f"{name} is not an argument of serve. Arguments of SGLang begin with {_SERVER_ARG}")
-        if not has_value and waiting and not waiting[0].startswith("--"):
-            has_value, value = "=", waiting.pop(0)
-        found[name.removeprefix(_SERVER_ARG)] = yaml.safe_load(value) if has_value else True
-    return found
+def _with_value(arg: str, following: str) -> str:
+    """`--server_args.enable_metrics` alone means true."""
+    is_bare = arg.startswith(_SERVER_ARG) and "=" not in arg and following.startswith("--")
+    return f"{arg}=true" if is_bare else arg
 
 
 def run(args: Sequence[str]) -> int:
@@ -248,9 +233,8 @@ def run(args: Sequence[str]) -> int:
         args: without the command's name.
 
     Returns:
-        0 ended by Ctrl-C or SIGTERM, 1 a server failed, 2 something to mend in the call.
+        0 ended by Ctrl-C or SIGTERM, 1 a server failed, 2 the call has an error.
     """
-    ended = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -259,9 +243,9 @@ def run(args: Sequence[str]) -> int:
         settings = parse(args)
         signal.signal(signal.SIGTERM, end)
         try:
-            serve(**settings, until=ended)
+            serve(**settings)
         except KeyboardInterrupt:
-            sys.stderr.write("The servers are ended.\n")
+            sys.stderr.write("The servers are stopped.\n")
         return 0
 
     return reported(command)

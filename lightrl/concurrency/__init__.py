@@ -1,8 +1,11 @@
-"""Threads, event loops and processes, and the ways between them.
+"""Threads, event loops and processes, and how to cross between them.
 
 Reading order:
-    loop_thread.py  an event loop in a thread of its own, and calls into it
-    call_within.py  user code with a deadline that never blocks the loop
+    loop_thread.py   an event loop in a thread of its own, and calls into it
+    wake_up.py       calls and results for event loops, from other threads
+    in_thread.py     a blocking function in a thread, awaited
+    call_within.py   user code with a deadline, which never blocks the loop
+    parent_guard.py  child processes that end with their parent, whatever happens to it
 
 May import: nothing of lightrl but errors.
 """

@@ -1,93 +1,67 @@
 """call_within: user code of a workflow (environments, tools), sync or async, with a deadline; it never blocks the loop.
 
-A sync function runs in a daemon thread of its own call. A thread cannot be killed: one that hangs is left behind, and
-neither the event loop nor the end of the process waits for it.
+A sync function runs in a thread of its own, see in_thread.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
+from lightrl.concurrency.in_thread import outcome_in_thread
 from lightrl.errors import RolloutError
 
 
 class CallTimeout(RolloutError):
-    """User code was not done before its deadline."""
-
-
-_Outcome = tuple[Any, BaseException | None]
+    """User code missed its deadline."""
 
 
 async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float | None, name: str) -> Any:
-    """What `function(*args)` gives.
+    """The result of `function(*args)`, at most `timeout_s` later.
 
-    Waits for the function, at most `timeout_s`. On cancellation, and at the deadline, an async function is cancelled
-    and not waited for: it may ignore that.
+    On cancellation and at the deadline an async function is cancelled but not awaited: it may ignore the cancellation.
 
     Args:
         function: sync, async, or sync with an awaitable as its result.
-        timeout_s: None where a deadline is around this already.
-        name: how the message calls it.
+        timeout_s: None if an outer deadline applies.
+        name: of the function in messages.
 
     Raises:
         CallTimeout: if it is not done in time.
-        RolloutError: if it raises, with its exception as the cause; its own RolloutError comes through as it is.
+        RolloutError: if it raises, with its exception as the cause; its own RolloutError passes through unchanged.
     """
-    task = asyncio.ensure_future(_caught(function, args))
+    task = asyncio.ensure_future(_outcome(function, args))
     try:
         await asyncio.wait({task}, timeout=timeout_s)
     finally:
-        task.cancel()  # changes nothing where it is done
+        task.cancel()  # no effect if it is done
     if not task.done():
         raise CallTimeout(
-            f"{name} was not done within {timeout_s:g} s, expected an answer by then. Mend it, or raise the deadline "
-            "in the workflow's arguments."
+            f"{name} did not finish within {timeout_s:g} s. Fix it, or increase the deadline in the workflow's "
+            "arguments."
         )
     if task.cancelled():
-        raise RolloutError(f"{name} let a cancellation of its own escape, expected a result. Catch it there.")
+        raise RolloutError(f"{name} cancelled itself. Catch asyncio.CancelledError in it.")
     value, error = task.result()
     if isinstance(error, RolloutError):
         raise error
     if error is not None:
-        raise RolloutError(f"{name} raised {type(error).__name__}: {error}. Mend it, or let it catch that.") from error
+        raise RolloutError(
+            f"{name} raised {type(error).__name__}: {error}. Fix it, or catch the exception there."
+        ) from error
     return value
 
 
-async def _caught(function: Callable[..., Any], args: tuple[Any, ...]) -> _Outcome:
-    # SystemExit would leave a task through the event loop instead of through its result.
+async def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
+    # SystemExit would leave the task through the event loop instead of through its result.
     try:
         if inspect.iscoroutinefunction(function):
             return await function(*args), None
-        value, error = await _in_thread(function, args)
+        value, error = await outcome_in_thread(function, *args, name="lightrl-environment")
         if error is None and inspect.isawaitable(value):
             value = await value
         return value, error
-    except (Exception, SystemExit) as raised:  # noqa: BLE001  # the border of user code
+    except (Exception, SystemExit) as raised:  # noqa: BLE001  # user code raises anything
         return None, raised
-
-
-async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> _Outcome:
-    """Waits for a new thread, which wakes it by `call_soon_threadsafe`."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[_Outcome] = loop.create_future()
-
-    def deliver(result: _Outcome) -> None:
-        if not outcome.done():  # else given up
-            outcome.set_result(result)
-
-    def work() -> None:
-        try:
-            result: _Outcome = (function(*args), None)
-        except BaseException as error:  # noqa: BLE001  # the border of user code, and nobody is above it in this thread
-            result = (None, error)
-        try:
-            loop.call_soon_threadsafe(deliver, result)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            return
-
-    threading.Thread(target=work, name="lightrl-environment", daemon=True).start()
-    return await outcome

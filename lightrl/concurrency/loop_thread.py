@@ -1,7 +1,7 @@
-"""LoopThread: the asyncio loop of the rollouts in a daemon thread of its own, and the ways across for the main thread.
+"""LoopThread: the event loop of the rollouts in a daemon thread, and how the main thread calls into it.
 
-The main thread hands over a coroutine and waits. It keeps the deadlines itself, so that a blocked event loop is noticed
-too, and stays awake for signals.
+The main thread submits a coroutine and waits. It checks the deadlines itself, to notice a blocked event loop too, and
+keeps handling signals.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lightrl.errors import RolloutError
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-WAIT_S = 0.1  # between two looks of a waiting main thread at signals, deadlines and progress
+WAIT_S = 0.1  # between two checks of a waiting main thread for signals, deadlines and progress
 
 
 class LoopThread(threading.Thread):
-    """An event loop that runs from here on until `close`.
+    """An event loop that runs until `close`.
 
     Args:
-        loop_timeout_s: a loop that does not answer for so long is blocked, and that is an error.
-        on_exit: called on the loop with what left a task of someone else's through the loop (SystemExit, say).
+        loop_timeout_s: a loop that does not answer for this long is blocked, which is an error.
+        on_exit: called on the loop with an exception, such as SystemExit, that a task raised through the loop.
     """
 
     def __init__(self, *, loop_timeout_s: float, on_exit: Callable[[BaseException], None]) -> None:
@@ -44,14 +44,14 @@ class LoopThread(threading.Thread):
             try:
                 self.loop.run_forever()
                 break
-            except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets them through, out of a workflow's own tasks
+            except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets tasks raise them through the loop
                 self._on_exit(error)
         self.loop.close()
 
     # ------------------------------------------------------------------ from the main thread
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """The result of what takes milliseconds.
+        """The result of a coroutine that takes milliseconds.
 
         Raises:
             RolloutError: if the loop is closed or blocked.
@@ -71,12 +71,12 @@ class LoopThread(threading.Thread):
         on_wait: Callable[[], None],
         who: str,
     ) -> _T:
-        """The coroutine's result; whatever is raised here cancels it.
+        """The coroutine's result; an exception here cancels it.
 
         Args:
-            on_answer: called on the loop, as often as it answers.
+            on_answer: called on the loop each time it answers.
             on_wait: called here about ten times a second; may raise, for a deadline or a signal.
-            who: waits, for messages.
+            who: the waiting part, for messages.
 
         Raises:
             RolloutError: if the loop is closed or blocked.
@@ -94,7 +94,7 @@ class LoopThread(threading.Thread):
             while True:
                 concurrent.futures.wait([future], WAIT_S)
                 if future.cancelled():
-                    raise RolloutError(f"{who} waited while the controller was closed, expected it open.")
+                    raise RolloutError(f"The controller was closed while {who} waited.")
                 if future.done():
                     return future.result()
                 if has_answered.is_set():
@@ -110,18 +110,18 @@ class LoopThread(threading.Thread):
             future.cancel()
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
-        """Runs the coroutine that `last` gives, then ends the loop and the thread. May be called twice."""
+        """Runs the coroutine of `last`, then ends the loop and the thread. May be called twice."""
         if self._closing is None and self.is_alive():
             self._closing = self._submit(last())
             self._closing.add_done_callback(lambda done: self.loop.call_soon_threadsafe(self.loop.stop))
         self.join(timeout_s)
         if self.is_alive():
-            log.warning("Rollout tasks did not end within %.1f s after cancellation; leaving them behind.", timeout_s)
+            log.warning("Rollout tasks did not end within %.1f s after cancellation; abandoning them.", timeout_s)
 
     def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         if self._closing is not None or not self.is_alive():
             coroutine.close()
-            raise RolloutError("The rollout controller is closed, expected it open. Start a new run.")
+            raise RolloutError("The rollout controller is closed. Start a new run.")
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def _blocked_error(self) -> RolloutError:
@@ -129,7 +129,7 @@ class LoopThread(threading.Thread):
         here = traceback.extract_stack(frame)[-1] if frame is not None else None
         where = f"It is at {here.filename}:{here.lineno}, in {here.name}. " if here is not None else ""
         return RolloutError(
-            f"The rollout event loop did not answer for loop_timeout_s={self.loop_timeout_s:g}, expected milliseconds. "
-            f"{where}A workflow, environment or async reward blocks it: let it await, or move its work to a thread; "
-            "or raise StalenessControl.loop_timeout_s."
+            f"The rollout event loop did not answer for loop_timeout_s={self.loop_timeout_s:g}. {where}A workflow, "
+            "environment or async reward blocks it: use await there, or move the work to a thread; or increase "
+            "StalenessControl.loop_timeout_s."
         )

@@ -2,13 +2,14 @@
 
 Reading order:
     engine.py       RolloutEngine, the protocol, and Completion
-    abilities.py    what an engine may be able to do beyond that
+    abilities.py    optional protocols: ScoresTokens, LimitsContext, SharesDevices and others
     fake_engine.py  deterministic, slow or broken on request, for tests
-    local/          LocalEngine, the engine of a laptop: it decodes in this process
-    sglang/         SGLangEngine, the engine of a fleet: SGLang's servers over HTTP
+    local/          LocalEngine, for a laptop: decodes in this process
+    sglang/         SGLangEngine, for a fleet: SGLang servers over HTTP
 
 May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Knows no workflow. To add
-an engine: implement RolloutEngine and run tests/engines/engine_contract.py on it.
+an engine: implement RolloutEngine and those abilities that it has (docs/serve-with-sglang.md lists them), and run
+tests/engines/engine_contract.py on it.
 """
 
 import importlib
@@ -19,17 +20,19 @@ if TYPE_CHECKING:
     from lightrl.engines.fake_engine import FakeEngine
     from lightrl.engines.local.local_engine import LocalEngine
     from lightrl.engines.sglang.engine import SGLangEngine
+    from lightrl.engines.sglang.timeouts import Timeouts
 
-# Loaded when first used: the fake server with a script starts without torch.
+# Loaded on first use: a fake server with a script starts without torch.
 _HOMES = {
     "Completion": "engine",
     "FakeEngine": "fake_engine",
     "LocalEngine": "local.local_engine",
     "RolloutEngine": "engine",
     "SGLangEngine": "sglang.engine",
+    "Timeouts": "sglang.timeouts",
 }
 
-__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine"]  # fmt: skip
+__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine", "Timeouts"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

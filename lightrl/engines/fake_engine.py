@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.concurrency.wake_up import WakeUps
+from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import FinishReason, Sampling
 from lightrl.weights import Bucket
@@ -26,34 +27,34 @@ Seconds = float | Callable[[list[int], Sampling], float]
 
 @dataclass(frozen=True)
 class FakeRequest:
-    """One call of `generate`, as it came."""
+    """The arguments of one call of `generate`."""
 
     number: int  # from 0, in the order of the calls
     token_ids: list[int]
     sampling: Sampling
     session: str
     n: int
-    weight_version: int  # when it came
+    weight_version: int  # at the call
 
 
 class FakeEngine(RolloutEngine):
-    """Completions by a script or a hash, at the pace you ask for, token by token, with pauses and syncs honored.
+    """Completions by a script or a hash, token by token at a given pace; it honors pauses and syncs.
 
-    Without a script token i is a hash of (seed, i), uniform over the vocabulary: the policy that gives every token the
-    same logit, so each logprob is -log V (less the stop tokens while `min_new_tokens` bans them). A weight sync in the
-    middle changes the versions of the tokens that follow, not the tokens.
+    Without a script, token i is a hash of (seed, i), uniform over the vocabulary, as of a policy that gives every token
+    the same logit: each logprob is -log V (without the stop tokens while `min_new_tokens` bans them). A weight sync
+    during a completion changes the versions of the tokens that follow, not the tokens.
 
     All arguments are attributes too and may be set between requests; those that are functions are called once per
-    completion, or per request for `delay_s`.
+    completion, `delay_s` once per request.
 
     Args:
-        script: (prompt, sampling, sample) → the token ids that completion `sample` writes; cut after the first stop
-            token and after `max_new_tokens`.
+        script: (prompt, sampling, sample) → token ids of completion `sample`; cut after the first stop token and after
+            `max_new_tokens`.
         seconds_per_token: pace of each completion; a function of (prompt, sampling) makes stragglers, for example
             `lambda prompt, sampling: 0.3 if prompt[0] == 7 else 0.01`. At 0 other tasks still run between two tokens.
         delay_s: wait before the first token; a number or a function of (prompt, sampling).
         fail_requests: numbers of the requests, from 0, that raise EngineError.
-        hang_requests: numbers of the requests that never answer, until cancelled or closed.
+        hang_requests: numbers of the requests that never finish, until cancelled or closed.
         fail_loads: weight versions whose load raises WeightSyncError.
         logprob_error_nats: added to every logprob, for tests of checks that compare them.
 
@@ -80,75 +81,67 @@ class FakeEngine(RolloutEngine):
         self.hang_requests = hang_requests
         self.fail_loads = fail_loads
         self.logprob_error_nats = logprob_error_nats
-        self.requests: list[FakeRequest] = []  # all that came
-        self.loaded_versions: list[int] = []  # all that were loaded
-        self.num_running = 0  # completions that are being written now
+        self.requests: list[FakeRequest] = []  # all so far
+        self.loaded_versions: list[int] = []  # all so far
+        self.num_running = 0  # completions being written
         self._vocab_size = 0
-        self._max_context = 0
+        self._max_context: int | None = None
         self._shapes: dict[str, torch.Size] | None = None  # those of the first load
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards all below
         self._is_paused = False
         self._is_loading = False
         self._is_closed = False
         self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def start(self, config: PretrainedConfig) -> None:
-        """Takes the size of the vocabulary and of the context from the config; after `close` it opens again."""
+        """Takes the sizes of vocabulary and context from the config; possible again after `close`."""
         with self._lock:
             self._is_closed = self._is_paused = False
         self.weight_version = -1
         self._shapes = None
         config = config.get_text_config()
         self._vocab_size = config.vocab_size
-        self._max_context = getattr(config, "max_position_embeddings", None) or 2**31 - 1
+        self._max_context = getattr(config, "max_position_embeddings", None)
 
     def queue_depths(self) -> dict[str, int]:
-        """Completions that are being written (`running`); none ever waits for a slot (`waiting`)."""
+        """Completions being written (`running`); none ever waits for a slot (`waiting`)."""
         return {"running": self.num_running, "waiting": 0}
 
     async def generate(
         self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
     ) -> list[Completion]:
-        """`n` completions, written at the same time; see `RolloutEngine`. Pictures are not looked at."""
-        if n < 1 or not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            raise ValueError(
-                f"The prompt {token_ids} is empty or outside the vocabulary, expected 0 to {self._vocab_size}."
-            )
-        if len(token_ids) + sampling.max_new_tokens > self._max_context:
-            raise ValueError(
-                f"{len(token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} are more than the "
-                f"context of {self._max_context} tokens. Shorten the prompt or lower max_new_tokens."
-            )
+        """`n` completions, written concurrently; see `RolloutEngine`. Ignores pictures."""
+        check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
         number = len(self.requests)
         self.requests.append(FakeRequest(number, list(token_ids), sampling, session, n, self.weight_version))
         self._check_open()
         if self.weight_version < 0:
-            raise EngineError("FakeEngine has no weights yet, expected a load before the first request.")
+            raise EngineError("FakeEngine has no weights yet. Call load_weights before the first request.")
         if number in self.fail_requests:
-            raise EngineError(f"FakeEngine fails request {number}, as it was told to.")
+            raise EngineError(f"FakeEngine fails request {number}, as set in fail_requests.")
         if number in self.hang_requests:
             await self._sleep(math.inf)
         await self._sleep(_seconds(self.delay_s, token_ids, sampling))
         return list(await asyncio.gather(*(self._write(token_ids, sampling, sample) for sample in range(n))))
 
     async def pause(self) -> None:
-        """No token is written from here on; idempotent."""
+        """Stops all writing; idempotent."""
         self._check_open()
         with self._lock:
             self._is_paused = True
 
     async def resume(self) -> None:
-        """Writing goes on."""
+        """Continues all writing."""
         self._check_open()
         with self._lock:
             self._is_paused = False
         self._wake_sleepers()
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Reads the buckets and takes the version; names and shapes must be those of the first load.
+        """Reads the buckets and adopts the version; names and shapes must be those of the first load.
 
         Raises:
-            WeightSyncError: if a name or shape differs, a value is not finite, or `fail_loads` says so.
+            WeightSyncError: if a name or shape differs, a value is not finite, or the version is in `fail_loads`.
         """
         self._check_open()
         with self._lock:
@@ -158,17 +151,13 @@ class FakeEngine(RolloutEngine):
             for bucket in buckets:
                 for name, tensor in bucket.tensors.items():
                     if not torch.isfinite(tensor).all():
-                        raise WeightSyncError(
-                            f"Parameter {name!r} has values that are not finite, expected finite ones."
-                        )
+                        raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
                     shapes[name] = tensor.shape
             if self._shapes is not None and shapes != self._shapes:
                 different = sorted(name for name, _ in shapes.items() ^ self._shapes.items())
-                raise WeightSyncError(
-                    f"Parameters {different[:4]} differ from those of the first load, expected the same."
-                )
+                raise WeightSyncError(f"Parameters {different[:4]} differ from those of the first load.")
             if weight_version in self.fail_loads:
-                raise WeightSyncError(f"FakeEngine fails the load of version {weight_version}, as it was told to.")
+                raise WeightSyncError(f"FakeEngine fails the load of version {weight_version}, as set in fail_loads.")
             self._shapes = shapes
             self.weight_version = weight_version
             self.loaded_versions.append(weight_version)
@@ -178,7 +167,7 @@ class FakeEngine(RolloutEngine):
             self._wake_sleepers()
 
     def close(self) -> None:
-        """Requests that are being written raise EngineError. May be called twice."""
+        """Requests in flight raise EngineError. May be called twice."""
         with self._lock:
             self._is_closed = True
         self._wake_sleepers()
@@ -222,7 +211,7 @@ class FakeEngine(RolloutEngine):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise EngineError("FakeEngine is closed, expected an open one. Make a new engine.")
+            raise EngineError("FakeEngine is closed. Start it, or create a new one.")
 
     async def _sleep(self, seconds: float) -> None:
         """Passes a token boundary: sleeps, then waits while the engine is paused or loads; raises if it is closed."""
@@ -265,11 +254,10 @@ class FakeEngine(RolloutEngine):
     def _wake_sleepers(self) -> None:
         with self._lock:
             sleepers = list(self._sleepers)
+        wake_ups = WakeUps()
         for loop, event in sleepers:
-            try:
-                loop.call_soon_threadsafe(event.set)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                continue
+            wake_ups.add(loop, event.set)
+        wake_ups.send()
 
 
 def _seconds(setting: Seconds, token_ids: list[int], sampling: Sampling) -> float:

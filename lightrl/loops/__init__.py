@@ -1,24 +1,28 @@
 """The loop: what happens between two batches of Lightning's fit loop when the module is an RLModule.
 
 Reading order:
-    rollout_loop.py   one iteration from groups to new weights; the only seam into Lightning; resume
+    rollout_stage.py  what a fit or validate opens, checks and closes: judge, engine, rollout
+    rollout_loop.py   one iteration from groups to new weights, called by Lightning's fit loop
     score.py          model calls and advantages on the whole iteration
     run_calls.py      each call as soon as what it needs is there, on the ranks that hold its model
-    asked_once.py     a recorded trajectory has its judges' answers
+    asked_once.py     a recorded trajectory keeps its judges' answers
     update.py         minibatches, microbatches, loss reduction, the optimizer step
-    metrics.py        means, sums and bounds that do not depend on microbatches and ranks
+    metrics.py        means, sums and bounds that do not depend on microbatches or ranks
+    evaluation.py     a validation batch becomes judged groups
+    resume.py         what a resumed run continues from
     resume_check.py   fast_dev_run's check that a checkpoint restores everything
-    state_before.py   a start that fails leaves nothing of the checkpoint it restored
-    interrupt.py      Ctrl-C waits for the end of an update
+    state_before.py   a start that fails undoes what it restored
+    interrupt.py      Ctrl-C and SIGTERM wait for the end of an update
     shared_rollout.py rank 0's rollout controller as every rank sees it
-    group_bytes.py    groups on their way from rank 0 to the others
+    group_bytes.py    groups as bytes, from rank 0 to the others
 
 May import: everything below; Lightning's private names, each listed in tests/test_structure.py.
 """
 
 from lightrl.loops.resume_check import ResumeCheck
-from lightrl.loops.rollout_loop import RolloutLoop
+from lightrl.loops.rollout_loop import RolloutLoop, logging_allowed
+from lightrl.loops.rollout_stage import RolloutStage
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.loops.state_before import StateBefore
 
-__all__ = ["ResumeCheck", "RolloutLoop", "SharedRollout", "StateBefore"]
+__all__ = ["ResumeCheck", "RolloutLoop", "RolloutStage", "SharedRollout", "StateBefore", "logging_allowed"]

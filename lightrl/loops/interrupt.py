@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do: at the start they end it at once; in an update they wait, for whole iterations only."""
+"""Ctrl-C and SIGTERM: they end the start of a stage at once, and wait for the end of an update, which must be whole."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from types import FrameType
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightrl.strategies import Ranks
+
 
 class InterruptGate:
     """Holds one SIGINT back while an update runs; `check` raises it afterwards. A second Ctrl-C is not held back."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what came in an earlier stage."""
         self.is_held = False
         self.is_terminated = False  # SIGTERM came while it was held back
 
@@ -44,10 +50,11 @@ class InterruptGate:
             signal.signal(signal.SIGINT, previous)
 
     @contextlib.contextmanager
-    def raised_at_once(self, *, is_main: bool, is_alone: bool) -> Iterator[None]:
-        """Inside, SIGTERM ends what runs, as Ctrl-C does; Lightning only notes it, for the end of a batch.
+    def raised_at_once(self, ranks: Ranks) -> Iterator[None]:
+        """Inside, where rank 0 may wait for servers, SIGTERM ends the start as Ctrl-C does; Lightning only notes it.
 
-        Of several ranks only rank 0 is ended: the others wait for it, which tells them. A second SIGTERM is not raised.
+        With several ranks only rank 0 is ended: the others wait for it and hear from it. A second SIGTERM is not
+        raised.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -58,13 +65,13 @@ class InterruptGate:
         def terminate(number: int, frame: FrameType | None) -> None:
             nonlocal has_come
             is_first, has_come = not has_come, True
-            if is_alone and callable(on_terminate):
-                on_terminate(number, frame)  # Lightning's says that it came; of several ranks it waits for the others
+            if ranks.size == 1 and callable(on_terminate):
+                on_terminate(number, frame)  # Lightning's notes it; with several ranks it waits for the others
             if is_first:
                 raise SIGTERMException
 
-        signal.signal(signal.SIGTERM, terminate if is_main else _ignore)
-        if not is_main:
+        signal.signal(signal.SIGTERM, terminate if ranks.is_main else _ignore)
+        if not ranks.is_main:
             signal.signal(signal.SIGINT, _ignore)
         try:
             yield
@@ -73,13 +80,13 @@ class InterruptGate:
             signal.signal(signal.SIGTERM, on_terminate)
 
     @contextlib.contextmanager
-    def held_back_on_all_ranks(self, *, is_main: bool) -> Iterator[None]:
-        """Inside, Ctrl-C and SIGTERM are what rank 0 makes of them where all ranks stop at the same place.
+    def held_back_on_all_ranks(self, ranks: Ranks) -> Iterator[None]:
+        """Inside, Ctrl-C and SIGTERM end several ranks at the same place, where rank 0 says so; one rank as ever.
 
         A terminal sends Ctrl-C to all processes and Slurm SIGTERM to all tasks; a rank that stopped by itself would
         leave the others in the middle of a collective. A second Ctrl-C on rank 0 is not held back.
         """
-        if threading.current_thread() is not threading.main_thread():
+        if ranks.size == 1 or threading.current_thread() is not threading.main_thread():
             yield
             return
 
@@ -87,9 +94,9 @@ class InterruptGate:
             self.is_terminated = True
 
         on_interrupt = signal.getsignal(signal.SIGINT)
-        on_terminate = signal.signal(signal.SIGTERM, terminate if is_main else _ignore)
+        on_terminate = signal.signal(signal.SIGTERM, terminate if ranks.is_main else _ignore)
         try:
-            if is_main:
+            if ranks.is_main:
                 with self.held_back():
                     yield
             else:

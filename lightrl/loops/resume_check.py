@@ -1,4 +1,4 @@
-"""ResumeCheck: under fast_dev_run, where Lightning saves no checkpoint, one in memory is read back and compared."""
+"""ResumeCheck: under fast_dev_run, where Lightning saves no checkpoint, one is read back and compared."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightrl.errors import LightRLError
+from lightrl.loops.rollout_loop import RolloutLoop
+from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import mark_as_on_all_ranks, ranks_of
 
 if TYPE_CHECKING:
@@ -29,16 +31,18 @@ ROLLOUT_LOOP_KEY = "epoch_loop.automatic_optimization.state_dict"
 
 
 class ResumeCheck:
-    """Whether a run could be resumed from the state it has now.
+    """Whether a run could be resumed from its present state.
 
     Made before the run, so that it has the callbacks as a new process would have them.
 
     Args:
-        trainer: a lightrl Trainer; its rollout is open while `run` works.
+        trainer: its rollout is open while `run` works.
+        loop: the trainer's.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: RLTrainer, loop: RolloutLoop) -> None:
+        self.trainer = trainer
+        self.loop = loop
         self._fresh_callbacks: dict[str, Callback] = {}  # by state key
         # Lightning gives callbacks methods of the module, which they share instead of having a copy of its models.
         shared = {id(item): item for item in (trainer, trainer.lightning_module)}
@@ -48,32 +52,30 @@ class ResumeCheck:
                 self._fresh_callbacks[callback.state_key] = copy.deepcopy(callback, dict(shared))
 
     def run(self) -> None:
-        """Writes a checkpoint to memory, reads it as a resume would, and compares.
+        """Makes a checkpoint, reads it as a resume would, and compares.
 
         Raises:
-            LightRLError: if something of the state would not survive a resume.
+            LightRLError: if a part of the state would not survive a resume.
         """
-        if ranks_of(self._trainer.strategy).size > 1:
+        if ranks_of(self.trainer.strategy).size > 1:
             self._run_on_all_ranks()
             return
-        before = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        before = self._checkpoint()
         loaded = _through_file(before)
         difference = _first_difference(before, loaded, "checkpoint")
         if difference is None:
             self._load(_through_file(before))
-            after = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-            after["callbacks"] = self._reloaded_callbacks(loaded["callbacks"])
-            difference = _first_difference(before, after, "checkpoint")
+            difference = _first_difference(before, self._checkpoint_after(loaded), "checkpoint")
         _report(difference)
 
     def _run_on_all_ranks(self) -> None:
         """Through a folder, which is removed again: what is spread over ranks cannot travel in memory."""
-        trainer = self._trainer
+        trainer = self.trainer
         ranks = ranks_of(trainer.strategy)
         if trainer.num_nodes > 1:
-            log.info("fast_dev_run: on several nodes it is not checked whether a resume restores this state.")
+            log.info("fast_dev_run does not check on several nodes whether a resume restores this state.")
             return
-        state = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        state = self._checkpoint()
         before = tree_map_only(torch.Tensor, torch.clone, state)  # not the memory that is loaded into
         folder = Path(ranks.broadcast_json(tempfile.mkdtemp() if ranks.is_main else None))
         try:
@@ -84,16 +86,37 @@ class ResumeCheck:
         finally:
             if ranks.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
-        after = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        after["callbacks"] = self._reloaded_callbacks(loaded["callbacks"])
+        after = self._checkpoint_after(loaded)
         names = list(before) if ranks.is_main else ["state_dict", "optimizer_states"]  # the rest is rank 0's alone
-        found = (_first_difference(before[name], after[name], f"checkpoint[{name!r}]") for name in names)
-        difference = next((name for name in found if name), None)
+        differences = (_first_difference(before[name], after[name], f"checkpoint[{name!r}]") for name in names)
+        difference = next((name for name in differences if name), None)
         _report(ranks.broadcast_json(difference) or difference)
+
+    def _checkpoint(self) -> dict[str, Any]:
+        """What `save_checkpoint` would give the strategy to write."""
+        strategy = self.trainer.strategy
+        checkpoints: list[dict[str, Any]] = []
+        vars(strategy)["save_checkpoint"] = lambda checkpoint, *args, **kwargs: checkpoints.append(checkpoint)
+        try:
+            self.trainer.save_checkpoint("", weights_only=False)
+        finally:
+            del vars(strategy)["save_checkpoint"]
+        return checkpoints[0]
+
+    def _checkpoint_after(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint of a run that was resumed from `loaded`, by new callbacks."""
+        after = self._checkpoint()
+        for key, state in loaded["callbacks"].items():
+            fresh = self._fresh_callbacks.get(key)
+            if fresh is not None:
+                fresh.load_state_dict(copy.deepcopy(state))
+                state = fresh.state_dict()
+            after["callbacks"][key] = state
+        return after
 
     def _load(self, checkpoint: dict[str, Any]) -> None:
         """As a resume does, without Lightning's own counters."""
-        trainer = self._trainer
+        trainer = self.trainer
         module, datamodule = trainer.lightning_module, getattr(trainer, "datamodule", None)
         key = type(datamodule).__qualname__
         if datamodule is not None and key in checkpoint:
@@ -103,46 +126,38 @@ class ResumeCheck:
         trainer.strategy.load_optimizer_state_dict(checkpoint)
         for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
-        trainer.rollout_loop.on_load_checkpoint(checkpoint["loops"]["fit_loop"][ROLLOUT_LOOP_KEY])
-        trainer.rollout_loop.restore_rollout()
-
-    def _reloaded_callbacks(self, states: dict[str, Any]) -> dict[str, Any]:
-        """The state of each callback after a new one has loaded it."""
-        reloaded: dict[str, Any] = {}
-        for key, state in states.items():
-            fresh = self._fresh_callbacks.get(key)
-            if fresh is None:
-                reloaded[key] = state
-                continue
-            fresh.load_state_dict(copy.deepcopy(state))
-            reloaded[key] = fresh.state_dict()
-        return reloaded
+        self.loop.on_load_checkpoint(checkpoint["loops"]["fit_loop"][ROLLOUT_LOOP_KEY])
+        self.loop.resume.restore_rollout()
 
 
 def _report(difference: str | None) -> None:
     if difference is not None:
         error = LightRLError(
-            f"{difference} differs after a resume, expected it equal. Give back in load_state_dict (or "
-            "on_load_checkpoint) what state_dict (or on_save_checkpoint) saved."
+            f"{difference} differs after a resume. Restore in load_state_dict (or on_load_checkpoint) what state_dict "
+            "(or on_save_checkpoint) saved."
         )
         raise mark_as_on_all_ranks(error)
-    log.info("fast_dev_run: a resume from this state restores it exactly.")
+    log.info("fast_dev_run: a resume restores this state exactly.")
 
 
 def _through_file(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint is after it was written and read; raises LightRLError if it holds code."""
-    buffer = io.BytesIO()
+    """A checkpoint after it was written and read; raises LightRLError if it holds code."""
     try:
-        torch.save(checkpoint, buffer)
-        buffer.seek(0)
-        loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
-    except Exception as error:
-        where = next((name for name in _leaves(checkpoint) if not _survives(name[1])), ("checkpoint", None))[0]
+        loaded: dict[str, Any] = _written_and_read(checkpoint)
+    except Exception as error:  # whatever the classes of a user's state raise when they are pickled
+        where = next((name for name, value in _leaves(checkpoint) if not _survives(value)), "checkpoint")
         raise LightRLError(
-            f"The checkpoint cannot be loaded with weights_only=True, because of {where}: {error} Expected tensors and "
-            "plain Python in the state of callbacks, module and data module. Convert it there."
+            f"The checkpoint cannot be loaded with weights_only=True, because of {where}: {error} The state of "
+            "callbacks, module and data module must be tensors and plain Python. Convert it there."
         ) from error
     return loaded
+
+
+def _written_and_read(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
 
 
 def _leaves(value: Any, name: str = "checkpoint") -> Iterator[tuple[str, Any]]:
@@ -159,12 +174,9 @@ def _leaves(value: Any, name: str = "checkpoint") -> Iterator[tuple[str, Any]]:
 def _survives(value: Any) -> bool:
     if value is None or type(value) in (bool, int, float, str, bytes, torch.Tensor):
         return True
-    buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception:  # noqa: BLE001 - of whatever kind: the caller names the value
+        _written_and_read(value)
+    except Exception:  # noqa: BLE001  # as above; the caller names the value
         return False
     return True
 

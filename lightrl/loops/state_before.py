@@ -1,4 +1,4 @@
-"""StateBefore: a start that fails gives the trainer back as it was; the next `fit` goes on from nothing it restored."""
+"""StateBefore: a start that fails leaves the trainer as it was, so the next `fit` uses nothing that it restored."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
+from lightrl.loops.rollout_loop import RolloutLoop
+from lightrl.rollout.rl_trainer import RLTrainer
+
 
 class StateBefore:
-    """What loops, callbacks and torch's random numbers are before a fit restores a checkpoint.
+    """The state of loops, callbacks and torch's random numbers before a fit restores a checkpoint.
 
     A checkpoint may be refused when half of it is restored: the optimizer's state comes last.
-
-    Args:
-        trainer: a lightrl Trainer.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        owners = [*_loops(trainer.fit_loop), trainer.rollout_loop.guard, *trainer.callbacks]
+    def __init__(self, trainer: RLTrainer, loop: RolloutLoop) -> None:
+        owners = [*_loops(trainer.fit_loop), loop.guard, loop.resume, *trainer.callbacks]
         self._attributes = [(owner, _copied(vars(owner))) for owner in owners]
         self._random_state = torch.get_rng_state()
 
     def give_back(self) -> None:
-        """Undoes what was restored; the module keeps the weights that it has."""
+        """Undoes what was restored; the module keeps its present weights."""
         for owner, attributes in self._attributes:
             vars(owner).clear()
             vars(owner).update(attributes)
@@ -33,7 +33,7 @@ class StateBefore:
 
 
 def _loops(loop: Any) -> Iterator[Any]:
-    """A loop of Lightning's and those inside."""
+    """A loop of Lightning's and the loops inside it."""
     yield loop
     for inner in vars(loop).values():
         if hasattr(inner, "restarting"):
@@ -41,7 +41,7 @@ def _loops(loop: Any) -> Iterator[Any]:
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Lightning's counters count on in place; everything else that a checkpoint brings is set anew."""
+    """Lightning's counters change in place; everything else that a checkpoint restores is set anew."""
     return {name: copy.deepcopy(value) if _is_counter(value) else value for name, value in attributes.items()}
 
 

@@ -1,32 +1,62 @@
-"""What validation and test measure of judged groups: reward, accuracy, pass@k, lengths, and a reward's own numbers."""
+"""What validation and test measure of judged groups: reward, accuracy, pass@k, lengths, and a reward's own numbers.
+
+Each is a torchmetrics.Metric over all batches. Every rank has all groups, so nothing is reduced over ranks. No other
+file of this room imports torch, and workers do not import this one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torchmetrics import MeanMetric, Metric, SumMetric
 
 from lightrl.trajectory import Group
 
 
-def evaluation_numbers(groups: Sequence[Group], group_size: int) -> dict[str, list[float]]:
-    """By metric name one number per trajectory that has it, or per prompt for pass@k; empty if nothing is judged.
+class Evaluation:
+    """The metrics of a validation or test; Lightning computes and resets them at its end.
 
     Args:
-        groups: without their failed trajectories.
         group_size: completions asked for per prompt; above 1 gives pass@k.
     """
+
+    def __init__(self, group_size: int) -> None:
+        self.group_size = group_size
+        self._metrics: dict[str, Metric] = {"prompts": SumMetric(sync_on_compute=False)}
+
+    def update(self, groups: Sequence[Group], own: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Adds a batch to the metrics that have a number in it, and returns them by name.
+
+        Args:
+            groups: of a batch, without their failed trajectories.
+            own: a user's; `update` gets the groups, `compute` gives a number.
+        """
+        updated = {"prompts": self._metrics["prompts"]}
+        updated["prompts"].update(sum(bool(group.trajectories) for group in groups))
+        for name, numbers in evaluation_numbers(groups, self.group_size).items():
+            updated[name] = self._metrics.setdefault(name, MeanMetric(sync_on_compute=False))
+            updated[name].update(sum(numbers) / len(numbers), weight=len(numbers))
+        for name, metric in own.items():
+            metric.distributed_available_fn = lambda: False  # no reduction: each rank updates it with all groups
+            metric.update(groups)
+            updated[name] = metric
+        return updated
+
+
+def evaluation_numbers(groups: Sequence[Group], group_size: int) -> dict[str, list[float]]:
+    """By metric name one number per trajectory that has it, or per prompt for pass@k."""
     judged = [group for group in groups if group.trajectories]
     trajectories = [trajectory for group in judged for trajectory in group.trajectories]
-    if not trajectories:
-        return {}
-    numbers: dict[str, list[float]] = {"reward": [float(item.reward or 0.0) for item in trajectories]}
-    for name in sorted({name for item in trajectories for name in item.metrics} | {"accuracy"}):
-        if name == "accuracy":
-            numbers["accuracy_fraction"] = [item.accuracy for item in trajectories]
-        else:
+    num_failed = len(groups) * group_size - len(trajectories)
+    numbers = {"failed_fraction": [1.0] * num_failed + [0.0] * len(trajectories)}
+    if trajectories:
+        numbers["reward"] = [float(item.reward or 0.0) for item in trajectories]
+        for name in {name for item in trajectories for name in item.metrics} - {"accuracy"}:
             numbers[name] = [item.metrics[name] for item in trajectories if name in item.metrics]
-    numbers["length_tokens"] = [float(sum(item.loss_mask)) for item in trajectories]
-    numbers["truncated_fraction"] = [float(item.is_truncated) for item in trajectories]
-    if group_size > 1:
-        solved = [float(any(item.accuracy >= 1 for item in group.trajectories)) for group in judged]
-        numbers[f"pass_at_{group_size}_fraction"] = solved
+        numbers["accuracy_fraction"] = [item.accuracy for item in trajectories]
+        numbers["length_tokens"] = [float(sum(item.loss_mask)) for item in trajectories]
+        numbers["truncated_fraction"] = [float(item.is_truncated) for item in trajectories]
+        if group_size > 1:
+            solved = [float(any(item.accuracy >= 1 for item in group.trajectories)) for group in judged]
+            numbers[f"pass_at_{group_size}_fraction"] = solved
     return numbers

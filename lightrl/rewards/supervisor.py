@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from lightrl.concurrency.wake_up import WakeUps
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome, killed_error, timeout_error
 from lightrl.trajectory import Trajectory
@@ -324,22 +325,7 @@ class Supervisor(Generic[Request]):
 
 
 def _settle(outcomes: Iterable[tuple[_Call[Request], Outcome]]) -> None:
-    """Wakes the coroutines that wait for these calls: one wake-up of the event loop for all of them."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Judgment], Outcome]]] = {}
+    wake_ups = WakeUps()
     for call, outcome in outcomes:
-        by_loop.setdefault(call.future.get_loop(), []).append((call.future, outcome))
-    for loop, settled in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_set_outcomes, settled)
-        except RuntimeError:  # the loop is closed, nobody waits
-            continue
-
-
-def _set_outcomes(settled: Sequence[tuple[asyncio.Future[Judgment], Outcome]]) -> None:
-    for future, outcome in settled:
-        if future.done():
-            continue
-        if isinstance(outcome, RewardError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
+        wake_ups.settle(call.future, outcome)
+    wake_ups.send()

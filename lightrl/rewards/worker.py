@@ -24,7 +24,6 @@ import json
 import os
 import pkgutil
 import resource
-import select
 import signal
 import sys
 import threading
@@ -33,12 +32,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
+from lightrl.concurrency.parent_guard import kill_group, wait_for_parent
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Outcome, Runner
 from lightrl.rewards.parts import RewardPart, bound, summed
 from lightrl.trajectory import Trajectory
 
-_PARENT_CHECK_MS = 1000
 _SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # of the pool: end, and show the stack
 
 
@@ -192,14 +191,11 @@ def _guard(worker: int, parent: int, requests: int) -> NoReturn:
         os.setpgid(worker, worker)
     mirror = threading.Thread(target=_end_like, args=(worker,), daemon=True)
     mirror.start()
-    signal.signal(signal.SIGTERM, lambda *_: _kill_group(worker))
+    signal.signal(signal.SIGTERM, lambda *_: kill_group(worker))
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(worker, signal.SIGUSR1))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    poller = select.poll()
-    poller.register(requests, 0)  # hang-up is always reported
-    while os.getppid() == parent and not poller.poll(_PARENT_CHECK_MS):
-        pass
-    _kill_group(worker)
+    wait_for_parent(parent, requests)
+    kill_group(worker)
     mirror.join()
     raise AssertionError("the mirror ends this process")
 
@@ -208,17 +204,12 @@ def _end_like(worker: int) -> NoReturn:
     """Waits for the worker's end and ends this process with the same code or signal."""
     # WNOWAIT: until it is waited for, nobody else can have the number of its group.
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
-    _kill_group(worker)
+    kill_group(worker)
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core dump is enough
         signal.pthread_kill(threading.get_ident(), -code)  # this thread, so that it does not return
     os._exit(code if code >= 0 else 128 - code)
-
-
-def _kill_group(worker: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS answers so for a group of zombies
-        os.killpg(worker, signal.SIGKILL)
 
 
 def _reply(replies: int, record: dict[str, Any]) -> None:

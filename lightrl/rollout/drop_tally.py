@@ -1,4 +1,4 @@
-"""DropTally: what was left out and why, and when that is too much to go on. All is synchronous."""
+"""DropTally: counts what is dropped and why, and ends the run when it is too much. All calls are synchronous."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rollout.group_filter import ADVICE, OTHER_ADVICE
-from lightrl.trajectory import Group, Prompt
+from lightrl.rollout.settings import RolloutSettings
+from lightrl.trajectory import Prompt
 
 MAX_DROPPED_ITERATIONS = 10  # times P: the default bound on dropped groups
 
 
 @dataclass(frozen=True)
 class Drop:
-    """A trajectory that was left out, and why."""
+    """A trajectory that was dropped, and why."""
 
     reason: str  # one word, for counting
     message: str
@@ -23,24 +24,10 @@ class Drop:
 
 
 class DropTally:
-    """Counts since the last batch was taken, against two bounds; keeps what nobody has asked for yet.
+    """Counts since the last batch was taken, against the bounds of the settings; keeps drops until they are drained."""
 
-    Args:
-        group_size: G.
-        groups_per_iteration: P.
-        max_failed_fraction: of an iteration's trajectories that may fail.
-        max_dropped_groups: for P groups that are kept; 10·P if None.
-    """
-
-    def __init__(
-        self, *, group_size: int, groups_per_iteration: int, max_failed_fraction: float, max_dropped_groups: int | None
-    ) -> None:
-        self.num_trajectories = group_size * groups_per_iteration
-        self.groups_per_iteration = groups_per_iteration
-        self.max_failed_fraction = max_failed_fraction
-        if max_dropped_groups is None:
-            max_dropped_groups = MAX_DROPPED_ITERATIONS * groups_per_iteration
-        self.max_dropped_groups = max_dropped_groups
+    def __init__(self, settings: RolloutSettings) -> None:
+        self.settings = settings
         self.last = Drop("none", "nothing was dropped", "")
         self._drops: collections.deque[Drop] = collections.deque()  # the main thread takes from its left end
         self._group_drops: collections.Counter[str] = collections.Counter()  # since they were drained
@@ -50,33 +37,18 @@ class DropTally:
         self._num_dropped: collections.Counter[str] = collections.Counter()  # groups, since then
 
     def begin_iteration(self) -> None:
-        """A batch was taken: counts anew."""
+        """A batch was taken: the counts start again."""
         self._num_done = self._num_failed = self._num_kept = 0
         self._num_dropped.clear()
 
-    def check_evaluation(self, num_judged: int, num_asked: int) -> None:
-        """Raises RolloutError if more of a validation batch failed than may: a mean over the rest would flatter."""
-        num_failed = num_asked - num_judged
-        if num_failed > self.max_failed_fraction * num_asked:
-            raise RolloutError(
-                f"{num_failed} of {num_asked} validation trajectories failed, expected at most max_failed_fraction="
-                f"{self.max_failed_fraction} of them. Mend what fails; the last one: {self.last.reason}: "
-                f"{self.last.message}"
-            )
-
     def drop(self, reason: str, message: str, prompt: Prompt) -> None:
-        """A trajectory is left out."""
+        """A trajectory is dropped."""
         self.last = Drop(reason, message, prompt.id)
         self._drops.append(self.last)
 
     def drop_failed(self, error: RewardError | RolloutError, prompt: Prompt) -> None:
-        """A trajectory is left out because its rollout or its reward raised this."""
+        """A trajectory is dropped because its workflow or its reward raised this."""
         self.drop(f"reward_{error.reason}" if isinstance(error, RewardError) else "rollout", str(error), prompt)
-
-    def drop_all(self, group: Group, reason: str, message: str) -> None:
-        """The trajectories that a group still has are left out."""
-        for _ in group.trajectories:
-            self.drop(reason, message, group.prompt)
 
     def count_trajectory(self, *, is_failed: bool) -> None:
         """A trajectory is done.
@@ -86,12 +58,21 @@ class DropTally:
         """
         self._num_done += 1
         self._num_failed += is_failed
-        total = max(self._num_done, self.num_trajectories)  # async: up to η + 1 iterations' worth
-        if is_failed and self._num_failed > self.max_failed_fraction * total:
+        num_expected = self.settings.group_size * self.settings.groups_per_iteration
+        if is_failed:
+            total = max(self._num_done, num_expected)  # async: up to η + 1 iterations' worth
+            self._check_failed(self._num_failed, total, "trajectories failed since the last batch was taken")
+
+    def check_evaluation(self, num_judged: int, num_requested: int) -> None:
+        """Raises RolloutError if too many of a validation batch failed: a mean over the rest would flatter."""
+        self._check_failed(num_requested - num_judged, num_requested, "validation trajectories failed")
+
+    def _check_failed(self, num_failed: int, total: int, what: str) -> None:
+        max_fraction = self.settings.max_failed_fraction
+        if num_failed > max_fraction * total:
             raise RolloutError(
-                f"{self._num_failed} of {total} trajectories failed since the last batch was taken, expected at "
-                f"most max_failed_fraction={self.max_failed_fraction} of them. Mend what fails; the last one: "
-                f"{self.last.reason}: {self.last.message}"
+                f"Aborting: {num_failed} of {total} {what} (max_failed_fraction={max_fraction:g}). "
+                f"Last failure: {self.last.reason}: {self.last.message}"
             )
 
     def count_kept(self) -> None:
@@ -99,29 +80,30 @@ class DropTally:
         self._num_kept += 1
 
     def count_given_up(self, reason: str) -> None:
-        """A group that was started in excess is left out; that is no failure of its own."""
+        """An over-sampled group is dropped; that does not count as a failure."""
         self._group_drops[reason] += 1
 
     def count_dropped(self, reason: str, message: str) -> None:
-        """A group is left out and another prompt takes its place.
+        """A group is dropped and another prompt takes its place.
 
         Raises:
-            RolloutError: if too many were.
+            RolloutError: if too many were dropped.
         """
         self._group_drops[reason] += 1
         self._num_dropped[reason] += 1
-        num = sum(self._num_dropped.values())
-        if num > self.max_dropped_groups * max(1.0, self._num_kept / self.groups_per_iteration):
-            advice = [ADVICE.get(reason, OTHER_ADVICE) for reason, _ in self._num_dropped.most_common()]
+        size, max_dropped = self.settings.groups_per_iteration, self.settings.max_dropped_groups
+        if max_dropped is None:
+            max_dropped = MAX_DROPPED_ITERATIONS * size
+        if self._num_dropped.total() > max_dropped * max(1.0, self._num_kept / size):
+            advice = dict.fromkeys(ADVICE.get(reason, OTHER_ADVICE) for reason, _ in self._num_dropped.most_common())
             raise RolloutError(
-                f"{num} groups were dropped since the last batch was taken and {self._num_kept} kept "
-                f"({dict(self._num_dropped)}), expected at most max_dropped_groups_per_iteration="
-                f"{self.max_dropped_groups} for {self.groups_per_iteration} that are kept. To mend it, "
-                f"{'; or '.join(dict.fromkeys(advice))}. The last one: {message}"
+                f"Aborting: {self._num_dropped.total()} groups were dropped ({dict(self._num_dropped)}) and "
+                f"{self._num_kept} kept since the last batch was taken; max_dropped_groups_per_iteration={max_dropped} "
+                f"per {size} kept. To fix this, {'; or '.join(advice)}. Last drop: {message}"
             )
 
     def drain(self) -> list[Drop]:
-        """The trajectories left out since the last call; from any thread."""
+        """The trajectories dropped since the last call; from any thread."""
         drops: list[Drop] = []
         with contextlib.suppress(IndexError):
             while True:
@@ -129,6 +111,6 @@ class DropTally:
         return drops
 
     def drain_groups(self) -> dict[str, int]:
-        """How many groups were left out since the last call, by reason."""
+        """How many groups were dropped since the last call, by reason."""
         drops, self._group_drops = dict(self._group_drops), collections.Counter()
         return drops

@@ -1,35 +1,35 @@
-"""PromptCursor: which position of the prompt stream comes next; with a Curriculum, which ones are passed over."""
+"""PromptCursor: which position of the prompt stream comes next; with a Curriculum, which ones are skipped."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from lightrl.errors import RolloutError
+from lightrl.errors import RolloutError, user_code
 from lightrl.trajectory import Prompt, sampling_seed
 
 MAX_SKIPPED = 100_000  # positions in a row
 
 
 class Prompts(Protocol):
-    """Prompts by position, without end."""
+    """Endless prompts, by position."""
 
     def __getitem__(self, position: int) -> Prompt: ...
 
 
 class Curriculum(Protocol):
-    """Decides from past success how often a prompt is worth a rollout. Called on the event loop: it must be quick."""
+    """Decides from past success how often a prompt is worth a rollout. Called on the event loop, so it must be fast."""
 
     def weight(self, prompt_id: str) -> float:
-        """The probability that this prompt is played when its turn comes, 0 to 1; 1 for one never seen."""
+        """The probability that this prompt is played when its turn comes, 0 to 1; 1 for a new prompt."""
         ...
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
-        """A group of this prompt was judged: the share of right trajectories, 0 to 1, dropped groups included."""
+        """A group of this prompt was judged, with this mean accuracy, 0 to 1; also called for dropped groups."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """All that `weight` depends on: plain Python, a copy."""
+        """A copy of all that `weight` depends on, in plain Python."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -38,23 +38,28 @@ class Curriculum(Protocol):
 class PromptCursor:
     """Walks through the stream, position by position, and never back.
 
-    A curriculum thins the stream: at its turn a prompt is played with the probability `weight`, else passed over until
-    its turn in the next epoch. The draw follows from (run seed, position) alone, so positions stay the identity of
-    groups for seeds and resume, and the order follows from cursor and curriculum, which are the state.
+    With a curriculum, a prompt is played with probability `weight` when its turn comes, or else skipped until its turn
+    in the next epoch. The draw depends on (run seed, position) alone, so a position still identifies a group for seeds
+    and resume.
 
-    What was observed counts from the next choice on, in the order of positions, whatever was judged first.
+    Observations take effect at the next choice, in the order of positions, whatever was judged first.
 
     Args:
-        prompts: the stream.
+        prompts: the stream; None if there is nothing to choose.
         curriculum: None plays every position.
     """
 
-    def __init__(self, prompts: Prompts, curriculum: Curriculum | None = None) -> None:
+    def __init__(self, prompts: Prompts | None, curriculum: Curriculum | None = None) -> None:
         self.prompts = prompts
         self.curriculum = curriculum
         self.next_position = 0
-        self.num_skipped = 0  # positions passed over, since this object was made
-        self._observations: dict[int, tuple[str, float]] = {}  # not yet told to the curriculum, by position
+        self.num_skipped = 0  # positions, since this object was made
+        self._observations: dict[int, tuple[str, float]] = {}  # that the curriculum does not have yet, by position
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Tells the prompts of two runs apart; None if the stream has none."""
+        return getattr(self.prompts, "fingerprint", None)
 
     def read(self, position: int) -> Prompt:
         """The prompt at this position.
@@ -62,18 +67,17 @@ class PromptCursor:
         Raises:
             RolloutError: if the stream raises.
         """
-        try:
+        assert self.prompts is not None
+        with user_code(f"Prompt {position} of the stream"):
             return self.prompts[position]
-        except Exception as error:
-            raise RolloutError(f"Prompt {position} of the stream raised {error!r}. Mend the data set.") from error
 
     def choose(self, run_seed: int) -> int:
-        """The next position to play; the cursor then stands behind it.
+        """The next position to play; moves the cursor past it.
 
         Raises:
-            RolloutError: if the stream or the curriculum raises, or the curriculum plays none of very many prompts.
+            RolloutError: if the stream or the curriculum raises, or if the curriculum skips too many prompts in a row.
         """
-        self._tell_observations()
+        self._pass_on_observations()
         for position in range(self.next_position, self.next_position + MAX_SKIPPED):
             prompt = self.read(position)
             is_played = self._is_played(run_seed, position, prompt)
@@ -82,24 +86,24 @@ class PromptCursor:
                 return position
             self.num_skipped += 1
         raise RolloutError(
-            f"{type(self.curriculum).__name__} passed over {MAX_SKIPPED} prompts in a row, expected a weight above 0 "
-            "for some of them. Are all solved? Stop here, give harder prompts, or let it forget what was solved."
+            f"{type(self.curriculum).__name__} skipped {MAX_SKIPPED} prompts in a row. If all of them are solved, end "
+            "the run, use harder prompts, or reset the curriculum."
         )
 
     def observe(self, position: int, prompt_id: str, success_rate: float) -> None:
-        """Keeps the success of a judged group for the curriculum, if there is one."""
+        """Keeps the success rate of a judged group for the curriculum, if there is one."""
         if self.curriculum is not None:
             self._observations[position] = (prompt_id, success_rate)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Of the curriculum and what it has yet to be told; None without one. `next_position` is kept by the caller."""
+        """The curriculum's state and pending observations; None without one. The caller saves `next_position`."""
         if self.curriculum is None:
             return None
-        observations = [[position, *seen] for position, seen in sorted(self._observations.items())]
+        observations = [[position, *item] for position, item in sorted(self._observations.items())]
         return {"state": self.curriculum.state_dict(), "observations": observations}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """A state without a curriculum leaves a new one as it is; that of a curriculum no longer given is forgotten."""
+        """Ignores the state if there is no curriculum now; without a state, the curriculum stays as it is."""
         if self.curriculum is None or state is None:
             return
         self.curriculum.load_state_dict(state["state"])
@@ -108,24 +112,15 @@ class PromptCursor:
     def _is_played(self, run_seed: int, position: int, prompt: Prompt) -> bool:
         if self.curriculum is None:
             return True
-        try:
+        with user_code(f"{type(self.curriculum).__name__}.weight"):
             weight = float(self.curriculum.weight(prompt.id))
-        except Exception as error:
-            raise self._broken("weight", error) from error
         if not 0 <= weight <= 1:
-            raise RolloutError(
-                f"{type(self.curriculum).__name__}.weight({prompt.id!r}) is {weight}, expected a probability from 0 to "
-                "1. Divide by the largest weight."
-            )
+            name = f"{type(self.curriculum).__name__}.weight({prompt.id!r})"
+            raise RolloutError(f"{name} must be a probability from 0 to 1, got {weight}.")
         return sampling_seed(run_seed, "curriculum", position) / 2**63 < weight
 
-    def _tell_observations(self) -> None:
+    def _pass_on_observations(self) -> None:
         while self._observations and self.curriculum is not None:
             prompt_id, success_rate = self._observations.pop(min(self._observations))
-            try:
+            with user_code(f"{type(self.curriculum).__name__}.observe"):
                 self.curriculum.observe(prompt_id, success_rate)
-            except Exception as error:
-                raise self._broken("observe", error) from error
-
-    def _broken(self, method: str, error: Exception) -> RolloutError:
-        return RolloutError(f"{type(self.curriculum).__name__}.{method} raised {error!r}, expected it not to. Mend it.")

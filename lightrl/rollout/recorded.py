@@ -1,4 +1,4 @@
-"""RecordedRollout: groups that were rolled out before, in the place of the controller; no engine, no thread."""
+"""RecordedRollout: groups of an earlier run instead of a controller; no engine, no thread."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightrl.weights import Bucket
 
 
 class RecordedRollout:
-    """What the loop asks of a RolloutController, answered from a list.
+    """A Rollout that reads its groups from a list.
 
-    Iteration k takes the k-th entry and begins anew after the last, so the weight version is all the state there is.
+    Iteration k takes the k-th entry and starts over after the last one, so the weight version is the only state.
 
     Args:
         iterations: the groups of each iteration, judged.
-        run_seed: of shuffles and dropout; with the seed of the recorded run an iteration is repeated bit for bit.
+        run_seed: of shuffles and dropout; the seed of the recorded run repeats its iterations bit for bit.
     """
 
     is_recorded = True
@@ -33,7 +33,7 @@ class RecordedRollout:
 
     @property
     def engine(self) -> RecordedRollout:
-        """Itself: WeightSync asks which version the engine has."""
+        """Itself: WeightSync reads the engine's weight version."""
         return self
 
     @property
@@ -50,15 +50,15 @@ class RecordedRollout:
         """Nothing is in flight."""
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Nobody generates; the export is drained, for all ranks take part in it."""
+        """Nothing generates, but the export must be consumed because all ranks take part in it."""
         for _ in buckets:
             pass
         self.weight_version = weight_version
 
     def evaluate(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RolloutError(
-            "A run on recorded trajectories was asked to validate, expected no validation: there is no engine. "
-            "Leave out the validation data, or set trainer.limit_val_batches to 0."
+            "A run on recorded trajectories has no engine and cannot validate. Remove the validation data, or set "
+            "trainer.limit_val_batches to 0."
         )
 
     def drain_drops(self) -> list[Drop]:
@@ -74,7 +74,7 @@ class RecordedRollout:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The position is the weight version, which the loop restores."""
+        """The weight version is the only state, and the loop restores it."""
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Nothing is open."""

@@ -13,36 +13,36 @@ from lightrl.trajectory import Group
 
 
 class DropsGroups(Protocol):
-    """Why a judged group is dropped, as (reason, message); None keeps it. `GroupFilter` is one."""
+    """Returns why to drop a judged group, as (reason, message), or None to keep it. `GroupFilter` is one."""
 
     def __call__(self, group: Group) -> tuple[str, str] | None: ...
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """What the controller decides by.
+    """The controller's settings.
 
     Args:
-        group_size: G, trajectories of a prompt.
+        group_size: G, trajectories per prompt.
         groups_per_iteration: P.
         total_groups: what the whole run needs; None if it has no known end.
         max_staleness: η, in versions; 0 is on-policy.
-        max_concurrent: bound on groups in flight; None for no bound but the staleness.
-        redraw_stragglers: give up a group that the next batch would have to wait for and start it again, once the
-            others are there. Faster with a heavy tail, but short completions are then drawn too often.
+        max_concurrent: bound on groups in flight; None leaves it to the staleness bound.
+        redraw_stragglers: when only some groups hold a batch back, start them again instead of waiting for them. Faster
+            with a heavy tail, but it over-represents short completions.
         rollout_timeout_s: the run ends if no trajectory that a batch waits for finishes for this long.
         loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for this long.
         max_failed_fraction: the run ends if more than this fraction of an iteration's trajectories fails.
-        curriculum: chooses among the prompts by past success; None plays them all.
+        curriculum: chooses among the prompts by past success; None plays all of them.
         group_filter: decides which judged groups are dropped, and why; each is replaced by a new prompt.
-        max_dropped_groups: the run ends if more than this many groups are dropped for P that are kept, by the filter,
+        max_dropped_groups: the run ends if more than this many groups are dropped per P that are kept, by the filter,
             as incomplete, or because every trajectory failed; 10·P if None.
-        incomplete_groups: what becomes of a group of which some trajectories failed: `train` on the others, `redraw`
-            all of it with new seeds (three times at most), or `drop` it for a new prompt.
-        oversample_fraction: start this fraction of P more groups than needed. Those still in flight that would hold a
-            batch back are given up, the others carried over; on-policy that is all of them.
-        judges_later: on-policy, `take` gives groups whose rewards are not there yet, and `wait_for_rewards` waits for
-            them; then neither `curriculum` nor `group_filter` can read them.
+        incomplete_groups: if some trajectories of a group fail, `train` on the others, `redraw` the whole group with
+            new seeds (at most three times), or `drop` it for a new prompt.
+        oversample_fraction: start this fraction of P more groups than needed. The run gives up those in flight that
+            would hold a batch back and carries the others over; on-policy it gives up all of them.
+        judges_later: on-policy, `take` returns groups without rewards, and `wait_for_rewards` waits for them; neither
+            `curriculum` nor `group_filter` can read them.
     """
 
     group_size: int = 1
@@ -62,30 +62,22 @@ class RolloutSettings:
     judges_later: bool = False
 
     def __post_init__(self) -> None:
-        check_bounds(
-            1,
-            group_size=self.group_size,
-            groups_per_iteration=self.groups_per_iteration,
-            max_concurrent=self.max_concurrent,
-        )
+        check_bounds(1, group_size=self.group_size, groups_per_iteration=self.groups_per_iteration)
+        check_bounds(1, max_concurrent=self.max_concurrent)
         check_bounds(0, max_staleness=self.max_staleness, max_dropped_groups=self.max_dropped_groups)
         check_bounds(0, 1, max_failed_fraction=self.max_failed_fraction)
         check_bounds(0, 10, oversample_fraction=self.oversample_fraction)
-        check_bounds(
-            1e-3,
-            threading.TIMEOUT_MAX,
-            rollout_timeout_s=self.rollout_timeout_s,
-            loop_timeout_s=self.loop_timeout_s,
-        )
+        timeouts = {"rollout_timeout_s": self.rollout_timeout_s, "loop_timeout_s": self.loop_timeout_s}
+        check_bounds(1e-3, threading.TIMEOUT_MAX, **timeouts)
         if self.judges_later and (self.max_staleness or self.reads_rewards):
             raise ValueError(
                 "judges_later cannot be combined with max_staleness, curriculum, group_filter, incomplete_groups or "
-                "oversample_fraction: they need rewards before a group is taken. Leave judges_later out."
+                "oversample_fraction: they need rewards before a group is taken."
             )
 
     @property
     def reads_rewards(self) -> bool:
-        """Whether groups are chosen by their rewards, so that these must be there before a group is taken."""
+        """Whether rewards decide which groups are taken, so that they must be known before."""
         return bool(
             self.curriculum or self.group_filter or self.incomplete_groups != "train" or self.oversample_fraction
         )

@@ -1,4 +1,4 @@
-"""What the fake server answers with when it has a model: a LocalEngine, its weights from a Hugging Face folder."""
+"""The fake server's answers with a model: a LocalEngine, its weights from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError
-from lightrl.testing.fake_server_script import LoadRefused, Run, ScriptedModel
+from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
@@ -29,13 +30,13 @@ ALL_TOKENS = 2**30  # SGLang's top_k without a bound
 
 
 class EmbeddedModel:
-    """A tiny model, decoded in pieces of some tokens: an abort takes effect between two.
+    """A tiny model, decoded in pieces of a few tokens: an abort takes effect between two pieces.
 
-    The seed of a piece follows from the request's and from where the piece begins, so the tokens do not depend on the
-    other requests. As with SGLang, a request that is aborted while paused loses what its present piece has written.
+    The seed of a piece follows from the request's seed and the piece's position, so tokens do not depend on other
+    requests. As with SGLang, a request that is aborted while paused loses the tokens of its current piece.
 
     Args:
-        folder: a Hugging Face model folder; without weights in it, they are random.
+        folder: a Hugging Face model folder; random weights if it has none.
         piece_tokens: per piece.
     """
 
@@ -104,7 +105,7 @@ class EmbeddedModel:
         return self._engine.likeliest(token_ids, num)
 
     def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        raise LoadRefused("It is a language model, expected a reward model.")
+        raise Refused("This is a language model, not a reward model.")
 
     async def pause(self) -> None:
         await self._engine.pause()
@@ -133,23 +134,23 @@ class EmbeddedModel:
         try:
             self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=number)
         except EngineError as error:
-            raise LoadRefused(f"{error} Rolling back.") from error
+            raise Refused(f"{error} Rolling back.") from error
 
     def _read(self, folder: str) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
-            raise LoadRefused(f"{folder} has no safetensors file.")
+            raise Refused(f"{folder} has no safetensors file.")
         for file in files:
             try:
                 tensors |= load_file(file)
-            except Exception as error:  # safetensors has no exception of its own that is public
-                raise LoadRefused(f"{file} cannot be read: {error}") from error
+            except (SafetensorError, OSError) as error:
+                raise Refused(f"{file} cannot be read: {error}") from error
         return tensors
 
 
 class JudgingModel(ScriptedModel):
-    """A tiny reward model of a Hugging Face folder, one row after the other; what it is asked to write is by rule."""
+    """A tiny reward model from a Hugging Face folder, one row at a time; it generates by rule."""
 
     def __init__(self, folder: str, *, version: str = "default") -> None:
         self._model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
@@ -173,7 +174,7 @@ class TensorReceiver:
         self._groups: dict[str, Any] = {}
 
     def join(self, body: dict[str, Any]) -> None:
-        """Blocks until the trainer has joined as well."""
+        """Blocks until the trainer has joined too."""
         from lightrl.weights.broadcast import BroadcastGroup
 
         self._groups[body["group_name"]] = BroadcastGroup(
@@ -192,29 +193,18 @@ class TensorReceiver:
         return name in self._groups
 
     def receive(self, body: dict[str, Any]) -> list[tuple[str, Tensor]]:
-        """Blocks until the trainer has broadcast all of them."""
-        dtypes = [getattr(torch, name.removeprefix("torch.")) for name in body["dtypes"]]
-        shapes = [torch.Size(shape) for shape in body["shapes"]]
-        group = self._groups[body["group_name"]]
-        if body.get("load_format") != "flattened_bucket":
-            tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-            group.broadcast(tensors)
-            return list(zip(body["names"], tensors, strict=True))
-        sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
-        group.broadcast([flat])
-        parts = torch.split(flat, sizes)
-        return [
-            (name, part.clone().view(dtype).view(shape))
-            for name, part, dtype, shape in zip(body["names"], parts, dtypes, shapes, strict=True)
+        """Blocks until the trainer has broadcast all tensors."""
+        tensors = [
+            torch.empty(shape, dtype=getattr(torch, dtype))
+            for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
         ]
+        self._groups[body["group_name"]].broadcast(tensors)
+        return list(zip(body["names"], tensors, strict=True))
 
 
-def unpacked(payload: str, load_format: str | None) -> list[tuple[str, Tensor]]:
-    """The tensors of one of `serialized_named_tensors`, read by an unpickler that knows tensors and nothing else."""
+def unpacked(payload: str) -> list[tuple[str, Tensor]]:
+    """The tensors of one of `serialized_named_tensors` (`flattened_bucket`); the unpickler accepts only tensors."""
     content = _TensorUnpickler(io.BytesIO(base64.b64decode(payload))).load()
-    if load_format != "flattened_bucket":
-        return list(content)
     flat = content["flattened_tensor"]
     return [
         (entry.name, flat[entry.start_idx : entry.end_idx].clone().view(entry.dtype).view(entry.shape))
@@ -223,7 +213,7 @@ def unpacked(payload: str, load_format: str | None) -> list[tuple[str, Tensor]]:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """As SGLang's: an allow-list."""
+    """With an allow-list, as SGLang's."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
@@ -244,7 +234,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def _mixed(seed: int, offset: int) -> int:
-    """int64; that of offset 0 is the seed itself."""
+    """int64; offset 0 keeps the seed."""
     if offset == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{offset}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""FakeServerProcess: the fake server in a process of its own, for tests: started, told to fail, ended."""
+"""FakeServerProcess: starts the fake server in a process of its own, makes it fail, ends it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 
 from lightrl.errors import EngineTimeout, EngineUnreachable
 
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # http_proxy leads away from this machine
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # bypasses http_proxy
 
 
 class FakeServerProcess:
     """`with FakeServerProcess(...) as server:` and an engine with `urls=[server.url]`.
 
     Args:
-        model_folder: Hugging Face folder of the model behind it; None has a script answer, without torch.
+        model_folder: Hugging Face folder of its model; None answers by rule, without torch.
         start_timeout_s: until it listens.
-        arguments: further ones of `lightrl.testing.fake_server`, by name: `api_key="k"`, `delay_s=0.5`,
+        arguments: further arguments of `lightrl.testing.fake_server` by name: `api_key="k"`, `delay_s=0.5`,
             `is_embedding=True`, `fault=["drop:/generate:2"]`.
     """
 
@@ -68,25 +68,27 @@ class FakeServerProcess:
             status = self._process.wait()
             self.stop()
             if status == -signal.SIGKILL:
-                raise EngineTimeout(f"The fake server did not listen within {self.start_timeout_s:g} s. Raise it.")
-            raise EngineUnreachable(f"The fake server ended with status {status}, expected it to listen.")
+                raise EngineTimeout(
+                    f"The fake server did not listen within start_timeout_s={self.start_timeout_s:g}. Increase it."
+                )
+            raise EngineUnreachable(f"The fake server ended with status {status} before it listened.")
         self.port = int(json.loads(line)["port"])
         return self
 
     def fault(self, kind: str, path: str = "/generate", *, count: int = 1, seconds: float = 0.0) -> None:
-        """From here on, `count` requests of this path suffer this; see `lightrl.testing.fake_server`."""
+        """The next `count` requests of this path fail this way; see `lightrl.testing.fake_server_faults`."""
         self._ask("/fake/faults", {"kind": kind, "path": path, "count": count, "seconds": seconds})
 
     def pace(self, seconds_per_token: float) -> None:
-        """Of a script, from the next token on; 0 writes what is left at once."""
+        """Sets a script's pace from the next token on; 0 writes the rest at once."""
         self._ask("/fake/pace", {"seconds_per_token": seconds_per_token})
 
     def stats(self) -> dict[str, Any]:
-        """Requests by path, how many run and what each of these has written, processor seconds."""
+        """Requests by path, how many run, tokens written by each of these, processor seconds."""
         return self._ask("/fake/stats")
 
     def freeze(self) -> None:
-        """Stops it where it is: connections stand, nothing answers."""
+        """Stops it: connections stay open, nothing answers."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:

@@ -1,7 +1,7 @@
-"""What the fake server answers with when it has no model: tokens and logprobs by rule, at the pace you ask for.
+"""The fake server's answers without a model: tokens and logprobs by rule, at a given pace.
 
-Imports no torch, so that a server starts in a fraction of a second. Token i is a hash of (seed, i), uniform over the
-vocabulary, each with the logprob -log V: those of a policy that gives every token the same logit.
+Imports no torch, so a server starts in a fraction of a second. Token i is a hash of (seed, i), uniform over the
+vocabulary, with logprob -log V: a policy that gives every token the same logit.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _MIX = 0xBF58476D1CE4E5B9
 _MASK = 2**64 - 1
 
 
-class LoadRefused(Exception):
-    """The weights are not taken; the old ones stay."""
+class Refused(Exception):
+    """The server answers a request with HTTP 400; refused weights leave the old ones in place."""
 
 
 @dataclass(eq=False)
 class Run:
-    """One completion on its way; the lists grow as tokens are written."""
+    """One completion in progress; the lists grow as tokens are written."""
 
     rid: str
     prompt: list[int]
@@ -40,7 +40,7 @@ class Run:
 
 
 class ServedModel(Protocol):
-    """What writes the completions behind the fake server's HTTP."""
+    """Writes the completions behind the fake server's HTTP."""
 
     vocab_size: int
     max_context: int
@@ -56,23 +56,23 @@ class ServedModel(Protocol):
     async def resume(self) -> None: ...
 
     async def load_folder(self, folder: str, version: str | None) -> None:
-        """Takes the weights of a safetensors folder, or raises LoadRefused."""
+        """Loads the weights of a safetensors folder, or raises Refused."""
         ...
 
     async def load_tensors(self, tensors: Any, version: str | None) -> None:
-        """Takes (name, tensor) pairs, maybe not all, or raises LoadRefused."""
+        """Loads (name, tensor) pairs, possibly not all, or raises Refused."""
         ...
 
     def score(self, token_ids: list[int]) -> list[float]:
-        """Logprobs of a prompt's tokens, 0 for the first; nothing where there are none."""
+        """Logprobs of a prompt's tokens, 0 for the first; empty if there are none."""
         ...
 
     def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
-        """Logprob and id of the likeliest tokens at each place of a prompt; nothing where there are none."""
+        """Logprob and id of the likeliest tokens at each place of a prompt; empty if there are none."""
         ...
 
     def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
-        """The numbers of a reward model's head at the last token of each row; only asked of one."""
+        """The numbers of a reward model's head at the last token of each row."""
         ...
 
     def checksums(self) -> dict[str, str]: ...
@@ -149,7 +149,7 @@ class ScriptedModel:
         self.version = version or self.version
 
     async def load_tensors(self, tensors: Any, version: str | None) -> None:
-        raise LoadRefused("A fake server with a script takes no tensors, start it with --model-path.")
+        raise Refused("A fake server with a script takes no tensors. Start it with --model-path.")
 
     def classify(self, rows: Sequence[list[int]]) -> list[list[float]]:
         return [[0.0] for _ in rows]
@@ -165,10 +165,10 @@ class ScriptedModel:
 
 
 def _read_sums(folder: str) -> dict[str, str]:
-    """A hash of each tensor's bytes in a safetensors folder; refuses what is cut short."""
+    """A hash of each tensor's bytes in a safetensors folder; refuses truncated files."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise LoadRefused(f"{folder} has no safetensors file.")
+        raise Refused(f"{folder} has no safetensors file.")
     sums: dict[str, str] = {}
     for file in files:
         content = file.read_bytes()
@@ -176,12 +176,12 @@ def _read_sums(folder: str) -> dict[str, str]:
             start = 8 + int.from_bytes(content[:8], "little")
             header = json.loads(content[8:start])
         except ValueError as error:
-            raise LoadRefused(f"{file} is no safetensors file: {error}") from error
+            raise Refused(f"{file} is not a safetensors file: {error}") from error
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
             first, last = entry["data_offsets"]
             if start + last > len(content):
-                raise LoadRefused(f"{file} ends within {name}.")
+                raise Refused(f"{file} ends within {name}.")
             sums[name] = hashlib.blake2b(content[start + first : start + last], digest_size=16).hexdigest()
     return sums

@@ -1,18 +1,17 @@
-"""Weights on their way from trainer to engine: buckets, what makes them, and what carries them. Knows no HTTP and no
-Lightning.
+"""Weights on their way from trainer to engine: buckets and what carries them. Knows no HTTP and no Lightning.
 
 Reading order:
     bucket.py         Bucket, and the generator that cuts parameters into buckets
-    server_form.py    the dtype and the names that a server wants
-    host_copy.py      a whole model kept in host memory
-    disk.py           versions as safetensors folders, whole or not there
+    server_form.py    the dtype and the names that a server needs
+    host_copy.py      a whole model in host memory
+    disk.py           versions as safetensors folders, complete or absent
     broadcast.py      a process group of trainer and servers, outside the default one
     shared_memory.py  a bucket for servers of the same host
 
-In process a bucket needs no carrier. What is said to servers around a transfer is engines/sglang/sync.py.
+Within a process a bucket needs no carrier. engines/sglang/sync.py has the requests to servers around a transfer.
 
-May import: errors, trajectory, experience, functional. To add a transport: its sender here, buckets one by one, at most
-one more bucket of memory; its requests in engines/sglang/transports.py.
+May import: errors, trajectory, experience, functional. To add a transport: its sender here, which takes buckets one by
+one and needs at most one more bucket of memory; its requests in engines/sglang/transports.py.
 """
 
 from lightrl.weights.broadcast import BroadcastGroup

@@ -3,8 +3,9 @@
     rank 0          the trainer's rank 0: sends
     rank 1, 2, …    servers, each as many ranks as it has tensor-parallel parts: receive
 
-The group is made as SGLang makes its side (`init_weights_update_group`): a store at tcp://host:port under the group's
-name, then torch's own helper. A group cannot lose a member: when one dies, close it and make another under a new name.
+The group is built as SGLang builds its side (`init_weights_update_group`): a store at tcp://host:port under the
+group's name, then torch's own helper. A group cannot lose a member: if one dies, close the group and build another
+under a new name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
@@ -24,15 +24,15 @@ from lightrl.errors import WeightSyncError
 
 
 class BroadcastGroup:
-    """Makes the group and broadcasts tensors from rank 0; every call blocks and has the group's deadline.
+    """Forms the group and broadcasts tensors from rank 0; every call blocks, up to the group's deadline.
 
     Args:
-        host, port: where rank 0 keeps the store.
+        host, port: of rank 0's store.
         rank, world_size: of this process, and of all members together.
-        name: of the group; each group of a process needs another.
+        name: of the group; unique in this process.
         backend: `nccl` between GPUs, `gloo` for the CPU.
-        timeout_s: for the others to come, and for each transfer.
-        listener: rank 0's, at this port; see `listen`. It is the store's from here on.
+        timeout_s: for the others to join, and for each transfer.
+        listener: rank 0's socket at this port, see `listen`; the store takes it over.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class BroadcastGroup:
         self._where = f"Weight group {name!r} at {host}:{port} with {world_size} members"
         group_name: Any = name  # torch's GroupName, a str
         timeout = timedelta(seconds=timeout_s)
-        with self._translated("did not come together"):
+        with self._translated("did not form"):
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True,
                 master_listen_fd=None if listener is None else listener.detach(),
@@ -65,22 +65,22 @@ class BroadcastGroup:
         c10d._world.pg_group_ranks[self._group] = {member: member for member in range(world_size)}
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Sends (rank 0) or fills (others) the tensors, in this order, contiguous ones; returns when all are there.
+        """Sends (rank 0) or fills (others) the contiguous tensors in this order; returns when all have arrived.
 
         Raises:
-            WeightSyncError: if a member is gone, or at the deadline. The group is of no more use then.
+            WeightSyncError: if a member is gone, or at the deadline. The group is unusable then.
         """
-        with self._translated("broke off"):
+        with self._translated("failed a transfer"):
             works = [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in tensors]
             try:
                 while works:
                     works.pop(0).wait()
             finally:
-                works.clear()  # they hold the connections, and an exception holds this frame
+                works.clear()  # they keep the connections open, and an exception keeps this frame
 
     def close(self) -> None:
-        """Leaves the group, which ends its connections. May be called twice."""
-        group, self._group = self._group, None  # what holds the group holds its connections
+        """Leaves the group, which closes its connections. May be called twice."""
+        group, self._group = self._group, None  # a reference would keep the connections open
         if group in c10d._world.pg_map:
             with contextlib.suppress(RuntimeError):  # members that are gone
                 dist.destroy_process_group(group)
@@ -91,21 +91,16 @@ class BroadcastGroup:
             yield
         except RuntimeError as error:  # torch's DistError family
             raise WeightSyncError(
-                f"{self._where} {what} within {self.timeout_s:g} s: {str(error).splitlines()[0]}. Expected every "
-                "server to take part. See what the servers say, and whether they reach this host and port."
+                f"{self._where} {what} within {self.timeout_s:g} s: {str(error).splitlines()[0]}. Check the servers' "
+                "logs, and that they can reach this host and port."
             ) from error
 
 
-def flattened(tensors: Iterable[Tensor]) -> Tensor:
-    """The bytes of all tensors one after the other, [bytes] uint8: SGLang's `flattened_bucket`; one copy of them."""
-    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-
-
 def listen(host: str = "127.0.0.1") -> socket.socket:
-    """A socket of rank 0 that listens at a free port: whoever joins finds it, and the port is nobody else's.
+    """A socket of rank 0 at a free port: it listens before any member joins, and no other program takes the port.
 
-    On the loopback where `host` is there, else on all of this machine's addresses, since `host` may be one that only
-    others know it by.
+    On the loopback if `host` is there, else on all addresses of this machine, since `host` may be a name that only
+    other machines know.
     """
     if host in ("127.0.0.1", "localhost"):
         return socket.create_server((host, 0))

@@ -12,7 +12,7 @@ from torch import Tensor
 class Bucket:
     """Some parameters under their Hugging Face names, each whole (not sharded).
 
-    The tensors may be the trainer's own: whoever keeps them copies them.
+    The tensors may be the trainer's own: copy them to keep them.
     """
 
     tensors: dict[str, Tensor]
@@ -24,10 +24,10 @@ class Bucket:
 
 
 def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Cuts (name, tensor) pairs into buckets of at most `bucket_bytes`, or one tensor where it is larger.
+    """Cuts (name, tensor) pairs into buckets of at most `bucket_bytes`, unless a single tensor is larger.
 
     Args:
-        parameters: pairs in a fixed order; read once, one bucket ahead at most.
+        parameters: pairs in a fixed order; read once, at most one bucket ahead.
         bucket_bytes: upper bound of a bucket's size in bytes.
 
     Returns:

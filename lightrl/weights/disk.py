@@ -1,9 +1,9 @@
-"""WeightFolder: each weight version as a Hugging Face folder of safetensors, whole or not there at all.
+"""WeightFolder: each weight version as a Hugging Face folder of safetensors, complete or absent.
 
     root/version-00000012/            model-00001.safetensors …, model.safetensors.index.json, config.json
-    root/.unfinished-00000013-4711/   being written; its rename is what makes a version exist
+    root/.unfinished-00000013-4711/   being written; the rename makes the version exist
 
-A bucket becomes a file at once, straight from the tensors' memory, so that no more than one tensor is copied.
+Each bucket becomes a file at once, written from the tensors' memory, so that at most one tensor is copied.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _DTYPE_NAMES = {
 
 
 class WeightFolder:
-    """Versions of a model's weights below one folder; the newest ones are kept, for a rollback and late servers.
+    """Versions of a model's weights in one folder; the newest are kept, for a rollback and for late servers.
 
-    A version is written under a hidden name, flushed to the disk and renamed, so a reader never sees half of one, also
-    after a power cut. What an earlier, killed writer left unfinished goes with the next write. One process writes.
+    A version is written under a hidden name, flushed to the disk and renamed, so a reader never sees half of one, even
+    after a power cut. The next write removes what a killed writer left. Only one process may write.
 
     Args:
-        root: holds the versions; made when it is missing, readable by the servers. Below /dev/shm it is memory.
+        root: holds the versions; created if missing, readable by the servers. Below /dev/shm it is memory.
         config: the model's, written beside the weights.
-        form: dtype and names that the servers want.
-        keep: so many newest versions stay: 2, for the one before is what servers go back to when a sync fails.
-        is_durable: waits until the disk has it; False where `root` is memory or a lost version does not matter.
+        form: dtype and names that the servers need.
+        keep: number of newest versions to keep; 2, so that servers can go back to the previous one if a sync fails.
+        is_durable: waits until the disk has it; False if `root` is memory or a lost version does not matter.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class WeightFolder:
         is_durable: bool = True,
     ) -> None:
         if keep < 1:
-            raise ValueError(f"keep={keep}, expected at least 1, the version that the servers have. Raise it.")
+            raise ValueError(f"keep must be at least 1, the version that the servers have, got {keep}.")
         self.root = Path(root).absolute()
         self.config = config
         self.form = form or ServerForm.of(config)
@@ -71,20 +71,19 @@ class WeightFolder:
         """The folder of the new version, from all its buckets.
 
         Raises:
-            WeightSyncError: if the disk is full or refuses; nothing is left of the version, the earlier ones stay.
+            WeightSyncError: if the disk is full or fails; nothing is left of the version, the earlier ones stay.
         """
         writer = self.begin(weight_version)
         try:
             for bucket in buckets:
                 writer.add(bucket)
-                del bucket  # else it lives on while the next is gathered
+                del bucket  # else it stays alive while the next is gathered
             return writer.finish()
-        except BaseException:
+        finally:
             writer.discard()
-            raise
 
     def begin(self, weight_version: int) -> VersionWriter:
-        """A writer of one version, for buckets that come one by one."""
+        """A writer of one version, for buckets that arrive one by one."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -97,13 +96,13 @@ class WeightFolder:
         return self.root / f"version-{weight_version:08d}"
 
     def versions(self) -> list[int]:
-        """The versions that are there and whole, oldest first."""
-        found = [_FINISHED.fullmatch(path.name) for path in self.root.glob("version-*")]
-        numbers = sorted(int(match[1]) for match in found if match)
+        """The complete versions, oldest first."""
+        matches = [_FINISHED.fullmatch(path.name) for path in self.root.glob("version-*")]
+        numbers = sorted(int(match[1]) for match in matches if match)
         return [number for number in numbers if is_whole(self.path_of(number))]
 
     def remove_old(self, but: Iterable[int] = ()) -> None:
-        """Removes all but the `keep` newest versions and those in `but`, which a server may still read."""
+        """Removes all but the `keep` newest versions and those in `but`, which a server may be reading."""
         numbers = self.versions()
         for number in set(numbers[: -self.keep]) - set(but):
             shutil.rmtree(self.path_of(number), ignore_errors=True)
@@ -115,7 +114,7 @@ class WeightFolder:
 
 
 class VersionWriter:
-    """One version being written; `finish` makes it exist, `discard` removes what there is of it."""
+    """One version being written; `finish` makes it exist, `discard` removes it if it is unfinished."""
 
     def __init__(self, folder: WeightFolder, weight_version: int) -> None:
         self.folder = folder
@@ -129,7 +128,7 @@ class VersionWriter:
         """Writes the bucket as a file.
 
         Raises:
-            WeightSyncError: if a name came before, a dtype has no safetensors name, or the disk is full or refuses.
+            WeightSyncError: if a name is repeated, a dtype has no safetensors name, or the disk is full or fails.
         """
         layout = self.folder.form.layout(bucket)
         if not layout:
@@ -137,7 +136,7 @@ class VersionWriter:
         name = f"model-{len(self._files) + 1:05d}.safetensors"
         twice = [parameter for parameter, _, _ in layout if parameter in self._file_of]
         if twice:
-            raise WeightSyncError(f"Parameter {twice[0]!r} came twice in version {self.weight_version}, expected once.")
+            raise WeightSyncError(f"Parameter {twice[0]!r} arrived twice in version {self.weight_version}.")
         try:
             self._place.mkdir(exist_ok=True)
             with (self._place / name).open("wb", buffering=0) as file:
@@ -150,13 +149,13 @@ class VersionWriter:
         self._file_of.update({parameter: name for parameter, _, _ in layout})
 
     def finish(self) -> Path:
-        """The folder of the version, whole and under its name; older versions than `keep` says are removed.
+        """The complete folder of the version, under its name; removes versions beyond `keep`.
 
         Raises:
-            WeightSyncError: if nothing was added, or the disk is full or refuses.
+            WeightSyncError: if nothing was added, or the disk is full or fails.
         """
         if not self._files:
-            raise WeightSyncError(f"Version {self.weight_version} has no parameters, expected some.")
+            raise WeightSyncError(f"Version {self.weight_version} has no parameters.")
         metadata = {"weight_version": self.weight_version, "file_bytes": self._files, "total_size": self.num_bytes}
         index = {"metadata": metadata, "weight_map": self._file_of}
         place = self.folder.path_of(self.weight_version)
@@ -165,7 +164,7 @@ class VersionWriter:
             self._write_text("config.json", json.dumps(self._config(), indent=2))
             self._write_text(INDEX_FILE, json.dumps(index, indent=2))
             _sync_folder(self._place)
-            if place.exists():  # of an earlier life of this run, which went on from an older checkpoint
+            if place.exists():  # from before this run was resumed from an older checkpoint
                 shutil.rmtree(replaced, ignore_errors=True)
                 place.rename(replaced)
             self._place.rename(place)
@@ -194,7 +193,7 @@ class VersionWriter:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a version's files are all there, each as long as it was written."""
+    """Whether a version has all its files, each in full length."""
     try:
         sizes: dict[str, int] = json.loads((folder / INDEX_FILE).read_text())["metadata"]["file_bytes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -205,16 +204,16 @@ def is_whole(folder: Path) -> bool:
 def _write_safetensors(
     file: BinaryIO, layout: list[tuple[str, torch.dtype, torch.Size]], tensors: Iterable[tuple[str, Tensor]]
 ) -> int:
-    """Writes the safetensors format tensor by tensor; gives the file's size in bytes.
+    """Writes the safetensors format tensor by tensor; returns the file's size in bytes.
 
-    `safetensors.torch.save_file` copies every tensor of the file to bytes first.
+    `safetensors.torch.save_file` would first copy every tensor of the file to bytes.
     Source: https://github.com/huggingface/safetensors#format.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, dtype, shape in layout:
         if dtype not in _DTYPE_NAMES:
-            raise WeightSyncError(f"Parameter {name!r} is {dtype}, expected one of {sorted(_DTYPE_NAMES.values())}.")
+            raise WeightSyncError(f"Parameter {name!r} is {dtype}; safetensors has {sorted(_DTYPE_NAMES.values())}.")
         end = offset + shape.numel() * dtype.itemsize
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
@@ -227,13 +226,13 @@ def _write_safetensors(
 
 
 def _write_all(file: BinaryIO, data: memoryview) -> None:
-    """An unbuffered file may take less than it is given: at most 2 GiB at once, or what the disk has room for."""
+    """An unbuffered write may be partial: at most 2 GiB at once, or what fits on the disk."""
     while len(data):
         data = data[file.write(data) :]
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename or a new file is on the disk only when its folder is."""
+    """Flushes a folder: only then are its renames and new files on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -245,11 +244,11 @@ def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int)
     written = f"after {num_bytes / 2**20:.0f} MiB"
     if is_disk_full(error):
         return WeightSyncError(
-            f"The disk of {str(root)!r} is full: weight version {weight_version} could not be written {written}, "
-            "expected room for `keep` + 1 versions of the model. The old weights serve on. Free space there, or name "
-            "another folder."
+            f"The disk of {str(root)!r} is full: writing weight version {weight_version} failed {written}. It needs "
+            "room for `keep` + 1 versions of the model. The servers keep the old weights. Free space there, or set "
+            "another weight_folder."
         )
     return WeightSyncError(
-        f"Weight version {weight_version} could not be written to {str(root)!r} {written}: {error}, expected a folder "
-        "that can be written. The old weights serve on. Mend the folder or name another one."
+        f"Writing weight version {weight_version} to {str(root)!r} failed {written}: {error}. The servers keep the old "
+        "weights. Make the folder writable, or set another weight_folder."
     )

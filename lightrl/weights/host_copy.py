@@ -1,5 +1,4 @@
-"""HostCopy: a whole model in host memory, in storage that is used again: for syncs that the trainer does not wait for,
-and for servers that come late."""
+"""HostCopy: a whole model in reused host memory, for syncs in the background and for late servers."""
 
 from __future__ import annotations
 
@@ -13,24 +12,24 @@ from lightrl.weights.server_form import ServerForm
 
 
 class HostCopy:
-    """Keeps a copy of the buckets that pass; the trainer may change its parameters afterwards.
+    """Copies buckets; the trainer may change its parameters afterwards.
 
-    This holds the whole model once, outside the bound of a bucket. The storage of one copy serves the next, so that
-    pages are not asked for again each time: the buckets given before change with `add`.
+    Holds the whole model once, outside the bound of a bucket. Each copy reuses the storage of the previous one, to save
+    the allocation of pages: `add` changes buckets that were handed out before.
 
     Args:
-        form: dtype and names that are kept.
+        form: dtype and names to keep.
     """
 
     def __init__(self, form: ServerForm | None = None) -> None:
         self.form = form or ServerForm()
-        self.weight_version = -1  # of the copy, once its last bucket is there
+        self.weight_version = -1  # of the copy, once it is complete
         self._coming_version = -1
         self._tensors: dict[str, Tensor] = {}
         self._names: list[list[str]] = []  # of each bucket
 
     def begin(self, weight_version: int) -> None:
-        """The next `add` is the first bucket of this version; there is no whole copy until its last."""
+        """Starts a version; the copy is incomplete until its last bucket."""
         self.weight_version = -1
         self._coming_version = weight_version
         self._names = []
@@ -47,14 +46,14 @@ class HostCopy:
             self.weight_version = self._coming_version
 
     def take(self, buckets: Iterable[Bucket], weight_version: int) -> list[Bucket]:
-        """Copies all of them; gives the copies as buckets."""
+        """Copies all buckets; returns the copies."""
         self.begin(weight_version)
         for bucket in buckets:
             self.add(bucket)
-            del bucket  # else it lives on while the next is gathered
+            del bucket  # else it stays alive while the next is gathered
         return list(self.buckets())
 
     def buckets(self) -> Iterator[Bucket]:
-        """The copy, cut as it came."""
+        """The copy, in the original buckets."""
         for index, names in enumerate(self._names):
             yield Bucket({name: self._tensors[name] for name in names}, is_last=index + 1 == len(self._names))

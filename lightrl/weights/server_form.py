@@ -1,4 +1,4 @@
-"""ServerForm: the parameters as a server wants them: its dtype, and each tensor once where weights are tied."""
+"""ServerForm: parameters as a server needs them: in its dtype, and tied weights only once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ OUTPUT_HEAD = "lm_head.weight"  # the Hugging Face name of the output head, in e
 
 
 class ServerForm:
-    """What a server is sent of a bucket, one tensor at a time, so that a conversion never holds a bucket twice.
+    """Converts a bucket one tensor at a time, so that it never holds the bucket twice.
 
     Args:
-        dtype: of the floating-point parameters, such as `torch.bfloat16`; None sends them as the trainer has them.
-        skip_names: Hugging Face names that the server does not want: the output head of a model with tied embeddings.
+        dtype: of the floating-point parameters, such as `torch.bfloat16`; None keeps the trainer's.
+        skip_names: Hugging Face names that the server does not take: the output head of a model with tied embeddings.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, skip_names: Collection[str] = ()) -> None:
@@ -30,7 +30,7 @@ class ServerForm:
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype | None = None) -> ServerForm:
-        """For the model of this config; a tied output head is the embedding, which travels anyway."""
+        """For the model of this config; a tied output head is the embedding, which is sent anyway."""
         return cls(dtype, [OUTPUT_HEAD] if getattr(config, "tie_word_embeddings", False) else [])
 
     def tensors(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
@@ -42,7 +42,7 @@ class ServerForm:
             yield name, tensor.detach().to(wants).contiguous()
 
     def layout(self, bucket: Bucket) -> list[tuple[str, torch.dtype, torch.Size]]:
-        """(name, dtype, shape) of what `tensors` gives, without making it."""
+        """(name, dtype, shape) of each of `tensors`, without converting them."""
         return [
             (name, self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype, tensor.shape)
             for name, tensor in bucket.tensors.items()

@@ -1,8 +1,8 @@
-"""SharedBucket: a bucket in shared memory, which servers of the same host read without a copy on the way.
+"""SharedBucket: a bucket in shared memory, which servers of the same host read without a copy.
 
-**This is the one place where a pickle leaves the process**: SGLang's `/update_weights_from_tensor` takes nothing else.
-It is off by default. The pickle is made here and read by SGLang's allow-listed unpickler; nothing is unpickled on our
-side. The tensors travel as the name of a shared-memory file.
+**This is the only place where a pickle leaves the process**: SGLang's `/update_weights_from_tensor` takes nothing else.
+It is off by default. SGLang's allow-listed unpickler reads the pickle; lightrl unpickles nothing. The pickle holds the
+name of a shared-memory file instead of the tensors.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lightrl.weights.bucket import Bucket
 from lightrl.weights.server_form import ServerForm
 
 ALIGNMENT_BYTES = 16  # of each tensor's start: the receiver views the bytes in the tensor's own dtype
-PART_BYTES = 32 * 2**20  # of a block, where nothing else is said
-LOAD_FORMAT = "flattened_bucket"  # SGLang's name of what `fill` gives
+PART_BYTES = 32 * 2**20  # of a block, by default
+LOAD_FORMAT = "flattened_bucket"  # SGLang's name for the result of `fill`
 
 
 class SharedBucket:
-    """One block of shared memory, used for every bucket in turn, or for every part of one: it is as large as these.
+    """One block of shared memory for every bucket, or part of one, in turn; as large as the largest.
 
-    It may be filled in again when all servers have answered to what was in it before.
+    Refill it only when all servers have answered for its previous content.
 
     Args:
-        form: dtype and names that the servers want.
+        form: dtype and names that the servers need.
     """
 
     def __init__(self, form: ServerForm | None = None) -> None:
@@ -40,7 +40,7 @@ class SharedBucket:
         self._content: dict[str, Any] = {}
 
     def fill(self, bucket: Bucket) -> None:
-        """Copies the bucket in, over the one before."""
+        """Copies the bucket in, over the previous one."""
         entries: list[SimpleNamespace] = []
         start = 0
         for name, dtype, shape in self.form.layout(bucket):
@@ -50,7 +50,7 @@ class SharedBucket:
             )
             start = end + -end % ALIGNMENT_BYTES
         if self._block is None or self._block.numel() < start:
-            self._block = None  # before the next one is there
+            self._block = None  # freed before the next one is allocated
             block: Any = torch.empty(max(1, start), dtype=torch.uint8)
             with _shared_by_name():
                 self._block = block.share_memory_()
@@ -62,7 +62,7 @@ class SharedBucket:
     def payload(self) -> str:
         """The bucket for **one** receiver: one of SGLang's `serialized_named_tensors`, in base64.
 
-        Torch counts who is going to open the memory; a payload that two open would end it for everybody.
+        Torch counts the receivers that will open the memory; two that open one payload would free it for all.
         """
         with _shared_by_name():
             return base64.b64encode(ForkingPickler.dumps(self._content)).decode()
@@ -70,7 +70,7 @@ class SharedBucket:
 
 @contextlib.contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """Torch's other way hands over a file descriptor, which only a child of this process may take."""
+    """Torch's other strategy passes a file descriptor, which only a child of this process can receive."""
     sharing: Any = torch.multiprocessing  # without types
     before = sharing.get_sharing_strategy()
     sharing.set_sharing_strategy("file_system")

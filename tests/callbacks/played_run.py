@@ -67,8 +67,8 @@ class PlayedTrainer(L.Trainer):
     def __init__(self, *, max_staleness: int = 0, **settings: Any) -> None:
         quiet = {"accelerator": "cpu", "enable_model_summary": False, "log_every_n_steps": 1, "logger": False}
         super().__init__(**{**quiet, **settings})
-        self.rollout_loop = SimpleNamespace(phase_seconds={"rollout": 2.0, "score": 0.0, "update": 0.5, "sync": 0.25})
-        self.rollout = SimpleNamespace(settings=RolloutSettings(max_staleness=max_staleness))
+        self.phase_seconds = {"rollout": 2.0, "score": 0.0, "update": 0.5, "sync": 0.25}
+        self.rollout = SimpleNamespace(settings=RolloutSettings(max_staleness=max_staleness), is_recorded=False)
 
     @property
     def weight_version(self) -> int:

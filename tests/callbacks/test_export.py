@@ -141,5 +141,5 @@ def test_the_folder_that_the_policy_comes_from_is_refused(tmp_path: Path) -> Non
 
 def test_a_module_without_a_policy_is_refused(tmp_path: Path) -> None:
     trainer = PlayedTrainer(callbacks=[HuggingFaceExport(str(tmp_path / "digits"))], max_steps=1)
-    with pytest.raises(TypeError, match="expected a Hugging Face model"):
+    with pytest.raises(TypeError, match="needs a Hugging Face model"):
         trainer.fit(PlayedModule(lambda _: groups_of([[1.0]])), batches(1))

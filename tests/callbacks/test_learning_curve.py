@@ -161,5 +161,5 @@ def test_running_mean_worked_by_hand() -> None:
 
 
 def test_a_baseline_in_percent_is_refused() -> None:
-    with pytest.raises(ValueError, match="constant_baseline=34"):
+    with pytest.raises(ValueError, match="constant_baseline must be a fraction from 0 to 1, got 34"):
         LearningCurve(constant_baseline=34)

@@ -163,9 +163,15 @@ def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_p
     ("flags", "message"),
     [
         pytest.param(["--model.group_size", "1"], "group_size must be at least 2", id="constructor"),
-        pytest.param(["--model.sampling.top_p", "3"], "top_p=3.0, expected a number in (0, 1]", id="data class"),
-        pytest.param(["--trainer.engine", "LocalEngine", "--trainer.engine.threads", "0"], "threads=0", id="engine"),
-        pytest.param(["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches=2, expected 1", id="set-up"),
+        pytest.param(
+            ["--model.sampling.top_p", "3"], "top_p must be in (0, 1] (1 keeps every token), got 3.0", id="data class"
+        ),
+        pytest.param(
+            ["--trainer.engine", "LocalEngine", "--trainer.engine.threads", "0"],
+            "threads must be at least 1",
+            id="engine",
+        ),
+        pytest.param(["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches must be 1", id="set-up"),
         pytest.param(["--ckpt_path", "nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist", id="checkpoint"),
         pytest.param(["--model.reward", "tiny_task.exat"], "Did you mean 'exact'", id="reward"),
         pytest.param(
@@ -196,7 +202,7 @@ def test_an_error_during_the_run_says_where_the_traceback_is_and_exits_with_1(se
 
 def test_a_server_that_is_not_there_is_said_in_words_alone(settings, config, capfd):
     with contextlib.closing(HeldPort("127.0.0.1")) as silent:
-        init_args = {"urls": [f"http://127.0.0.1:{silent.number}"], "startup_timeout_s": 0.1}
+        init_args = {"urls": [f"http://127.0.0.1:{silent.number}"], "timeouts": {"startup_s": 0.1}}
         settings["trainer"]["engine"] = {"class_path": "SGLangEngine", "init_args": init_args}
         assert main(["fit", "--config", config(settings)]) == 1
     said = capfd.readouterr().err

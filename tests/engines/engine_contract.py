@@ -138,7 +138,7 @@ def a_prompt_that_cannot_be_served_is_refused_at_once(case: EngineCase) -> None:
     case.load(0)
     vocab_size, room = case.models[0].config.vocab_size, case.models[0].config.max_position_embeddings
     for prompt in ([], [vocab_size], [-1], [1] * (room - 5)):
-        with pytest.raises(ValueError, match=r"expected|context"):
+        with pytest.raises(ValueError, match=r"empty|vocabulary|context"):
             run(case.generate(prompt, Sampling(max_new_tokens=10)))
     assert len(run(case.generate([1] * (room - 10), Sampling(max_new_tokens=10)))[0].token_ids) == 10
 

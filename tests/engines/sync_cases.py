@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.sync import load_into_servers
+from lightrl.engines.sglang.sync import ServerSync
 from lightrl.engines.sglang.sync_report import SyncReport
+from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.transports import WeightTransport
 from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.weights import Bucket, bucketed
@@ -38,20 +39,23 @@ def sync(
     weight_version: int,
     *,
     bucket_bytes: int = 1000,
-    request_timeout_s: float = 20.0,
+    request_s: float = 20.0,
+    previous_version: int | None = None,
+    report: SyncReport | None = None,
     **settings: Any,
 ) -> SyncReport:
     """One sync on an event loop of its own; None for `named` loads what the transport holds."""
 
     async def run() -> SyncReport:
         clients = [
-            SGLangClient(server.url, request_timeout_s=request_timeout_s, num_retries=1, backoff_s=0.01)
+            SGLangClient(server.url, timeouts=Timeouts(request_s=request_s), num_retries=1, backoff_s=0.01)
             for server in servers
         ]
         buckets = None if named is None else fed(list(bucketed(named.items(), bucket_bytes)))
         try:
-            return await load_into_servers(
-                clients, transport, buckets, weight_version=weight_version, **{"timeout_s": 20.0, **settings}
+            syncing = ServerSync(transport, **{"timeout_s": 20.0, **settings})
+            return await syncing.load(
+                clients, buckets, weight_version=weight_version, previous_version=previous_version, report=report
             )
         finally:
             for client in clients:

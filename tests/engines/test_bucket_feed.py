@@ -40,8 +40,8 @@ def test_the_coroutine_takes_the_buckets_in_order(loop: asyncio.AbstractEventLoo
         return [name async for bucket in feed for name in bucket.tensors]
 
     taken = asyncio.run_coroutine_threadsafe(take(), loop)
-    assert all(feed.put(bucket) for bucket in buckets)
-    feed.end()
+    with feed:
+        assert all(feed.put(bucket) for bucket in buckets)
     assert taken.result(60) == ["a", "b", "c"]
 
 
@@ -54,7 +54,6 @@ def test_a_loop_that_has_ended_is_an_error_not_a_wait(
     feed = BucketFeed(loop)
     if is_closed:
         loop.close()
-    with pytest.raises(WeightSyncError, match="event loop of the engine's requests has ended amid a weight sync"):
+    with pytest.raises(WeightSyncError, match="event loop of the engine's requests ended during a weight sync"), feed:
         feed.put(buckets[0])
-    feed.fail(ValueError())
     loop.close()

@@ -15,13 +15,13 @@ class Server:
         self.released: set[str] = set()
         self.told: list[tuple[str, str]] = []
 
-    async def release_memory(self, tags=None, *, timeout_s=None):
+    async def release_memory(self, tags=None):
         for tag in tags:
             assert tag not in self.released
             self.released.add(tag)
             self.told.append(("release", tag))
 
-    async def resume_memory(self, tags=None, *, timeout_s=None):
+    async def resume_memory(self, tags=None):
         for tag in tags:
             self.released.remove(tag)
             self.told.append(("resume", tag))

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import save_file
 from waits import NUM_TOKENS, SLOWLY, until, until_written
 
-from lightrl.engines.sglang.client import ServerRefused, SGLangClient
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
-from lightrl.testing.fake_server import KINDS, Fault
+from lightrl.testing.fake_server_faults import KINDS, Fault
 from lightrl.testing.fake_server_process import FakeServerProcess
 
 UPDATE = "/update_weights_from_disk"
@@ -220,5 +221,5 @@ def test_faults_are_read_from_their_short_form() -> None:
     assert Fault.parse("drop:/model_info:3:0.5") == Fault("drop", "/model_info", 3, 0.5)
     assert Fault.parse("lose_update") == Fault("lose_update", "/update_weights")
     assert {Fault.parse(kind).kind for kind in KINDS} == set(KINDS)
-    with pytest.raises(ValueError, match="unknown"):
+    with pytest.raises(ValueError, match="must be one of"):
         Fault.parse("sulk")

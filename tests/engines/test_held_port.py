@@ -59,7 +59,7 @@ def test_who_is_told_the_number_may_listen_there() -> None:
 def test_a_port_that_somebody_listens_at_is_refused_at_once() -> None:
     with socket.create_server((HOST, 0)) as server:
         number = server.getsockname()[1]
-        with pytest.raises(EngineError, match=rf"No server can listen at {HOST}:{number}: .*leave the port out"):
+        with pytest.raises(EngineError, match=rf"No server can listen at {HOST}:{number}: .*or omit it"):
             HeldPort(HOST, number)
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import lightrl
 from lightrl import GRPO, ModelSpec, Prompt, StalenessControl, Trajectory
+from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.real_sglang
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__.replace("_", " "))
 def test_the_contract_of_engines_holds_through_disk(check, real_server):
-    engine = SGLangEngine(urls=[real_server["url"]], token=real_server["token"], sync_timeout_s=60)
+    engine = SGLangEngine(urls=[real_server["url"]], token=real_server["token"], timeouts=Timeouts(sync_s=60))
     engine.start(tiny_config())
     try:
         check(EngineCase(engine, tiny_models(), is_exact=False))
@@ -40,7 +41,9 @@ def asked(server: dict[str, Any], *bodies: dict[str, Any], token: str | None = N
     """The answers to /generate, one after the other."""
 
     async def scenario() -> list[Any]:
-        client = SGLangClient(server["url"], token=token or server["token"], num_retries=0, request_timeout_s=30)
+        client = SGLangClient(
+            server["url"], token=token or server["token"], num_retries=0, timeouts=Timeouts(request_s=30)
+        )
         try:
             return [await client.generate({"return_logprob": True, **body}) for body in bodies]
         finally:
@@ -55,7 +58,7 @@ def load(server: dict[str, Any], folder: Path, version: int, model: torch.nn.Mod
     )
 
     async def scenario() -> None:
-        client = SGLangClient(server["url"], token=server["token"], request_timeout_s=30)
+        client = SGLangClient(server["url"], token=server["token"], timeouts=Timeouts(request_s=30))
         await client.update_weights_from_disk(str(path), weight_version=str(version))
         await client.close()
 
@@ -83,7 +86,7 @@ def test_a_run_trains_against_it_and_every_sync_is_verified(
 ) -> None:
     engine = SGLangEngine(
         urls=[real_server["url"]], token=real_server["token"], transport=transport, placement=placement,
-        sync_timeout_s=60,
+        timeouts=Timeouts(sync_s=60),
     )  # fmt: skip
     config = tiny_config().to_dict()
     module = LikesLowTokens(

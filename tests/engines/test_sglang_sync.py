@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.memory import EngineMemory
-from lightrl.engines.sglang.sync import load_from_thread
+from lightrl.engines.sglang.sync import ServerSync
 from lightrl.engines.sglang.sync_report import SyncFailed, SyncReport
 from lightrl.engines.sglang.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
 from lightrl.errors import WeightSyncError
@@ -172,7 +172,7 @@ def test_a_folder_that_was_cut_short_is_not_given_to_a_server(folder, two_server
     sync(two_servers, transport, weights(0), 0)
     file = folder.path_of(0) / "model-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(SyncFailed, match="not held any more"):
+    with pytest.raises(SyncFailed, match="no longer holds"):
         sync(two_servers, transport, None, 0)
     assert two_servers[0].stats()["requests"][UPDATE] == 1
 
@@ -194,13 +194,13 @@ def test_without_servers_there_is_nothing_to_load_into(folder):
 
 
 def in_a_thread(servers, transport, buckets, **settings) -> SyncReport:
-    """`load_from_thread` with an event loop in another thread, as the controller has it."""
+    """`ServerSync.load_from_thread` with an event loop in another thread, as the controller has it."""
     loop = asyncio.new_event_loop()
     runner = threading.Thread(target=loop.run_forever)
     runner.start()
     clients = [SGLangClient(server.url, num_retries=0) for server in servers]
     try:
-        return load_from_thread(loop, clients, transport, buckets, **settings)
+        return ServerSync(transport).load_from_thread(loop, clients, buckets, **settings)
     finally:
         for client in clients:
             asyncio.run_coroutine_threadsafe(client.close(), loop).result(10)

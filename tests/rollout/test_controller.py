@@ -391,7 +391,7 @@ async def asks_too_much(prompt: Prompt, generate: Generate) -> None:
         (gives_up, "the environment is gone"),
         (cancels_itself, "a cancellation of its own"),
         (returns_nonsense, "returned 'nonsense'"),
-        (asks_too_much, "more than the context"),
+        (asks_too_much, "exceed the context"),
     ],
 )
 def test_a_failed_workflow_drops_its_trajectory_and_the_run_goes_on(make: Make, play: Any, message: str) -> None:
@@ -474,7 +474,7 @@ def test_a_closed_engine_fails_many_requests_and_one_error_is_raised(make: Make)
 
 def test_an_expired_wait_names_who_waits_for_whom(make: Make) -> None:
     controller = make(FakeEngine(hang_requests={1, 2}), groups_per_iteration=3, rollout_timeout_s=0.25)
-    expected = r"weight version 0 has waited for groups 1, 2 .*rollout_timeout_s=0.25.*'running_groups': 2"
+    expected = r"weight version 0 waited for groups 1, 2, .*rollout_timeout_s=0.25.*'running_groups': 2"
     with pytest.raises(RolloutError, match=expected):
         controller.take(0)
     assert controller.state_dict()["in_flight"] == [1, 2]
@@ -729,7 +729,7 @@ def test_an_engine_error_ends_validation_though_another_request_hangs(make: Make
 def test_a_validation_that_hangs_says_how_far_it_came(make: Make) -> None:
     controller = make(FakeEngine(hang_requests={2}), rollout_timeout_s=0.25)
     with pytest.raises(
-        RolloutError, match=r"Validation has waited for 1 prompts × 4 samples .*4 trajectories and have 3"
+        RolloutError, match=r"Validation waited for 1 prompts × 4 samples, .*3 of 4 trajectories are done"
     ):
         controller.evaluate([Prompt(id="a", token_ids=[1])], sampling=SAMPLING, num_samples=4)
     wait_until(lambda: fake(controller).num_running == 0)
@@ -798,7 +798,7 @@ def test_close_says_what_it_leaves_behind(make: Make, caplog: pytest.LogCaptureF
     controller = make(workflow=Playing(blocks), max_staleness=1, groups_per_iteration=1)
     is_blocked.wait(20)
     controller.close(timeout_s=0.05)
-    assert "leaving them behind" in caplog.text
+    assert "abandoning them" in caplog.text
     released.set()
 
 
@@ -846,7 +846,7 @@ def test_take_cancelled_at_any_await_leaks_no_slot(make: Make, max_staleness: in
     outcomes = set()
     for ticks in TICKS:
         controller = make(PausesSlowly(), max_staleness=max_staleness)
-        outcomes.add(cancelled_after(controller, controller._take(0, _Wait(2)), ticks))
+        outcomes.add(cancelled_after(controller, controller._take(0, _Wait("a test", 2)), ticks))
         assert_no_slot_leaks(controller)
         controller.close()
     assert outcomes == {True, False}
@@ -855,7 +855,7 @@ def test_take_cancelled_at_any_await_leaks_no_slot(make: Make, max_staleness: in
 def test_a_wave_cancelled_at_any_await_leaves_the_engine_running(make: Make) -> None:
     for ticks in TICKS:
         controller = make(PausesSlowly())
-        controller._take_wait = _Wait(2)  # as while a batch is waited for
+        controller._take_wait = _Wait("a test", 2)  # as while a batch is waited for
         cancelled_after(controller, controller._pump(), ticks)
         assert_no_slot_leaks(controller)
         controller.close()
@@ -866,7 +866,7 @@ def test_validation_cancelled_at_any_await_leaks_no_slot(make: Make) -> None:
     for ticks in TICKS:
         controller = make(PausesSlowly())
         prompts = [Prompt(id=f"v{number}", token_ids=[900]) for number in range(2)]
-        outcomes.add(cancelled_after(controller, controller._evaluate(prompts, SAMPLING, 2, _Wait(4)), ticks))
+        outcomes.add(cancelled_after(controller, controller._evaluate(prompts, SAMPLING, 2, _Wait("a test", 4)), ticks))
         assert fake(controller).num_running == 0
         assert_no_slot_leaks(controller)
         controller.close()
@@ -878,7 +878,7 @@ def test_everything_cancelled_at_any_await_leaves_an_idle_engine(make: Make) -> 
         controller = make(PausesSlowly())
 
         async def scenario(controller: RolloutController = controller, ticks: int = ticks) -> None:
-            task = asyncio.ensure_future(controller._take(0, _Wait(2)))
+            task = asyncio.ensure_future(controller._take(0, _Wait("a test", 2)))
             for _ in range(ticks):
                 await asyncio.sleep(0)
             await controller._cancel_all()
@@ -900,7 +900,7 @@ def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: M
             for _ in range(ticks):
                 await asyncio.sleep(0)
             controller.engine.weight_version = 1  # newer than what runs
-            controller._redraw(list(controller._running))
+            controller._redraw(list(controller._book.running))
             controller.engine.weight_version = 0
 
         asyncio.run_coroutine_threadsafe(scenario(), controller._loop).result(30)

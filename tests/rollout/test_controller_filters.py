@@ -90,7 +90,7 @@ def test_too_many_dropped_groups_end_the_run_and_say_what_dropped_them(make: Mak
         max_staleness=max_staleness,
     )  # fmt: skip
     expected = (
-        r"6 groups were dropped .*'filtered_zero_variance': 6.*max_dropped_groups_per_iteration=5 .*raise group_size"
+        r"6 groups were dropped .*'filtered_zero_variance': 6.*max_dropped_groups_per_iteration=5 .*increase group_size"
     )
     with pytest.raises(RolloutError, match=expected):
         controller.take(0)
@@ -330,5 +330,5 @@ def test_a_curriculum_that_plays_nothing_ends_the_run(make: Make, monkeypatch: p
     )
     for version in range(3):
         iterate(controller, version)
-    with pytest.raises(RolloutError, match="SuccessRateCurriculum passed over 50 prompts in a row"):
+    with pytest.raises(RolloutError, match="SuccessRateCurriculum skipped 50 prompts in a row"):
         controller.take(3)

@@ -1,4 +1,4 @@
-"""PromptCursor: what is played, what is passed over, and what the state holds."""
+"""PromptCursor: what is played, what is skipped, and what the state holds."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_state_is_of_no_matter_without_a_curriculum_and_none_leaves_a_curricul
 
 @pytest.mark.parametrize("weight", [-0.1, 1.5, float("nan")])
 def test_a_weight_that_is_no_probability_is_refused(weight: float) -> None:
-    with pytest.raises(RolloutError, match=r"Weights.weight\('p0'\) is .*probability"):
+    with pytest.raises(RolloutError, match=r"Weights.weight\('p0'\) must be a probability"):
         PromptCursor(Numbers(), Weights(weight)).choose(0)
 
 

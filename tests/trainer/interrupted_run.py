@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import Digits, TinyGRPO, make_trainer, our_threads
 
 from lightrl import LocalEngine, RLCallback, Sampling, SGLangEngine, Trajectory
+from lightrl.engines import Timeouts
 
 ITERATION = 2  # so many are done when the run stops
 STOP_S = 120.0
@@ -45,9 +46,10 @@ def main(folder: Path, place: str, url: str | None = None) -> None:
         save_top_k=0,
     )
     flags: dict[str, Any] = {"limit_val_batches": 1.0, "val_check_interval": 2} if place == "validation" else {}
+    timeouts = Timeouts(startup_s=STOP_S)
     trainer = make_trainer(
         folder,
-        engine=StoppingEngine(folder, place) if url is None else SGLangEngine(urls=[url], startup_timeout_s=STOP_S),
+        engine=StoppingEngine(folder, place) if url is None else SGLangEngine(urls=[url], timeouts=timeouts),
         callbacks=[checkpoint, Stop(folder, place)],
         max_steps=4,
         enable_checkpointing=True,

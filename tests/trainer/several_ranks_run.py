@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from rank_scripts import leave
 from tiny_run import BATCH_SIZE, CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
-from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, ReferenceKL, Role, Trajectory
+from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, ReferenceKL, RLCallback, Role, Trajectory
 from lightrl.models.lora import merged_parameters
+from lightrl.rollout import RolloutSettings
 from lightrl.strategies import whole
 
 # Name → settings of the module, and of FSDP2Strategy.
@@ -156,6 +158,29 @@ def resume(folder: Path) -> dict[str, Any]:
     }
 
 
+class DiffersByRank(RLCallback):
+    """Rank 1 asks for a filter, after which no rewards would be awaited late, and for another number."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+
+    def configure_rollout(self, trainer: Any, module: Any, settings: RolloutSettings) -> RolloutSettings:
+        if trainer.global_rank == 0:
+            return settings
+        return replace(settings, group_filter=lambda group: None, max_concurrent=7)
+
+    def on_rollout_end(self, trainer: Any, module: Any, groups: Any) -> None:
+        self.settings = dict(vars(trainer.rollout.settings))
+
+
+def configure(folder: Path) -> dict[str, Any]:
+    """Trains with a callback that decides something else on each rank; gives the settings that applied."""
+    differs, module = DiffersByRank(), TinyGRPO(num_minibatches=2, decoupled=True)
+    trainer = make_trainer(folder, devices=2, strategy="FSDP2Strategy", callbacks=[differs])
+    trainer.fit(module, datamodule=Digits())
+    return {"settings": differs.settings, "weights": whole_weights(module)}
+
+
 class Failing(TinyGRPO):
     """In its second iteration one rank does what `how` says."""
 
@@ -206,6 +231,7 @@ def main() -> None:
         return
     found = {name: play(name, folder, devices=2) for name in CASES}
     found["resume"] = resume(folder)
+    found["configured"] = configure(folder)
     leave(found, folder)
 
 

@@ -140,7 +140,7 @@ class FailingAll(TinyGRPO):
 
 
 def test_too_many_failed_rewards_end_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RolloutError, match=r"5 of 8 .* at most max_failed_fraction=0.5 of them"):
+    with pytest.raises(RolloutError, match=r"5 of 8 .*max_failed_fraction=0.5"):
         played(FailingAll(decoupled=True, num_minibatches=2), tmp_path)
     with pytest.raises(ValueError, match="No trajectory has a reward"):
         played(FailingAll(decoupled=True, num_minibatches=2, max_failed_fraction=1.0), tmp_path)
@@ -156,7 +156,7 @@ def test_a_reward_that_never_comes_is_named(tmp_path: Path) -> None:
 
     module = Silent(decoupled=True, num_minibatches=2, reward_timeout_s=60)
     try:
-        with pytest.raises(RolloutError, match=r"waited for the rewards .* rollout_timeout_s=1"):
+        with pytest.raises(RolloutError, match=r"waited for the rewards, .* rollout_timeout_s=1"):
             played(module, tmp_path, StalenessControl(rollout_timeout_s=1))
     finally:
         over.set()

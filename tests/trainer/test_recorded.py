@@ -172,7 +172,7 @@ def test_no_engine_no_worker_and_no_thread_is_started(tmp_path: Path) -> None:
     trainer.fit(module, TrajectoryDataModule(str(tmp_path / "trajectories")))
     assert seen == [[]] * 6
     assert trainer.engine is None
-    assert trainer.rollout is None
+    assert trainer.open_rollout is None
 
 
 def test_groups_can_be_cut_into_other_iterations(tmp_path: Path) -> None:

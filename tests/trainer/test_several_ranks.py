@@ -90,6 +90,14 @@ def test_a_validation_on_two_ranks_counts_each_prompt_once_and_warns_of_nothing(
         assert not [text for text in found["warned"] if "sync_dist" in text]
 
 
+def test_a_callback_that_decides_otherwise_on_a_rank_does_not_split_them(two_ranks: Any) -> None:
+    first, second = (ranks["configured"] for ranks in two_ranks)
+    assert first["settings"] == second["settings"]
+    assert first["settings"]["judges_later"]
+    assert first["settings"]["max_concurrent"] is None
+    assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
+
+
 def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path) -> None:
     done = finished(SCRIPT, tmp_path, "fail", "1", "raise", timeout_s=120)
     assert done.returncode != 0

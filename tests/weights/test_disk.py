@@ -116,7 +116,7 @@ def test_a_full_disk_is_said_and_leaves_the_old_version_alone(tmp_path, monkeypa
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(WeightSyncError, match="Mend the folder"):
+    with pytest.raises(WeightSyncError, match="Make the folder writable"):
         WeightFolder(tmp_path / "file" / "weights", CONFIG).write(buckets(parameters()), 0)
 
 
@@ -132,7 +132,7 @@ def test_an_error_of_the_trainer_comes_through_and_leaves_nothing(tmp_path):
 
 def test_a_name_that_comes_twice_is_refused(tmp_path):
     named = list(parameters().items())
-    with pytest.raises(WeightSyncError, match="came twice"):
+    with pytest.raises(WeightSyncError, match="arrived twice"):
         WeightFolder(tmp_path, CONFIG).write(bucketed(named + named, 160), 0)
 
 

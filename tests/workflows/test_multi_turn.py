@@ -323,8 +323,10 @@ def make() -> Iterator[Make]:
     made: list[RolloutController] = []
 
     def factory(flow: MultiTurn, engine: FakeEngine, **settings: Any) -> RolloutController:
+        plain: dict[str, Any] = {"sampling": SAMPLING, "prompts": Questions()}
+        plain |= {name: settings.pop(name) for name in ("sampling", "run_seed") if name in settings}
         arguments = RolloutSettings(**({"groups_per_iteration": 2} | settings))
-        made.append(RolloutController(engine, flow, Judged(), arguments, sampling=SAMPLING, prompts=Questions()))
+        made.append(RolloutController(engine, flow, Judged(), arguments, **plain))
         return made[-1]
 
     yield factory
@@ -380,7 +382,7 @@ class Failing(Environment):
         ("gives nonsense", r"expected \(observation, reward, done\)"),
         ("gives NaN", "expected a finite number"),
         ("says nothing", "no observation"),
-        ("hangs", "Failing.step was not done within 0.2 s"),
+        ("hangs", "Failing.step did not finish within 0.2 s"),
     ],
 )
 def test_an_environment_that_fails_drops_its_trajectory_only(make: Make, how: str, says: str):
@@ -402,7 +404,7 @@ def test_a_thread_that_hangs_is_left_behind_and_nobody_waits_for_it():
             return DONE
 
     flow = MultiTurn(chat_tokenizer(), Hanging, step_timeout_s=0.05)
-    with pytest.raises(RolloutError, match=r"Hanging.step was not done within 0.05 s"):
+    with pytest.raises(RolloutError, match=r"Hanging.step did not finish within 0.05 s"):
         played(flow, writes([END]))
     release.set()
     wait_until(lambda: not lingering())

@@ -286,8 +286,8 @@ async def returns_nan(prompt: Prompt, base_url: str, api_key: str) -> float:
     ("agent", "message"),
     [
         (raises, "The agent raises raised KeyError: 'oh'"),
-        (hangs, "The agent hangs was not done within 0.2 s"),
-        (hangs_in_a_thread, "The agent hangs_in_a_thread was not done within 0.2 s"),
+        (hangs, "The agent hangs did not finish within 0.2 s"),
+        (hangs_in_a_thread, "The agent hangs_in_a_thread did not finish within 0.2 s"),
         (asks_nothing, "got no answer of the policy"),
         (returns_text, "returned 'good' for prompt 'a', expected a finite number or None"),
         (returns_nan, "returned nan for prompt 'a', expected a finite number"),

@@ -1,11 +1,13 @@
-"""LocalEngine decodes in this process: on a laptop, and as the reference that other engines are compared with.
+"""LocalEngine decodes in this process: on a laptop, and as the reference for other engines.
 
 Reading order:
-    local_engine.py   LocalEngine: its thread, its requests, its weights
-    running_batch.py  the slots of the batch that is decoded
+    local_engine.py   LocalEngine and its settings
+    decode_thread.py  the thread that decodes, and how it stops between two tokens
+    copy_in.py        new weights for its model, all or none
+    running_batch.py  the slots of the batch
     sampler.py        logits to tokens and logprobs
     decoder.py        decodes with any Hugging Face model
-    fast_decoder.py   decodes models of Llama's shape, faster
+    fast_decoder.py   decodes Llama-like models, faster
 
 May import: what engines/ may.
 """

@@ -1,8 +1,8 @@
-"""Decoder: a model that gives the next token's logits for a changing set of rows; the protocol, and the generic form.
+"""Decoder: a model that gives the next token's logits for a changing set of rows; the protocol and the generic form.
 
-A decoder keeps the key-values of its rows. New rows come after the present ones, `keep` reorders and forgets rows,
-`clear` forgets all of them (weights have changed). It owns its weights: `write` copies, nothing is aliased. It knows no
-threads, no sampling and no requests; the fast form for Llama-like families is in `fast_decoder.py`.
+A decoder keeps the key-values of its rows. New rows follow the present ones, `keep` reorders and removes rows, `clear`
+removes all of them (weights have changed). It owns its weights: `write` copies, nothing is aliased. It knows nothing of
+threads, sampling and requests; `fast_decoder.py` has the fast form for Llama-like families.
 
 Shapes: n rows, T tokens of a sequence, V tokens of the vocabulary.
 """
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 class Decoder(Protocol):
-    """What LocalEngine needs of a model. Calls come from one thread at a time, under `torch.inference_mode` or not."""
+    """What LocalEngine needs from a model. One thread at a time calls it, in `torch.inference_mode` or not."""
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """Of every parameter, by its Hugging Face name; all must be written."""
+        """Of every parameter by its Hugging Face name; all must be written."""
         ...
 
     @property
     def optional_shapes(self) -> Mapping[str, torch.Size]:
-        """Of what may be written too: tied copies, which are not looked at, and persistent buffers."""
+        """Of what may be written too: tied copies, which are ignored, and persistent buffers."""
         ...
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Copies a parameter in; the caller has checked name and shape."""
+        """Copies a parameter in; the caller has checked its name and shape."""
         ...
 
     def read(self, name: str) -> Tensor:
@@ -53,9 +53,9 @@ class Decoder(Protocol):
 
         Args:
             sequences: token ids, at least one each; each is computed once.
-            owners: one entry per new row, the sequence that it starts from.
-            pictures: pixel values [m, 3, H, W] of each sequence, None for those that show none; None for none at all,
-                which is all that a model without pictures is given.
+            owners: one entry per new row, the index of the sequence that it starts from.
+            pictures: pixel values [m, 3, H, W] of each sequence, None for those without; None if there are none, as
+                always for a model that takes none.
 
         Returns:
             Logits after the last token of each sequence, [len(sequences), V] float32.
@@ -63,7 +63,7 @@ class Decoder(Protocol):
         ...
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
-        """Logits after each token of one sequence, [T, V] float32; rows and their key-values stay as they are."""
+        """Logits after each token of one sequence, [T, V] float32; does not change rows or their key-values."""
         ...
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
@@ -71,7 +71,7 @@ class Decoder(Protocol):
 
         Args:
             token_ids: [n], the last token of each row, not yet in its key-values.
-            positions: [n], where that token stands.
+            positions: [n], of that token.
             longest: the greatest of `positions` plus 1.
 
         Returns:
@@ -80,7 +80,7 @@ class Decoder(Protocol):
         ...
 
     def keep(self, order: Sequence[int], longest: int) -> None:
-        """Row i becomes what row `order[i]` was; rows that are not named leave.
+        """Row i becomes what row `order[i]` was; rows that are not named are removed.
 
         An entry with `order[i] != i` names a row beyond the new end, so that rows can be copied in place.
         `longest` is at least the number of tokens in any row's key-values.
@@ -88,14 +88,14 @@ class Decoder(Protocol):
         ...
 
     def clear(self) -> None:
-        """All rows leave."""
+        """Removes all rows."""
         ...
 
 
 def like_lengths(sequences: Sequence[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:
     """Indices of the sequences in chunks of similar lengths, longest first, each at most `max_tokens` when padded.
 
-    Padding costs at most half of a chunk, and a chunk has one sequence where that is longer than `max_tokens`.
+    Padding is at most half of a chunk; a sequence longer than `max_tokens` is a chunk of its own.
     """
     chunk: list[int] = []
     for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
@@ -117,16 +117,16 @@ def padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 
 
 class HuggingFaceDecoder:
-    """Any causal language model with a key-value cache, untouched.
+    """Any causal language model with a key-value cache, unchanged.
 
-    All rows share one time axis that ends at "now": a row's key-values stand right-aligned in the cache, with masked
-    columns before them, as Hugging Face's own left padding has it. Distances between columns are then distances between
+    All rows share one time axis that ends at "now": a row's key-values are right-aligned in the cache, with masked
+    columns before them, as in Hugging Face's own left padding. Distances between columns are then distances between
     tokens, so sliding windows work; columns that no row uses any more are cut off.
 
     Args:
         config: of the model.
         dtype, device: of the weights.
-        prefill_tokens: most tokens, padding included, in one forward over prompts.
+        prefill_tokens: most tokens, with padding, in one forward over prompts.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class HuggingFaceDecoder:
         self._accepted = set(inspect.signature(self._model.forward).parameters)
         if "past_key_values" not in self._accepted or config.is_encoder_decoder:
             raise ValueError(
-                f"Models of type {config.model_type!r} have no key-value cache of the usual form, expected a "
-                "decoder-only model with past_key_values. Use another model or an SGLang engine."
+                f"LocalEngine needs a decoder-only model with past_key_values, which type {config.model_type!r} does "
+                "not have. Use another model or SGLangEngine."
             )
         parameters = dict(self._model.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -178,8 +178,8 @@ class HuggingFaceDecoder:
             columns = torch.arange(token_ids.shape[1], device=self._device)
             is_token = (columns < lengths[:, None]).to(torch.int64)
             last, kept = torch.unique(lengths - 1, return_inverse=True)
-            seen = None if pictures is None else self._embedded(token_ids, [pictures[index] for index in chunk])
-            cache, outputs = self._forward(token_ids, is_token, columns.expand_as(token_ids), None, last, seen)
+            embedded = None if pictures is None else self._embedded(token_ids, [pictures[index] for index in chunk])
+            cache, outputs = self._forward(token_ids, is_token, columns.expand_as(token_ids), None, last, embedded)
             if outputs.shape[1] == token_ids.shape[1]:
                 kept = lengths - 1
             for place, index in enumerate(chunk):
@@ -227,7 +227,7 @@ class HuggingFaceDecoder:
             return
         rows = torch.tensor(order, device=self._device)
         mask = self._is_token[rows]
-        first = int(mask.any(0).to(torch.int64).argmax())  # columns before it belong to nobody any more
+        first = int(mask.any(0).to(torch.int64).argmax())  # no row uses the columns before it
         self._is_token = mask[:, first:]
         self._cache = _cache_of(
             [(layer.keys[rows, :, first:], layer.values[rows, :, first:]) for layer in self._cache.layers]
@@ -238,7 +238,7 @@ class HuggingFaceDecoder:
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=self._device)
 
     def _embedded(self, token_ids: Tensor, pictures: Sequence[Tensor | None]) -> Tensor | None:
-        """What the layers read where a sequence shows pictures, [b, T, H]; None where none does."""
+        """The layers' inputs with pictures, [b, T, H]; None if no sequence has any."""
         counts = [0 if pixels is None else len(pixels) for pixels in pictures]
         if not any(counts):
             return None
@@ -265,7 +265,7 @@ class HuggingFaceDecoder:
             arguments["input_ids"] = token_ids
         else:
             arguments["inputs_embeds"] = embeddings
-        # without the config all layers keep all tokens: `keep` and `append` move columns, which a sliding layer forbids
+        # without the config all layers keep all tokens: `keep` and `append` move columns, which sliding layers forbid
         arguments["past_key_values"] = DynamicCache() if cache is None else cache
         if "position_ids" in self._accepted:
             arguments["position_ids"] = positions
@@ -276,7 +276,7 @@ class HuggingFaceDecoder:
 
 
 def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:
-    """`tensor` with zeros before it along `dim`, `width` in all."""
+    """`tensor` with zeros before it along `dim`, `width` in total."""
     missing = width - tensor.shape[dim]
     if missing == 0:
         return tensor

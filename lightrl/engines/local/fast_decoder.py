@@ -1,9 +1,9 @@
-"""LlamaDecoder: decoding for Llama-shaped families with few, large operations; Hugging Face's model is not run at all.
+"""LlamaDecoder: decoding for Llama-like families with few, large operations, without Hugging Face's model.
 
-Weights that read the same input are fused (query, key and value; gate and up), the key-values of all rows stand in
-preallocated slots, row i in slot i, and attention reads up to the longest row only. Within each head the two halves
-that rotary embedding pairs are stored interleaved, so that the rotation is one complex product; queries and keys are
-permuted alike, which leaves their products as they are.
+Weights with the same input are fused (query, key and value; gate and up), the key-values of all rows are in
+preallocated slots, row i in slot i, and attention reads only up to the longest row. Within each head the two halves
+that rotary embedding pairs are stored interleaved, so that the rotation is one complex product; queries and keys have
+the same permutation, which does not change their products.
 
 Shapes: n rows, H query heads, K key-value heads, D head size, T tokens, V vocabulary.
 """
@@ -23,13 +23,13 @@ from lightrl.engines.local.decoder import like_lengths, padded
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_TIME_STEP = 16  # attention reads a multiple of it: fewer distinct shapes, fewer views to make
+_TIME_STEP = 16  # attention reads a multiple of it: fewer distinct shapes, fewer new views
 _TIME_GROWTH = 64  # tokens; the cache grows by at least that
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family differs from Llama. Biases need no entry: they are there if the model has such parameters."""
+    """How a family differs from Llama. Biases need no entry: the model's parameters tell whether it has any."""
 
     has_qk_norm: bool = False  # RMS norm of each query and key head, before the rotation
 
@@ -44,7 +44,7 @@ _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others change with 
 
 
 def find_family(config: PretrainedConfig) -> Family | None:
-    """The plan for this config; None if the fast path does not compute exactly what Hugging Face's model does."""
+    """The family of this config; None if the fast path would not compute exactly what Hugging Face's model does."""
     family = FAMILIES.get(config.model_type)
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     rope = getattr(config, "rope_parameters", None) or {}
@@ -79,7 +79,7 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a parameter goes."""
+    """Where a parameter is stored."""
 
     view: Tensor  # of the fused buffer, in Hugging Face's order of elements
     shape: torch.Size  # Hugging Face's
@@ -93,10 +93,10 @@ class LlamaDecoder:
     never shrink. A load writes in place.
 
     Args:
-        config: one that `find_family` knows.
-        family: what it found.
+        config: of a family that `find_family` knows.
+        family: its result.
         dtype, device: of weights and key-values.
-        prefill_tokens: most tokens, padding included, in one forward over prompts.
+        prefill_tokens: most tokens, with padding, in one forward over prompts.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class LlamaDecoder:
         if set(self._targets) != set(self.shapes):
             different = sorted(set(self._targets) ^ set(self.shapes))
             raise ValueError(
-                f"The fast path's weights for {config.model_type!r} differ from the model's: {different[:4]}, expected "
-                "the same names. Use LocalEngine(fast_path=False)."
+                f"The fast path's weights for {config.model_type!r} differ from the model's: {different[:4]}. Use "
+                "LocalEngine(fast_path=False)."
             )
 
         self._num_rows = 0
@@ -144,7 +144,7 @@ class LlamaDecoder:
         self._keys = torch.empty(shape, dtype=dtype, device=device)  # [layers, slots, K, T, D]
         self._values = self._keys
         self._rotations = torch.empty(0, self._head_size // 2, dtype=torch.complex64)
-        self._views: list[tuple[Tensor, Tensor]] = []  # per layer, of the keys and values that attention reads now
+        self._views: list[tuple[Tensor, Tensor]] = []  # per layer, of the keys and values that attention reads
         self._views_of = (-1, -1)  # rows and tokens of `_views`
         self._slot_starts = torch.empty(0, dtype=torch.int64)
         self._times = torch.empty(0, dtype=torch.int64)
@@ -166,7 +166,7 @@ class LlamaDecoder:
         owners: Sequence[int],
         pictures: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        assert pictures is None, "these families see no pictures"
+        assert pictures is None, "these families take no pictures"
         first = self._num_rows
         self._reserve(first + len(owners), max(len(sequence) for sequence in sequences) + 1)
         self._num_rows += len(owners)
@@ -234,16 +234,16 @@ class LlamaDecoder:
 
     @property
     def _is_plain_attention(self) -> bool:
-        """Three plain products are the fastest on a CPU in float32; fused attention is right everywhere else."""
+        """Three plain products are fastest on a CPU in float32; elsewhere fused attention is."""
         return self._dtype == torch.float32 and self._device.type == "cpu"
 
     def _prefill(self, token_ids: Tensor, lengths: Tensor, rows: Tensor, sources: Tensor) -> Tensor:
-        """Key-values of the padded sequences into the rows; logits after each one's last token."""
+        """Writes key-values of the padded sequences into the rows; returns logits after each last token."""
         hidden = self._forward(token_ids, rows, sources)
         return self._logits(hidden[torch.arange(len(hidden), device=self._device), lengths - 1])
 
     def _forward(self, token_ids: Tensor, rows: Tensor, sources: Tensor) -> Tensor:
-        """Key-values of the padded sequences into the rows; hidden states after each token, [b, T, hidden]."""
+        """Writes key-values of the padded sequences into the rows; returns hidden states [b, T, hidden]."""
         b, num_times = token_ids.shape
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_size
         rotations = self._rotations[:num_times][None, :, None]
@@ -286,7 +286,7 @@ class LlamaDecoder:
         self._views_of = (num_rows, num_times)
 
     def _reserve(self, num_rows: int, num_times: int) -> None:
-        """Room for so many rows and tokens; both axes grow in steps, so that they seldom do."""
+        """Makes room for these rows and tokens; both axes grow in large steps."""
         old_rows, old_times = self._keys.shape[1], self._keys.shape[3]
         if num_rows <= old_rows and num_times <= old_times:
             return
@@ -342,8 +342,7 @@ class LlamaDecoder:
     ) -> tuple[Tensor, Tensor | None]:
         """One weight, and one bias if there is any, for several projections of the same input.
 
-        The first `num_interleaved` are stored with the rows of each head interleaved. Some of the projections may have
-        no bias; theirs stays 0.
+        The first `num_interleaved` are stored with the rows of each head interleaved. Projections without a bias get 0.
         """
         buffers: list[Tensor | None] = []
         for kind in ("weight", "bias"):
@@ -363,7 +362,7 @@ class LlamaDecoder:
         return weight, bias
 
     def _interleaved(self, part: Tensor) -> Tensor:
-        """A view of rows in which element i of a head's first half stands beside element i of its second half."""
+        """A view of rows in which element i of a head's first half is next to element i of its second half."""
         half = self._head_size // 2
         return part.view(-1, half, 2, *part.shape[1:]).transpose(1, 2)
 

@@ -1,9 +1,9 @@
-"""RunningBatch: the rows that are being decoded; they enter together, draw together and leave one by one.
+"""RunningBatch: the rows being decoded; they enter together, draw together and leave one by one.
 
 Slots 0 to `size - 1` are in use, so that every tensor of a step is a plain slice; when a row leaves, the last one takes
-its slot. Nothing here knows threads, queues or asyncio: `local_engine.py` decides when to admit, step and recompute.
+its slot. Nothing here knows threads, queues or asyncio: `decode_thread.py` decides when to admit, step and recompute.
 
-Shapes: S slots, n = `size` rows in use, W tokens that a row has room for, V vocabulary.
+Shapes: S slots, n = `size` rows in use, W tokens of room per row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _FIRST_WIDTH = 64  # tokens; W doubles from here
 
 @dataclass(eq=False)
 class Row:
-    """One completion on its way."""
+    """One completion in progress."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int  # of this completion
-    owner: Any  # whose completion it is; the batch hands it back
-    images: tuple[str, ...] = ()  # what tells apart the pictures of equal prompts
-    pixels: Tensor | None = None  # pixel values of those, [m, 3, H, W]
-    version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version) from there on
+    images: tuple[str, ...] = ()  # distinguish the pictures of equal prompts
+    pixels: Tensor | None = None  # their pixel values, [m, 3, H, W]
+    owner: Any = None  # whose completion it is; the batch hands it back
+    version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
 
 
 class RunningBatch:
     """The rows being decoded.
 
-    A row that was admitted has drawn its first token; its last token is not yet in the decoder's key-values.
+    An admitted row has drawn its first token; its last token is not yet in the decoder's key-values.
 
     Args:
-        decoder: gives the logits; its weights may change between any two calls, then `recompute` must come first.
+        decoder: gives the logits; if its weights change between two calls, `recompute` must come next.
         max_rows: S, bound of `size`.
         vocab_size: V.
         device: of the decoder.
@@ -67,10 +67,10 @@ class RunningBatch:
         self._stops = torch.zeros(max_rows, 0, dtype=torch.int64, device=device)  # [S, K], -1 is no token
         self._token_ids = torch.zeros(max_rows, 0, dtype=torch.int64, device=device)  # [S, W]
         self._logprobs = torch.zeros(max_rows, 0, device=device)  # [S, W]
-        self._uniforms = torch.zeros(max_rows, 0, dtype=torch.float64, device=device)  # [S, W], they draw the tokens
+        self._uniforms = torch.zeros(max_rows, 0, dtype=torch.float64, device=device)  # [S, W], draw the tokens
         self._slots = torch.arange(max_rows, device=device)
         self._has_temperature = self._has_truncation = self._has_greedy = self._has_stops = False
-        # known without asking a tensor, so that most steps need no look at one
+        # copies of tensor values, so that most steps read no tensor
         self._longest = 0  # greatest position + 1
         self._most_generated = 0
         self._steps_to_limit = 0  # until the first row reaches its max_new_tokens
@@ -125,7 +125,7 @@ class RunningBatch:
         self._steps_with_ban -= 1
 
     def retire(self) -> list[tuple[Row, Completion]]:
-        """Finished rows leave, in slot order, with what they wrote."""
+        """Removes finished rows; returns them with their completions, in slot order."""
         n = self.size
         if n == 0 or not (self._steps_to_limit <= 0 or self._has_stops):
             return []
@@ -152,13 +152,13 @@ class RunningBatch:
         return completions
 
     def remove(self, is_unwanted: Callable[[Row], bool]) -> None:
-        """Rows leave without a completion."""
+        """Removes rows without a completion."""
         slots = {slot for slot, row in enumerate(self._rows) if is_unwanted(row)}
         if slots:
             self._drop(slots)
 
     def recompute(self, weight_version: int) -> None:
-        """Makes the key-values of all rows anew, under the weights that the decoder has now; no token is drawn."""
+        """Recomputes the key-values of all rows with the decoder's current weights; draws no token."""
         self._decoder.clear()
         if not self._rows:
             return
@@ -172,7 +172,7 @@ class RunningBatch:
         self._decoder.append(sequences, owners, *pictures)
 
     def _draw(self, first: int, end: int, logits: Tensor) -> None:
-        """One token for the slots `first` to `end`, from the logits of their next token, which are changed."""
+        """Draws one token for the slots `first` to `end`; changes the logits."""
         rows, generated = self._slots[first:end], self._generated[first:end]
         if self._steps_with_ban > 0 and self._has_stops:
             ban_stop_tokens(logits, generated < self._minima[first:end], self._stops[first:end])
@@ -190,7 +190,7 @@ class RunningBatch:
         self._counters[:, first:end] += 1
 
     def _drop(self, leaving: set[int]) -> None:
-        """The rows of these slots leave; the last rows take their slots."""
+        """Removes the rows of these slots; the last rows take their places."""
         old_size, new_size = self.size, self.size - len(leaving)
         holes = [slot for slot in sorted(leaving) if slot < new_size]
         movers = [slot for slot in range(new_size, old_size) if slot not in leaving]
@@ -210,7 +210,7 @@ class RunningBatch:
         self._count()
 
     def _count(self) -> None:
-        """Brings the numbers up to date that are known without asking a tensor."""
+        """Updates the copies of tensor values."""
         n = self.size
         if n == 0:
             self._longest = self._most_generated = self._steps_to_limit = self._steps_with_ban = 0
@@ -234,7 +234,7 @@ class RunningBatch:
         self._stops[first : first + len(stops)] = torch.tensor(padded, device=self._device)
 
     def _widen(self, num_tokens: int) -> None:
-        """Room for at least so many tokens in every row."""
+        """Makes room for at least `num_tokens` in every row."""
         old = self._token_ids.shape[1]
         if num_tokens <= old:
             return
@@ -248,8 +248,8 @@ class RunningBatch:
 def _distinct(
     sequences: Sequence[tuple[int, ...]], rows: Sequence[Row]
 ) -> tuple[list[tuple[int, ...]], list[int], list[list[Tensor | None]]]:
-    """The sequences that differ in tokens or pictures, and which of them each row has; third what a decoder gets of
-    their pictures: nothing, or one argument."""
+    """The sequences that differ in tokens or pictures; the index of each row's; and the decoder's argument for their
+    pictures, if there are any."""
     places: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     owners = [
         places.setdefault((sequence, row.images), len(places)) for sequence, row in zip(sequences, rows, strict=True)
@@ -264,7 +264,7 @@ def _distinct(
 
 
 def _versions(changes: Sequence[tuple[int, int]], length: int) -> list[int]:
-    """The weight version of each token, from the tokens at which it changed."""
+    """The weight version of each token, from the positions at which it changed."""
     versions: list[int] = []
     for (start, version), end in zip(changes, [*(start for start, _ in changes[1:]), length], strict=True):
         versions.extend([version] * (end - start))

@@ -1,7 +1,7 @@
 """Drawing tokens: one uniform number per (seed, position), then the inverse of the cumulative distribution.
 
-The global random state is never touched, so a completion depends on its seed and its logits alone, not on who else is
-in the batch. Shapes: n rows, V tokens of the vocabulary. Logprobs are in nats.
+Does not use the global random state: a completion depends only on its seed and logits, not on the rest of the batch.
+Shapes: n rows, V tokens of the vocabulary. Logprobs are in nats.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def completion_seed(seed: int, sample: int) -> int:
-    """The seed of completion `sample` of a request with n > 1; that of completion 0 is the request's own, int64."""
+    """The seed of completion `sample` of a request, int64; completion 0 has the request's own."""
     if sample == 0:
         return seed
     mixed = _mix(torch.tensor(seed, dtype=torch.int64) ^ _mix(torch.tensor(sample, dtype=torch.int64) * _GOLDEN))
@@ -63,13 +63,13 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor]:
     """One token per row, and its logprob as SGLang defines it: after temperature, before top-k and top-p.
 
-    None for a setting means that no row uses it; it only saves the work, the tokens are the same.
+    None for a setting means that no row uses it, which saves work and does not change the tokens.
 
     Args:
         logits: [n, V] float32.
         uniform: [n] float64 in [0, 1).
         temperature: [n], above 0; 1 in greedy rows, whose logprobs are unscaled.
-        top_k, top_p: [n]; both or none; V and 1 keep every token.
+        top_k, top_p: [n]; both or neither; V and 1 keep every token.
         is_greedy: [n] bool; these rows take the likeliest token.
 
     Returns:
@@ -91,9 +91,9 @@ def draw_tokens(
 
 
 def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The probabilities with everything outside top-k, then outside top-p of what is left, set to 0.
+    """The probabilities, with 0 outside top-k, then outside top-p of the rest.
 
-    Top-p keeps the likeliest tokens until their sum reaches `top_p`, the one that reaches it included. Ties go to the
+    Top-p keeps the likeliest tokens until their sum reaches `top_p`, including the one that reaches it. Ties go to the
     lower token id.
 
     Args:

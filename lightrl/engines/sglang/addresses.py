@@ -1,4 +1,4 @@
-"""Where the servers are that somebody else started, and what they ask for: the environment's variables."""
+"""Environment variables that name servers started elsewhere, and their token."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ def addresses_from_environment() -> list[str]:
         ValueError: if neither is set.
     """
     for name in ADDRESS_VARIABLES:
-        found = [part.strip() for part in os.environ.get(name, "").split(",") if part.strip()]
-        if found:
-            return [as_url(part) for part in found]
+        addresses = [part.strip() for part in os.environ.get(name, "").split(",") if part.strip()]
+        if addresses:
+            return [as_url(address) for address in addresses]
     raise ValueError(
-        "SGLangEngine has neither urls nor servers, and LIGHTRL_SERVER_ADDRS is not set, expected one of them. Say "
-        "servers: 1 to start one on this machine."
+        "SGLangEngine needs urls, servers or LIGHTRL_SERVER_ADDRS. Set servers: 1 to start one on this machine."
     )

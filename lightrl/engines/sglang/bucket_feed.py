@@ -1,27 +1,27 @@
-"""Between the thread that makes buckets and the event loop that sends them: hand a bucket over, run what blocks."""
+"""BucketFeed: hands buckets from the thread that gathers them to the event loop that sends them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from types import TracebackType
 
+from lightrl.concurrency.wake_up import wake_up
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket
 
-_T = TypeVar("_T")
-
-LOOK_S = 1.0  # between two looks of a waiting thread at the loop
+LOOK_S = 1.0  # a waiting thread checks this often that the loop still runs
 
 
 class BucketFeed:
-    """Buckets from the thread that makes them to a coroutine: `put` returns when the coroutine has taken it.
+    """Buckets from the thread that gathers them to a coroutine; `put` returns when the coroutine has taken the bucket.
+
+    The thread puts buckets inside `with feed:`, whose end, or error, ends the coroutine's iteration.
 
     Args:
         loop: of the coroutine.
-        timeout_s: the coroutine waits for so long for the next bucket.
+        timeout_s: how long the coroutine waits for the next bucket.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float = 600.0) -> None:
@@ -30,12 +30,12 @@ class BucketFeed:
         self._changed = asyncio.Event()
         self._taken = threading.Event()
         self._next: Bucket | None = None  # offered, not yet taken
-        self._is_over = False  # no bucket comes any more
-        self._is_stopped = False  # none is wanted any more
+        self._is_complete = False  # no further bucket will be put
+        self._is_stopped = False  # no further bucket will be taken
         self._error: BaseException | None = None
 
     def put(self, bucket: Bucket) -> bool:
-        """Hands a bucket over; False if none is wanted any more. The coroutine has the deadlines.
+        """Hands a bucket over; False if the coroutine takes no more. The coroutine has the deadlines.
 
         Raises:
             WeightSyncError: if its loop has ended.
@@ -44,43 +44,41 @@ class BucketFeed:
         if self._is_stopped:
             return False
         self._next = bucket
-        self._wake()
-        wait_while_running(self._loop, self._taken.wait)  # `stop` ends it when the coroutine is over
+        wake_up(self._loop, self._changed.set)
+        wait_while_running(self._loop, self._taken.wait)  # `stop` ends the wait when the coroutine is done
         return not self._is_stopped
 
-    def end(self) -> None:
-        self._is_over = True
-        self._wake()
-
-    def fail(self, error: BaseException) -> None:
-        """No further bucket comes, because of `error`."""
-        self._error = error
-        self.end()
-
     def stop(self) -> None:
+        """The coroutine is done."""
         self._is_stopped = True
         self._taken.set()
 
-    def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, which who waits notices
-            self._loop.call_soon_threadsafe(self._changed.set)
+    def __enter__(self) -> BucketFeed:
+        return self
+
+    def __exit__(
+        self, type_: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._error = error
+        self._is_complete = True
+        wake_up(self._loop, self._changed.set)
 
     def __aiter__(self) -> BucketFeed:
         return self
 
     async def __anext__(self) -> Bucket:
-        """Waits for the next `put`, `end` or `fail`, at most `timeout_s`."""
+        """Waits for the next `put` or the end of `with`, at most `timeout_s`."""
         while self._next is None:
             if self._error is not None:
                 raise WeightSyncError(f"the export of weights failed: {self._error!r}") from self._error
-            if self._is_over:
+            if self._is_complete:
                 raise StopAsyncIteration
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), self.timeout_s)
             except asyncio.TimeoutError as error:
                 raise WeightSyncError(
-                    f"the trainer made no bucket for timeout_s={self.timeout_s:g}, expected one; a rank may hang"
+                    f"the trainer sent no bucket for {self.timeout_s:g} s; a rank may hang"
                 ) from error
         bucket, self._next = self._next, None
         self._taken.set()
@@ -88,45 +86,16 @@ class BucketFeed:
 
 
 def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], object]) -> None:
-    """In another thread than the loop's: calls `wait`, with so many seconds to wait, until it gives something true.
+    """From another thread than the loop's: calls `wait` with a number of seconds until it returns something true.
 
     Raises:
-        WeightSyncError: if the loop has ended, for then nobody would come.
+        WeightSyncError: if the loop has ended.
     """
     num_silent = 0
     while not wait(LOOK_S):
         num_silent = 0 if loop.is_running() else num_silent + 1
-        if num_silent > 1:  # one that an exception has left may just be starting again
+        if num_silent > 1:  # a loop that an exception has left may be restarting
             raise WeightSyncError(
-                "The event loop of the engine's requests has ended amid a weight sync, expected it to run until the "
-                "sync is over. The log says what ended it; resume from the last checkpoint."
+                "The event loop of the engine's requests ended during a weight sync. The log says why; resume from the "
+                "last checkpoint."
             )
-
-
-async def in_thread(function: Callable[..., _T], *args: object) -> _T:
-    """What `function` gives, from a daemon thread: one that hangs keeps neither the loop nor the process.
-
-    Waits for the thread, which has its own deadlines. On cancellation the thread is left to end by itself.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[_T] = loop.create_future()
-
-    def deliver(value: _T | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(value)  # type: ignore[arg-type]
-
-    def work() -> None:
-        outcome: tuple[_T | None, BaseException | None]
-        try:
-            outcome = (function(*args), None)
-        except BaseException as error:  # noqa: BLE001  # nobody is above it in this thread; it is raised where it is awaited
-            outcome = (None, error)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, *outcome)
-
-    threading.Thread(target=work, name="lightrl-weights", daemon=True).start()
-    return await done

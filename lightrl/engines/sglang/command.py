@@ -1,6 +1,6 @@
-"""How an SGLang server is called: which Python has SGLang, its arguments as flags, which devices each server gets.
+"""The command line of an SGLang server: which Python has SGLang, its arguments as flags, each server's devices.
 
-Pure but for looking whether a Python is there; server.py runs what this gives.
+Pure, except that it checks whether a Python exists; server.py runs the result.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_READY = "lightrl-sglang-cpu.json"  # scripts/sglang_cpu/build.py writes it last, into the environment it built
-_KEPT_BACK_TOKENS = 8
+_READY = "lightrl-sglang-cpu.json"  # scripts/sglang_cpu/build.py writes it last, into the environment
+_RESERVED_TOKENS = 8
+_HOW = (
+    "Set sglang_python (or LIGHTRL_SGLANG_PYTHON) to the python of an environment with `pip install sglang`; for this "
+    "machine's CPU, build one with `python scripts/sglang_cpu/build.py`."
+)
 _OURS = {
     "model_path": "the model folder",
     "host": "host=",
@@ -27,7 +31,7 @@ _OURS = {
     "admin_api_key": "token=",
 }
 _DEFAULTS: dict[str, Any] = {
-    "sampling_defaults": "openai",  # else the checkpoint's generation_config fills in top-p and such on some routes
+    "sampling_defaults": "openai",  # else the checkpoint's generation_config sets top-p and such on some routes
     "skip_server_warmup": True,
 }
 _CPU_DEFAULTS: dict[str, Any] = {
@@ -37,7 +41,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "mem_fraction_static": 0.1,
     "max_total_tokens": 16384,
-    "sleep_on_idle": True,  # else an idle server takes a core
+    "sleep_on_idle": True,  # else an idle server uses a core
     "enable_deterministic_inference": True,  # else SGLang ignores the seeds of requests; it costs nothing here
 }
 
@@ -51,11 +55,11 @@ class SGLangPython:
 
     @property
     def module(self) -> str:
-        """What `python -m` starts."""
+        """For `python -m`."""
         return "lightrl_sglang_cpu.launch" if self.is_plain_cpu else "sglang.launch_server"
 
     def environment(self) -> dict[str, str]:
-        """Of the server: the trainer's, without what leads to the trainer's packages, and what lightrl relies on."""
+        """The server's: the trainer's, without paths to the trainer's packages, and what lightrl relies on."""
         ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if self.path != sys.executable else set()
         kept = {name: value for name, value in os.environ.items() if name not in ours}
         # Without it the last tokens of an interrupted request are lost (up to 49).
@@ -67,38 +71,29 @@ class SGLangPython:
         return kept
 
 
-def find_python(asked: str | None = None) -> SGLangPython:
-    """The Python with SGLang: the one asked for, else $LIGHTRL_SGLANG_PYTHON, else this one, else the CPU environment.
+def find_python(path: str | None = None) -> SGLangPython:
+    """The Python with SGLang: at `path`, else $LIGHTRL_SGLANG_PYTHON, else this one, else the CPU environment.
 
     Raises:
-        ValueError: if there is none; it says how to get one.
+        ValueError: if there is none, with how to get one.
     """
-    for name, path in (("sglang_python", asked), ("LIGHTRL_SGLANG_PYTHON", os.environ.get("LIGHTRL_SGLANG_PYTHON"))):
-        if not path:
+    for name, value in (("sglang_python", path), ("LIGHTRL_SGLANG_PYTHON", os.environ.get("LIGHTRL_SGLANG_PYTHON"))):
+        if not value:
             continue
-        found = shutil.which(str(Path(path).expanduser()))
-        if found is None:
-            raise ValueError(
-                f"{name}={path} is no program, expected the python of an environment with SGLang. {_how()}"
-            )
-        return SGLangPython(found, _is_plain_cpu(found))
+        program = shutil.which(str(Path(value).expanduser()))
+        if program is None:
+            raise ValueError(f"{name}={value} is not a program. {_HOW}")
+        return SGLangPython(program, _is_plain_cpu(program))
     if importlib.util.find_spec("sglang") is not None:
         return SGLangPython(sys.executable, _is_plain_cpu(sys.executable))
     built = Path(os.environ.get("LIGHTRL_SGLANG_CACHE") or "~/.cache/lightrl").expanduser() / "sglang-cpu/bin/python"
     if _is_plain_cpu(str(built)):
         return SGLangPython(str(built), is_plain_cpu=True)
-    raise ValueError(f"No Python with SGLang was found: sglang_python is not set, and {built} is not there. {_how()}")
+    raise ValueError(f"No Python with SGLang was found: sglang_python is not set, and {built} does not exist. {_HOW}")
 
 
 def _is_plain_cpu(python: str) -> bool:
     return (Path(python).parent.parent / _READY).is_file()
-
-
-def _how() -> str:
-    return (
-        "Give sglang_python (or LIGHTRL_SGLANG_PYTHON) the python of an environment with `pip install sglang`; for "
-        "this machine's CPU, build one with `python scripts/sglang_cpu/build.py`."
-    )
 
 
 def command_line(
@@ -110,23 +105,23 @@ def command_line(
     secrets_file: str | Path,
     args: Mapping[str, Any],
 ) -> list[str]:
-    """The server's program and arguments; no shell ever sees them, and no secret is among them.
+    """The server's program and arguments; no shell sees them, and they contain no secret.
 
     Args:
-        python: whose SGLang.
+        python: of the environment with SGLang.
         model_folder: with config.json.
         host, port: where it listens.
-        secrets_file: a YAML file of further arguments, readable by this user only.
-        args: SGLang's arguments by their own names, with `_` or `-`: True is the bare flag, False and None leave it
-            out, a list is several values, a dict is JSON. They win over lightrl's defaults.
+        secrets_file: a YAML file of further arguments, which only this user can read.
+        args: SGLang's arguments by their own names, with `_` or `-`: True is the bare flag, False and None omit it, a
+            list is several values, a dict is JSON. They override lightrl's defaults.
 
     Raises:
-        ValueError: if an argument is one that lightrl sets.
+        ValueError: if lightrl sets one of the arguments itself.
     """
-    given = {name.removeprefix("--").replace("-", "_"): value for name, value in args.items()}
-    for name in sorted(_OURS.keys() & given.keys()):
-        raise ValueError(f"server_args has {name}, which lightrl sets. Leave it out and use {_OURS[name]}.")
-    settings = {**_DEFAULTS, **(_CPU_DEFAULTS if python.is_plain_cpu else {}), **given}
+    named = {name.removeprefix("--").replace("-", "_"): value for name, value in args.items()}
+    for name in sorted(_OURS.keys() & named.keys()):
+        raise ValueError(f"server_args has {name}, which lightrl sets. Remove it and use {_OURS[name]}.")
+    settings = {**_DEFAULTS, **(_CPU_DEFAULTS if python.is_plain_cpu else {}), **named}
     return [
         *(python.path, "-m", python.module, "--model-path", str(model_folder)),
         *("--host", host, "--port", str(port), "--config", str(secrets_file), *flags(settings)),
@@ -134,41 +129,39 @@ def command_line(
 
 
 def usable_token(token: str | None) -> str:
-    """The token that a server is given, a random one where there is none.
-
-    SGLang's argument parser takes what begins with `-` for the name of an option, in its secrets file too.
+    """The server's token, or a random one for None.
 
     Raises:
-        ValueError: if the token begins with `-`.
+        ValueError: if the token starts with `-`.
     """
-    if token is not None and token.startswith("-"):
+    if token is not None and token.startswith("-"):  # in its secrets file too
         raise ValueError(
-            "The server's token begins with '-', which SGLang takes for an option, expected another first character. "
-            "Change token= or LIGHTRL_SERVER_TOKEN, or leave it out for a random one."
+            "The server's token starts with '-', which SGLang takes for an option. Change token= or "
+            "LIGHTRL_SERVER_TOKEN, or omit it for a random one."
         )
     return token or secrets.token_hex(32)
 
 
 def context_args(model_folder: Path) -> dict[str, Any]:
-    """A context a little above the model's: SGLang keeps back up to 6 positions, of which the trainer knows nothing."""
+    """A context slightly above the model's: SGLang reserves up to 6 positions, which the trainer counts as usable."""
     length = json.loads((model_folder / "config.json").read_text()).get("max_position_embeddings")
-    return {} if length is None else {"context_length": length + _KEPT_BACK_TOKENS}
+    return {} if length is None else {"context_length": length + _RESERVED_TOKENS}
 
 
 def flags(args: Mapping[str, Any]) -> list[str]:
     """`{"tp_size": 2, "enable_metrics": True}` as `--tp-size 2 --enable-metrics`."""
-    found: list[str] = []
+    words: list[str] = []
     for name, value in args.items():
         if value is None or value is False:
             continue
-        found.append("--" + name.removeprefix("--").replace("_", "-"))
+        words.append("--" + name.removeprefix("--").replace("_", "-"))
         if isinstance(value, Mapping):
-            found.append(json.dumps(value))
+            words.append(json.dumps(value))
         elif isinstance(value, list | tuple):
-            found += [str(item) for item in value]
+            words += [str(item) for item in value]
         elif value is not True:
-            found.append(str(value))
-    return found
+            words.append(str(value))
+    return words
 
 
 def devices_of_servers(servers: int, tp: int, devices: Sequence[int | str]) -> list[list[str]]:
@@ -178,12 +171,12 @@ def devices_of_servers(servers: int, tp: int, devices: Sequence[int | str]) -> l
         ValueError: if there are fewer than `servers * tp`.
     """
     if servers < 1 or tp < 1:
-        raise ValueError(f"servers={servers}, tp={tp}, expected at least 1 of each. Raise them.")
+        raise ValueError(f"servers and tp must be at least 1, got servers={servers} and tp={tp}.")
     if not devices:
         return [[] for _ in range(servers)]
     if len(devices) < servers * tp:
         raise ValueError(
-            f"servers={servers} with tp={tp} want {servers * tp} devices, but there are {len(devices)} "
-            f"({', '.join(map(str, devices))}). Lower servers or tp, or make more devices visible."
+            f"servers={servers} with tp={tp} need {servers * tp} devices, but there are {len(devices)} "
+            f"({', '.join(map(str, devices))}). Lower servers or tp, or list more devices."
         )
     return [[str(device) for device in devices[index * tp : (index + 1) * tp]] for index in range(servers)]

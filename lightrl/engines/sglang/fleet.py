@@ -1,6 +1,6 @@
-"""ServerFleet: keeps servers going. One that dies or hangs is replaced, and gets weights before anybody may use it.
+"""ServerFleet: keeps servers running. One that dies or hangs is replaced, and gets weights before it gets requests.
 
-Each server has one thread here, which waits for its end:
+Each server has a thread here, which waits for its end:
 
     running ── exited, hangs, or reported ──► on_lost(url) ─► wait ─► start ─► ready ─► on_started(new url) ─► running
                                                                ▲                 │ failed       │ raised
@@ -9,6 +9,7 @@ Each server has one thread here, which waits for its end:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -28,12 +29,11 @@ _CLOSE_TIMEOUT_S = 60.0
 
 @dataclass
 class RestartPolicy:
-    """When a server that was lost is started again, and when no more.
+    """When to restart a lost server, and when to give it up.
 
     Args:
-        max_restarts: in a row; a server that ran for `stable_s` begins anew.
+        max_restarts: in a row; the count starts over after `stable_s` of running.
         backoff_s: before the first restart; doubled for each further one, up to a minute.
-        stable_s: seconds of running after which earlier losses are forgotten.
     """
 
     max_restarts: int = 3
@@ -42,7 +42,7 @@ class RestartPolicy:
     restarts: int = 0  # in a row
 
     def delay_s(self, ran_s: float) -> float | None:
-        """Seconds to wait before the next start, after a run of `ran_s` seconds; None if there is none."""
+        """Seconds to wait before the next start, after a run of `ran_s` seconds; None gives the server up."""
         if ran_s >= self.stable_s:
             self.restarts = 0
         if self.restarts >= self.max_restarts:
@@ -54,19 +54,19 @@ class RestartPolicy:
 class ServerFleet:
     """Servers of one model, started together and restarted one by one.
 
-    Callbacks come from this class's threads, one server's in order, several servers' at the same time.
+    This class's threads call the callbacks, in order for each server, concurrently for several.
 
     Args:
         servers: not started yet.
-        on_lost: (url, reason) of a server that is gone; nobody may send to it from then on.
-        on_started: url of a server that is ready again but has no weights of the run: it gives it the current ones,
-            and only then lets requests go there. If it raises a LightRLError, the server counts as lost again.
-        on_given_up: (url, message) of a server that is not restarted any more.
+        on_lost: (url, reason) of a server that is gone and must get no more requests.
+        on_started: url of a server that is ready again, but without the run's weights: loads the current ones, and only
+            then admits requests. If it raises a LightRLError, the server counts as lost again.
+        on_given_up: (url, message) of a server that will not be restarted.
+        silent_s: returns the seconds since the server at an address last answered another part of the engine.
         max_restarts: of one server in a row, before it is given up.
         restart_backoff_s: wait before the first restart; doubled each time.
-        silent_s: gives the seconds since the server at an address last answered somebody else than this class.
-        hang_timeout_s: how long a server may not answer at all before it is killed and replaced.
-        probe_interval_s: how often it is asked.
+        hang_timeout_s: a server that answers nothing for this long is killed and replaced.
+        probe_interval_s: between two health checks.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ServerFleet:
         probe_interval_s: float = 5.0,
     ) -> None:
         if not servers:
-            raise ValueError("ServerFleet got no servers, expected at least 1. Add one.")
+            raise ValueError("ServerFleet needs at least 1 server.")
         self.servers = list(servers)
         self._on_lost = on_lost
         self._on_started = on_started
@@ -94,7 +94,7 @@ class ServerFleet:
         self._probe_interval_s = probe_interval_s
         self._stopping = threading.Event()
         self._start_lock = threading.Lock()  # no server starts once `stop` has begun
-        self._reports: dict[str, str] = {}  # by url: why it must be replaced
+        self._reports: dict[str, str] = {}  # why a server must be replaced, by url
         self._threads: list[threading.Thread] = []
 
     @property
@@ -102,20 +102,19 @@ class ServerFleet:
         return [server.url for server in self.servers]
 
     def start(self) -> list[str]:
-        """Starts all servers at once, waits until all are ready, and watches them from then on; their urls.
+        """Starts all servers at once, waits until all are ready, and watches them from then on; returns their urls.
 
         Raises:
-            EngineError: if one did not get ready; all are ended then.
+            EngineError: if one does not get ready; all are stopped then.
         """
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.stop, grace_s=0)
             for server in self.servers:
                 self._start_one(server)
             with ThreadPoolExecutor(len(self.servers)) as pool:
                 # the first failure ends the others' wait: their processes are gone
                 list(pool.map(self._wait_ready_or_stop, self.servers))
-        except BaseException:
-            self.stop(grace_s=0)
-            raise
+            undo.pop_all()
         for server, policy in zip(self.servers, self._policies, strict=True):
             thread = threading.Thread(
                 target=self._watch, args=(server, policy), name=f"watch {server.name}", daemon=True
@@ -125,11 +124,11 @@ class ServerFleet:
         return self.urls
 
     def report(self, url: str, reason: str) -> None:
-        """Somebody saw the server at `url` misbehave: it is killed and replaced. Unknown urls are ignored."""
+        """Has the server at `url` killed and replaced. Ignores unknown urls."""
         self._reports[url] = reason
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Ends all servers at the same time; returns when they are gone. May be called twice."""
+        """Stops all servers at the same time; returns when they are gone. May be called twice."""
         self._stopping.set()
         with self._start_lock, ThreadPoolExecutor(len(self.servers)) as pool:
             list(pool.map(lambda server: server.stop(grace_s), self.servers))
@@ -153,7 +152,7 @@ class ServerFleet:
                     if other is not server:
                         other.stop(grace_s=0)
                 raise
-        # another server failed first: its message is the one to read
+        # else another server failed first, and its message matters
 
     def _watch(self, server: SGLangServer, policy: RestartPolicy) -> None:
         while True:
@@ -168,14 +167,14 @@ class ServerFleet:
                 return
 
     def _wait_until_lost(self, server: SGLangServer) -> str | None:
-        """Why the server must be replaced; None when all shall end."""
+        """Why the server must be replaced; None when the fleet stops."""
         answered_at = probed_at = time.monotonic()
         while not self._stopping.wait(_TICK_S):
             if not server.is_alive():
                 return f"its process ended ({server.exit_status()})" if not self._stopping.is_set() else None
-            reported = self._reports.pop(server.url, None)
-            if reported is not None:
-                return reported
+            report = self._reports.pop(server.url, None)
+            if report is not None:
+                return report
             now = time.monotonic()
             if now - probed_at < self._probe_interval_s:
                 continue
@@ -187,7 +186,7 @@ class ServerFleet:
         return None
 
     def _restarted(self, server: SGLangServer, policy: RestartPolicy, ran_s: float, reason: str) -> bool:
-        """Starts it again, as often as the policy allows; False if it is given up or all shall end."""
+        """Restarts it as often as the policy allows; False if it is given up or the fleet stops."""
         while (delay_s := policy.delay_s(ran_s)) is not None:
             if self._stopping.wait(delay_s):
                 return False
@@ -207,7 +206,7 @@ class ServerFleet:
                 return True
         message = (
             f"{server.name} is given up after {policy.restarts} restarts in a row. Last reason: {reason}. "
-            f"{server.what_it_said()}"
+            f"{server.last_output()}"
         )
         log.error("%s", message)
         self._on_given_up(server.url, message)

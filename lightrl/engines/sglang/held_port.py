@@ -1,4 +1,4 @@
-"""HeldPort: a port that is kept for a server until the server listens there itself, which may be a minute later."""
+"""HeldPort: keeps a port free for a server that will listen there, maybe a minute later."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from lightrl.errors import EngineError
 
 
 class HeldPort:
-    """A port of this machine that only a program which is told its number gets, until `close`.
+    """A port of this machine that only a program which knows its number can use, until `close`.
 
-    A socket is bound to it and does not listen. Linux then gives the port to no outgoing connection and to nobody who
-    asks for any free one, yet lets a server bind it that sets SO_REUSEADDR, as asyncio, uvicorn and http.server do.
-    Other systems refuse that server too: there the port is only looked up, and may be lost until the server is up.
+    A socket is bound to it and does not listen. Linux then assigns the port to no outgoing connection and to no program
+    that asks for any free one, yet a server can bind it that sets SO_REUSEADDR, as asyncio, uvicorn and http.server do.
+    Other systems refuse that server too: there the port is only looked up, and another program may take it.
 
     Args:
         host: the address that the server will listen on.
         port: 0 for a free one.
 
     Raises:
-        EngineError: if somebody listens on this port, or the host is no address of this machine.
+        EngineError: if another program listens on this port, or the host is not an address of this machine.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
@@ -31,13 +31,13 @@ class HeldPort:
         except OSError as error:
             self._socket.close()
             raise EngineError(
-                f"No server can listen at {host}:{port}: {error}, expected an address of this machine and a port that "
-                "nobody uses. Change host or port, or leave the port out for a free one."
+                f"No server can listen at {host}:{port}: {error}. Set host to an address of this machine, and port to "
+                "a free one, or omit it."
             ) from error
         self.number = int(self._socket.getsockname()[1])
         if sys.platform != "linux":
             self.close()
 
     def close(self) -> None:
-        """Lets go of it. May be called twice."""
+        """Releases the port. May be called twice."""
         self._socket.close()

@@ -1,4 +1,4 @@
-"""HomeLoop: the event loop that an engine's requests live on, and the ways there from other threads."""
+"""HomeLoop: the event loop that an engine's requests run on, and how other threads reach it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from lightrl.concurrency.loop_thread import LoopThread
+from lightrl.concurrency.wake_up import wake_up
 from lightrl.errors import EngineTimeout
 
 log = logging.getLogger(__name__)
@@ -17,14 +18,14 @@ _T = TypeVar("_T")
 
 
 class HomeLoop:
-    """The controller's event loop, or one of its own in a thread where nobody has brought one.
+    """The controller's event loop, or one of its own, in a thread, while there is no controller.
 
-    Tasks that are `spawned`, or run inside `counted`, end when the home is left.
+    Tasks that are `spawned`, or run inside `counted`, are cancelled when the loop changes.
 
     Args:
-        describe: what is going on, for messages.
-        on_enter: called whenever there is a loop that was not there before, from any thread.
-        timeout_s: of what should take milliseconds.
+        describe: the engine's state, for messages.
+        on_enter: called from any thread when there is a new loop.
+        timeout_s: for calls that should take milliseconds.
     """
 
     def __init__(self, describe: Callable[[], str], on_enter: Callable[[], None], *, timeout_s: float = 60.0) -> None:
@@ -34,22 +35,22 @@ class HomeLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._own_thread: LoopThread | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._changed = asyncio.Event()  # made anew for each loop
+        self._changed = asyncio.Event()  # a new one for each loop
 
     # ------------------------------------------------------------------ moving in and out
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop; its own is started if there is none."""
+        """The loop; starts its own if there is none."""
         if self._loop is None:
-            self._own_thread = LoopThread(loop_timeout_s=self.timeout_s, on_exit=_say_what_left)
+            self._own_thread = LoopThread(loop_timeout_s=self.timeout_s, on_exit=_log_exit)
             self._own_thread.start()
             self._enter(self._own_thread.loop)
         assert self._loop is not None
         return self._loop
 
     async def move_here(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """The running loop is home from here on; `leave` runs on the one before, which ends if it was our own."""
+        """Makes the running loop the home; `leave` runs on the previous one, which ends if it was our own."""
         here = asyncio.get_running_loop()
         old, thread = self._loop, self._own_thread
         if old is here:
@@ -65,7 +66,7 @@ class HomeLoop:
         self._loop = None
 
     def close(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """From another thread: `leave` runs on the loop; ours ends."""
+        """From another thread: runs `leave` on the loop, and ends our own loop."""
         loop, thread = self._loop, self._own_thread
         if loop is not None and loop.is_running():
             with contextlib.suppress(EngineTimeout):
@@ -99,13 +100,11 @@ class HomeLoop:
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError as error:
-            future.cancel()
             raise EngineTimeout(
                 f"The event loop did not answer SGLangEngine within {timeout_s:g} s. {self._describe()}."
             ) from error
-        except BaseException:  # Ctrl-C while this thread waits
-            future.cancel()
-            raise
+        finally:
+            future.cancel()  # no effect if it is done
 
     async def across(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """From any loop: the coroutine's result."""
@@ -116,21 +115,20 @@ class HomeLoop:
 
     def soon(self, action: Callable[[], object]) -> None:
         """From any thread: `action` on the loop, if there is one."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(action)
+        if self._loop is not None:
+            wake_up(self._loop, action)
 
     # ------------------------------------------------------------------ on the loop
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """A task that nobody waits for."""
+        """Starts a task that nothing awaits."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """The task that is inside ends when the home is left."""
+        """Cancels the task inside when the loop changes."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -140,7 +138,7 @@ class HomeLoop:
             self._tasks.discard(task)
 
     def wake(self) -> None:
-        """Something changed that `wait_for_change` waits for."""
+        """Ends every `wait_for_change`."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -150,7 +148,7 @@ class HomeLoop:
             await asyncio.wait_for(self._changed.wait(), timeout_s)
 
 
-def _say_what_left(error: BaseException) -> None:
+def _log_exit(error: BaseException) -> None:
     log.error("A request ended with %r.", error)
 
 

@@ -1,7 +1,7 @@
-"""Loading: the trainer's weights, checked, to all servers of an engine; and to one that comes back.
+"""Loading: the trainer's weights, checked, to all servers of an engine, and to one that comes back.
 
-A load holds `lock`, from the thread that calls it; servers are paused, loaded and resumed by sync.py on the home loop.
-With a colocated engine, `make_room` gives the servers' memory to the trainer until the next load.
+The calling thread holds `lock` during a load; sync.py pauses, loads and resumes servers on the home loop. With a
+colocated engine, `make_room` gives the servers' memory to the trainer until the next load.
 """
 
 from __future__ import annotations
@@ -9,33 +9,31 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.memory import EngineMemory
-from lightrl.engines.sglang.sync import load_from_thread
+from lightrl.engines.sglang.sync import ServerSync
 from lightrl.engines.sglang.sync_report import Fleet, SyncFailed, SyncReport
-from lightrl.engines.sglang.transports import WeightTransport
+from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.writer import Writer
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import Bucket
 
 
 class Loading:
-    """Brings weight versions to the servers, and knows which one they have.
+    """Loads weight versions into the servers, and knows which one they have.
 
     Args:
         home: the loop.
         members: the servers.
-        writer: whose requests wait meanwhile.
-        transport: how the bytes travel.
-        is_aborting: requests in flight come back for a load, instead of waiting in the paused server.
-        memory: of colocated servers.
-        verify: see `load_into_servers`.
-        request_timeout_s: of what is quick.
-        sync_timeout_s: of each step of a load.
+        writer: its requests wait during a load.
+        sync: how versions get to servers.
+        timeouts: `request_s` and `sync_s` apply.
+        is_aborting: requests in flight return for a load, instead of waiting in the paused server.
     """
 
     def __init__(
@@ -43,13 +41,10 @@ class Loading:
         home: HomeLoop,
         members: Members,
         writer: Writer,
-        transport: WeightTransport,
+        sync: ServerSync,
         *,
+        timeouts: Timeouts,
         is_aborting: bool = False,
-        memory: EngineMemory | None = None,
-        verify: bool = True,
-        request_timeout_s: float = 60.0,
-        sync_timeout_s: float = 600.0,
     ) -> None:
         self.weight_version = -1  # of all routable servers
         self.last_report: SyncReport | None = None
@@ -57,17 +52,15 @@ class Loading:
         self._home = home
         self._members = members
         self._writer = writer
-        self._transport = transport
+        self._sync = sync
+        self._memory = sync.memory
+        self._timeouts = timeouts
         self._is_aborting = is_aborting
-        self._memory = memory
-        self._verify = verify
-        self._request_timeout_s = request_timeout_s
-        self._sync_timeout_s = sync_timeout_s
         self._shapes: dict[str, torch.Size] | None = None  # of the first load
         self._is_over = False
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """From the thread that makes the buckets: a version to all servers; returns when they have acknowledged it.
+        """From the thread that gathers the buckets: loads a version into all servers; returns when they have it.
 
         Raises:
             WeightSyncError: if the parameters are not those of the first load, or no server has them afterwards.
@@ -77,55 +70,45 @@ class Loading:
             self._load(self._checked(buckets), weight_version)
 
     def give(self, url: str) -> None:
-        """From a thread: the present version to a server that is back; without one it waits for the next load."""
+        """From a thread: loads the current version into a server that is back, or leaves it to the next load."""
         with self.lock:
-            if self._is_over or self.weight_version < 0 or not self._transport.holds(self.weight_version):
+            if self._is_over or self.weight_version < 0 or not self._sync.transport.holds(self.weight_version):
                 return
-            report = load_from_thread(
-                self._home.loop,
-                [self._members.clients[url]],
-                self._transport,
-                None,
-                weight_version=self.weight_version,
-                timeout_s=self._sync_timeout_s,
-                verify=self._verify,
-            )
-            self._home.call(self._end([url], report), self._request_timeout_s)
+            sync = replace(self._sync, memory=None)  # it has released nothing
+            clients = [self._members.clients[url]]
+            report = sync.load_from_thread(self._home.loop, clients, None, weight_version=self.weight_version)
+            self._home.call(self._end([url], report), self._timeouts.request_s)
 
     def make_room(self) -> None:
-        """From another thread: servers give back the memory of weights and key-values, until the next load.
+        """From another thread: servers release the memory of weights and key-values, until the next load.
 
-        Requests in flight stop at a token and go on after it.
+        Requests in flight stop at a token and continue after the load.
         """
         if self._memory is not None:
             with self.lock:
-                self._home.call(self._make_room(self._memory), self._sync_timeout_s)
+                self._home.call(self._make_room(self._memory), self._timeouts.sync_s)
 
     def close(self) -> None:
-        """From another thread: what the transport holds is given up, servers that run on get their memory back."""
+        """From another thread: ends loads; colocated servers that outlive the engine get their memory back."""
         self._is_over = True
         if self._memory is not None:
-            self._home.call(self._take_back(self._memory), self._request_timeout_s)
+            self._home.call(self._take_back(self._memory), self._timeouts.request_s)
 
     def close_transport(self) -> None:
-        closing = threading.Thread(target=asyncio.run, args=(self._transport.close(),), daemon=True)
+        closing = threading.Thread(target=asyncio.run, args=(self._sync.transport.close(),), daemon=True)
         closing.start()
-        closing.join(self._request_timeout_s)
+        closing.join(self._timeouts.request_s)
 
     def _load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        urls, absent = self._home.call(self._begin(), self._sync_timeout_s + self._request_timeout_s)
+        urls, absent = self._home.call(self._begin(), self._timeouts.sync_s + self._timeouts.request_s)
         report: SyncReport | None = None
         try:
-            report = load_from_thread(
+            report = self._sync.load_from_thread(
                 self._home.loop,
                 [self._members.clients[url] for url in urls],
-                self._transport,
                 buckets,
                 weight_version=weight_version,
                 previous_version=self.weight_version if self.weight_version >= 0 else None,
-                timeout_s=self._sync_timeout_s,
-                verify=self._verify,
-                memory=self._memory,
                 report=SyncReport(weight_version, absent=absent),
             )
             self.weight_version = weight_version
@@ -134,42 +117,42 @@ class Loading:
             raise
         finally:
             self.last_report = report or self.last_report
-            self._home.call(self._end(urls, report), self._request_timeout_s * 2)
+            self._home.call(self._end(urls, report), self._timeouts.request_s * 2)
 
     def _checked(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """The buckets; raises where they are not the parameters of the first load, or hold what is not finite."""
+        """The buckets; raises if they are not the parameters of the first load, or not finite."""
         shapes: dict[str, torch.Size] = {}
         for bucket in buckets:
             self._check_tensors(bucket, shapes)
-            # The last one carries the version: it goes only when all was right.
+            # The last one carries the version: it is sent only if all is right.
             if bucket.is_last and self._shapes is not None and (missing := sorted(set(self._shapes) - set(shapes))):
-                raise WeightSyncError(f"Parameters {missing[:4]} are missing, expected all of the first load.")
+                raise WeightSyncError(f"Parameters {missing[:4]} are missing; the first load had them.")
             yield bucket
-            del bucket  # else it lives on while the next is gathered
+            del bucket  # else it stays alive while the next is gathered
         self._shapes = shapes
 
     def _check_tensors(self, bucket: Bucket, shapes: dict[str, torch.Size]) -> None:
-        """Refuses what the first load did not have, and adds the shapes to those of this load."""
+        """Rejects tensors that the first load did not have; adds the shapes to those of this load."""
         for name, tensor in bucket.tensors.items():
             if name in shapes or (self._shapes is not None and self._shapes.get(name) != tensor.shape):
                 raise WeightSyncError(
-                    f"Parameter {name!r} of shape {list(tensor.shape)} was given twice, is unknown or has another "
-                    "shape than in the first load, expected the same parameters in each."
+                    f"Parameter {name!r} of shape {list(tensor.shape)} arrived twice, or was not in the first load in "
+                    "this shape. Every load must have the same parameters."
                 )
             if not torch.isfinite(tensor).all():
-                raise WeightSyncError(f"Parameter {name!r} has values that are not finite, expected finite ones.")
+                raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
             shapes[name] = tensor.shape
 
     # ------------------------------------------------------------------ on the loop
 
     async def _begin(self) -> tuple[list[str], dict[str, str]]:
-        """The servers that take part; and why the others do not."""
+        """The servers that take part, and why the others do not."""
         urls = self._members.pool.urls("starting", "routable", "syncing")
         if not urls:
             raise EngineError(f"No server is left to load weights into: {self._members.pool.describe()}.")
         self._writer.lend(urls)
         if self._is_aborting:
-            await self._writer.hold(urls, is_aborting=True, timeout_s=self._sync_timeout_s)
+            await self._writer.hold(urls, is_aborting=True)
         return urls, {url: item.reason for url, item in self._members.pool.servers.items() if url not in urls}
 
     async def _end(self, urls: Sequence[str], report: SyncReport | None) -> None:
@@ -185,9 +168,9 @@ class Loading:
         await self._writer.release(urls)
 
     async def _reassess(self, url: str) -> None:
-        """After a sync that was broken off: a server serves on only if it says that it has the version before."""
+        """After an interrupted sync: keeps a server only if it reports the previous version."""
         try:
-            info = await self._members.clients[url].model_info(timeout_s=self._request_timeout_s)
+            info = await self._members.clients[url].model_info()
             await self._members.clients[url].resume()
         except EngineError as error:
             self._members.lose(url, str(error))
@@ -197,21 +180,21 @@ class Loading:
         if str(info.get("weight_version")) == str(self.weight_version):
             self._members.pool.admit(url, self.weight_version)
         else:
-            self._members.lose(url, f"it has version {info.get('weight_version')!r} after a sync that was broken off")
+            self._members.lose(url, f"it reports version {info.get('weight_version')!r} after an interrupted sync")
 
     async def _make_room(self, memory: EngineMemory) -> None:
         urls = self._members.pool.urls("routable")
-        fleet = Fleet([self._members.clients[url] for url in urls], self._sync_timeout_s)
+        fleet = Fleet([self._members.clients[url] for url in urls], self._timeouts.sync_s)
         self._writer.lend(urls)
         await self._writer.hold(urls, is_aborting=False)
         await fleet.ask(lambda client: client.pause("retract", timeout_s=fleet.timeout_s))
         await memory.release(fleet.clients, None, fleet.ask)
-        for url, what in fleet.lost.items():
+        for url, reason in fleet.lost.items():
             memory.forget(url)
-            self._members.lose(url, what)
+            self._members.lose(url, reason)
 
     async def _take_back(self, memory: EngineMemory) -> None:
         urls = [url for url in self._members.pool.urls("routable") if memory.released(url)]
-        fleet = Fleet([self._members.clients[url] for url in urls], self._request_timeout_s)
+        fleet = Fleet([self._members.clients[url] for url in urls], self._timeouts.request_s)
         await memory.resume(fleet.clients, None, fleet.ask)
         await fleet.ask(lambda client: client.resume())

@@ -1,4 +1,4 @@
-"""Members: the servers of an engine, each with its client: who joins, who is lost, who comes back."""
+"""Members: the servers of an engine, each with its client: which join, are lost, come back."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightrl.engines.sglang.client import ServerRefused, SGLangClient
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.pool import ServerPool
+from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
 if TYPE_CHECKING:
@@ -18,26 +20,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_REJOINS = 3  # of a server given by address, in a row
-_SERVER_ERROR = 500
+MAX_REJOINS = 3  # in a row, of a server given by address
 _SHORT_S = 5.0
-_SAY_AFTER_S = 3.0  # an address that is wrong looks like a server that starts
+_WARN_AFTER_S = 3.0  # a wrong address looks like a server that is starting
 
 
 class Members:
-    """Keeps `pool` and `clients` as the servers are; both belong to the home loop.
+    """Keeps `pool` and `clients` up to date; both belong to the home loop.
 
-    Servers that were started here are watched by their `fleet`, which starts them again. Those given by address are
-    watched by a task each, which lets them in again when they come back.
+    A `fleet` watches and restarts the servers that were started here. A task watches each server given by address and
+    readmits it when it comes back.
 
     Args:
         home: the loop.
         make_client: for an address.
-        give_weights: called in a thread with the address of a server that is back; admits it if it has the weights.
-        request_timeout_s: of a look at a server.
-        startup_timeout_s: until a server answers.
-        probe_interval_s: between two looks.
-        hang_timeout_s: a server that does not answer for so long is lost.
+        give_weights: called in a thread with the address of a server that is back; admits it if it gets the weights.
+        timeouts: `request_s`, `startup_s` and `hang_s` apply.
+        probe_interval_s: between two health checks of a server.
     """
 
     def __init__(
@@ -46,10 +45,8 @@ class Members:
         make_client: Callable[[str], SGLangClient],
         give_weights: Callable[[str], None],
         *,
-        request_timeout_s: float = 60.0,
-        startup_timeout_s: float = 900.0,
+        timeouts: Timeouts,
         probe_interval_s: float = 2.0,
-        hang_timeout_s: float = 30.0,
     ) -> None:
         self.pool = ServerPool()
         self.clients: dict[str, SGLangClient] = {}
@@ -57,17 +54,15 @@ class Members:
         self._home = home
         self._make_client = make_client
         self._give_weights = give_weights
-        self._look_timeout_s = min(hang_timeout_s, request_timeout_s)
-        self._request_timeout_s = request_timeout_s
-        self._startup_timeout_s = startup_timeout_s
+        self._timeouts = timeouts
+        self._look_s = min(timeouts.hang_s, timeouts.request_s)
         self._probe_interval_s = probe_interval_s
-        self._hang_timeout_s = hang_timeout_s
         self._rejoins: dict[str, int] = {}
 
     # ------------------------------------------------------------------ on the loop
 
     async def join(self, url: str) -> None:
-        """A server that is up, its weights not yet ours."""
+        """Adds a server that is up but does not have our weights."""
         old = self.clients.get(url)
         if old is not None:
             await old.close()
@@ -76,17 +71,12 @@ class Members:
         if self.fleet is None:
             self._home.spawn(self._watch(url))
 
-    async def forget(self, url: str) -> None:
-        """Its address is of no more use."""
-        self.pool.forget(url)
-        await self.clients.pop(url).close()
-
     async def reach(self) -> None:
-        """Waits until every server answers, `startup_timeout_s` at most."""
+        """Waits until every server answers, at most `startup_s`."""
         await asyncio.gather(*(self._reach(client) for client in self.clients.values()))
 
     def lose(self, url: str, reason: str) -> None:
-        """Its requests fail at once and go elsewhere."""
+        """Fails the server's requests at once; they continue elsewhere."""
         if self.pool.lose(url, reason, comes_back=self.fleet is not None):
             log.warning("The server at %s is lost: %s", url, reason)
             if self.fleet is not None:
@@ -95,69 +85,70 @@ class Members:
         self._home.wake()
 
     async def look(self, url: str) -> None:
-        """A request to it failed: is it gone?"""
+        """Checks a server after one of its requests failed."""
         client = self.clients.get(url)
         if client is None or self.pool.servers[url].state not in ("routable", "syncing"):
             return
         try:
-            await client.model_info(timeout_s=self._look_timeout_s, num_retries=1)
+            await client.model_info(timeout_s=self._look_s, num_retries=1)
         except EngineError as error:
-            is_busy = isinstance(error, EngineTimeout) and self.silent_s(url) < self._hang_timeout_s
+            is_busy = isinstance(error, EngineTimeout) and self.silent_s(url) < self._timeouts.hang_s
             if self.clients.get(url) is client and not is_busy:
                 self.lose(url, str(error))
 
     def silent_s(self, url: str) -> float:
-        """Seconds since it last answered anything. A busy server keeps a question waiting and yet answers others."""
+        """Seconds since it last answered anything. A busy server may delay one answer while it gives others."""
         client = self.clients.get(url)
         last = client.last_answer_at if client is not None else None
         return float("inf") if last is None else time.monotonic() - last
 
     async def disconnect(self) -> None:
-        """Ends the connections; they are made anew when they are needed, also on another loop."""
+        """Closes the connections; the next requests, on this loop or another, open new ones."""
         for client in self.clients.values():
             await client.close()
 
     def watch_all(self) -> None:
-        """There is a new loop: those who were given by address are watched there. From any thread."""
+        """Watches the servers given by address, on a new loop. From any thread."""
         if self.fleet is None:
             for url in self.clients:
                 self._home.soon(lambda url=url: self._home.spawn(self._watch(url)))  # type: ignore[misc]
 
     async def _reach(self, client: SGLangClient) -> None:
         start = time.monotonic()
-        deadline = start + self._startup_timeout_s
-        has_said = False
+        has_warned = False
         while True:
             try:
-                await client.model_info(timeout_s=min(_SHORT_S, self._request_timeout_s), num_retries=0)
+                await client.model_info(timeout_s=min(_SHORT_S, self._timeouts.request_s), num_retries=0)
                 return
             except EngineError as error:
-                if isinstance(error, ServerRefused) and error.status < _SERVER_ERROR:
+                waited_s = time.monotonic() - start
+                is_refused = isinstance(error, ServerRefused) and not error.is_server_error
+                if is_refused or waited_s > self._timeouts.startup_s:
                     raise
-                if time.monotonic() > deadline:
-                    raise
-                if self.fleet is None and not has_said and time.monotonic() - start > _SAY_AFTER_S:
-                    has_said = True
+                if self.fleet is None and not has_warned and waited_s > _WARN_AFTER_S:
+                    has_warned = True
                     log.warning(
-                        "No answer yet, waiting startup_timeout_s=%g s at most: %s", self._startup_timeout_s, error
+                        "No answer yet; waiting up to engine.timeouts.startup_s=%g s: %s",
+                        self._timeouts.startup_s,
+                        error,
                     )
             await asyncio.sleep(0.2)
 
     async def _watch(self, url: str) -> None:
-        """Looks at a server given by address now and then, also when it is lost: it may come back."""
+        """Checks a server given by address now and then, also when it is lost: it may come back."""
         client = self.clients[url]
         answered_at = time.monotonic()
         while self.clients.get(url) is client:
             await asyncio.sleep(self._probe_interval_s)
-            if client.last_answer_at is None:  # `reach` waits for its first answer, and says so
+            if client.last_answer_at is None:  # `reach` waits for the first answer and reports if there is none
                 continue
             state = self.pool.servers[url].state
             try:
-                await client.model_info(timeout_s=self._look_timeout_s, num_retries=0)
+                await client.model_info(timeout_s=self._look_s, num_retries=0)
             except EngineError as error:
                 is_gone = isinstance(error, EngineUnreachable)
                 silent_s = min(time.monotonic() - answered_at, self.silent_s(url))
-                if state != "lost" and (is_gone or silent_s >= self._hang_timeout_s):
+                if state != "lost" and (is_gone or silent_s >= self._timeouts.hang_s):
                     self.lose(url, str(error))
                 continue
             answered_at = time.monotonic()
@@ -170,6 +161,14 @@ class Members:
                     await asyncio.to_thread(self._give_weights, url)
                 except EngineError as error:
                     self.lose(url, str(error))
+
+    async def _replace(self, url: str) -> None:
+        """Joins a restarted server and forgets the addresses that no server has any more."""
+        for old in self.pool.urls("restarting"):
+            if self.fleet is not None and old not in self.fleet.urls:
+                self.pool.forget(old)
+                await self.clients.pop(old).close()
+        await self.join(url)
 
     # ------------------------------------------------------------------ from the fleet's threads
 
@@ -184,9 +183,6 @@ class Members:
         self._home.soon(give_up)
 
     def on_started(self, url: str) -> None:
-        """A server that was started again gets the weights, then requests."""
-        for old in self.pool.urls("restarting"):
-            if self.fleet is not None and old not in self.fleet.urls:
-                self._home.call(self.forget(old), self._request_timeout_s)
-        self._home.call(self.join(url), self._request_timeout_s)
+        """Gives a restarted server the weights; then it gets requests."""
+        self._home.call(self._replace(url), self._timeouts.request_s)
         self._give_weights(url)

@@ -2,9 +2,9 @@
 
     update on the GPU      servers paused, all parts released
     resume weights   ─►    new weights are pushed (released ones are not kept)
-    resume the rest  ─►    servers go on
+    resume the rest  ─►    servers continue
 
-A server that is told to resume what it has not released dies (SGLang 0.5.23), hence the book-keeping.
+A server dies when it is told to resume what it has not released (SGLang 0.5.23), hence the bookkeeping.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ RESUME_ORDER: tuple[Part, ...] = ("weights", "cuda_graph", "kv_cache")  # the ca
 class _Server(Protocol):
     url: str
 
-    async def release_memory(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = 0.0) -> None: ...
+    async def release_memory(self, tags: Sequence[str] | None = None) -> None: ...
 
-    async def resume_memory(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = 0.0) -> None: ...
+    async def resume_memory(self, tags: Sequence[str] | None = None) -> None: ...
 
 
 Ask = Callable[[Callable[[Any], Awaitable[None]]], Awaitable[dict[str, None]]]
@@ -31,8 +31,7 @@ Ask = Callable[[Callable[[Any], Awaitable[None]]], Awaitable[dict[str, None]]]
 class EngineMemory:
     """What each server has released; decisions are pure, `release` and `resume` carry them out.
 
-    A server is written down as released before it is told so, and as resumed before it is told so: one that fails in
-    between is lost anyway and starts anew, which `forget` says.
+    The state changes before the server is told: one that fails in between is lost anyway and restarts (`forget`).
     """
 
     def __init__(self) -> None:
@@ -42,21 +41,21 @@ class EngineMemory:
         return set(self._released.get(url, ()))
 
     def to_release(self, url: str, parts: Collection[Part] | None = None) -> list[Part]:
-        """Of `parts` (all if None) those that the server still holds."""
-        wanted = PARTS if parts is None else parts
-        return [part for part in PARTS if part in wanted and part not in self.released(url)]
+        """Those of `parts` (all if None) that the server still holds."""
+        chosen = PARTS if parts is None else parts
+        return [part for part in PARTS if part in chosen and part not in self.released(url)]
 
     def to_resume(self, url: str, parts: Collection[Part] | None = None) -> list[Part]:
-        """Of `parts` (all if None) those that the server has released, in the order to resume them in."""
-        wanted = PARTS if parts is None else parts
-        return [part for part in RESUME_ORDER if part in wanted and part in self.released(url)]
+        """Those of `parts` (all if None) that the server has released, in the order in which to resume them."""
+        chosen = PARTS if parts is None else parts
+        return [part for part in RESUME_ORDER if part in chosen and part in self.released(url)]
 
     def forget(self, url: str) -> None:
-        """The server is gone or was started anew: it holds all its memory."""
+        """The server is gone or restarted: it holds all its memory."""
         self._released.pop(url, None)
 
     async def release(self, servers: Collection[_Server], parts: Collection[Part] | None, ask: Ask) -> None:
-        """Paused servers give the parts back that they still hold."""
+        """Paused servers release those parts that they still hold."""
 
         async def tell(server: _Server) -> None:
             tags = self.to_release(server.url, parts)
@@ -68,7 +67,7 @@ class EngineMemory:
             await ask(tell)
 
     async def resume(self, servers: Collection[_Server], parts: Collection[Part] | None, ask: Ask) -> None:
-        """Servers take the parts that they have released, one after the other."""
+        """Servers take back the parts that they have released, one after the other."""
 
         async def tell(server: _Server) -> None:
             for part in self.to_resume(server.url, parts):

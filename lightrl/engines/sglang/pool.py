@@ -1,4 +1,4 @@
-"""ServerPool: which servers may be asked, and which one a request goes to. Decisions only: no HTTP, no event loop.
+"""ServerPool: which servers may get requests, and which one a request goes to. Decisions only: no HTTP, no event loop.
 
 join ─► starting ──(has the weights)──► routable ◄──► syncing
             ▲                              │              │
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["starting", "routable", "syncing", "restarting", "lost"]
-MAX_SESSIONS = 65536  # remembered; the one not used for longest is forgotten first
+MAX_SESSIONS = 65536  # remembered; the least recently used is forgotten first
 
 
 @dataclass
@@ -22,17 +22,17 @@ class PooledServer:
 
     url: str
     state: State = "starting"
-    weight_version: int = -1  # that it has acknowledged
-    outstanding_tokens: int = 0  # prompts, and what may yet be written, of the requests it has
+    weight_version: int = -1  # acknowledged
+    outstanding_tokens: int = 0  # of its requests: prompts and what may still be written
     num_requests: int = 0
     reason: str = ""  # why it is not routable
 
 
 class ServerPool:
-    """The servers of an engine, and the sessions that they hold a prefix of.
+    """The servers of an engine, and the sessions whose prefixes they hold.
 
-    A server is routable only after it acknowledged the current weights. A session stays on its server as long as that
-    is routable and is not more than `max_lead_tokens` busier than the least busy one.
+    A server is routable only after it acknowledged the current weights. A session stays on its server while that server
+    is routable and at most `max_lead_tokens` busier than the least busy one.
 
     Args:
         max_lead_tokens: what a prefix cache is worth.
@@ -44,37 +44,37 @@ class ServerPool:
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def join(self, url: str) -> PooledServer:
-        """A server that is up, its weights not yet ours; what an earlier one at this address did is forgotten."""
+        """Adds a server that is up but does not have our weights; an earlier one at this address is forgotten."""
         self.servers[url] = PooledServer(url)
         return self.servers[url]
 
     def admit(self, url: str, weight_version: int) -> None:
-        """It has acknowledged these weights: requests may go there."""
+        """Makes a server routable that has acknowledged these weights."""
         server = self.servers[url]
         server.state, server.weight_version, server.reason = "routable", weight_version, ""
 
     def hold(self, url: str, reason: str) -> None:
-        """It is being given weights: no new request goes there."""
+        """Sends no new requests to a server while it gets weights."""
         server = self.servers[url]
         if server.state == "routable":
             server.state, server.reason = "syncing", reason
 
     def lose(self, url: str, reason: str, *, comes_back: bool = False) -> bool:
-        """It is gone, or holds what nobody knows. False if that was known.
+        """Marks a server that is gone, or whose weights are unknown; False if it was marked before.
 
         Args:
-            comes_back: somebody starts it again: requests may wait for that.
+            comes_back: it is being restarted, so requests may wait for it.
         """
         server = self.servers.get(url)
         if server is None:
             return False
-        was_known = server.state in ("restarting", "lost")
-        if not was_known or (server.state == "restarting" and not comes_back):
+        was_marked = server.state in ("restarting", "lost")
+        if not was_marked or (server.state == "restarting" and not comes_back):
             server.state, server.reason = ("restarting" if comes_back else "lost"), reason
-        return not was_known
+        return not was_marked
 
     def forget(self, url: str) -> None:
-        """Its address is of no more use: it was started again at another."""
+        """Drops an address that is no longer in use: the server was restarted at another."""
         self.servers.pop(url, None)
 
     def choose(self, session: str, *, min_version: int = -1, excluded: Collection[str] = ()) -> str | None:
@@ -82,7 +82,7 @@ class ServerPool:
 
         Args:
             min_version: no older weights: a trajectory's versions never decrease.
-            excluded: avoided where another one fits.
+            excluded: avoided if another one fits.
         """
         fitting = [
             item for item in self.servers.values() if item.state == "routable" and item.weight_version >= min_version
@@ -102,7 +102,7 @@ class ServerPool:
         return best.url
 
     def start_request(self, url: str, tokens: int) -> PooledServer:
-        """The request is on its way; give the result to `end_request`."""
+        """Counts a request; pass the result to `end_request`."""
         server = self.servers[url]
         server.outstanding_tokens += tokens
         server.num_requests += 1
@@ -113,11 +113,11 @@ class ServerPool:
         server.num_requests -= 1
 
     def urls(self, *states: State) -> list[str]:
-        """In these states; of all servers if none is named."""
+        """Addresses of the servers in these states; all if none is named."""
         return [item.url for item in self.servers.values() if not states or item.state in states]
 
     def has_hope(self) -> bool:
-        """Whether a server is routable or may become so without anybody's help."""
+        """Whether a server is routable or may become routable by itself."""
         return bool(self.urls("starting", "routable", "syncing", "restarting"))
 
     def describe(self) -> str:

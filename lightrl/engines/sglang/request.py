@@ -1,7 +1,7 @@
-"""A completion as SGLang's requests and answers: what to ask for next, and what an answer adds. Pure.
+"""A completion as SGLang's requests and answers: what to request next, and what an answer adds. Pure.
 
-A completion may take several requests: one that was aborted for a sync, or whose server was lost, goes on with what was
-written as part of its prompt.
+A completion may take several requests: after an abort for a sync, or the loss of its server, the next request has the
+tokens so far as part of its prompt.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from lightrl.trajectory import FinishReason, Sampling
 
 
 class MalformedAnswer(EngineError):
-    """A server answered with what is no completion of ours; it is asked elsewhere."""
+    """A server's answer is not a valid completion; the request goes to another server."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request wrote; the lists have one entry for each token."""
+    """The tokens of one request; the lists have one entry for each token."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
     finish: str = "abort"
-    problem: str = ""  # why it cannot be used
+    problem: str = ""  # why it is unusable
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class RequestPictures:
     """The pictures of a prompt as `/generate` takes them."""
 
     prompt: list[int]  # the prompt's token ids, with one image token for each picture: the server repeats it
-    image_data: list[str]  # data: URLs, so that a server on another machine has them too
+    image_data: list[str]  # data: URLs, for servers on other machines
 
 
 @dataclass
 class CompletionDraft:
-    """One completion on its way.
+    """One completion in progress.
 
     Args:
         prompt: token ids.
@@ -67,11 +67,11 @@ class CompletionDraft:
 
     @property
     def max_tokens(self) -> int:
-        """Of prompt and completion, for the load of a server."""
+        """Of prompt and completion together; a measure of a server's load."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
     def body(self, rid: str) -> dict[str, Any]:
-        """What to ask `/generate` for: the tokens that are still to be written."""
+        """The next request to `/generate`, for the tokens that are missing."""
         sampling, written = self.sampling, len(self.token_ids)
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
@@ -83,7 +83,7 @@ class CompletionDraft:
         }
         if sampling.stop_token_ids:
             params["stop_token_ids"] = list(sampling.stop_token_ids)
-        else:  # SGLang leaves the stop ids of the request aside as well then
+        else:  # SGLang then ignores the stop ids of the request too
             params["ignore_eos"] = True
         pictures = self.pictures
         body = {
@@ -97,28 +97,28 @@ class CompletionDraft:
         return body
 
     def add(self, answer: Answer, server: str) -> None:
-        """Takes what an answer wrote; sets `finish_reason` if that ends the completion.
+        """Appends an answer; sets `finish_reason` if that ends the completion.
 
         Raises:
-            MalformedAnswer: if tokens, logprobs and versions do not fit together, or a version is older than the last.
+            MalformedAnswer: if tokens, logprobs and versions do not match, or a version is older than the last.
         """
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
             raise MalformedAnswer(
-                f"{server} answered /generate with {answer.problem}. Were its weights loaded by this run?"
+                f"{server} answered /generate with {answer.problem}. Check that this run loaded its weights."
             )
         if len(self.token_ids) + len(token_ids) > self.sampling.max_new_tokens:
             raise MalformedAnswer(
-                f"{server} wrote {len(token_ids)} tokens after {len(self.token_ids)}, expected at most "
-                f"max_new_tokens={self.sampling.max_new_tokens} together."
+                f"{server} wrote {len(token_ids)} tokens after {len(self.token_ids)}, more than "
+                f"max_new_tokens={self.sampling.max_new_tokens}."
             )
         if [self.last_version, *versions] != sorted([self.last_version, *versions]):
             raise MalformedAnswer(
-                f"{server} wrote with weight versions {versions[:1]} to {versions[-1:]} after {self.last_version}, "
-                "expected none older."
+                f"{server} wrote with weight versions {versions[:1]} to {versions[-1:]} after the newer "
+                f"{self.last_version}."
             )
         if finish == "stop" and not token_ids:
-            raise MalformedAnswer(f"{server} stopped without a token, expected the stop token at least.")
+            raise MalformedAnswer(f"{server} stopped without a stop token.")
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.weight_versions += versions
@@ -128,7 +128,7 @@ class CompletionDraft:
             self.finish_reason = "stop"
         elif finish == "stop" and len(self.token_ids) == self.sampling.max_new_tokens:
             self.finish_reason = "length"
-        # else it goes on: aborted, or stopped at an end token of the model's config that is none of the sampling's
+        # else it continues: aborted, or stopped at an end token of the model's config that the sampling does not have
 
     def completion(self) -> Completion:
         assert self.finish_reason is not None
@@ -147,10 +147,10 @@ def request_seed(seed: int, sample: int, written: int) -> int:
 
 
 def read_answer(content: bytes) -> Answer:
-    """What `/generate` answered, one entry per token; raises ValueError if it is no JSON.
+    """The answer of `/generate`; raises ValueError if it is not JSON.
 
-    A thousand tokens are a thousand lists in JSON, which are gone at the end of this call. The garbage collector is
-    held meanwhile: else it is they who start it, to walk through all trajectories at hand (0.9 of 2.2 ms per request).
+    A thousand tokens are a thousand short-lived lists in JSON. The garbage collector is off meanwhile: they would
+    trigger it, and it would visit all trajectories in memory (0.9 of 2.2 ms per request).
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -172,24 +172,24 @@ def _read(answer: Any) -> Answer:
         versions = _token_versions(meta, len(token_ids)) if token_ids else []
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         return Answer(
-            problem=f"{str(answer)[:200]} ({error!r}), expected tokens, logprobs and a numbered weight version"
+            problem=f"{str(answer)[:200]} ({error!r}) instead of tokens, logprobs and a numbered weight version"
         )
     if written != token_ids or len(versions) != len(token_ids) or finish not in ("stop", "length", "abort"):
         return Answer(
-            problem=f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions and the end "
-            f"{finish!r}, expected as many of each, and stop, length or abort"
+            problem=f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions and the finish "
+            f"reason {finish!r}; the numbers must be equal, the reason stop, length or abort"
         )
     return Answer(token_ids, logprobs, versions, finish)
 
 
 def _token_versions(meta: Mapping[str, Any], num_tokens: int) -> list[int]:
-    """One per token, from the spans; a server without spans (before 0.5.20) has one for all."""
+    """One per token, from the spans; a server without spans (before 0.5.20) has one version for all."""
     spans = meta.get("weight_versions")
     if not spans:
         return [int(meta["weight_version"])] * num_tokens
     versions: list[int] = []
     for span in spans:
         if span["start"] != len(versions):
-            raise ValueError(f"a span begins at {span['start']}, not at {len(versions)}")
+            raise ValueError(f"a span starts at {span['start']}, not at {len(versions)}")
         versions += [int(span["version"])] * (span["end"] - span["start"])
     return versions

@@ -1,4 +1,4 @@
-"""What models behind an SGLang server say of whole trajectories: ServedScores logprobs, ServedRewards one number each.
+"""Models behind an SGLang server judge whole trajectories: ServedScores gives logprobs, ServedRewards one number each.
 
 Shapes: B trajectories, T tokens, K likeliest tokens.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightrl.dataflow import ModelCall
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError
 
 if TYPE_CHECKING:
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 
     from lightrl.experience import Experience
 
-MAX_CONCURRENT = 64  # trajectories that the server has at a time
-BATCH = 16  # of them in a request for rewards
+MAX_CONCURRENT = 64  # trajectories at the server at a time
+BATCH = 16  # trajectories in a request for rewards
 
-# Logprobs of a trajectory's tokens; at each place but the first the (logprob, id) of the likeliest, if asked for.
+# Logprobs of a trajectory's tokens; with `topk`, (logprob, id) of the likeliest at each place but the first.
 _Scores = tuple[list[float], list[list[tuple[float, int]]]]
-Asked = TypeVar("Asked")
+Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
@@ -43,45 +44,43 @@ def with_server(call: ModelCall, *, is_scalar: bool) -> ModelCall:
 
 @dataclass(frozen=True)
 class ServedScores:
-    """The `run` of a model call that a server answers; its token is that of LIGHTRL_SERVER_TOKEN.
+    """The `run` of a model call that a server answers; LIGHTRL_SERVER_TOKEN has its token.
 
-    It has an event loop of its own, in the thread of the call, and waits until all trajectories are scored.
+    Runs an event loop of its own in the calling thread, until all trajectories are scored.
     """
 
     url: str
     timeout_s: float = 1800.0  # deadline of one trajectory
-    topk: int = 0  # K; 0 asks for the tokens that were drawn alone
+    topk: int = 0  # K; 0 scores only the tokens that were drawn
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor | Mapping[str, Tensor]:
         """Logprobs of the loss tokens at temperature 1, [B, T], 0 elsewhere.
 
-        With `topk` under the key `teacher_logprobs`, beside `teacher_topk_ids` and `teacher_topk_logprobs`, [B, T, K].
+        With `topk` as `teacher_logprobs`, with `teacher_topk_ids` and `teacher_topk_logprobs`, [B, T, K].
 
         Raises:
-            EngineError: if the server does not answer, or knows other tokens.
+            EngineError: if the server does not answer, or has other tokens.
         """
         import torch
 
         from lightrl.functional import neutralize
 
         shape = experience.token_ids.shape
-        found = {"teacher_logprobs": torch.zeros(shape)}
+        tensors = {"teacher_logprobs": torch.zeros(shape)}
         if self.topk:
-            found["teacher_topk_ids"] = torch.zeros(*shape, self.topk, dtype=torch.int64)
-            found["teacher_topk_logprobs"] = torch.zeros(*shape, self.topk)
+            tensors["teacher_topk_ids"] = torch.zeros(*shape, self.topk, dtype=torch.int64)
+            tensors["teacher_topk_logprobs"] = torch.zeros(*shape, self.topk)
         for index, (scores, likeliest) in enumerate(asyncio.run(self._score(_rows(experience)))):
-            found["teacher_logprobs"][index, : len(scores)] = torch.tensor(scores)
+            tensors["teacher_logprobs"][index, : len(scores)] = torch.tensor(scores)
             if likeliest:
                 pairs = torch.tensor(likeliest, dtype=torch.float64)  # exact for ids
-                found["teacher_topk_logprobs"][index, 1 : len(scores)] = pairs[..., 0].float()
-                found["teacher_topk_ids"][index, 1 : len(scores)] = pairs[..., 1].long()
-        found = dict(zip(found, neutralize(experience.loss_mask.cpu(), *found.values()), strict=True))
-        found = {name: value.to(experience.token_ids.device) for name, value in found.items()}
-        return found if self.topk else found["teacher_logprobs"]
+                tensors["teacher_topk_logprobs"][index, 1 : len(scores)] = pairs[..., 0].float()
+                tensors["teacher_topk_ids"][index, 1 : len(scores)] = pairs[..., 1].long()
+        tensors = dict(zip(tensors, neutralize(experience.loss_mask.cpu(), *tensors.values()), strict=True))
+        tensors = {name: value.to(experience.token_ids.device) for name, value in tensors.items()}
+        return tensors if self.topk else tensors["teacher_logprobs"]
 
     async def _score(self, rows: list[list[int]]) -> list[_Scores]:
-        """Of each trajectory its tokens' logprobs, and (logprob, id) of the likeliest at each place but the first."""
-
         async def one(client: SGLangClient, token_ids: list[int]) -> _Scores:
             answer = await client.generate(
                 {
@@ -93,41 +92,41 @@ class ServedScores:
                 }
             )
             meta = answer["meta_info"]
-            found = meta.get("input_token_logprobs") or []
-            self._check_ids([entry[1] for entry in found], token_ids)
+            scores = meta.get("input_token_logprobs") or []
+            self._check_ids([entry[1] for entry in scores], token_ids)
             likeliest = meta.get("input_top_logprobs", [])[1:] if self.topk else []
             if [len(place) for place in likeliest] != [self.topk] * (len(token_ids) - 1 if self.topk else 0):
                 raise EngineError(
-                    f"The server at {self.url} gave the likeliest tokens of {len(likeliest)} places, expected "
-                    f"{self.topk} at each of {len(token_ids) - 1}. Lower teacher_topk to at most its vocabulary, or "
-                    "use a server of SGLang 0.5.21 or later."
+                    f"The server at {self.url} gave the likeliest tokens of {len(likeliest)} places instead of "
+                    f"{self.topk} tokens at each of {len(token_ids) - 1}. Lower teacher_topk to at most the server's "
+                    "vocabulary, or use SGLang 0.5.21 or later."
                 )
             pairs = [[(float(entry[0]), int(entry[1])) for entry in place] for place in likeliest]
-            return [0.0, *(float(entry[0]) for entry in found[1:])], pairs
+            return [0.0, *(float(entry[0]) for entry in scores[1:])], pairs
 
-        return await _all_asked(self.url, self.timeout_s, one, rows, MAX_CONCURRENT)
+        return await _all_answers(self.url, self.timeout_s, one, rows, MAX_CONCURRENT)
 
-    def _check_ids(self, found: list[int], sent: list[int]) -> None:
-        if len(found) != len(sent):
+    def _check_ids(self, scored: list[int], sent: list[int]) -> None:
+        if len(scored) != len(sent):
             raise EngineError(
-                f"The server at {self.url} gave logprobs of {len(found)} tokens, expected those of the {len(sent)} that"
-                " it was sent. Use a server of SGLang 0.5.21 or later."
+                f"The server at {self.url} scored {len(scored)} of the {len(sent)} tokens that it was sent. Use SGLang "
+                "0.5.21 or later."
             )
-        for got, asked in zip(found, sent, strict=True):
-            if got != asked:
+        for actual, expected in zip(scored, sent, strict=True):
+            if actual != expected:
                 raise EngineError(
-                    f"The server at {self.url} gave the logprob of token {got} in the place of token {asked}, expected "
-                    f"that of {asked}. SGLang 0.5.23 does so for the last id of a vocabulary: give the model's path "
-                    "instead of url, or a checkpoint whose vocabulary is larger than the tokenizer's."
+                    f"The server at {self.url} scored token {actual} in place of token {expected}. SGLang 0.5.23 does "
+                    "so for the last id of a vocabulary: set the model's path instead of url, or use a checkpoint with "
+                    "a larger vocabulary than the tokenizer."
                 )
 
 
 @dataclass(frozen=True)
 class ServedRewards:
-    """As ServedScores, of a server with a reward model, started with `--is-embedding`.
+    """As ServedScores, for a server with a reward model, started with `--is-embedding`.
 
-    SGLang's Qwen2 and Qwen3 heads have a bias; of a checkpoint without one, which is what transformers writes, it is a
-    random number, by which all rewards of this server are off. docs/model-calls.md says how to give it a 0.
+    SGLang's Qwen2 and Qwen3 heads have a bias. For a checkpoint without one, which is what transformers writes, SGLang
+    makes it random, and all rewards are off by that number; docs/model-calls.md shows how to set it to 0.
     """
 
     url: str
@@ -137,14 +136,14 @@ class ServedRewards:
         """The reward model's number after each trajectory's last token, [B].
 
         Raises:
-            EngineError: if the server does not answer, or its model gives something else than one number.
+            EngineError: if the server does not answer, or its model does not give one number each.
         """
         import torch
 
         rows = _rows(experience)
         batches = [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
-        found = [reward for batch in asyncio.run(self._reward(batches)) for reward in batch]
-        return torch.tensor(found, dtype=torch.float32, device=experience.token_ids.device)
+        rewards = [reward for batch in asyncio.run(self._reward(batches)) for reward in batch]
+        return torch.tensor(rewards, dtype=torch.float32, device=experience.token_ids.device)
 
     async def _reward(self, batches: list[list[list[int]]]) -> list[list[float]]:
         async def one(client: SGLangClient, batch: list[list[int]]) -> list[float]:
@@ -152,13 +151,13 @@ class ServedRewards:
             sizes = [len(numbers) for numbers in answer]
             if sizes != [1] * len(batch):
                 raise EngineError(
-                    f"The server at {self.url} gave {len(sizes)} trajectories {max(sizes, default=0)} numbers each, "
-                    f"expected 1 for each of {len(batch)}. Start it with the export of a RewardModel, whose config "
+                    f"The server at {self.url} gave {len(sizes)} trajectories {max(sizes, default=0)} numbers each "
+                    f"instead of 1 for each of {len(batch)}. Start it with the export of a RewardModel, whose config "
                     "has one label."
                 )
             return [float(numbers[0]) for numbers in answer]
 
-        return await _all_asked(self.url, self.timeout_s, one, batches, MAX_CONCURRENT // BATCH)
+        return await _all_answers(self.url, self.timeout_s, one, batches, MAX_CONCURRENT // BATCH)
 
 
 def _rows(experience: Experience) -> list[list[int]]:
@@ -167,19 +166,19 @@ def _rows(experience: Experience) -> list[list[int]]:
     return [ids[:length] for ids, length in zip(experience.token_ids.tolist(), lengths, strict=True)]
 
 
-async def _all_asked(
+async def _all_answers(
     url: str,
     timeout_s: float,
-    ask: Callable[[SGLangClient, Asked], Awaitable[Answer]],
-    items: Sequence[Asked],
+    ask: Callable[[SGLangClient, Item], Awaitable[Answer]],
+    items: Sequence[Item],
     max_concurrent: int,
 ) -> list[Answer]:
-    """The answers in the order of `items`; the first that fails, or a cancellation, cancels the others."""
-    client = SGLangClient(url, token=os.environ.get(TOKEN_VARIABLE), generate_timeout_s=timeout_s)
-    places = asyncio.Semaphore(max_concurrent)
+    """The answers in the order of `items`; the first failure, or a cancellation, cancels the others."""
+    client = SGLangClient(url, token=os.environ.get(TOKEN_VARIABLE), timeouts=Timeouts(generate_s=timeout_s))
+    limit = asyncio.Semaphore(max_concurrent)
 
-    async def one(item: Asked) -> Answer:
-        async with places:
+    async def one(item: Item) -> Answer:
+        async with limit:
             return await ask(client, item)
 
     tasks = [asyncio.ensure_future(one(item)) for item in items]

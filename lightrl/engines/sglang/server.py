@@ -1,7 +1,7 @@
-"""SGLangServer: one SGLang server as a child process of this one: started, waited for, watched, ended without orphans.
+"""SGLangServer: one SGLang server as a child process: started, awaited, probed, ended without orphans.
 
-`command.py` says how it is called, `watch.py` is the process in between that ends it whatever happens to
-this one, `fleet.py` keeps several of them going.
+`command.py` builds its command line; concurrency/parent_guard.py is the process in between, which ends it whatever
+happens to this one; `fleet.py` keeps several running.
 """
 
 from __future__ import annotations
@@ -20,9 +20,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrl.engines.sglang import watch as server_watch
+from lightrl.concurrency import parent_guard
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.engines.sglang.command import SGLangPython, command_line, context_args, find_python, usable_token
+from lightrl.engines.sglang.command import (
+    SGLangPython,
+    command_line,
+    context_args,
+    devices_of_servers,
+    find_python,
+    usable_token,
+)
 from lightrl.engines.sglang.held_port import HeldPort
 from lightrl.errors import EngineError, EngineTimeout
 from lightrl.models.pictures import auto_model
@@ -35,32 +42,32 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _PROBE_TIMEOUT_S = 5.0
 _TAIL_BYTES = 3000
-_KILL_WAIT_S = 10.0  # for the watch process to end what is left
+_KILL_WAIT_S = 10.0  # for the guard process to kill what is left
 
 
 class SGLangServer:
-    """A server process on this machine; may be started again after it ended, then on a new port unless one was given.
+    """A server process on this machine; it may be restarted after it ended, on a new port unless one was given.
 
-    Invariants: it listens on the loopback unless `host` says otherwise, and asks for a token on every route that
-    matters; the token is in no command line and no log that another user can read; its port is nobody else's from its
-    start to its end (see `HeldPort`); no process of it outlives this one, not even after `kill -9` of this one.
+    Invariants: it listens on the loopback unless `host` says otherwise, and requires a token on every route that
+    matters; the token is in no command line and no log that another user can read; no other program gets its port
+    between start and end (see `HeldPort`); none of its processes outlives this one, not even after `kill -9`.
 
     Args:
         model_folder: with config.json, and weights unless `args` has `load_format: dummy`; see `write_model_folder`.
         name: for messages, for example `server 0`.
-        python: of an environment with SGLang; see `find_python` for what None finds.
-        host: address to listen on. Think of who can reach it before you say another than the loopback.
+        python: of an environment with SGLang; see `find_python` for None.
+        host: address to listen on. Consider who can reach it before you leave the loopback.
         port: None for a free one at each start, 0 for one that it keeps from its first start on.
-        token: that requests must carry; None for a random one. It cannot begin with `-`.
+        token: that requests must carry; None for a random one. It cannot start with `-`.
         args: SGLang's own arguments by their own names, for example `{"mem_fraction_static": 0.6, "tp_size": 2}`.
         devices: the GPUs it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
         seed: SGLang's `random_seed`.
         environment: further variables for the server.
         log_file: its output, appended; None for a file in a temporary folder.
-        command: another program than SGLang, with `{port}` where its port belongs, for tests; it finds the token in
-            the variable LIGHTRL_SERVER_TOKEN. Its socket must set SO_REUSEADDR, as those of most servers do.
+        command: a program to run instead of SGLang, with `{port}` for its port, for tests; it finds the token in
+            LIGHTRL_SERVER_TOKEN. Its socket must set SO_REUSEADDR, as most servers do.
         startup_timeout_s: how long it may take to be ready.
-        stop_timeout_s: how long it may take to end by itself when asked to; then it is killed.
+        stop_timeout_s: how long it may take to exit when asked to; then it is killed.
 
     Example:
         server = SGLangServer(folder, args={"context_length": 4096})
@@ -90,10 +97,10 @@ class SGLangServer:
     ) -> None:
         for argument, value in (("startup_timeout_s", startup_timeout_s), ("stop_timeout_s", stop_timeout_s)):
             if not value > 0:
-                raise ValueError(f"{argument}={value}, expected a number of seconds above 0. Raise it.")
+                raise ValueError(f"{argument} must be > 0 seconds, got {value}.")
         if command is None and not (Path(model_folder) / "config.json").is_file():
             raise ValueError(
-                f"{model_folder} has no config.json, expected a model folder. Mend the path, or make the folder with "
+                f"{model_folder} is not a model folder: it has no config.json. Fix the path, or create the folder with "
                 "write_model_folder."
             )
         self.name = name
@@ -117,7 +124,7 @@ class SGLangServer:
         self._last_command: list[str] = []
         self._started_at = 0.0
         self.log_file = Path(log_file) if log_file is not None else None
-        self._command("0")  # refuses bad arguments early
+        self._command("0")  # rejects bad arguments early
 
     @property
     def url(self) -> str:
@@ -126,7 +133,7 @@ class SGLangServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that watches the server and ends with it; None before the first start."""
+        """Of the guard process, which ends with the server; None before the first start."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
@@ -138,11 +145,9 @@ class SGLangServer:
         """
         with self._lock:
             if self.is_alive():
-                raise RuntimeError(
-                    f"{self.name} is running at {self.url}, expected it to be stopped. Call stop() first."
-                )
+                raise RuntimeError(f"{self.name} is already running at {self.url}. Call stop() first.")
             held_port = HeldPort(self.host, self.port if self._keeps_port else 0)
-            self._let_go_of_port()  # now, so that the next one is another
+            self._release_port()  # only now, so that the new one differs
             self._held_port, self.port = held_port, held_port.number
             if self.log_file is None:
                 self.log_file = Path(tempfile.mkdtemp(prefix="lightrl-server-")) / "server.log"
@@ -154,9 +159,9 @@ class SGLangServer:
             try:
                 os.fchmod(log_descriptor, 0o600)
                 os.write(log_descriptor, f"== lightrl starts {self.name}: {self.command}\n".encode())
-                watch = [sys.executable, "-I", server_watch.__file__, str(os.getpid()), str(self._stop_timeout_s)]
+                guard = [sys.executable, "-I", parent_guard.__file__, str(os.getpid()), str(self._stop_timeout_s)]
                 self._process = subprocess.Popen(
-                    [*watch, str(secrets_file), *self._last_command],
+                    [*guard, str(secrets_file), *self._last_command],
                     stdin=subprocess.PIPE,
                     stdout=log_descriptor,
                     stderr=log_descriptor,
@@ -169,14 +174,14 @@ class SGLangServer:
             self._started_at = time.monotonic()
 
     def wait_ready(self, within_s: float | None = None) -> None:
-        """Returns when the server answers that it is ready; it must have been started.
+        """Returns when the server, which must have been started, reports that it is ready.
 
         Args:
             within_s: seconds from now; `startup_timeout_s` from its start if None.
 
         Raises:
             EngineError: if the process ended.
-            EngineTimeout: if it is not ready in time. Both say the command and what the server printed last.
+            EngineTimeout: if it is not ready in time. Both give the command and the server's last output.
         """
         now = time.monotonic()
         deadline = self._started_at + self.startup_timeout_s if within_s is None else now + within_s
@@ -184,21 +189,21 @@ class SGLangServer:
             if not self.is_alive():
                 raise EngineError(
                     f"{self.name} ended ({self.exit_status()}) {time.monotonic() - self._started_at:.0f} s after its "
-                    f"start, expected it to get ready. {self.what_it_said()}"
+                    f"start, before it was ready. {self.last_output()}"
                 )
             if time.monotonic() > deadline:
                 raise EngineTimeout(
                     f"{self.name} at {self.url} was not ready {time.monotonic() - self._started_at:.0f} s after its "
-                    f"start. Raise startup_timeout_s if it only needs longer. {self.what_it_said()}"
+                    f"start. If it only needs longer, increase engine.timeouts.startup_s. {self.last_output()}"
                 )
             time.sleep(_POLL_S)
 
     def is_alive(self) -> bool:
-        """Whether its process runs; a server that hangs does too."""
+        """Whether its process runs; a hanging server counts."""
         return self._process is not None and self._process.poll() is None
 
     def is_ready(self) -> bool:
-        """Whether it says that it is ready and not paused."""
+        """Whether it reports that it is ready and not paused."""
         status = self._status_of("/ready")
         return status == 200 or (status == 404 and self._status_of("/model_info") == 200)  # before 0.5.20 or so
 
@@ -214,22 +219,22 @@ class SGLangServer:
         return f"signal {code - 128}" if code > 128 else f"exit code {code}"
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Ends the server and all that it started; returns when they are gone. May be called twice.
+        """Ends the server and everything it started; returns when they are gone. May be called twice.
 
         Args:
-            grace_s: seconds to end by itself; `stop_timeout_s` if None, 0 kills it at once.
+            grace_s: seconds to exit by itself; `stop_timeout_s` if None, 0 kills it at once.
         """
         with self._lock:
             self._end_process(self._stop_timeout_s if grace_s is None else grace_s)
-            self._let_go_of_port()
+            self._release_port()
 
     @property
     def command(self) -> str:
-        """The command line of the latest start, for people."""
+        """The command line of the latest start, for messages."""
         return " ".join(self._last_command)
 
     def log_tail(self, max_bytes: int = _TAIL_BYTES) -> str:
-        """What the server printed last, without the token."""
+        """The end of the server's output, without the token."""
         if self.log_file is None or not self.log_file.is_file():
             return ""
         with self.log_file.open("rb") as file:
@@ -237,11 +242,11 @@ class SGLangServer:
             text = file.read().decode(errors="replace")
         return text.replace(self.token, "<token>").strip()
 
-    def what_it_said(self) -> str:
+    def last_output(self) -> str:
         """Command, log file and its end, for messages."""
-        said = self.log_tail()
-        last = f"It printed last:\n{said}" if said else "It printed nothing."
-        return f"Command: {self.command}\nLog: {self.log_file}\n{last}"
+        tail = self.log_tail()
+        output = f"Last output:\n{tail}" if tail else "It printed nothing."
+        return f"Command: {self.command}\nLog: {self.log_file}\n{output}"
 
     def _end_process(self, grace_s: float) -> None:
         process = self._process
@@ -253,10 +258,10 @@ class SGLangServer:
         try:
             process.wait(grace_s + _KILL_WAIT_S)
         except subprocess.TimeoutExpired:
-            process.kill()  # with it goes the server: Linux kills a child of a process that asked for it
+            process.kill()  # Linux then kills the server, as the guard has asked it to
             process.wait()
 
-    def _let_go_of_port(self) -> None:
+    def _release_port(self) -> None:
         if self._held_port is not None:
             self._held_port.close()
 
@@ -279,14 +284,14 @@ class SGLangServer:
         return {**self._python.environment(), **self._environment}
 
     def _write_secrets(self) -> Path:
-        """SGLang reads arguments from a file too: a command line is visible to every user of the machine."""
+        """SGLang also reads arguments from a file: every user of the machine can see a command line."""
         descriptor, name = tempfile.mkstemp(prefix="lightrl-server-", suffix=".yaml")  # readable by this user only
         with os.fdopen(descriptor, "w") as file:
             json.dump({"api-key": self.token, "admin-api-key": self.token}, file)  # JSON is YAML
         return Path(name)
 
     def _status_of(self, route: str, within_s: float = _PROBE_TIMEOUT_S) -> int | None:
-        """HTTP status of a GET; None if there is no answer in time."""
+        """HTTP status of a GET; None without an answer in time."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=within_s)
         try:
             connection.request("GET", route, headers={"Authorization": f"Bearer {self.token}"})
@@ -297,14 +302,51 @@ class SGLangServer:
             connection.close()
 
 
+def make_servers(
+    model_folder: Path,
+    num: int,
+    *,
+    tp: int = 1,
+    devices: Sequence[int | str] | None = None,
+    seed: int = 0,
+    port: int | None = None,
+    args: Mapping[str, Any] | None = None,
+    log_folder: Path | None = None,
+    **settings: Any,
+) -> list[SGLangServer]:
+    """Servers of one model, not started; number i has its share of the devices, `seed + i` and `port + i`.
+
+    Args:
+        tp: GPUs of each server.
+        devices: of all servers together; None leaves them those of this process.
+        settings: of all of them, see `SGLangServer`.
+
+    Raises:
+        ValueError: if there are fewer devices than `num * tp`.
+    """
+    return [
+        SGLangServer(
+            model_folder,
+            name=f"server {index}",
+            port=port + index if port else port,
+            args={**({"tp_size": tp} if tp > 1 else {}), **(args or {})},
+            devices=None if devices is None else share,
+            seed=seed + index,
+            log_file=None if log_folder is None else log_folder / f"server-{index}.log",
+            **settings,
+        )
+        for index, share in enumerate(devices_of_servers(num, tp, devices or []))
+    ]
+
+
 def write_model_folder(
     config: PretrainedConfig, folder: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Path:
-    """What SGLang starts a model from, without weights (`load_format: dummy`): its config and a tokenizer.
+    """Writes the config and a tokenizer, from which SGLang starts a model without weights (`load_format: dummy`).
 
     The config gets no end token: SGLang stops at a config's end tokens whatever a request says, and lightrl's requests
-    name their stop tokens. Without `tokenizer` one of a single token is written: token ids come and go, but SGLang
-    dies of `min_new_tokens` when it has no tokenizer at all.
+    name their stop tokens. Without `tokenizer` it writes one of a single token: requests and answers are token ids, but
+    a request with `min_new_tokens` kills an SGLang without a tokenizer.
 
     Returns:
         The folder.

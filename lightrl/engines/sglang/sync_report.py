@@ -1,4 +1,4 @@
-"""The servers of one weight sync, who of them is left, and what became of each."""
+"""The servers of one weight sync: which are left, and what happened to each."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _T = TypeVar("_T")
 
 @dataclass
 class SyncReport:
-    """What became of each server: it serves a version again, or it is lost."""
+    """What happened to each server: it serves a version again, or it is lost. Keys are addresses."""
 
-    weight_version: int  # that was to be loaded
-    versions: dict[str, int] = field(default_factory=dict)  # address → the version it serves now
-    lost: dict[str, str] = field(default_factory=dict)  # address → what happened; paused or gone, not to be routed to
-    absent: dict[str, str] = field(default_factory=dict)  # address → why it took no part: it was lost before
-    rolled_back: dict[str, str] = field(default_factory=dict)  # address → why it serves the version before again
+    weight_version: int  # to be loaded
+    versions: dict[str, int] = field(default_factory=dict)  # the version it serves now
+    lost: dict[str, str] = field(default_factory=dict)  # why it is paused or gone; it must get no request
+    absent: dict[str, str] = field(default_factory=dict)  # why it took no part: it was lost before
+    rolled_back: dict[str, str] = field(default_factory=dict)  # why it serves the previous version again
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # stage, pause, load, verify, resume
 
@@ -30,7 +30,7 @@ class SyncReport:
             f"{url} serves version {version}" + (f" again ({self.rolled_back[url]})" if url in self.rolled_back else "")
             for url, version in self.versions.items()
         ]
-        gone = {**self.lost, **{url: f"it took no part: {why}" for url, why in self.absent.items()}}
+        gone = {**self.lost, **{url: f"took no part: {reason}" for url, reason in self.absent.items()}}
         return "; ".join([*serve, *(f"{url}: {what}" for url, what in gone.items())])
 
 
@@ -43,37 +43,38 @@ class SyncFailed(WeightSyncError):
 
 
 class Fleet:
-    """The servers of one sync; who fails to answer drops out of `clients` and into `lost`.
+    """The servers of one sync; one that fails moves from `clients` to `lost`.
 
     Args:
-        clients: one of each server.
-        timeout_s: of each question to a server, and of each wait for the trainer's next bucket.
+        clients: one for each server.
+        timeout_s: for each request, and for the trainer's next bucket.
     """
 
     def __init__(self, clients: Sequence[SGLangClient], timeout_s: float) -> None:
         self.clients = list(clients)
         self.timeout_s = timeout_s
-        self.lost: dict[str, str] = {}
-        self.silent: set[str] = set()  # those of the lost that do not answer at all
+        self.has_old_weights = True  # the weights of `clients` are untouched
+        self.lost: dict[str, str] = {}  # why, by address
+        self.silent: set[str] = set()  # the lost ones that do not answer at all
 
     async def ask(self, question: Callable[[SGLangClient], Awaitable[_T]]) -> dict[str, _T]:
-        """The answers by address, of all at once; waits for the slowest."""
+        """Asks all servers at once and waits for the slowest; answers by address."""
         clients = list(self.clients)
-        answers = await asyncio.gather(*(question(client) for client in clients), return_exceptions=True)
-        found: dict[str, _T] = {}
-        for client, answer in zip(clients, answers, strict=True):
-            if isinstance(answer, EngineError):
-                self.lose(client.url, str(answer))
-                if isinstance(answer, (EngineUnreachable, EngineTimeout)):
+        outcomes = await asyncio.gather(*(question(client) for client in clients), return_exceptions=True)
+        answers: dict[str, _T] = {}
+        for client, outcome in zip(clients, outcomes, strict=True):
+            if isinstance(outcome, EngineError):
+                self.lose(client.url, str(outcome))
+                if isinstance(outcome, (EngineUnreachable, EngineTimeout)):
                     self.silent.add(client.url)
-            elif isinstance(answer, BaseException):
-                raise answer
+            elif isinstance(outcome, BaseException):
+                raise outcome
             else:
-                found[client.url] = answer
-        return found
+                answers[client.url] = outcome
+        return answers
 
-    def lose(self, url: str, what: str) -> None:
-        self.lost[url] = what
+    def lose(self, url: str, reason: str) -> None:
+        self.lost[url] = reason
         self.clients = [client for client in self.clients if client.url != url]
 
     def check_some_left(self) -> None:

@@ -1,8 +1,8 @@
-"""Transports: how the bytes of a weight version reach paused SGLang servers, and what is held for those that come late.
+"""Transports: how the bytes of a weight version reach paused SGLang servers, and what is kept for late ones.
 
 disk           a folder that trainer and servers see; written while they generate
 broadcast      a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
-shared memory  servers of the same host; off by default, since SGLang wants a pickle
+shared memory  servers of the same host; not the default, since SGLang demands a pickle
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
-from lightrl.engines.sglang.bucket_feed import in_thread
+from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.sync_report import Fleet
 from lightrl.errors import EngineError, WeightSyncError
@@ -26,27 +26,33 @@ from lightrl.weights.broadcast import listen
 from lightrl.weights.disk import is_whole
 from lightrl.weights.shared_memory import LOAD_FORMAT, PART_BYTES
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+TransportName = Literal["disk", "distributed", "tensor"]
+TRANSFER_TIMEOUT_S = 120.0  # for one bucket in a broadcast
 _GROUP_NUMBERS = itertools.count()
+_SERVER_GRACE_S = 10.0  # a server's own deadline is the group's; its answer may come a little later
 
 
 class WeightTransport(Protocol):
-    """How the bytes of a version reach paused servers. It may hold a version, for servers that come late.
+    """How the bytes of a version reach paused servers. May keep a version, for servers that join late.
 
-    A transport serves one sync at a time.
+    Serves one sync at a time.
     """
 
     needs_bracket: bool  # SGLang's begin_weight_update and end_weight_update
 
     async def stage(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
-        """What can be done while the servers still generate. Raises WeightSyncError; they then know of nothing."""
+        """What can be done while the servers still generate. Raises WeightSyncError; the servers are untouched then."""
         ...
 
     async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
-        """Every server of the fleet has the version, or has left the fleet; gives the number of bytes."""
+        """Afterwards every server of the fleet has the version, or has left the fleet; returns the number of bytes."""
         ...
 
     async def load_held(self, fleet: Fleet, weight_version: int) -> int:
-        """As `load`, with a version that the transport holds; see `holds`."""
+        """As `load`, with a version that the transport has kept; see `holds`."""
         ...
 
     def holds(self, weight_version: int) -> bool: ...
@@ -58,7 +64,7 @@ class DiskTransport(WeightTransport):
     """Through a folder that trainer and servers see. Written while they generate; each server loads by itself.
 
     Args:
-        folder: where versions are kept; keep at least 2, so that a failed sync has a version to go back to.
+        folder: keeps at least 2 versions, so that a failed sync can be rolled back.
     """
 
     needs_bracket = False
@@ -71,11 +77,10 @@ class DiskTransport(WeightTransport):
         try:
             async for bucket in buckets:
                 await in_thread(writer.add, bucket)
-                del bucket  # else it lives on while the next is gathered
+                del bucket  # else it stays alive while the next is gathered
             await in_thread(writer.finish)
-        except BaseException:
+        finally:
             writer.discard()
-            raise
 
     async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
         return await self.load_held(fleet, weight_version)
@@ -83,13 +88,13 @@ class DiskTransport(WeightTransport):
     async def load_held(self, fleet: Fleet, weight_version: int) -> int:
         place = self.folder.path_of(weight_version)
         if not is_whole(place):  # SGLang's own rollback reads the same folder again, and dies
-            raise WeightSyncError(f"The folder {str(place)!r} is not whole, expected all files as they were written.")
+            raise WeightSyncError(f"The folder {str(place)!r} is incomplete: a file is missing or truncated.")
         await fleet.ask(
             lambda client: client.update_weights_from_disk(
-                str(place), weight_version=str(weight_version), flush_cache=True, timeout_s=fleet.timeout_s
+                str(place), weight_version=str(weight_version), timeout_s=fleet.timeout_s
             )
         )
-        return _folder_bytes(place)
+        return sum(file.stat().st_size for file in place.glob("*.safetensors"))
 
     def holds(self, weight_version: int) -> bool:
         return is_whole(self.folder.path_of(weight_version))
@@ -101,34 +106,32 @@ class DiskTransport(WeightTransport):
 class _Streaming(WeightTransport):
     """Bucket by bucket while the servers are paused; a server that fails half-way holds a mixture.
 
+    A copy of the whole model stays in host memory, for servers that join late and for those of a group that broke.
+
     Args:
-        form: dtype and names that the servers want.
-        keeps_copy: a copy of the whole model stays in host memory, so that servers that come late, and those of a group
-            that broke, get a whole set. Without it they wait for the next sync.
+        form: dtype and names that the servers need.
     """
 
     needs_bracket = True
 
-    def __init__(self, form: ServerForm | None = None, *, keeps_copy: bool = True) -> None:
+    def __init__(self, form: ServerForm | None = None) -> None:
         self.form = form or ServerForm()
-        self.copy = HostCopy(self.form) if keeps_copy else None
+        self.copy = HostCopy(self.form)
 
     async def stage(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
         await self._connect(fleet)
 
     async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
-        if self.copy is None:
-            return await self._stream(fleet, buckets, weight_version)
         self.copy.begin(weight_version)
         copied = _copied(self.copy, buckets)
         try:
             return await self._stream(fleet, copied, weight_version)
         except WeightSyncError:
-            async for _ in copied:  # what is left, also when every server has failed
+            async for _ in copied:  # the rest, also when every server has failed
                 pass
             if not fleet.clients or not self.holds(weight_version):
                 raise
-        while True:  # the group broke: who is left gets the whole again
+        while True:  # the group broke: the remaining servers get everything again
             num_clients = len(fleet.clients)
             try:
                 return await self.load_held(fleet, weight_version)
@@ -137,22 +140,21 @@ class _Streaming(WeightTransport):
                     raise
 
     async def load_held(self, fleet: Fleet, weight_version: int) -> int:
-        assert self.copy is not None
         await self._connect(fleet)
         return await self._stream(fleet, _each(self.copy.buckets()), weight_version)
 
     def holds(self, weight_version: int) -> bool:
-        return self.copy is not None and self.copy.weight_version == weight_version
+        return self.copy.weight_version == weight_version
 
     async def close(self) -> None:
         return None
 
     async def _connect(self, fleet: Fleet) -> None:
-        """Learns of each server what the transfer needs."""
+        """Asks each server what the transfer depends on."""
         raise NotImplementedError
 
     async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
-        """One bucket to all; `version` is set with the last one, which flushes the cache as well."""
+        """Sends one bucket to all; `version` comes with the last one, which also flushes the cache."""
         raise NotImplementedError
 
     async def _stream(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
@@ -163,10 +165,10 @@ class _Streaming(WeightTransport):
             version = str(weight_version) if bucket.is_last else None
             if layout:
                 await self._send(fleet, bucket, version)
-            elif version is not None:  # nothing but a tied head was in it
+            elif version is not None:  # it held only a tied head
                 await fleet.ask(lambda client: _acknowledge_empty(client, str(weight_version)))
             num_bytes += sum(shape.numel() * dtype.itemsize for _, dtype, shape in layout)
-            del bucket  # else it lives on while the next is gathered
+            del bucket  # else it stays alive while the next is gathered
         fleet.check_some_left()
         return num_bytes
 
@@ -174,15 +176,16 @@ class _Streaming(WeightTransport):
 class BroadcastTransport(_Streaming):
     """By broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
 
-    The group is made at the first sync and again whenever the servers are others. A server that dies half-way breaks it
-    for all, one that hangs after `transfer_timeout_s`; the others get the whole again in a new group, from the copy.
+    The group is built at the first sync, and again whenever the set of servers changes. A server that dies half-way
+    breaks it for all, a hanging one after `transfer_timeout_s`; the others then get everything from the copy, in a new
+    group.
 
     Args:
-        host: address of this process as the servers reach it.
+        form: dtype and names that the servers need.
+        host: address at which the servers reach this process.
         backend: `nccl` or `gloo`.
         device: of the tensors that are sent; `cuda` for NCCL.
-        transfer_timeout_s: of one bucket, and of the group's coming together.
-        form, keeps_copy: see `_Streaming`.
+        transfer_timeout_s: for one bucket, and for the group to form.
     """
 
     def __init__(
@@ -193,9 +196,8 @@ class BroadcastTransport(_Streaming):
         backend: str = "gloo",
         device: str | torch.device = "cpu",
         transfer_timeout_s: float = 120.0,
-        keeps_copy: bool = True,
     ) -> None:
-        super().__init__(form, keeps_copy=keeps_copy)
+        super().__init__(form)
         self.host = host
         self.backend = backend
         self.device = torch.device(device)
@@ -222,7 +224,7 @@ class BroadcastTransport(_Streaming):
         self._members = [client.url for client in fleet.clients]
 
     async def _join(self, fleet: Fleet) -> BroadcastGroup:
-        sizes = await fleet.ask(_num_ranks)  # who is gone drops out here, for a group waits for all
+        sizes = await fleet.ask(_num_ranks)  # dead servers drop out here: a group waits for all members
         fleet.check_some_left()
         offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
         world_size = 1 + sum(sizes.values())
@@ -236,11 +238,11 @@ class BroadcastTransport(_Streaming):
                 )
             )
         )  # fmt: skip
-        trying = Fleet(fleet.clients, fleet.timeout_s)  # one that does not come makes all others fail
+        trying = Fleet(fleet.clients, fleet.timeout_s)  # one that does not join makes all others fail
         await trying.ask(
             lambda client: client.init_weights_group(
-                master_address=self.host, master_port=port, rank_offset=offsets[client.url], world_size=world_size,
-                group_name=name, backend=self.backend, timeout_s=self.transfer_timeout_s + 10,
+                name, master_address=self.host, master_port=port, rank_offset=offsets[client.url],
+                world_size=world_size, backend=self.backend, timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S,
             )
         )  # fmt: skip
         group = await joining
@@ -256,7 +258,7 @@ class BroadcastTransport(_Streaming):
             return
         for client in fleet.clients:
             if client.url in members:
-                with contextlib.suppress(EngineError):  # it may have been started anew
+                with contextlib.suppress(EngineError):  # it may have been restarted
                     await client.destroy_weights_group(group.name)
 
     async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
@@ -268,20 +270,19 @@ class BroadcastTransport(_Streaming):
             try:
                 group.broadcast(tensor.to(self.device) for _, tensor in self.form.tensors(bucket))
             except WeightSyncError:
-                group.close()  # now: those who wait for one that is gone see it, else at their own deadline
+                group.close()  # now, so that servers waiting for a dead one notice before their own deadline
                 raise
 
-        failed: list[str] = []  # addresses, the first to fail first
+        failed: list[str] = []  # addresses, in order of failure
 
         async def tell(client: SGLangClient) -> None:
             try:
                 await client.update_weights_from_distributed(
-                    names=[name for name, _, _ in layout],
-                    dtypes=[str(dtype).removeprefix("torch.") for _, dtype, _ in layout],
-                    shapes=[list(shape) for _, _, shape in layout],
-                    group_name=group.name, weight_version=version, flush_cache=version is not None,
-                    timeout_s=self.transfer_timeout_s + 10,
-                )  # fmt: skip
+                    layout,
+                    group_name=group.name,
+                    weight_version=version,
+                    timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S,
+                )
             except EngineError:
                 failed.append(client.url)
                 raise
@@ -293,7 +294,7 @@ class BroadcastTransport(_Streaming):
             await sending
         if not failed and sending.exception() is None:
             return
-        # Whoever is silent has left, or the one that failed first; the others failed because of it.
+        # The silent ones are lost, else the one that failed first; the others failed because of it.
         for url in telling.silent or failed[:1]:
             fleet.lose(url, telling.lost[url])
         fleet.silent |= telling.silent
@@ -304,19 +305,17 @@ class BroadcastTransport(_Streaming):
 
 
 class SharedMemoryTransport(_Streaming):
-    """Through shared memory to servers of the same host. **SGLang wants a pickle**, see weights/shared_memory.py.
+    """Through shared memory to servers of the same host. **SGLang demands a pickle**, see weights/shared_memory.py.
 
-    A bucket goes in parts of `part_bytes`, so that the shared block is small beside the bucket that is gathered.
+    A bucket is sent in parts, so that the shared block is small compared with the bucket.
 
     Args:
-        form, keeps_copy: see `_Streaming`.
-        part_bytes: upper bound of the block, or one tensor where it is larger.
+        form: dtype and names that the servers need.
+        part_bytes: upper bound of the block, unless one tensor is larger.
     """
 
-    def __init__(
-        self, form: ServerForm | None = None, *, keeps_copy: bool = True, part_bytes: int = PART_BYTES
-    ) -> None:
-        super().__init__(form, keeps_copy=keeps_copy)
+    def __init__(self, form: ServerForm | None = None, *, part_bytes: int = PART_BYTES) -> None:
+        super().__init__(form)
         self.part_bytes = part_bytes
         self._shared = SharedBucket(self.form)
         self._sizes: dict[str, int] = {}
@@ -333,10 +332,11 @@ class SharedMemoryTransport(_Streaming):
         await fleet.ask(
             lambda client: client.update_weights_from_tensor(
                 [self._shared.payload() for _ in range(self._sizes[client.url])],  # one for each rank
-                load_format=LOAD_FORMAT, weight_version=version, flush_cache=version is not None,
+                load_format=LOAD_FORMAT,
+                weight_version=version,
                 timeout_s=fleet.timeout_s,
             )
-        )  # fmt: skip
+        )
 
 
 async def _num_ranks(client: SGLangClient) -> int:
@@ -362,5 +362,26 @@ async def _each(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:
         del bucket
 
 
-def _folder_bytes(place: Path) -> int:
-    return sum(file.stat().st_size for file in place.glob("*.safetensors"))
+def make_transport(
+    name: TransportName, config: PretrainedConfig, *, dtype: torch.dtype | None, folder: Path, sync_s: float
+) -> WeightTransport:
+    """The transport of this name.
+
+    Args:
+        config: of the model.
+        dtype: that the servers need; None sends the trainer's own.
+        folder: for `disk`.
+        sync_s: deadline of each step of a sync; bounds the transfer of a bucket.
+    """
+    form = ServerForm.of(config, dtype)
+    if name == "distributed":
+        is_cuda = torch.cuda.is_available()
+        return BroadcastTransport(
+            form,
+            backend="nccl" if is_cuda else "gloo",
+            device="cuda" if is_cuda else "cpu",
+            transfer_timeout_s=min(TRANSFER_TIMEOUT_S, sync_s),
+        )
+    if name == "tensor":
+        return SharedMemoryTransport(form)
+    return DiskTransport(WeightFolder(folder, config, form=form, is_durable=False))

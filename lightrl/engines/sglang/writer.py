@@ -1,10 +1,10 @@
 """Writer: completions, request by request: which server, what to do when it fails, and the gate that a pause closes.
 
     write() ─► gate ─► ServerPool.choose ─► SGLangClient.generate ─► CompletionDraft.add ─► Completion
-              (pause)      │                    │ lost, 5xx, no JSON     │ aborted
-                           └────────────────────┴────────────────────────┘ goes on elsewhere, with what was written
+              (pause)      │                    │ lost, 5xx, not JSON    │ aborted
+                           └────────────────────┴────────────────────────┘ continues elsewhere with what was written
 
-All of it is on the home loop.
+Everything runs on the home loop.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lightrl.engines.engine import Completion
-from lightrl.engines.sglang.client import ServerRefused, SGLangClient
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.request import CompletionDraft, MalformedAnswer, RequestPictures, read_answer
+from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 from lightrl.trajectory import Sampling
 
 ABORT_TIMEOUT_S = 5.0
 MAX_BACKOFF_S = 5.0
-_SERVER_ERROR = 500
 
 
 @dataclass
 class _Failures:
-    """Of one request, in a row, without a token in between."""
+    """Failures of one request in a row, without a token in between."""
 
     num: int = 0
     urls: set[str] = field(default_factory=set)
@@ -43,23 +44,21 @@ class Writer:
     Args:
         home: the loop.
         members: the servers.
+        timeouts: `sync_s` and `server_wait_s` apply.
         max_retries: of a request in a row, without a token in between.
-        server_wait_timeout_s: how long a request waits for a server that is being started or synced.
     """
 
-    def __init__(
-        self, home: HomeLoop, members: Members, *, max_retries: int = 8, server_wait_timeout_s: float = 900.0
-    ) -> None:
+    def __init__(self, home: HomeLoop, members: Members, *, timeouts: Timeouts, max_retries: int = 8) -> None:
         self.num_running = 0  # completions that a server writes
         self.num_waiting = 0  # completions that wait for the gate or for a server
         self.is_held = False  # requests wait for the end of a load
         self.is_paused = False
-        self._paused_urls: set[str] = set()  # servers that `pause` has paused and nobody has resumed
+        self._paused_urls: set[str] = set()  # servers paused by `pause` and not resumed since
         self._lent_urls: set[str] = set()  # servers that a load pauses and resumes
         self._home = home
         self._members = members
         self._max_retries = max_retries
-        self._server_wait_timeout_s = server_wait_timeout_s
+        self._timeouts = timeouts
 
     async def write(
         self,
@@ -82,7 +81,7 @@ class Writer:
                     one.cancel()
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Logprobs at temperature 1 of the tokens of a prompt, 0 for the first; nothing where the server gives none."""
+        """Logprobs at temperature 1 of a prompt's tokens, 0 for the first; empty if the server gives none."""
         params = {"max_new_tokens": 0, "temperature": 1.0}
         body = {"input_ids": token_ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
         failures = _Failures()
@@ -92,21 +91,21 @@ class Writer:
                 try:
                     answer = await self._members.clients[url].generate(body, num_retries=0)
                 except EngineError as error:
-                    await self._bear(url, error, failures)
+                    await self._wait_to_retry(url, error, failures)
                     continue
-                found = answer["meta_info"].get("input_token_logprobs") or []
-                return [0.0, *(float(entry[0]) for entry in found[1:])] if len(found) == len(token_ids) else []
+                scores = answer["meta_info"].get("input_token_logprobs") or []
+                return [0.0, *(float(entry[0]) for entry in scores[1:])] if len(scores) == len(token_ids) else []
 
     # ------------------------------------------------------------------ the gate
 
     async def pause(self) -> None:
-        """Requests in flight stop at a token, new ones wait. Waits for the servers that have any."""
+        """Stops requests in flight at a token; new ones wait. Waits for the servers that have any."""
         self.is_paused = True
         if self.num_running:
             await self._pause_servers()
 
     async def resume(self) -> None:
-        """Requests go on."""
+        """Continues all requests."""
 
         async def resume(url: str) -> None:
             try:
@@ -114,7 +113,7 @@ class Writer:
             except EngineError as error:
                 self._members.lose(url, f"it could not be resumed: {error}")
 
-        # Also where all requests have ended since: nobody else resumes that server. Amid a load, the load does.
+        # Also if all requests have ended since: nothing else resumes that server. During a load, the load does.
         paused = self._paused_urls - self._lent_urls
         urls = [url for url in self._members.pool.urls("routable") if url in paused]
         await asyncio.gather(*(resume(url) for url in urls))
@@ -123,13 +122,13 @@ class Writer:
         self._home.wake()
 
     def lend(self, urls: Collection[str]) -> None:
-        """A load pauses and resumes these servers, until `release`."""
+        """Leaves it to a load to pause and resume these servers, until `release`."""
         self._lent_urls.update(urls)
 
-    async def hold(self, urls: Collection[str], *, is_aborting: bool, timeout_s: float = 600.0) -> None:
-        """New requests wait until `release`. With `is_aborting`, those in flight come back with what they have."""
+    async def hold(self, urls: Collection[str], *, is_aborting: bool) -> None:
+        """New requests wait until `release`. With `is_aborting`, those in flight return with what they have."""
         self.is_held = True
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self._timeouts.sync_s
         while is_aborting and self.num_running and time.monotonic() < deadline:
             for url in urls:
                 with contextlib.suppress(EngineError):
@@ -137,7 +136,7 @@ class Writer:
             await asyncio.sleep(0.01)
 
     async def release(self, urls: Collection[str]) -> None:
-        """The load that these servers took part in is over, and they were resumed: requests go on, unless paused."""
+        """The load of these servers is over and they were resumed: requests continue, unless paused."""
         self._paused_urls.difference_update(urls)
         self._lent_urls.difference_update(urls)
         if self.is_paused and self.num_running:
@@ -158,25 +157,24 @@ class Writer:
     # ------------------------------------------------------------------ one completion
 
     async def _write(self, draft: CompletionDraft, session: str) -> Completion:
-        """Asks until the completion is finished: again after an abort, elsewhere after a loss."""
+        """Sends requests until the completion is finished: again after an abort, elsewhere after a loss."""
         failures = _Failures()
         while draft.finish_reason is None:
             url = await self._find_server(session, failures.urls, min_version=draft.last_version)
             before = len(draft.token_ids)
             try:
-                await self._ask(url, draft)
+                await self._request(url, draft)
             except EngineError as error:
-                await self._bear(url, error, failures)
+                await self._wait_to_retry(url, error, failures)
             else:
                 if len(draft.token_ids) > before:
                     failures = _Failures()
         return draft.completion()
 
-    async def _bear(self, url: str, error: EngineError, failures: _Failures) -> None:
-        """Returns, after a while, if the request may be sent again; else raises."""
-        if isinstance(error, ServerRefused) and error.status < _SERVER_ERROR:
-            raise error
-        if not isinstance(error, (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer)):
+    async def _wait_to_retry(self, url: str, error: EngineError, failures: _Failures) -> None:
+        """Returns after a while if the request may be sent again; else raises."""
+        is_refused = isinstance(error, ServerRefused) and not error.is_server_error
+        if is_refused or not isinstance(error, (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer)):
             raise error
         failures.num += 1
         failures.urls.add(url)
@@ -186,12 +184,12 @@ class Writer:
             self._home.spawn(self._members.look(url))
         if failures.num > self._max_retries:
             raise EngineError(
-                f"A request failed {failures.num} times in a row, last with: {error} Servers: "
+                f"A request failed {failures.num} times in a row. Last failure: {error} Servers: "
                 f"{self._members.pool.describe()}."
             ) from error
         await asyncio.sleep(min(0.05 * 2**failures.num, MAX_BACKOFF_S))
 
-    async def _ask(self, url: str, draft: CompletionDraft) -> None:
+    async def _request(self, url: str, draft: CompletionDraft) -> None:
         rid = secrets.token_hex(16)
         client = self._members.clients[url]
         server = self._members.pool.start_request(url, draft.max_tokens)
@@ -207,35 +205,31 @@ class Writer:
         draft.add(answer, url)
 
     async def _find_server(self, session: str, failed: set[str], *, min_version: int = -1) -> str:
-        """Waits for the gate and for a routable server; whoever changes either wakes it."""
+        """Waits for the gate and for a routable server; a change of either wakes it."""
         pool = self._members.pool
-        if not (self.is_paused or self.is_held):
-            url = pool.choose(session, min_version=min_version, excluded=failed)
-            if url is not None:
-                return url
-        self.num_waiting += 1
         since = time.monotonic()
+        is_waiting = False
         try:
             while True:
                 if self.is_paused or self.is_held:
                     since = time.monotonic()
-                else:
-                    url = pool.choose(session, min_version=min_version, excluded=failed)
-                    if url is not None:
-                        return url
+                elif url := pool.choose(session, min_version=min_version, excluded=failed):
+                    return url
+                if not is_waiting:
+                    is_waiting = True
+                    self.num_waiting += 1
                 if not pool.has_hope():
                     raise EngineError(
-                        f"No server is left: {pool.describe()}. Look at their logs; a run resumed from the last "
-                        "checkpoint goes on where this one ends."
+                        f"No server is left: {pool.describe()}. Check their logs; resume from the last checkpoint."
                     )
-                if time.monotonic() - since > self._server_wait_timeout_s:
+                if time.monotonic() - since > self._timeouts.server_wait_s:
                     raise EngineTimeout(
-                        f"A request waited server_wait_timeout_s={self._server_wait_timeout_s:g} for a server, "
-                        f"expected one to be routable: {pool.describe()}."
+                        f"A request waited engine.timeouts.server_wait_s={self._timeouts.server_wait_s:g} s for a "
+                        f"routable server: {pool.describe()}."
                     )
                 await self._home.wait_for_change(1.0)
         finally:
-            self.num_waiting -= 1
+            self.num_waiting -= is_waiting
 
 
 async def _abort(client: SGLangClient, rid: str) -> None:

@@ -1,0 +1,51 @@
+"""WakeUps: calls and results for event loops, from other threads; each loop is woken once for all of its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class WakeUps:
+    """Calls to make on event loops; waking a loop once for 512 completions costs little."""
+
+    def __init__(self) -> None:
+        self._calls: dict[asyncio.AbstractEventLoop, list[tuple[Callable[..., object], tuple[Any, ...]]]] = {}
+
+    def add(self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> None:
+        """Calls `function` on `loop` when they are sent."""
+        self._calls.setdefault(loop, []).append((function, arguments))
+
+    def settle(self, future: asyncio.Future[T], outcome: T | BaseException) -> None:
+        """Gives `future` its result or its error when they are sent, unless it is done by then."""
+        self.add(future.get_loop(), _settle, future, outcome)
+
+    def send(self) -> None:
+        """Wakes the loops, from any thread."""
+        for loop, calls in self._calls.items():
+            wake_up(loop, _call_all, calls)
+        self._calls.clear()
+
+
+def wake_up(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> None:
+    """Calls `function` on `loop`, from any thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits there any more
+        loop.call_soon_threadsafe(function, *arguments)
+
+
+def _call_all(calls: list[tuple[Callable[..., object], tuple[Any, ...]]]) -> None:
+    for function, arguments in calls:
+        function(*arguments)
+
+
+def _settle(future: asyncio.Future[T], outcome: T | BaseException) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

@@ -1,0 +1,274 @@
+"""DecodeThread: the one thread that touches the batch of a LocalEngine.
+
+    write() ─► waiting rows ─► RunningBatch (slots) ─► completions, handed to the caller's event loop
+    any loop   in call order   this thread              in one call per loop and step
+
+Everything else goes through one condition: callers add requests, cancellations and holds; the thread looks at them
+between two tokens, which is what "token boundary" means. A hold (a pause, a load of weights, a score) keeps it from
+starting the next token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from lightrl.concurrency.wake_up import WakeUps
+from lightrl.engines.engine import Completion
+from lightrl.engines.local.running_batch import Row, RunningBatch
+from lightrl.errors import EngineError, EngineTimeout
+
+_ADMIT_FRACTION = 8  # rows are admitted when 1/8 of the slots are free: one prefill for several rows
+
+
+@dataclass(eq=False)
+class _Request:
+    """The rows of one call of `write`."""
+
+    future: asyncio.Future[list[Completion]]
+    completions: list[Completion | None]
+    is_cancelled: bool = False
+
+
+class DecodeThread(threading.Thread):
+    """Decodes from `start` until `close`, or until decoding fails.
+
+    Args:
+        batch: this thread's from now on.
+        threads: cores that decoding uses.
+        boundary_timeout_s: how long `pause`, `held` and `close` wait for the token in progress.
+    """
+
+    def __init__(self, batch: RunningBatch, *, threads: int, boundary_timeout_s: float = 120.0) -> None:
+        super().__init__(name="lightrl-local-engine", daemon=True)
+        self._batch = batch
+        self._threads = threads
+        self._boundary_timeout_s = boundary_timeout_s
+        self._hold_lock = threading.Lock()  # one `held` at a time
+        self._condition = threading.Condition()  # guards all below
+        self.weight_version = -1
+        self.is_closed = False
+        self._requests: set[_Request] = set()  # whose callers wait
+        self._waiting: deque[Row] = deque()
+        self._num_running = 0
+        self._has_cancellations = False
+        self._is_paused = False
+        self._is_held = False
+        self._is_stale = False  # the weights have changed since the key-values were computed
+        self._is_at_boundary = True
+        self._boundary_waiters: list[asyncio.Future[None]] = []
+        self._failure: BaseException | None = None
+
+    def queue_depths(self) -> dict[str, int]:
+        """Completions that decode (`running`) and that wait for a slot (`waiting`)."""
+        with self._condition:
+            return {"running": self._num_running, "waiting": len(self._waiting)}
+
+    async def write(self, rows: list[Row]) -> list[Completion]:
+        """The completions of these rows. On cancellation the rows leave at the next token boundary.
+
+        Raises:
+            EngineError: if there are no weights yet, or decoding fails or ends.
+        """
+        request = _Request(asyncio.get_running_loop().create_future(), [None] * len(rows))
+        for sample, row in enumerate(rows):
+            row.owner = (request, sample)
+        with self._condition:
+            self.check_alive()
+            if self.weight_version < 0:
+                raise EngineError("LocalEngine has no weights yet. Call load_weights before the first request.")
+            self._requests.add(request)
+            self._waiting.extend(rows)
+            self._condition.notify_all()
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            with self._condition:
+                request.is_cancelled = self._has_cancellations = True
+                self._condition.notify_all()
+            raise
+        finally:
+            with self._condition:
+                self._requests.discard(request)
+
+    async def pause(self) -> None:
+        """Returns when decoding has stopped between two tokens, until `resume`. The pause outlives a cancellation.
+
+        Raises:
+            EngineTimeout: if the token in progress takes longer than `boundary_timeout_s`; the pause stays.
+            EngineError: if decoding fails or ends.
+        """
+        with self._condition:
+            self.check_alive()
+            self._is_paused = True
+            if self._is_at_boundary:
+                return
+            boundary: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._boundary_waiters.append(boundary)
+            self._condition.notify_all()
+        try:
+            await asyncio.wait_for(boundary, self._boundary_timeout_s)
+        except asyncio.TimeoutError as error:
+            raise self._overdue("pause") from error
+        with self._condition:
+            self.check_alive()
+
+    def resume(self) -> None:
+        with self._condition:
+            self.check_alive()
+            self._is_paused = False
+            self._condition.notify_all()
+
+    @contextlib.contextmanager
+    def held(self, caller: str) -> Iterator[None]:
+        """Decoding stands still inside; for one caller at a time, from any other thread.
+
+        Raises:
+            EngineTimeout: if the token in progress takes longer than `boundary_timeout_s`.
+            EngineError: if decoding fails or ends.
+        """
+        with self._hold_lock:
+            try:
+                with self._condition:
+                    self.check_alive()
+                    self._is_held = True
+                    self._condition.notify_all()
+                    if not self._condition.wait_for(lambda: self._is_at_boundary, self._boundary_timeout_s):
+                        raise self._overdue(caller)
+                    self.check_alive()
+                yield
+            finally:
+                with self._condition:
+                    self._is_held = False
+                    self._condition.notify_all()
+
+    def take_version(self, weight_version: int) -> None:
+        """Inside `held`: the decoder has new weights. Tokens get this version, and key-values are recomputed first."""
+        self.weight_version = weight_version
+        self._is_stale = True
+
+    def close(self) -> None:
+        """Ends decoding; waiting requests raise EngineError.
+
+        Raises:
+            EngineTimeout: if the token in progress takes longer than `boundary_timeout_s`.
+        """
+        with self._condition:
+            self.is_closed = True
+            self._condition.notify_all()
+        self.join(self._boundary_timeout_s)
+        if self.is_alive():
+            raise self._overdue("close")
+
+    def check_alive(self) -> None:
+        """Raises EngineError if nothing is decoded any more."""
+        if self.is_closed:
+            raise EngineError("LocalEngine is closed. Create a new engine.")
+        if self._failure is not None:
+            raise self._failure_error()
+
+    def _failure_error(self) -> EngineError:
+        error = EngineError(
+            f"LocalEngine's decode thread failed with {type(self._failure).__name__}: {self._failure}. Fix the cause "
+            "and create a new engine."
+        )
+        error.__cause__ = self._failure
+        return error
+
+    def _overdue(self, caller: str) -> EngineTimeout:
+        return EngineTimeout(
+            f"{caller} waited {self._boundary_timeout_s:.0f} s for LocalEngine's token in progress, with "
+            f"{self._num_running} completions running, {len(self._waiting)} waiting, weight version "
+            f"{self.weight_version}. Increase boundary_timeout_s, or lower max_batch or prefill_tokens."
+        )
+
+    # ------------------------------------------------------------------ in this thread
+
+    def run(self) -> None:
+        """One token for every row, again and again, until `close` or an error."""
+        torch.set_num_threads(self._threads)
+        try:
+            with torch.inference_mode():
+                while self._next_token_is_due():
+                    self._advance()
+        except BaseException as error:  # noqa: BLE001  # this thread ends here; all waiting callers get the error
+            with self._condition:
+                self._failure = error
+        self._fail_requests()
+
+    def _next_token_is_due(self) -> bool:
+        """Waits until there is a token to draw; False when the engine is closed. This is the token boundary."""
+        with self._condition:
+            while True:
+                if self._has_cancellations:
+                    self._has_cancellations = False
+                    self._waiting = deque(row for row in self._waiting if not row.owner[0].is_cancelled)
+                    self._batch.remove(lambda row: bool(row.owner[0].is_cancelled))
+                self._num_running = self._batch.size
+                if self.is_closed:
+                    return False
+                if not (self._is_paused or self._is_held) and (self._batch.size or self._waiting):
+                    self._is_at_boundary = False
+                    return True
+                self._reach_boundary()
+                self._condition.wait()
+
+    def _reach_boundary(self) -> None:
+        self._is_at_boundary = True
+        wake_ups = WakeUps()
+        for waiter in self._boundary_waiters:
+            wake_ups.settle(waiter, None)
+        wake_ups.send()
+        self._boundary_waiters.clear()
+        self._condition.notify_all()
+
+    def _advance(self) -> None:
+        """Recomputes stale key-values; fills free slots, or draws one token in every row; delivers completions."""
+        batch = self._batch
+        with self._condition:
+            weight_version = self.weight_version  # it changes only at a boundary
+            is_stale, self._is_stale = self._is_stale, False
+            free = batch.max_rows - batch.size
+            num_needed = min(len(self._waiting), max(1, batch.max_rows // _ADMIT_FRACTION))
+            rows: list[Row] = []
+            if self._waiting and (free >= num_needed or not batch.size):
+                rows = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        if is_stale:
+            batch.recompute(weight_version)
+        if rows:
+            batch.admit(rows, weight_version)
+        else:
+            batch.step()
+        finished = batch.retire()
+        if finished:
+            self._deliver(finished)
+
+    def _deliver(self, finished: list[tuple[Row, Completion]]) -> None:
+        wake_ups = WakeUps()
+        for row, completion in finished:
+            request, sample = row.owner
+            request.completions[sample] = completion
+            if not all(logprob == logprob and logprob > float("-inf") for logprob in completion.logprobs):
+                raise FloatingPointError("the logits of a token are not finite")
+            if all(done is not None for done in request.completions):
+                wake_ups.settle(request.future, request.completions)
+        wake_ups.send()
+
+    def _fail_requests(self) -> None:
+        with self._condition:
+            requests = list(self._requests)
+            self._waiting.clear()
+            self._num_running = 0
+            self._reach_boundary()
+        del self._batch  # and with it the model
+        wake_ups = WakeUps()
+        for request in requests:
+            closed = EngineError("LocalEngine was closed before the completion was finished.")
+            wake_ups.settle(request.future, closed if self._failure is None else self._failure_error())
+        wake_ups.send()

@@ -1,0 +1,205 @@
+"""Connection: HTTP to one server, with deadlines and retries; every failure names the server.
+
+Failed connections, answers of 5xx and answers that are not JSON are retried after a wait that doubles, except where a
+repeated request does harm; answers of 4xx never. Generation and control have separate connections, so that a pause
+never queues behind 4,096 generations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import aiohttp
+
+from lightrl.engines.sglang.timeouts import Timeouts
+from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
+
+MAX_BACKOFF_S = 5.0
+_NUM_CONTROL_CONNECTIONS = 16
+
+
+class ServerRefused(EngineError):
+    """A server answered with an HTTP error, or that it failed."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def is_server_error(self) -> bool:
+        """Whether another server may accept the same request."""
+        return self.status >= 500
+
+
+class Connection:
+    """HTTP to one server. For one event loop at a time; after `close` the next request opens new connections.
+
+    Args:
+        url: such as `http://127.0.0.1:30000`.
+        token: the server's API key; None if it has none.
+        timeouts: `generate_s` for generations, `request_s` for the rest, `connect_s` for both.
+        num_retries: of a request that may be repeated.
+        backoff_s: before the first retry; doubled each time up to 5 s, with jitter.
+        max_connections: concurrent generations; more of them queue here.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeouts: Timeouts | None = None,
+        num_retries: int = 3,
+        backoff_s: float = 0.2,
+        max_connections: int = 4096,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"A server's address must look like http://host:port, got {url!r}.")
+        self.url = url.rstrip("/")
+        self.timeouts = timeouts or Timeouts()
+        self.last_answer_at: float | None = None  # seconds, monotonic
+        self._last_path = ""  # of that answer
+        self._num_retries = num_retries
+        self._backoff_s = backoff_s
+        self._max_connections = max_connections
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._num_closes = 0
+
+    async def request(
+        self,
+        method: Literal["GET", "POST"],
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float = 0.0,
+        num_retries: int | None = None,
+        read: Callable[[bytes], Any] | None = json.loads,
+    ) -> Any:
+        """The answer, as `read` parses it; None without `read`.
+
+        A retried `/generate` gets a new random `rid`, also in `body`: the server may still hold the old one.
+
+        Args:
+            timeout_s: of each attempt; 0 means `timeouts.generate_s` or `timeouts.request_s`.
+            num_retries: None takes the connection's own.
+
+        Raises:
+            ServerRefused: if the server answers with an error.
+            EngineUnreachable: if there is no connection, or the answer is not JSON.
+            EngineTimeout: at the deadline.
+        """
+        kind = "generate" if path == "/generate" else "control"
+        timeout_s = timeout_s or (self.timeouts.generate_s if kind == "generate" else self.timeouts.request_s)
+        retries = self._num_retries if num_retries is None else num_retries
+        num_closes = self._num_closes
+        for attempt in range(retries + 1):
+            try:
+                return await self._attempt(method, path, body, timeout_s, kind, read)
+            except EngineError as error:
+                if attempt == retries or self._num_closes != num_closes or not _may_retry(error):
+                    raise
+            await asyncio.sleep(min(self._backoff_s * 2**attempt, MAX_BACKOFF_S) * random.uniform(0.5, 1.0))
+            if kind == "generate" and body is not None and "rid" in body:
+                body["rid"] = secrets.token_hex(16)
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        """Closes the connections, on the event loop that opened them. Requests in flight fail and are not retried."""
+        self._num_closes += 1
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
+            await session.close()
+
+    def describe(self) -> str:
+        """What the server last answered, for messages."""
+        if self.last_answer_at is None:
+            return f"{self.url} has never answered"
+        return f"{self.url} last answered {self._last_path} {time.monotonic() - self.last_answer_at:.1f} s ago"
+
+    async def _attempt(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout_s: float,
+        kind: str,
+        read: Callable[[bytes], Any] | None,
+    ) -> Any:
+        name = path.partition("?")[0]
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.connect_s)
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            async with self._session(kind).request(method, self.url + path, data=data, timeout=timeout) as response:
+                content = await response.read()
+                status = response.status
+        except aiohttp.ServerTimeoutError as error:  # of the connection; the whole request's is below
+            raise EngineUnreachable(
+                f"{self.url} accepted no connection for {name} within engine.timeouts.connect_s="
+                f"{self.timeouts.connect_s:g}; {self.describe()}. It may hang, or have too many connections."
+            ) from error
+        except asyncio.TimeoutError as error:
+            raise EngineTimeout(
+                f"{self.url} did not answer {name} within {timeout_s:g} s; {self.describe()}. Check its log, or "
+                "increase engine.timeouts."
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnreachable(
+                f"{self.url} gave no answer to {name}: {_reason(error)}; {self.describe()}. Check that it is running "
+                "at this address."
+            ) from error
+        self._last_path, self.last_answer_at = name, time.monotonic()
+        if status >= 400:
+            hint = "Check the server's log." if status >= 500 else "Fix the request."
+            text = _short(content.decode(errors="replace"))
+            raise ServerRefused(f"{self.url} answered {name} with HTTP {status}: {text}. {hint}", status=status)
+        if read is None:
+            return None
+        try:
+            return read(content)
+        except ValueError as error:
+            raise EngineUnreachable(
+                f"{self.url} answered {name} with {_short(content.decode(errors='replace'))!r}, which is not JSON. "
+                "Check that it is an SGLang server."
+            ) from error
+
+    def _session(self, kind: str) -> aiohttp.ClientSession:
+        session = self._sessions.get(kind)
+        if session is None:
+            limit = self._max_connections if kind == "generate" else _NUM_CONTROL_CONNECTIONS
+            session = self._sessions[kind] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60),
+                headers={"Content-Type": "application/json", **self._headers},
+            )
+        return session
+
+
+def _may_retry(error: EngineError) -> bool:
+    """Not after a deadline: the caller has waited long enough, and the server may still be at work."""
+    return error.is_server_error if isinstance(error, ServerRefused) else isinstance(error, EngineUnreachable)
+
+
+def _reason(error: aiohttp.ClientError | OSError) -> str:
+    """Why the connection failed, in words."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    address = f"{error.host} port {error.port}" if isinstance(error, aiohttp.ClientConnectorError) else "the server"
+    if isinstance(cause, socket.gaierror):
+        return f"no machine named {address.partition(' port ')[0]!r} is known"
+    if isinstance(cause, ConnectionRefusedError):
+        return f"{address} refused the connection, nothing listens there"
+    if isinstance(cause, TimeoutError):
+        return f"{address} did not accept the connection in time"
+    if isinstance(cause, aiohttp.ServerDisconnectedError | ConnectionResetError | BrokenPipeError):
+        return f"{address} closed the connection before it answered"
+    return f"{address}: {getattr(cause, 'strerror', None) or str(cause) or type(cause).__name__}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else text[:300] + " …"

@@ -1,0 +1,265 @@
+"""RolloutStage: what a fit, validate, test or predict of an RLModule opens: models, judge, engine and rollout.
+
+It checks their settings before a device is touched, logs what follows from them, and closes each in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightrl.data import PromptStream, prompt_source
+from lightrl.dataflow import DataFlowGraph
+from lightrl.engines import LocalEngine
+from lightrl.engines.abilities import DecodesInThreads, LimitsContext
+from lightrl.loops.resume import Resume
+from lightrl.loops.shared_rollout import SharedRollout
+from lightrl.models import ParallelModel
+from lightrl.models.stop_tokens import with_stop_tokens
+from lightrl.module import RLModule
+from lightrl.rewards import FailureLog, Judge, make_judge
+from lightrl.rollout import RecordedRollout, Rollout, RolloutController, RolloutSettings
+from lightrl.rollout.rl_trainer import RLTrainer
+from lightrl.strategies import LogprobSettings, Ranks, check_strategy, parallel_model, ranks_of
+
+log = logging.getLogger(__name__)
+
+
+class RolloutStage:
+    """Opens a stage and closes it again.
+
+    Args:
+        trainer: gets `open_rollout` while the stage is open, and LocalEngine as its engine if it has none.
+        resume: takes over the rollout's state when it closes, and gives it to the next.
+    """
+
+    def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
+        self.trainer = trainer
+        self.resume = resume
+        self._judge: Judge | None = None
+        self._engine_is_open = False
+
+    def check(self, module: RLModule) -> None:
+        """Refuses a trainer that cannot train this module, before any model is built."""
+        check_strategy(self.trainer.strategy, module)
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__}.automatic_optimization must be True: the loop updates the policy with what "
+                "`loss` returns."
+            )
+        if self.trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"accumulate_grad_batches must be 1 with an RLModule, got {self.trainer.accumulate_grad_batches}: "
+                "microbatches are cut by tokens. Set model.microbatch_tokens instead."
+            )
+
+    def start_judge(self, module: RLModule) -> None:
+        """Before any model is built, on the main process alone: fails if there is no such reward function."""
+        self._judge = _judge_of(module)
+        self._judge.start()
+
+    def open(self, module: RLModule) -> None:
+        """Once the module has its models and its restored state.
+
+        Raises:
+            ValueError: if the settings of module, data, callbacks and trainer do not fit together.
+        """
+        trainer = self.trainer
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        recorded = getattr(getattr(trainer, "datamodule", None), "recorded_groups", None) if is_fit else None
+        graph = module.data_flow(from_file=recorded is not None)  # refuses calls that make no graph
+        module.parallel_models = _parallel_models(trainer, module)
+        # Batches are plain Python; Lightning's walk through them for floats fails at frozen dataclasses.
+        vars(trainer.precision_plugin)["convert_input"] = lambda data: data
+        if recorded is None:
+            trainer.open_rollout = self._open_live(module, graph, is_fit)
+        else:
+            trainer.fit_loop.setup_data()
+            trainer.open_rollout = RecordedRollout(recorded, run_seed=trainer.run_seed)
+            num = sum(len(group.trajectories) for groups in recorded for group in groups)
+            log.info("no engine: %d recorded iterations with %d trajectories", len(recorded), num)
+        if is_fit:
+            self.resume.restore_rollout()
+        if recorded is None and trainer.is_global_zero:
+            _log_what_runs(trainer, module, trainer.rollout.settings if is_fit else None)
+
+    def close(self) -> None:
+        """Keeps the rollout's state for checkpoints and later fits; ends threads and processes, each in any case.
+
+        May be called again, after a Ctrl-C that cut the first call short.
+        """
+        vars(self.trainer.precision_plugin).pop("convert_input", None)
+        with contextlib.ExitStack() as stack:
+            if self._engine_is_open:
+                stack.callback(self._close_engine)
+            if self._judge is not None:
+                stack.callback(self._close_judge)
+            if self.trainer.open_rollout is not None:
+                stack.callback(self._close_rollout)
+                self.resume.keep_rollout()
+
+    def _close_rollout(self) -> None:
+        self.trainer.rollout.close()
+        self.trainer.open_rollout = None
+
+    def _close_judge(self) -> None:
+        assert self._judge is not None
+        self._judge.close()
+        self._judge = None
+
+    def _close_engine(self) -> None:
+        assert self.trainer.engine is not None
+        self.trainer.engine.close()
+        self._engine_is_open = False
+
+    def _open_live(self, module: RLModule, graph: DataFlowGraph, is_fit: bool) -> Rollout:
+        """The controller, or on several ranks rank 0's as all of them see it."""
+        trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
+        settings = RolloutSettings(group_size=module.group_size, max_failed_fraction=module.max_failed_fraction)
+        prompts = None
+        if is_fit:
+            prompts = prompt_source(
+                trainer, module.tokenizer, max_prompt_tokens=module.max_prompt_tokens, seed=trainer.run_seed
+            )
+            num_iterations = trainer.estimated_stepping_batches
+            is_endless = num_iterations == float("inf")
+            total_groups = None if is_endless else int(num_iterations) * prompts.batch_size
+            settings = dataclasses.replace(settings, groups_per_iteration=prompts.batch_size, total_groups=total_groups)
+            _check_sizes(module, prompts.batch_size, ranks)
+        settings = _configured(trainer, module, settings)
+        if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.beside_rewards():
+            settings = dataclasses.replace(settings, judges_later=True)
+        settings = _of_rank_0(settings, ranks)
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
+        failures = None if trainer.fast_dev_run else folder / "failed_rewards.jsonl"
+        start = functools.partial(self._start_controller, module, failures, settings, prompts)
+        if ranks.size == 1:
+            return start()
+        return SharedRollout(start, ranks, run_seed=trainer.run_seed, settings=settings)
+
+    def _start_controller(
+        self, module: RLModule, failures: Path | None, settings: RolloutSettings, prompts: PromptStream | None
+    ) -> RolloutController:
+        """Judge, engine and controller; on rank 0 only."""
+        judge = _judge_of(module) if self._judge is None else self._judge
+        self._judge = judge if failures is None else FailureLog(judge, failures)
+        self._judge.start()
+        if self.trainer.engine is None:
+            self.trainer.engine = LocalEngine()
+        engine = self.trainer.engine
+        engine.start(module.policy_config)
+        self._engine_is_open = True
+        workflow = module.configure_workflow()
+        contexts = (module.context_tokens, engine.max_context if isinstance(engine, LimitsContext) else None)
+        workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
+        return RolloutController(
+            engine,
+            workflow,
+            self._judge,
+            settings,
+            sampling=with_stop_tokens(module.sampling, module.stop_token_ids()),
+            run_seed=self.trainer.run_seed,
+            prompts=prompts,
+        )
+
+
+def _judge_of(module: RLModule) -> Judge:
+    """What judges the module's trajectories, not started."""
+    return make_judge(
+        module.reward_source if module.reward_source is not None else module.reward,
+        workers=module.reward_workers,
+        timeout_s=module.reward_timeout_s,
+        memory_limit_mib=module.reward_memory_mib,
+        recycle_after=module.reward_recycle_after,
+        search_paths=[str(Path.cwd())],
+    )
+
+
+def _parallel_models(trainer: RLTrainer, module: RLModule) -> dict[str, ParallelModel]:
+    """By role what the strategy makes of the models that are here."""
+    sampling = with_stop_tokens(module.sampling, module.stop_token_ids())
+    settings = LogprobSettings(
+        temperature=sampling.temperature,
+        min_new_tokens=sampling.min_new_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        entropy_needs_gradient=module.needs_entropy_gradient,
+        num_ids=getattr(module.policy_config.get_text_config(), "vocab_size", None),
+    )
+    return {
+        name: parallel_model(
+            trainer.strategy,
+            getattr(module, name),
+            settings,
+            role=name,
+            value_head=module.value_head if name == "policy" else None,
+        )
+        for name, role in module.models().items()
+        if role.spec.url is None
+    }
+
+
+def _check_sizes(module: RLModule, groups_per_iteration: int, ranks: Ranks) -> None:
+    num = groups_per_iteration * module.group_size
+    if num % module.num_minibatches:
+        raise ValueError(
+            f"num_minibatches={module.num_minibatches} does not divide the iteration's {groups_per_iteration} groups × "
+            f"group_size={module.group_size} = {num} trajectories. Change one of the three."
+        )
+    dp_size = max(ranks.of_role(role).dp_size for role in module.trained_roles())
+    if num // module.num_minibatches < dp_size:
+        raise ValueError(
+            f"A minibatch of {num // module.num_minibatches} trajectories is too small for {dp_size} data-parallel "
+            f"ranks: each needs at least one. Set num_minibatches to at most {max(1, num // dp_size)}, increase the "
+            "batch_size, or use fewer devices."
+        )
+
+
+def _configured(trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
+    """The settings after every `configure_rollout` hook.
+
+    Raises:
+        TypeError: if a hook returns something else.
+    """
+    for hook in trainer.rl_hooks("configure_rollout"):
+        changed: Any = hook(settings)
+        if not isinstance(changed, RolloutSettings):
+            raise TypeError(
+                f"configure_rollout must return RolloutSettings, got {type(changed).__name__}. Return the settings it "
+                "was given, or dataclasses.replace(settings, ...)."
+            )
+        settings = changed
+    if module.loss_unit == "pair" and settings.incomplete_groups == "train":
+        settings = dataclasses.replace(settings, incomplete_groups="redraw")  # an odd trajectory has no partner
+    return settings
+
+
+def _of_rank_0(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
+    """Rank 0's on every rank, without what is no number or word (filter, curriculum), which rank 0 alone uses."""
+    plain = {name: value for name, value in vars(settings).items() if isinstance(value, int | float | str | None)}
+    plain = ranks.broadcast_json(plain)
+    others: dict[str, Any] = {} if ranks.is_main else dict.fromkeys(vars(settings).keys() - plain.keys())
+    return dataclasses.replace(settings, **{**plain, **others})
+
+
+def _log_what_runs(trainer: RLTrainer, module: RLModule, settings: RolloutSettings | None) -> None:
+    """What follows from the settings of a fit and cannot be set."""
+    threads = f", {trainer.engine.threads} decoding threads" if isinstance(trainer.engine, DecodesInThreads) else ""
+    log.info("engine: %s%s; %d update threads", type(trainer.engine).__name__, threads, torch.get_num_threads())
+    stops = (f"{module.tokenizer.decode(ids)} {ids} ({name})" for name, ids in module.stop_token_ids().items())
+    log.info("stop tokens: %s", "; ".join(stops))
+    if settings is not None:
+        log.info(
+            "iteration: %d groups x %d = %d trajectories, %d updates, max_staleness %d",
+            settings.groups_per_iteration,
+            settings.group_size,
+            settings.groups_per_iteration * settings.group_size,
+            module.num_minibatches * module.update_epochs,
+            settings.max_staleness,
+        )

@@ -1,0 +1,136 @@
+"""Player: plays one trajectory of a workflow and judges it; a failure of user code becomes a drop with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.errors import LightRLError, RewardError, RolloutError, user_code
+from lightrl.rewards import Judge
+from lightrl.rollout.drop_tally import DropTally
+from lightrl.rollout.tasks import Tasks
+from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
+from lightrl.workflows.workflow import Generate, Workflow, check_trajectory
+
+
+@dataclass(eq=False)
+class Player:
+    """Belongs to the controller's event loop. A failure drops the trajectory; only an EngineError is raised."""
+
+    engine: RolloutEngine  # has been started
+    workflow: Workflow
+    judge: Judge  # has been started
+    tally: DropTally  # counts what is dropped
+    tasks: Tasks
+    _judgings: dict[tuple[int, int], asyncio.Task[bool]] = field(default_factory=dict, init=False)  # by group, sample
+
+    async def play(
+        self, group: Group, sample: int, sampling: Sampling, run_seed: int, seed_name: str, *, judge_now: bool = True
+    ) -> Trajectory | None:
+        """One interaction of the workflow with the engine, judged; None if it was dropped.
+
+        Waits for workflow and judge, without a deadline of its own. A cancellation by `Tasks.give_up` passes through.
+
+        Args:
+            sampling: of every turn; the seed is set here.
+            run_seed, seed_name: with sample and turn they fix every draw.
+            judge_now: False begins to judge, but leaves the waiting to `wait_for_rewards`.
+
+        Raises:
+            EngineError: from the engine.
+        """
+        generate = self._generate_for(group.prompt, sample, sampling, run_seed, seed_name)
+        try:
+            trajectory = await self._run_workflow(group.prompt, generate)
+        except (RewardError, RolloutError) as error:
+            self.tally.drop_failed(error, group.prompt)
+            return None
+        trajectory.group_id, trajectory.sample = group.id, sample
+        if judge_now:
+            return trajectory if await self._set_reward(trajectory) else None
+        self._begin_judging(trajectory)
+        return trajectory
+
+    async def wait_for_rewards(self, groups: Sequence[Group], on_judged: Callable[[], None]) -> None:
+        """Waits until all rewards of these groups are set, or for the first error; begins those that have not begun.
+
+        A trajectory whose reward failed is removed from its group.
+
+        Args:
+            groups: each trajectory's `group_id` is its group's.
+            on_judged: called for each trajectory.
+
+        Raises:
+            RolloutError: if too many failed.
+        """
+        tasks: dict[tuple[int, int], asyncio.Task[bool]] = {}
+        for item in (item for group in groups for item in group.trajectories):
+            key = (item.group_id, item.sample)
+            if item.reward is not None:
+                self._judgings.pop(key, None)
+                on_judged()
+                continue
+            tasks[key] = self._judgings.get(key) or self._begin_judging(item)
+            tasks[key].add_done_callback(lambda task: on_judged())
+        if not tasks:
+            return
+        done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()  # raises what it raised
+        for key, task in tasks.items():
+            self._judgings.pop(key, None)
+            self.tally.count_trajectory(is_failed=not task.result())
+        self.tally.begin_iteration()
+        for group in groups:
+            group.trajectories = [item for item in group.trajectories if item.reward is not None]
+
+    async def _set_reward(self, trajectory: Trajectory) -> bool:
+        """Sets the reward; False if the trajectory was dropped. The judge keeps its own deadline."""
+        try:
+            with user_code(f"{type(self.judge).__name__}.score", error_type=RewardError):
+                judgment = await self.judge.score(trajectory)
+        except (RewardError, RolloutError) as error:
+            self.tally.drop_failed(error, trajectory.prompt)
+            return False
+        judgment.apply_to(trajectory)
+        return True
+
+    def _begin_judging(self, trajectory: Trajectory) -> asyncio.Task[bool]:
+        task = self.tasks.spawn(self._set_reward(trajectory))
+        self._judgings[trajectory.group_id, trajectory.sample] = task
+        return task
+
+    async def _run_workflow(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        name = f"{type(self.workflow).__name__}.run"
+        try:
+            return check_trajectory(await self.workflow.run(prompt, generate), self.workflow, prompt)
+        except LightRLError:
+            raise
+        except asyncio.CancelledError as error:
+            if asyncio.current_task() in self.tasks.given_up:
+                raise
+            raise RolloutError(f"{name} let a cancellation of its own escape on prompt {prompt.id!r}.") from error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            raise RolloutError(f"{name} raised {error!r} on prompt {prompt.id!r}.") from error
+
+    def _generate_for(self, prompt: Prompt, sample: int, sampling: Sampling, run_seed: int, seed_name: str) -> Generate:
+        """What the workflow calls for each turn."""
+        turn = 0
+        images: dict[str, Any] = {"images": prompt.images} if prompt.images else {}
+
+        async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+            nonlocal turn
+            seed = sampling_seed(run_seed, seed_name, sample, turn)
+            turn += 1
+            longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
+            shortest = min(sampling.min_new_tokens, longest)
+            drawn = replace(sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
+            completions = await self.engine.generate(token_ids, drawn, session=f"{seed_name}/{sample}", **images)
+            if completions[0].finish_reason == "abort":
+                raise RolloutError(f"The engine aborted turn {turn - 1} of prompt {prompt.id!r}.")
+            return completions[0]
+
+        return generate

@@ -1,0 +1,72 @@
+"""RLTrainer: lightrl's Trainer as the loop and the callbacks see it, Lightning's with a rollout and RL hooks.
+
+A class and not a Protocol: its users need Lightning's Trainer too, and a Python type cannot ask for both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.profilers import Profiler
+
+    from lightrl.engines import RolloutEngine
+    from lightrl.rollout.protocol import Rollout
+    from lightrl.trajectory import Group
+
+
+class RLTrainer(L.Trainer):
+    """What loops and callbacks use of `lightrl.Trainer`."""
+
+    callbacks: list[Callback]
+    fast_dev_run: int | bool
+    profiler: Profiler
+
+    engine: RolloutEngine | None = None  # what generates; on rank 0 LocalEngine() from the first stage on, if not set
+    open_rollout: Rollout | None = None  # while a stage of an RLModule runs
+    phase_seconds: dict[str, float]  # of the current iteration: rollout, score, rewards, update, sync
+
+    @property
+    def rollout(self) -> Rollout:
+        """Where the groups of the current stage come from.
+
+        Raises:
+            RuntimeError: if no stage of an RLModule runs.
+        """
+        if self.open_rollout is None:
+            raise RuntimeError("There is no rollout: no fit, validate, test or predict of an RLModule is running.")
+        return self.open_rollout
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that are trained: the number of finished iterations, `global_step`."""
+        return self.global_step
+
+    @property
+    def run_seed(self) -> int:
+        """The seed of `seed_everything`; 0 without one."""
+        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+    def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
+        """The hook of each callback that defines it, then the module's."""
+        module = self.lightning_module
+        for callback in self.callbacks:
+            hook = getattr(callback, name, None)
+            if hook is not None:
+                yield lambda *args, hook=hook: hook(self, module, *args)
+        hook = getattr(module, name, None)
+        if hook is not None:
+            yield hook
+
+    def call_rl_hook(self, name: str, *args: Any) -> None:
+        """Calls an RL hook of all callbacks and of the module; `self.log` works inside."""
+        raise NotImplementedError
+
+    def judged_groups(self, batch: Any) -> list[Group]:
+        """Rolls out and judges the prompts of a validation, test or predict batch."""
+        raise NotImplementedError

@@ -1,0 +1,159 @@
+"""The fake server's routes that change its weights: the bracket, three ways to load, versions and checksums."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from lightrl.testing.fake_server_faults import Faults
+from lightrl.testing.fake_server_script import Refused, ScriptedModel, ServedModel
+
+Route = Callable[[dict[str, Any]], Awaitable[Any]]
+
+
+class WeightRoutes:
+    """Routes and their state.
+
+    Args:
+        model: gets the weights.
+        model_path: of the weights it has.
+        faults: of updates apply here.
+        is_busy: whether requests run and are not paused: an update waits until they are done.
+        abort_all: ends all requests.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        model_path: str | None,
+        faults: Faults,
+        is_busy: Callable[[], bool],
+        abort_all: Callable[[], None],
+    ) -> None:
+        self.model_path = model_path
+        self.is_bracketed = False
+        self.is_idle = asyncio.Event()  # no update is waiting or running
+        self.is_idle.set()
+        self._model = model
+        self._faults = faults
+        self._is_busy = is_busy
+        self._abort_all = abort_all
+        self._updating = asyncio.Lock()
+        self._receiver: Any = None
+
+    def routes(self) -> dict[str, Route]:
+        return {
+            "/begin_weight_update": self._begin,
+            "/end_weight_update": self._end,
+            "/update_weights_from_disk": self._from_disk,
+            "/update_weights_from_distributed": self._from_distributed,
+            "/update_weights_from_tensor": self._from_tensor,
+            "/init_weights_update_group": self._init_group,
+            "/destroy_weights_update_group": self._destroy_group,
+            "/update_weight_version": self._set_version,
+            "/weights_checker": self._checksum,
+        }
+
+    @contextlib.asynccontextmanager
+    async def _update(self, body: dict[str, Any]) -> AsyncIterator[None]:
+        """A paused server updates at once; else the update waits for running requests and holds new ones."""
+        async with self._updating:
+            if body.get("abort_all_requests"):
+                self._abort_all()
+            self.is_idle.clear()
+            try:
+                while self._is_busy():
+                    await asyncio.sleep(0.01)
+                yield
+            except KeyError as error:
+                raise Refused(str(error)) from error
+            finally:
+                self.is_idle.set()
+
+    async def _load(self, path: str, body: dict[str, Any], load: Callable[[str | None], Awaitable[None]]) -> Any:
+        version = body.get("weight_version")
+        async with self._update(body):
+            if self._faults.next(path, ("lose_update",)) is None:
+                is_wrong = version is not None and self._faults.next(path, ("wrong_version",)) is not None
+                await load(f"not-{version}" if is_wrong else version)
+        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    async def _from_disk(self, body: dict[str, Any]) -> Any:
+        async def load(version: str | None) -> None:
+            await self._model.load_folder(body["model_path"], version)
+            self.model_path = body["model_path"]
+
+        return await self._load("/update_weights_from_disk", body, load)
+
+    async def _from_distributed(self, body: dict[str, Any]) -> Any:
+        self._check_bracket("distributed")
+        receiver = self._receiving()
+        if not receiver.has(body["group_name"]):
+            raise Refused(f"Group {body['group_name']} is not initialized")
+        tensors = await asyncio.to_thread(receiver.receive, body)
+        return await self._load(
+            "/update_weights_from_distributed", body, lambda version: self._model.load_tensors(tensors, version)
+        )
+
+    async def _from_tensor(self, body: dict[str, Any]) -> Any:
+        self._check_bracket("tensor")
+        from lightrl.testing.fake_server_model import unpacked
+
+        tensors = await asyncio.to_thread(unpacked, body["serialized_named_tensors"][0])
+        return await self._load(
+            "/update_weights_from_tensor", body, lambda version: self._model.load_tensors(tensors, version)
+        )
+
+    async def _init_group(self, body: dict[str, Any]) -> Any:
+        await asyncio.to_thread(self._receiving().join, body)
+        return {"success": True, "message": "Succeeded to initialize the process group."}
+
+    async def _destroy_group(self, body: dict[str, Any]) -> Any:
+        if not self._receiving().has(body["group_name"]):
+            raise Refused("The group to be destroyed does not exist.")
+        await asyncio.to_thread(self._receiving().leave, body["group_name"])
+        return {"success": True, "message": "Succeeded to destroy the process group."}
+
+    def _receiving(self) -> Any:
+        if isinstance(self._model, ScriptedModel):
+            raise Refused("A fake server with a script takes no tensors. Start it with --model-path.")
+        if self._receiver is None:
+            from lightrl.testing.fake_server_model import TensorReceiver
+
+            self._receiver = TensorReceiver()
+        return self._receiver
+
+    def _check_bracket(self, kind: str) -> None:
+        if not self.is_bracketed:
+            raise Refused(f"update_weights_from_{kind} must run between begin_weight_update() and end_weight_update()")
+
+    async def _begin(self, body: dict[str, Any]) -> Any:
+        if self.is_bracketed:
+            raise Refused("begin_weight_update() was called twice")
+        self.is_bracketed = True
+        return {"success": True, "message": ""}
+
+    async def _end(self, body: dict[str, Any]) -> Any:
+        if not self.is_bracketed:
+            raise Refused("end_weight_update() without begin_weight_update()")
+        self.is_bracketed = False
+        return {"success": True, "message": ""}
+
+    async def _set_version(self, body: dict[str, Any]) -> Any:
+        if body.get("abort_all_requests", True):
+            self._abort_all()
+        self._model.version = body["new_version"]
+        return {"success": True, "message": "", "new_version": body["new_version"]}
+
+    async def _checksum(self, body: dict[str, Any]) -> Any:
+        if body.get("action") != "checksum":
+            raise Refused(f"the fake server does not know the action {body.get('action')!r}")
+        sums = await asyncio.to_thread(self._model.checksums)
+        digest = hashlib.blake2b(json.dumps(sums, sort_keys=True).encode(), digest_size=16).hexdigest()
+        ranks = [{"checksums": sums, "per_gpu_checksum": digest, "parallelism_info": {}}]
+        return {"success": True, "message": "", "ranks": ranks, "per_engine_checksum": digest}

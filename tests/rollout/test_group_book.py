@@ -1,0 +1,563 @@
+"""GroupBook: its rules by hand, a simulation in virtual time, and random sequences of events against its invariants.
+
+Letters as in group_book.py: v weight version, η max_staleness, P groups per iteration, G group size.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import json
+import random
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import Phase
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lightrl.rollout import RolloutSettings
+from lightrl.rollout.group_book import (
+    MAX_REDRAWS,
+    Batch,
+    GroupBook,
+    RunningGroup,
+    choose_batch,
+    find_overdue,
+    num_admissible,
+)
+from lightrl.trajectory import Group, Prompt, Trajectory
+
+STALENESSES = (0, 1, 2, 4, 8)
+
+
+def rules(groups_per_iteration: int, max_staleness: int = 0, *, oversampled: int = 0, **others: Any) -> RolloutSettings:
+    return RolloutSettings(
+        groups_per_iteration=groups_per_iteration,
+        max_staleness=max_staleness,
+        oversample_fraction=oversampled / groups_per_iteration,
+        **{"max_failed_fraction": 1.0, "max_dropped_groups": 10**6, **others},
+    )
+
+
+def prompt_at(position: int) -> Prompt:
+    return Prompt(id=f"p{position}", token_ids=[position])
+
+
+def trajectory_of(running: RunningGroup, sample: int = 0, *, version: int, reward: float | None = 1.0) -> Trajectory:
+    """One token, sampled by this version."""
+    prompt = running.group.prompt
+    return Trajectory(
+        prompt, running.group.id, sample, [0, 1], [False, True], [0.0, 0.0], [-1, version], [1], "", reward=reward
+    )
+
+
+def drops_negative(group: Group) -> tuple[str, str] | None:
+    rewards = [item.reward for item in group.trajectories]
+    return ("filtered_rule", f"no {group.id}") if any(reward is not None and reward < 0 for reward in rewards) else None
+
+
+def start_all(book: GroupBook, weight_version: int, next_position: int) -> list[RunningGroup]:
+    """What the controller does when groups may start."""
+    if not book.may_start(weight_version):
+        return []
+    for position in range(next_position, next_position + book.plan(weight_version)):
+        book.queue(position)
+    return [book.start(position, prompt_at(position), weight_version) for position in book.startable(weight_version)]
+
+
+def finish(book: GroupBook, running: RunningGroup, *, version: int = 0, reward: float = 1.0) -> None:
+    for sample in range(book.settings.group_size):
+        if sample not in running.results:
+            trajectory = trajectory_of(running, sample, version=version, reward=reward)
+            if book.record(running, sample, trajectory):
+                book.settle(running.group)
+
+
+# ---------------------------------------------------------------------- the rules by hand
+
+
+@pytest.mark.parametrize(
+    ("counts", "limits", "expected"),
+    [
+        pytest.param((0, 0, 0), (4, 0, None, None), 4, id="on-policy, one iteration's groups"),
+        pytest.param((1, 3, 0), (4, 0, None, None), 0, id="on-policy, all of them are there or on their way"),
+        pytest.param((1, 2, 0), (4, 0, None, None), 1, id="a dropped group frees its place"),
+        pytest.param((0, 4, 1), (4, 0, None, None), 4, id="the next version admits the next iteration"),
+        pytest.param((0, 0, 0), (4, 2, None, None), 12, id="η + 1 iterations ahead"),
+        pytest.param((3, 20, 5), (4, 1, None, None), 5, id="(1 + 5 + 1)·4 - 20 - 3"),
+        pytest.param((3, 20, 5), (4, 1, 5, None), 2, id="at most 5 in flight"),
+        pytest.param((3, 20, 5), (4, 1, None, 24), 1, id="the run needs 24 in all"),
+        pytest.param((9, 0, 0), (4, 0, 2, 4), 0, id="never negative"),
+        pytest.param((0, 0, -1), (4, 0, None, None), 0, id="nothing before the first weights"),
+    ],
+)
+def test_num_admissible(
+    counts: tuple[int, int, int], limits: tuple[int, int, int | None, int | None], expected: int
+) -> None:
+    (running, accepted, version), (per_iteration, staleness, concurrent, total) = counts, limits
+    settings = rules(per_iteration, staleness, total_groups=total)
+    assert num_admissible(settings, version, running, accepted, concurrent) == expected
+
+
+@pytest.mark.parametrize(
+    ("finished", "running", "version", "staleness", "expected"),
+    [
+        pytest.param({3: 0, 1: 0}, {}, 0, 0, Batch([1, 3], []), id="in stream order"),
+        pytest.param({3: 0}, {1: 0}, 0, 0, Batch(None, [1]), id="too few: waits for the one that runs"),
+        pytest.param({}, {}, 0, 0, Batch(None, []), id="nothing at all"),
+        pytest.param({1: 5, 2: 4, 3: 5, 4: 4}, {}, 5, 1, Batch([2, 4], []), id="the oldest version first"),
+        pytest.param({2: 5, 3: 5, 4: 5}, {1: 5}, 5, 1, Batch([2, 3], []), id="two of version 5 still have a batch"),
+        # The batch at v = 5 is the last that version 4 may be in: group 1 cannot be left over.
+        pytest.param({2: 5, 3: 5}, {1: 4}, 5, 1, Batch(None, [1]), id="a straggler that this batch must hold"),
+        # η = 2: of what has version 4 or older, one batch of 2 may come after this one; three would be left.
+        pytest.param({5: 4, 6: 4}, {1: 4, 2: 4, 3: 4}, 5, 2, Batch(None, [1, 2, 3]), id="more than later ones hold"),
+        pytest.param({5: 4, 6: 4}, {1: 4, 2: 4, 3: 5}, 5, 2, Batch([5, 6], []), id="just what later ones hold"),
+    ],
+)
+def test_choose_batch_of_two_groups(
+    finished: dict[int, int], running: dict[int, int], version: int, staleness: int, expected: Batch
+) -> None:
+    assert choose_batch(rules(2, staleness), version, finished, running) == expected
+
+
+@pytest.mark.parametrize(
+    ("finished", "running", "staleness", "oversampled", "expected"),
+    [
+        pytest.param({0: 5, 2: 5}, {1: 5}, 0, 1, Batch([0, 2], [], [1]), id="on-policy, what still runs"),
+        pytest.param({0: 5, 1: 5, 2: 5}, {}, 0, 1, Batch([0, 1], [], [2]), id="on-policy, what is done beyond P"),
+        pytest.param({0: 5, 2: 5}, {1: 5, 3: 5}, 0, 1, Batch(None, [1, 3]), id="never more than may be"),
+        pytest.param({0: 5}, {1: 5, 3: 5}, 0, 2, Batch(None, [1, 3]), id="nothing while too few are done"),
+        pytest.param({0: 5, 2: 5}, {1: 5, 3: 5}, 1, 1, Batch([0, 2], []), id="carried over where the bound allows it"),
+        pytest.param({0: 5, 2: 5}, {1: 4, 3: 5}, 1, 1, Batch([0, 2], [], [1]), id="the one that holds the batch back"),
+    ],
+)
+def test_over_sampled_groups_are_given_up_where_they_hold_a_batch_back(
+    finished: dict[int, int], running: dict[int, int], staleness: int, oversampled: int, expected: Batch
+) -> None:
+    assert choose_batch(rules(2, staleness, oversampled=oversampled), 5, finished, running) == expected
+
+
+@pytest.mark.parametrize(
+    ("finished", "staleness", "expected"),
+    [
+        pytest.param({1: 5, 2: 5}, 0, [], id="one batch of this version"),
+        pytest.param({1: 5, 2: 5, 3: 5}, 0, [3], id="on-policy there is no second batch"),
+        pytest.param({1: 4, 2: 5}, 0, [1], id="older than the bound"),
+        pytest.param({1: 4, 2: 4, 3: 4, 4: 5, 5: 5}, 1, [3], id="version 4 has one batch, both versions have two"),
+    ],
+)
+def test_groups_that_no_batch_can_take_in_time_are_overdue(
+    finished: dict[int, int], staleness: int, expected: list[int]
+) -> None:
+    assert find_overdue(rules(2, staleness), 5, finished) == expected
+
+
+def test_a_message_names_the_first_groups_only() -> None:
+    assert Batch(None, [3, 4]).describe_wait() == "groups 3, 4"
+    assert Batch(None, list(range(9))).describe_wait() == "groups 0, 1, 2, 3, 4 and 4 more"
+    assert Batch(None, []).describe_wait() == "more finished groups"
+
+
+# ---------------------------------------------------------------------- the book by hand
+
+
+def test_a_group_that_lost_a_trajectory_is_drawn_again_three_times_with_other_seeds() -> None:
+    book = GroupBook(rules(1, group_size=2, incomplete_groups="redraw"))
+    names = []
+    for _ in range(MAX_REDRAWS + 1):
+        (running,) = start_all(book, 0, next_position=len(book.state_dict()["in_flight"]))
+        names.append(running.seed_name)
+        assert not book.record(running, 1, None)
+        if book.record(running, 0, trajectory_of(running, version=0)):
+            book.settle(running.group)
+    assert names == ["0:p0", "0:p0:1", "0:p0:2", "0:p0:3"]
+    assert book.tally.drain_groups() == {"incomplete": 1}
+    assert (book.running, book.finished, book.state_dict()["redraws"]) == ({}, {}, [])
+
+
+def test_a_redrawn_straggler_is_another_draw_and_what_it_had_is_dropped() -> None:
+    book = GroupBook(rules(1, 1, group_size=3, redraw_stragglers=True))
+    straggler, other = start_all(book, 0, next_position=0)
+    book.record(straggler, 0, trajectory_of(straggler, version=0))
+    book.record(straggler, 1, None)
+    finish(book, other)
+    batch = book.take(1)
+    assert batch == Batch(None, [0])
+    assert book.stragglers(batch, weight_version=0) == []  # it would get no newer weights
+    assert book.stragglers(batch, weight_version=1) == [0]
+    again = book.start(0, book.redraw(0), 1)
+    assert (again.seed_name, again.started_version, again.results) == ("0:p0:1", 1, {})
+    assert book.running == {0: again}
+    assert [drop.reason for drop in book.tally.drain()] == ["straggler"] * 2  # sample 1 was dropped when it failed
+    assert book.take(1).group_ids == [1]
+
+
+def test_a_restored_group_whose_rewards_all_failed_is_drawn_again() -> None:
+    first = GroupBook(rules(2, judges_later=True))
+    for running in start_all(first, 0, next_position=0):
+        first.record(running, 0, trajectory_of(running, version=0, reward=None))
+        first.settle(running.group)
+    first.take(0)
+    book = GroupBook(rules(2))
+    book.load_state_dict(first.state_dict())
+    failed, judged = groups = book.unjudged()
+    failed.trajectories = []
+    judged.trajectories[0].reward = 1.0
+    book.rejudged(groups)
+    assert (list(book.finished), book.state_dict()["in_flight"]) == ([judged.id], [failed.id])
+    assert book.unjudged() == []
+
+
+# ---------------------------------------------------------------------- simulation
+
+
+@dataclass
+class Simulation:
+    """Groups with random durations and a trainer whose update takes 1; time is a number, there is no event loop."""
+
+    settings: RolloutSettings
+    seed: int = 0
+    takes_by_rule: bool = True  # False: any P finished groups, in the order in which they finished
+    clock: float = 0.0
+    version: int = 0
+    next_position: int = 0
+    staleness: list[int] = field(default_factory=list)  # of each group trained on
+    trained: list[int] = field(default_factory=list)
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    update_ends: float | None = None
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.book = GroupBook(self.settings)
+
+    def run(self, num_iterations: int) -> Simulation:
+        while self.version < num_iterations:
+            for running in start_all(self.book, self.version, self.next_position):
+                duration = self.random.uniform(0.5, 1.0) * (30 if self.random.random() < 0.05 else 1)
+                heapq.heappush(self.ends, (self.clock + duration, running.group.id))
+                self.next_position = max(self.next_position, running.group.id + 1)
+            if self.update_ends is None and self.take():
+                for group in self.book.taken:
+                    self.staleness.append(self.version - group.oldest_version)
+                    self.trained.append(group.id)
+                self.book.commit()
+                self.update_ends = self.clock + 1.0
+            self.advance()
+        return self
+
+    def take(self) -> bool:
+        if self.takes_by_rule:
+            return self.book.take(self.version).group_ids is not None
+        ids = list(self.book.finished)[: self.settings.groups_per_iteration]
+        if len(ids) < self.settings.groups_per_iteration:
+            return False
+        self.book.taken = [self.book.finished.pop(group_id)[0] for group_id in ids]
+        return True
+
+    def advance(self) -> None:
+        """To the next event; without one the run would wait for ever."""
+        self.ends = [end for end in self.ends if end[1] in self.book.running]  # some were given up
+        heapq.heapify(self.ends)
+        next_end = self.ends[0][0] if self.ends else float("inf")
+        assert self.update_ends is not None or self.ends, "deadlock: nothing runs and no batch can be taken"
+        if self.update_ends is not None and self.update_ends <= next_end:
+            self.clock, self.update_ends = self.update_ends, None
+            self.version += 1
+            return
+        self.clock, group_id = heapq.heappop(self.ends)
+        running = self.book.running[group_id]
+        finish(self.book, running, version=running.started_version, reward=-float(self.random.random() < 0.03))
+
+    def resumed(self) -> Simulation:
+        """As after a checkpoint: what is finished stays, what was in flight starts again under the present version."""
+        resumed = Simulation(self.settings, seed=self.seed + 1)
+        resumed.book.load_state_dict(self.book.state_dict())
+        resumed.version, resumed.next_position, resumed.trained = self.version, self.next_position, self.trained
+        return resumed
+
+
+def simulation(groups_per_iteration: int, max_staleness: int, *, seed: int = 0, **others: Any) -> Simulation:
+    return Simulation(rules(groups_per_iteration, max_staleness, group_filter=drops_negative, **others), seed=seed)
+
+
+@pytest.mark.parametrize("groups_per_iteration", [1, 3, 8])
+@pytest.mark.parametrize("max_staleness", STALENESSES)
+def test_the_bound_holds_exactly_with_stragglers_and_drops(max_staleness: int, groups_per_iteration: int) -> None:
+    run = simulation(groups_per_iteration, max_staleness).run(200)
+    assert len(run.trained) == len(set(run.trained)) == 200 * groups_per_iteration
+    assert run.book.tally.drain_groups()["filtered_rule"] > 0
+    assert max(run.staleness) == max_staleness
+
+
+@pytest.mark.parametrize("max_concurrent", [1, 5, 9])
+def test_the_bound_holds_with_few_groups_in_flight(max_concurrent: int) -> None:
+    for max_staleness in (0, 2, 8):
+        run = simulation(4, max_staleness, max_concurrent=max_concurrent).run(100)
+        assert max(run.staleness) <= max_staleness
+
+
+@pytest.mark.parametrize("oversampled", [1, 2, 5])
+@pytest.mark.parametrize("groups_per_iteration", [1, 3, 8])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+def test_over_sampling_keeps_the_bound_and_every_batch_can_be_taken(
+    max_staleness: int, groups_per_iteration: int, oversampled: int
+) -> None:
+    num = 100 * groups_per_iteration
+    run = simulation(groups_per_iteration, max_staleness, seed=2, oversampled=oversampled, total_groups=num).run(100)
+    assert len(run.trained) == len(set(run.trained)) == num
+    assert max(run.staleness) <= max_staleness
+
+
+def test_over_sampling_is_faster_than_waiting_for_stragglers() -> None:
+    for max_staleness in (0, 1):
+        patient, hasty = (simulation(8, max_staleness, seed=1, oversampled=extra).run(200).clock for extra in (0, 4))
+        assert hasty < patient / 2
+
+
+def test_admission_alone_lets_stragglers_become_far_too_old() -> None:
+    run = simulation(8, max_staleness=1)
+    run.takes_by_rule = False
+    assert max(run.run(200).staleness) > 10
+
+
+def test_more_staleness_gives_more_iterations_in_the_same_time() -> None:
+    seconds = [simulation(8, max_staleness, seed=1).run(200).clock for max_staleness in STALENESSES]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < seconds[0] / 2
+
+
+def test_nothing_old_is_ever_overdue_when_both_rules_are_kept() -> None:
+    run = simulation(3, max_staleness=2)
+    for num_iterations in range(1, 60):
+        run.run(num_iterations).book.begin_take(run.version)
+        assert "stale" not in {drop.reason for drop in run.book.tally.drain()}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_the_bound_holds_after_a_resume_from_any_iteration(max_staleness: int) -> None:
+    for stop in range(1, 20):
+        before = simulation(4, max_staleness, seed=stop).run(stop)
+        in_flight = before.book.state_dict()["in_flight"]
+        resumed = before.resumed().run(stop + 30)
+        assert max(resumed.staleness) <= max_staleness
+        assert len(resumed.trained) == len(set(resumed.trained)) == (stop + 30) * 4
+        dropped = {int(drop.prompt_id[1:]) for drop in resumed.book.tally.drain()}
+        assert set(in_flight) <= set(resumed.trained) | dropped
+
+
+# ---------------------------------------------------------------------- random sequences of events
+
+
+class Controller(RuleBasedStateMachine):
+    """Does with the book what a controller may do, in any order, and checks it after each step."""
+
+    @initialize(
+        per_iteration=st.integers(1, 3),
+        max_staleness=st.sampled_from(STALENESSES),
+        oversampled=st.integers(0, 2),
+        num_iterations=st.none() | st.integers(1, 6),
+        others=st.fixed_dictionaries(
+            {
+                "group_size": st.integers(1, 2),
+                "max_concurrent": st.none() | st.integers(1, 5),
+                "redraw_stragglers": st.booleans(),
+                "incomplete_groups": st.sampled_from(["train", "redraw", "drop"]),
+            }
+        ),
+    )
+    def begin(
+        self,
+        per_iteration: int,
+        max_staleness: int,
+        oversampled: int,
+        num_iterations: int | None,
+        others: dict[str, Any],
+    ) -> None:
+        others["total_groups"] = None if num_iterations is None else num_iterations * per_iteration
+        others["group_filter"] = drops_negative
+        self.settings = rules(per_iteration, max_staleness, oversampled=oversampled, **others)
+        self.book = GroupBook(self.settings)
+        self.next_position = 0
+        self.version = self.served = 0  # of the trainer and of the engine
+        self.is_waiting = False  # for a batch
+        self.trained: list[int] = []
+        self.gone: list[int] = []  # groups dropped or given up
+        self.num_drops: Counter[str] = Counter()  # trajectories, by reason
+
+    # ---- what happens
+
+    @precondition(lambda self: self.is_waiting or self.settings.max_staleness > 0)
+    @rule()
+    def start(self) -> None:
+        for running in start_all(self.book, self.served, self.next_position):
+            self.next_position = max(self.next_position, running.group.id + 1)
+        planned = self.book.state_dict()["in_flight"]
+        self.next_position = max([self.next_position, *(position + 1 for position in planned)])
+
+    @precondition(lambda self: self.book.running)
+    @rule(data=st.data(), reward=st.sampled_from([1.0, 1.0, 1.0, -1.0, None]), is_late=st.booleans())
+    def end_trajectory(self, data: st.DataObject, reward: float | None, is_late: bool) -> None:
+        running = self.book.running[data.draw(st.sampled_from(sorted(self.book.running)))]
+        sample = data.draw(st.sampled_from(sorted(set(range(self.settings.group_size)) - set(running.results))))
+        version = self.served if is_late else running.started_version
+        trajectory = trajectory_of(running, sample, version=version, reward=reward) if reward is not None else None
+        self.record(running, sample, trajectory)
+
+    def record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
+        group = running.group
+        if self.book.record(running, sample, trajectory):
+            self.book.settle(group)
+            if group.id not in self.book.finished:
+                self.gone.append(group.id)
+                is_incomplete = len(group.trajectories) < self.settings.group_size
+                is_dropped_for_it = is_incomplete and self.settings.incomplete_groups != "train"
+                reason = "incomplete" if is_dropped_for_it else "filtered_rule"
+                self.num_drops[reason] += len(group.trajectories)
+        elif group.id not in self.book.running:
+            assert self.settings.incomplete_groups == "redraw"
+            self.num_drops["incomplete"] += len(group.trajectories)
+
+    @precondition(lambda self: self.version - self.served <= self.settings.max_staleness)
+    @rule()
+    def wait_for_a_batch(self) -> None:
+        finished = [group for group, _ in self.book.finished.values()] + self.book.taken
+        self.book.begin_take(self.version)
+        stale = [group for group in finished if group.id not in self.book.finished]
+        assert not stale or self.settings.num_oversampled
+        self.num_drops["stale"] += sum(len(group.trajectories) for group in stale)
+        self.is_waiting = True
+        self.start()
+        self.take()
+
+    def take(self) -> None:
+        running = dict(self.book.running)
+        batch = self.book.take(self.version)
+        if batch.group_ids is None:
+            assert self.book.taken == []
+            self.redraw(self.book.stragglers(batch, self.served))
+            return
+        self.is_waiting = False
+        assert [group.id for group in self.book.taken] == batch.group_ids
+        assert len(batch.group_ids) == self.settings.groups_per_iteration
+        assert all(self.version - group.oldest_version <= self.settings.max_staleness for group in self.book.taken)
+        self.gone += batch.gives_up
+        for group_id in batch.gives_up:
+            results = running[group_id].results.values() if group_id in running else []
+            self.num_drops["oversampled"] += self.settings.group_size - sum(item is None for item in results)
+
+    def redraw(self, group_ids: list[int]) -> None:
+        for group_id in group_ids:
+            before = self.book.running[group_id]
+            after = self.book.start(group_id, self.book.redraw(group_id), self.served)
+            assert after.started_version > before.started_version
+            assert after.seed_name != before.seed_name
+            failed = sum(item is None for item in before.results.values())
+            self.num_drops["straggler"] += self.settings.group_size - failed
+
+    @precondition(lambda self: self.book.taken)
+    @rule()
+    def train(self) -> None:
+        self.trained += [group.id for group in self.book.taken]
+        self.book.commit()
+        self.version += 1
+
+    @rule()
+    def sync(self) -> None:
+        self.served = self.version
+
+    @precondition(lambda self: self.version - self.served <= self.settings.max_staleness)
+    @rule(num_iterations=st.integers(1, 4), num_stragglers=st.integers(0, 2))
+    def iterate(self, num_iterations: int, num_stragglers: int) -> None:
+        """Iterations of a batch, an update and a sync, as far as the same stragglers, which never finish, allow it."""
+        stragglers = None
+        for _ in range(num_iterations):
+            self.wait_for_a_batch()
+            stragglers = sorted(self.book.running)[:num_stragglers] if stragglers is None else stragglers
+            self.finish_all(but=stragglers)
+            self.wait_for_a_batch()
+            if not self.book.taken:
+                return
+            self.train()
+            self.sync()
+
+    def finish_all(self, *, but: Collection[int] = ()) -> None:
+        for running in [item for group_id, item in self.book.running.items() if group_id not in but]:
+            for sample in set(range(self.settings.group_size)) - set(running.results):
+                self.record(running, sample, trajectory_of(running, sample, version=running.started_version))
+
+    @rule()
+    def resume(self) -> None:
+        before, state = self.book, json.loads(json.dumps(self.book.state_dict()))
+        self.book = GroupBook(self.settings)
+        self.book.load_state_dict(state)
+        assert self.book.state_dict() == state
+        if not before.running and not self.is_waiting:
+            before, after = copy.deepcopy(before), copy.deepcopy(self.book)
+            for book in (before, after):
+                book.begin_take(self.version)
+            assert before.take(self.version) == after.take(self.version)
+            assert {item.id for item in before.taken} == {item.id for item in after.taken}
+            assert before.state_dict() == after.state_dict()
+        before.tally.drain()
+        self.book.tally = before.tally
+        self.served, self.is_waiting = self.version, False
+
+    @rule()
+    def finish_everything(self) -> None:
+        """Whatever came before, a batch can be taken once all that runs has finished."""
+        total = self.settings.total_groups
+        if total is not None and len(self.trained) + self.settings.groups_per_iteration > total:
+            return
+        self.served = self.version
+        for _ in range(100):
+            self.wait_for_a_batch()
+            if not self.is_waiting:
+                return
+            self.finish_all()
+        raise AssertionError("no batch could be taken")
+
+    # ---- what always holds
+
+    @invariant()
+    def every_position_is_in_exactly_one_place(self) -> None:
+        book = self.book
+        finished, taken = list(book.finished), [group.id for group in book.taken]
+        waiting = [position for position in book.state_dict()["in_flight"] if position not in book.running]
+        places = [*waiting, *book.running, *finished, *taken, *self.trained, *self.gone]
+        assert sorted(places) == list(range(self.next_position))
+
+    @invariant()
+    def no_more_groups_start_than_the_bounds_allow(self) -> None:
+        book, settings = self.book, self.settings
+        accepted = len(book.finished) + len(book.taken) + len(self.trained)
+        num = len(book.state_dict()["in_flight"]) + accepted
+        ahead = settings.max_staleness + self.served + 1
+        assert num <= ahead * settings.groups_per_iteration + settings.num_oversampled
+        assert settings.total_groups is None or num <= settings.total_groups
+        assert settings.max_concurrent is None or len(book.running) <= settings.max_concurrent
+
+    @invariant()
+    def the_counts_add_up(self) -> None:
+        assert self.book.num_consumed == len(self.trained)
+        drops = Counter(drop.reason for drop in self.book.tally.drain())
+        assert drops == +self.num_drops
+        self.num_drops.clear()
+        dropped = self.book.tally.drain_groups()
+        self.num_gone = getattr(self, "num_gone", 0) + sum(dropped.values())
+        assert self.num_gone == len(self.gone)
+
+
+TestController = Controller.TestCase
+TestController.settings = hypothesis_settings(
+    max_examples=200,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],  # shrinking takes minutes; add Phase.shrink to debug a failure
+)
