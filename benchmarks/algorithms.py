@@ -3,21 +3,21 @@
     python -m benchmarks.algorithms [--algorithms GRPO,DAPO] [--seeds 3] [--iterations 60] [--out benchmarks/algorithms]
                                     [--late-seeds 6] [--late-iterations 120]
 
-The task is the quickstart's, the largest of four digits. All begin with the same model of 0.8 M parameters, which has
-imitated answers of which 6 in 10 merely name the first digit, and see the same number of trajectories per iteration,
-in two updates. The curve is the mean reward of what is trained on: sampled, not greedy. Algorithms whose names end in
-`8 versions late` roll out up to 8 versions ahead: GRPO as it is (naive), decoupled, with a guessed proximal policy, and
-M2PO; the first two also at a third of the learning rate, in two and in four updates. These run longer and over more
-seeds, for what staleness does shows late; the table's last lines compare them with naive, seed by seed.
+The task is the quickstart's, the largest of four digits. All start from the same model of 0.8 M parameters, which has
+imitated answers of which 6 in 10 just name the first digit, and use the same number of trajectories per iteration, in
+two updates. The curve is the mean reward of the training data: sampled, not greedy. Algorithms with names that end in
+`8 versions late` roll out up to 8 versions ahead: GRPO as it is (naive), decoupled, with a guessed proximal policy,
+and M2PO; the first two also at a third of the learning rate, in two and in four updates. These run longer and over more
+seeds, because the effects of staleness show late; the table's last lines compare them with naive, seed by seed.
 
-Distillation is no rival of the others: it learns from a teacher that had RL before, the model that GRPO's run with seed
-0 ends with, and trains on no reward. Its curve is the reward of what the student samples, which is only measured; it
-shows how fast and how near the student comes to its teacher, which is where the gray curve ends.
+Distillation does not compete with the others: its teacher, the final model of GRPO's run with seed 0, has had RL, and
+it trains on no reward. Its curve is the reward of the student's samples, which is only measured; it shows how fast and
+how close the student gets to its teacher, which is where the gray curve ends.
 
-Each run is a process of its own, one after another, and leaves a file in the output folder; a run whose file is there,
-or that `curves.csv` has, is not repeated, so more seeds or algorithms can be added, and a killed benchmark goes on. To
-repeat one, take its lines out of `curves.csv` and remove its file in `runs/`. `curves.csv` has a line per algorithm,
-seed and iteration; `curves.png` a panel per algorithm, with GRPO, or the naive loss of the late ones, in gray.
+Each run is a separate process, one after another, and leaves a file in the output folder. A run is not repeated if its
+file exists or `curves.csv` has it, so seeds or algorithms can be added, and a killed benchmark resumes. To repeat one,
+remove its lines from `curves.csv` and its file in `runs/`. `curves.csv` has a line per algorithm, seed and iteration;
+`curves.png` has a panel per algorithm, with GRPO, or the naive loss for the late ones, in gray.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LATE = " 8 versions late"
 SLOW = " at lr 1e-4" + LATE  # a third of the others'
 SMALL_STEPS = " at lr 1e-4 in 4 updates" + LATE  # an iteration is cut into 4 instead of 2
 
-# Class and settings, beside those that all share; a teacher is a folder within the output folder.
+# Class and settings, besides the shared ones; a teacher is a folder within the output folder.
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO": ("GRPO", {}),
     "Dr. GRPO": ("DrGRPO", {}),
@@ -83,14 +83,14 @@ COLUMNS = ("algorithm", "seed", "iteration", "reward", "staleness_versions", "se
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="names, with commas between them")
+    parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="names, separated by commas")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=60)
-    parser.add_argument("--late-seeds", type=int, default=6, help="of those 8 versions late")
+    parser.add_argument("--late-seeds", type=int, default=6, help="of the algorithms that are 8 versions late")
     parser.add_argument("--late-iterations", type=int, default=120)
     parser.add_argument("--out", type=Path, help="benchmarks/algorithms; with --quick runs/algorithms_quick")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="seconds; numbers without meaning")
+    parser.add_argument("--quick", action="store_true", help="takes seconds; the numbers mean nothing")
     parser.add_argument("--run", nargs=2, metavar=("ALGORITHM", "SEED"), help=argparse.SUPPRESS)  # one, in this process
     options = parser.parse_args(arguments)
     if options.quick:
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = options.algorithms.split(",")
     unknown = [name for name in names if name not in ALGORITHMS]
     if unknown:
-        parser.error(f"unknown algorithm {unknown[0]!r}; there are {', '.join(ALGORITHMS)}")
+        parser.error(f"unknown algorithm {unknown[0]!r}; choose from {', '.join(ALGORITHMS)}")
     report = Report(
         "algorithms",
         iterations=options.iterations,
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_start(out: Path, *, steps: int) -> Path:
-    """The model that all runs begin with, made once."""
+    """The model that all runs start from, made once."""
     folder = out / "start"
     if (folder / "config.json").exists():
         return folder
@@ -165,7 +165,7 @@ def make_start(out: Path, *, steps: int) -> Path:
 
 
 def make_teacher(options: argparse.Namespace) -> None:
-    """The model that GRPO's run with seed 0 ends with, made once."""
+    """The final model of GRPO's run with seed 0, made once."""
     folder = options.out / "teacher"
     if (folder / "config.json").exists():
         return
@@ -175,7 +175,7 @@ def make_teacher(options: argparse.Namespace) -> None:
 
 
 def run_alone(name: str, seed: int, options: argparse.Namespace) -> None:
-    """One run, in a process that ends with it."""
+    """One run, in a separate process."""
     command = [sys.executable, "-m", "benchmarks.algorithms", "--run", name, str(seed), "--out", str(options.out)]
     iterations = options.late_iterations if name.endswith(LATE) else options.iterations
     command += ["--iterations", str(iterations), "--threads", str(options.threads)]
@@ -184,7 +184,7 @@ def run_alone(name: str, seed: int, options: argparse.Namespace) -> None:
 
 
 def train(name: str, seed: int, options: argparse.Namespace) -> None:
-    """One run, and its file."""
+    """One run, saved to its file."""
     curve = make_curve()
     fit(name, seed, options, curve)
     write_run(run_file(options.out, name, seed), ({"algorithm": name, "seed": seed, **row} for row in curve.rows))
@@ -272,7 +272,7 @@ def read_runs(out: Path, names: Sequence[str]) -> list[dict[str, str]]:
 
 
 def unpack_runs(out: Path) -> None:
-    """The files of the runs that `curves.csv` has, where they are missing, as in a fresh checkout."""
+    """Writes missing files of the runs in `curves.csv`, as in a fresh checkout."""
     if not (out / "curves.csv").exists():
         return
     with (out / "curves.csv").open(newline="") as file:
@@ -294,17 +294,17 @@ def write_run(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def mean_and_spread(rows: Sequence[dict[str, str]], name: str) -> tuple[list[int], list[float], list[float]]:
     """Iterations, mean reward over seeds, and its standard deviation (0 for one seed)."""
-    found: dict[int, list[float]] = {}
+    rewards: dict[int, list[float]] = {}
     for row in rows:
         if row["algorithm"] == name:
-            found.setdefault(int(row["iteration"]), []).append(float(row["reward"]))
-    iterations = sorted(found)
-    means = [statistics.mean(found[k]) for k in iterations]
-    return iterations, means, [statistics.stdev(found[k]) if len(found[k]) > 1 else 0.0 for k in iterations]
+            rewards.setdefault(int(row["iteration"]), []).append(float(row["reward"]))
+    iterations = sorted(rewards)
+    means = [statistics.mean(rewards[k]) for k in iterations]
+    return iterations, means, [statistics.stdev(rewards[k]) if len(rewards[k]) > 1 else 0.0 for k in iterations]
 
 
 def yardstick_of(name: str) -> str:
-    """What an algorithm is compared with: GRPO, or the naive loss as late and in the same steps."""
+    """What an algorithm is compared with: GRPO, or the naive loss with the same staleness and steps."""
     ending = next((ending for ending in (SMALL_STEPS, SLOW, LATE) if name.endswith(ending)), None)
     return "GRPO" if ending is None else f"naive{ending}"
 
@@ -315,9 +315,9 @@ def last_reward(rewards: Sequence[float]) -> float:
 
 
 def against(rows: Sequence[dict[str, str]], name: str, other: str) -> dict[str, float]:
-    """What `name` reaches less what `other` reaches with the same seed: mean and standard error over seeds.
+    """Reward of `name` minus reward of `other` with the same seed: mean and standard error over seeds.
 
-    At the end of the run and over all of it. Empty for fewer than two common seeds, and for `other` itself.
+    Both at the end of the run and over all of it. Empty for fewer than two common seeds, and for `other` itself.
     """
     runs: dict[str, dict[str, list[float]]] = {name: {}, other: {}}
     for row in rows:
@@ -326,12 +326,12 @@ def against(rows: Sequence[dict[str, str]], name: str, other: str) -> dict[str, 
     seeds = sorted(runs[name].keys() & runs[other].keys())
     if name == other or len(seeds) < 2:
         return {}
-    found: dict[str, float] = {"pairs": len(seeds)}
+    comparison: dict[str, float] = {"pairs": len(seeds)}
     for where, measure in (("last", last_reward), ("whole", statistics.mean)):
         differences = [measure(runs[name][seed]) - measure(runs[other][seed]) for seed in seeds]
-        found[f"{where}_difference"] = round(statistics.mean(differences), 4)
-        found[f"{where}_error"] = round(statistics.stdev(differences) / len(seeds) ** 0.5, 4)
-    return found
+        comparison[f"{where}_difference"] = round(statistics.mean(differences), 4)
+        comparison[f"{where}_error"] = round(statistics.stdev(differences) / len(seeds) ** 0.5, 4)
+    return comparison
 
 
 def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
@@ -370,7 +370,7 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
         axis.set_xlabel("iteration")
     for axis in axes[:, 0]:
         axis.set_ylabel("reward")
-    figure.suptitle("mean reward of sampled answers: mean ± deviation over seeds, whose number is in parentheses")
+    figure.suptitle("mean reward of sampled answers: mean ± deviation over seeds (number in parentheses)")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

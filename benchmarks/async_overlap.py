@@ -3,20 +3,19 @@
     python -m benchmarks.async_overlap [--quick] [--rollout-to-update 0.9,2] [--threads 2]
     python -m benchmarks.async_overlap --engine sglang --threads 1        also η = 8
 
-The engine plays recorded lengths back as a remote server would: a long tail, one pace for all tokens, as many requests
-at once as come, no work for this computer. A weight sync interrupts it for real: what runs stops between two tokens and
-goes on under the new version. The update is real work of fixed size: forward, backward and AdamW on the same number of
-trajectories in every iteration.
+The engine plays back recorded lengths as a remote server would: a long tail, one pace for all tokens, any number of
+concurrent requests, no work for this computer. A weight sync really interrupts it: running completions stop between two
+tokens and continue with the new version. The update is real work of fixed size: forward, backward and AdamW on the same
+number of trajectories in every iteration.
 
-The pace is set by the fastest update of a first run: the longest completion takes `rollout_to_update` updates.
-Where that is at most 1, the update can hide the rollout: iterations then take as long as updates (η ≥ 1), and the
-trainer idles (phase `rollout`, over the whole) for at most the 5 % that are the goal. Where it is 2, η = 1 cannot hide
-it all.
+The fastest update of a first run sets the pace: the longest completion takes `rollout_to_update` updates. If that is at
+most 1, the update can hide the rollout: with η ≥ 1 iterations take as long as updates, and the goal is that the trainer
+idles (phase `rollout` over the whole) for at most 5 %. If it is 2, η = 1 cannot hide all of it.
 
-With `--engine sglang` the same playback stands behind the fake server, in a process of its own: SGLangEngine asks it
-over HTTP, and every sync is a real one (pause, a folder in shared memory that the server reads and hashes, checksums,
-resume). Lengths are then lognormal: 95th percentile 3.7 times the median, the longest of 128 6 times the mean. The
-distribution is made up, not recorded from a server on GPUs; and the server's pace does not depend on its load.
+With `--engine sglang` the same playback runs behind the fake server in another process: SGLangEngine sends it HTTP
+requests, and every sync is real (pause, a folder in shared memory that the server reads and hashes, checksums, resume).
+Lengths are then lognormal: 95th percentile 3.7 times the median, the longest of 128 6 times the mean. The distribution
+is made up, not recorded from a server on GPUs, and the server's pace does not depend on its load.
 
 Columns: iterations/s and their ratio to η = 0 round by round; `idle_fraction`; staleness reached, in versions; the
 fraction of trajectories written by two or more weight versions; the time of a sync; how busy the server process was.
@@ -72,16 +71,16 @@ WARM_UP = 3  # iterations that fill the pipeline, not measured
 
 
 class PlaybackEngine(RolloutEngine):
-    """A remote server of which only the clock is left: completions of recorded lengths, at a fixed pace.
+    """The clock of a remote server: completions of recorded lengths, at a fixed pace.
 
-    Its clock stands still while it is paused or loads. A completion sleeps until its last token is due, and then reads
-    from the history of loads which version wrote each token; so it costs this computer one or two wake-ups, however
-    many tokens it has and however often it was interrupted. Tokens and logprobs are those of a uniform policy.
+    The clock stops while it is paused or loads. A completion sleeps until its last token is due, then reads from the
+    history of loads which version wrote each token; so it costs this computer one or two wake-ups, whatever its length
+    and the number of interruptions. Tokens and logprobs are those of a uniform policy.
 
     Args:
-        lengths: of the completions, by position of the prompt and number of the sample, over and over.
+        lengths: of the completions, by position of the prompt and number of the sample; the list repeats.
         group_size: G, samples of a prompt.
-        seconds_per_token: the server's pace, whatever its load.
+        seconds_per_token: the server's pace, at any load.
         load_s: how long a weight load interrupts it.
     """
 
@@ -98,8 +97,8 @@ class PlaybackEngine(RolloutEngine):
         self._is_paused = False
         self._is_loading = False
         self._is_closed = False
-        self._clock_s = 0.0  # when it was last stopped or started
-        self._runs_since: float | None = time.monotonic()  # None while it stands still
+        self._clock_s = 0.0  # when the clock last stopped or started
+        self._runs_since: float | None = time.monotonic()  # None while the clock is stopped
         self._loads: list[tuple[float, int]] = []  # clock and version
         self._writers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
@@ -140,7 +139,7 @@ class PlaybackEngine(RolloutEngine):
         with self._lock:
             self._is_loading = True
             self._set_clock()
-        for _ in buckets:  # what a server would be sent
+        for _ in buckets:  # what would be sent to a server
             pass
         time.sleep(self.load_s)
         with self._lock:
@@ -156,11 +155,11 @@ class PlaybackEngine(RolloutEngine):
         for loop, closed in writers:
             try:
                 loop.call_soon_threadsafe(closed.set)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed: nothing waits any more
                 continue
 
     def clock_s(self) -> float:
-        """The time during which it has been writing."""
+        """The seconds for which it has been writing."""
         with self._lock:
             return self._clock_s + (0.0 if self._runs_since is None else time.monotonic() - self._runs_since)
 
@@ -171,7 +170,7 @@ class PlaybackEngine(RolloutEngine):
         self._runs_since = None if self._is_paused or self._is_loading else now
 
     async def _sleep_until(self, due_s: float) -> None:
-        """Sleeps until the clock shows `due_s`; woken early by `close` only."""
+        """Sleeps until the clock shows `due_s`; only `close` wakes it early."""
         writer = (asyncio.get_running_loop(), asyncio.Event())
         with self._lock:
             self._writers.add(writer)
@@ -181,31 +180,31 @@ class PlaybackEngine(RolloutEngine):
                 if left_s <= 0:
                     return
                 with contextlib.suppress(asyncio.TimeoutError):
-                    # While the clock stands still `left_s` stays the same: look again in a moment.
+                    # While the clock is stopped `left_s` stays the same: check again in a moment.
                     await asyncio.wait_for(writer[1].wait(), max(left_s, _SHORTEST_SLEEP_S))
         finally:
             with self._lock:
                 self._writers.discard(writer)
-        raise EngineError("PlaybackEngine was closed before the completion was finished.")
+        raise EngineError("PlaybackEngine was closed before the completion finished.")
 
     def _versions(self, written_s: list[float]) -> list[int]:
-        """The version that served at each of these readings of the clock."""
+        """The weight version at each of these clock times."""
         with self._lock:
             loads = list(self._loads)
         return [loads[bisect.bisect_right(loads, (clock_s, math.inf)) - 1][1] for clock_s in written_s]
 
 
 class PlayedModel(ScriptedModel):
-    """The playback behind the fake server: as many tokens as a request asks for, at its pace, each with its version."""
+    """The playback behind the fake server: as many tokens as requested, at its pace, each with its version."""
 
     def __init__(self, vocab_size: int, seconds_per_token: float) -> None:
         super().__init__(vocab_size=vocab_size)
-        # The request says how long its completion is, and loading takes the time that it takes.
+        # The request sets the length of its completion, and loading takes its real time.
         self._playback = PlaybackEngine([sys.maxsize], group_size=1, seconds_per_token=seconds_per_token, load_s=0.0)
         self._playback.start(Qwen3Config(vocab_size=vocab_size))
 
     async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
-        if run.params["max_new_tokens"] == 0:  # the probe of a sync asks for its prompt's logprobs
+        if run.params["max_new_tokens"] == 0:  # the probe of a sync, which requests its prompt's logprobs
             return "length"
         sampling = Sampling(max_new_tokens=run.params["max_new_tokens"], seed=run.params["sampling_seed"])
         (completion,) = await self._playback.generate(run.prompt, sampling, session="0:/0")
@@ -226,7 +225,7 @@ class PlayedModel(ScriptedModel):
 
 
 class PlayedServer(FakeServerProcess):
-    """A fake server with the playback behind it, in a process of its own."""
+    """A fake server with the playback behind it, in another process."""
 
     def __init__(self, seconds_per_token: float) -> None:
         super().__init__()
@@ -245,7 +244,7 @@ async def serve(seconds_per_token: float) -> None:
 
 
 class PlayedSGLangEngine(SGLangEngine):
-    """Asks for completions of recorded lengths, by position of the prompt and number of the sample, over and over."""
+    """Requests completions of recorded lengths, by position of the prompt and number of the sample."""
 
     def __init__(self, lengths: Sequence[int], *, group_size: int, url: str) -> None:
         super().__init__(urls=[url])
@@ -262,7 +261,7 @@ class PlayedSGLangEngine(SGLangEngine):
 
 @dataclass
 class Timeline(lightrl.RLCallback):
-    """What a run's iterations took, and what they were trained on."""
+    """Times and training data of a run's iterations."""
 
     seconds: list[float] = field(default_factory=list)
     rollout_s: list[float] = field(default_factory=list)
@@ -335,7 +334,7 @@ def measure(
     arguments: argparse.Namespace,
     server: PlayedServer | None = None,
 ) -> dict[str, Any]:
-    """All rows of one pace; gives the ratios to η = 0 and the idle fractions."""
+    """Adds all rows of one pace; returns the ratios to η = 0 and the idle fractions."""
     seconds_per_token = rollout_to_update * update_s / arguments.cap
     etas = [int(eta) for eta in arguments.max_staleness.split(",")]
     timelines: dict[str, list[Timeline]] = {str(eta): [] for eta in etas}
@@ -390,7 +389,7 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["playback", "sglang"], default="playback")
-    parser.add_argument("--max-staleness", help="0,1,2,4 and, with sglang, 8 if not given")
+    parser.add_argument("--max-staleness", help="default: 0,1,2,4 and, with sglang, 8")
     parser.add_argument("--rollout-to-update", default="0.9,2", help="longest completion, in updates")
     parser.add_argument("--prompts", type=int, default=16, help="P")
     parser.add_argument("--group-size", type=int, default=8, help="G")
@@ -422,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         group_size=arguments.group_size,
         cap_tokens=arguments.cap,
     )
-    # The fastest, so that a busy moment does not make the pace slower than the updates that are measured later.
+    # The fastest, so that a busy moment does not make the pace slower than the updates measured later.
     update_s = min(train(0, make_engine(1e-5, arguments, None), 8, arguments).update_s[WARM_UP:])
     summary: dict[str, Any] = {}
     for ratio in arguments.rollout_to_update.split(","):

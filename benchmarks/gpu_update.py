@@ -2,17 +2,17 @@
 
     python -m benchmarks.gpu_update [--quick] [--models qwen3-0.6b,qwen3-1.7b] [--tokens 4096,8192,16384] [--repeats 5]
 
-Both contenders have the same random weights in bfloat16, the same trajectories (completions of lengths.py, a quarter
-prompt on top) and fused AdamW, and take turns. A round is one microbatch of so many tokens without padding.
+Both contenders have the same random weights in bfloat16, the same trajectories (completions of lengths.py, with prompts
+of a quarter of the longest) and fused AdamW, and take turns. A round is one microbatch of a number of unpadded tokens.
 
     plain    a Hugging Face training loop: rows padded to the longest, an attention mask, logits of every position,
              their cross entropy at loss tokens; as many rows at a time as fit `--plain-tokens` padded tokens
     lightrl  SingleModel: one packed row, the output head at loss tokens only, entropies as well
 
-`update` is forward, backward and optimizer step, `logprobs` a forward without gradient. MFU counts what the model needs
-on real tokens, the head at loss tokens only, causal attention by half, nothing twice; it is the share of `--tflops`,
-an H200's 989 for dense bfloat16 by its data sheet. `state_gib` is parameters, gradients and both moments, and
-`activations_gib` what the layers keep of a microbatch on paper; `memory_gib` is measured, the peak of an update.
+`update` is forward, backward and optimizer step, `logprobs` a forward without gradient. MFU counts only what the model
+needs for real tokens: the head at loss tokens, half of causal attention, nothing twice; it is the share of `--tflops`,
+by default an H200's 989 for dense bfloat16 from its data sheet. `state_gib` is parameters, gradients and both moments;
+`activations_gib` is what the layers keep of a microbatch, on paper; `memory_gib` is the measured peak of an update.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_config(name: str) -> PretrainedConfig:
 
 
 def flops(config: PretrainedConfig, lengths: Sequence[int], num_loss_tokens: int, *, has_backward: bool) -> float:
-    """Of one pass over sequences of these lengths; a backward costs two forwards."""
+    """FLOPs of one pass over sequences of these lengths; a backward costs two forwards."""
     tokens = sum(lengths)
     layers = config.num_hidden_layers
     matrices = layers * layer_parameters(config) * tokens + config.vocab_size * config.hidden_size * num_loss_tokens
@@ -61,7 +61,7 @@ def flops(config: PretrainedConfig, lengths: Sequence[int], num_loss_tokens: int
 
 
 def make_parts(tokens: int, longest: int, vocab_size: int) -> Experience:
-    """Groups of completions with a quarter of `longest` as prompt, about `tokens` of them together."""
+    """Groups of completions, about `tokens` tokens in total; prompts are a quarter of `longest`."""
     prompt = longest // 4
     num = max(1, round(tokens / (GROUP_SIZE * (prompt + longest / 4)))) * GROUP_SIZE
     return make_experience(prompt, skewed_lengths(num, longest), vocab_size)
@@ -139,7 +139,7 @@ class Contest:
         return run
 
     def peak_bytes(self, function: Callable[[], None]) -> int | None:
-        """Largest memory that tensors took while the function ran; None without a GPU."""
+        """Peak memory of tensors while the function ran; None without a GPU."""
         if self.device != "cuda":
             return None
         torch.cuda.reset_peak_memory_stats()
@@ -181,8 +181,8 @@ def measure(report: Report, name: str, tokens: int, given: argparse.Namespace, d
         timed = {side: contest.timed(function) for side, function in contenders.items()}
         seconds = interleaved(timed, repeats=given.repeats)
         work = flops(config, lengths, experience.num_loss_tokens, has_backward=has_backward)
-        for side, found in seconds.items():
-            middle = statistics.median(found)
+        for side, times in seconds.items():
+            middle = statistics.median(times)
             peak = peaks[side]
             report.add(
                 what,
@@ -191,7 +191,7 @@ def measure(report: Report, name: str, tokens: int, given: argparse.Namespace, d
                 tokens=sum(lengths),
                 tokens_per_s=round(sum(lengths) / middle),
                 mfu=round(work / middle / (given.tflops * 1e12), 4),
-                **({} if side == "plain" else median_ratio(seconds["plain"], found)),
+                **({} if side == "plain" else median_ratio(seconds["plain"], times)),
                 memory_gib=None if peak is None else round(peak / gib, 2),
                 state_gib=round(state / gib, 2),
                 activations_gib=round(activations / gib, 2),
@@ -209,15 +209,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plain-tokens", type=int, default=16384, help="padded tokens at a time of the plain loop")
     parser.add_argument("--tflops", type=float, default=989.0, help="of the GPU in bfloat16, dense")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, on the CPU where there is no GPU")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, on the CPU if there is no GPU")
     given = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if given.quick:
         given.models, given.tokens, given.longest, given.plain_tokens, given.repeats = "tiny", "256", 32, 256, 1
     elif device == "cpu":
         raise SystemExit(
-            "benchmarks.gpu_update: torch sees no GPU, expected one: not run. Start it where there is an NVIDIA GPU, "
-            "or with --quick to try its logic on the CPU."
+            "benchmarks.gpu_update needs an NVIDIA GPU, and torch finds none. Use --quick to try it on the CPU."
         )
     report = Report("gpu_update", dtype="bfloat16" if device == "cuda" else "float32", longest=given.longest)
     ratios: dict[str, float] = {}

@@ -4,28 +4,28 @@
 
 Needs TRL: `pip install -c constraints.txt -e ".[bench]"`.
 
-Each contender is a process that builds its trainer once and then waits between two iterations until this one lets it
-run a few. They run in turns, so a machine whose speed drifts favors nobody, and ratios are made pair by pair.
+Each contender is a process that builds its trainer once, then waits between iterations until this process lets it run a
+few. They take turns, so drift of the machine's speed favors nobody, and ratios are computed pair by pair.
 
     this process ──run 3──► TRL ──seconds──► run 3 ──► lightrl ──seconds──► run 3 ──► lightrl …
 
 Equal on both sides: the model folder (weights, tokenizer), prompts, group size, float32, threads, AdamW with gradient
 clipping, the token-level clipped loss without KL, one update per iteration, logging at every iteration, no checkpoints.
-The learning rate is 0, so the policy and with it the completions stay the same while the same work is done.
+The learning rate is 0, so the policy and its completions stay the same while the same work is done.
 
     short    the quickstart's task: 32 prompts × 16, at most 4 new tokens, sampled; the end token ends a completion
-    skewed   16 prompts × 8, at most 128 new tokens, lengths forced by one list (lengths.py); the reward is another one,
-             for no completion is right and TRL would have nothing to learn from equal rewards
+    skewed   16 prompts × 8, at most 128 new tokens, lengths forced by one list (lengths.py); the reward differs, since
+             no completion is correct and TRL could not learn from equal rewards
 
 TRL has the settings that were fastest on a CPU: sdpa attention, dynamic cache, fused AdamW, no gradient checkpointing,
-the batch size below. lightrl has its defaults: rewards in their killable process, weight sync to the engine at every
-iteration, RolloutMetrics, progress bar; CSV and TensorBoard files besides. Every group is trained on, also where all
-its rewards are equal.
+the batch size below. lightrl has its defaults: rewards in a killable process, weight sync to the engine at every
+iteration, RolloutMetrics, progress bar; plus CSV and TensorBoard files. Every group is trained on, even if all its
+rewards are equal.
 
 Rows of the table:
     trl                 TRL
     lightrl             lightrl
-    lightrl_no_sharing  an ablation: the update sends a group's prompt through the model G times instead of once
+    lightrl_no_sharing  an ablation: the update computes a group's prompt G times instead of once
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.report import Report, interleaved, median_ratio, peak_rss_mib
 
 if TYPE_CHECKING:
-    from lightrl.trajectory import Trajectory
+    from lightrl.engines import Completion, LocalEngine
+    from lightrl.trajectory import Sampling, Trajectory
 
 PROMPT_TOKENS = 5
 MODEL = {
@@ -66,14 +67,14 @@ TARGETS = {"short": 1.3, "skewed": 2.5}
 
 @dataclass(frozen=True)
 class Task:
-    """What an iteration consists of."""
+    """One iteration's work."""
 
     name: str
     num_prompts: int  # P
     group_size: int  # G
     cap: int  # most new tokens
-    trl_batch: int  # TRL's per_device_train_batch_size: the fastest of those tried
-    is_forced: bool  # lengths by the shared list
+    trl_batch: int  # TRL's per_device_train_batch_size, the fastest tried
+    is_forced: bool  # lengths from the shared list
 
     @property
     def num_trajectories(self) -> int:
@@ -87,7 +88,7 @@ class Task:
 
 @dataclass
 class Block:
-    """What a contender did in one turn."""
+    """A contender's measurements of one turn."""
 
     seconds: list[float] = field(default_factory=list)  # of each iteration
     trained_tokens: list[int] = field(default_factory=list)
@@ -100,10 +101,11 @@ class Block:
 
 
 class Turnstile:
-    """Holds a contender between two iterations until the other side lets it run so many.
+    """Holds a contender between iterations until the other side lets it run a number of them.
 
     Args:
-        connection: gets a Block when the turn is over (an empty one at first), gives the number of iterations; 0 ends.
+        connection: sends a Block at the end of each turn, and an empty one first; receives the number of iterations, 0
+            to end.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -114,7 +116,7 @@ class Turnstile:
         self._started = 0.0
 
     def pass_through(self) -> None:
-        """Called between any two iterations, and before the first."""
+        """Called before the first iteration and between iterations."""
         if self._left > 0:
             self.block.seconds.append(time.perf_counter() - self._started)
             self._left -= 1
@@ -127,12 +129,29 @@ class Turnstile:
         self._started = time.perf_counter()
 
 
-# ---------------------------------------------------------------------- the two sides
-
-
 def odd_fraction(trajectory: Trajectory) -> float:
     """A reward that differs within a group, for the skewed task."""
     return sum(token % 2 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
+
+
+def make_engine(task: Task) -> LocalEngine:
+    """A LocalEngine, which ends each completion at its length on the task's list, if there is one."""
+    import lightrl
+    from benchmarks.lengths import session_length
+
+    lengths = task.lengths()
+    if lengths is None:
+        return lightrl.LocalEngine()
+
+    class ForcedLengthEngine(lightrl.LocalEngine):
+        async def generate(
+            self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1
+        ) -> list[Completion]:
+            length = session_length(session, lengths, task.group_size)
+            sampling = replace(sampling, min_new_tokens=length, max_new_tokens=length)
+            return await super().generate(token_ids, sampling, session=session, n=n)
+
+    return ForcedLengthEngine()
 
 
 def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: int, shares_prefixes: bool) -> None:
@@ -140,23 +159,7 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
     import lightrl
-    from benchmarks.lengths import session_length
     from examples.quickstart.task import LargestDigit
-    from lightrl.engines import Completion
-    from lightrl.trajectory import Sampling
-
-    lengths = task.lengths()
-
-    class ForcedLengthEngine(lightrl.LocalEngine):
-        """Ends each completion at its length on the list, by position of the prompt and number of the sample."""
-
-        async def generate(
-            self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1
-        ) -> list[Completion]:
-            assert lengths is not None
-            length = session_length(session, lengths, task.group_size)
-            sampling = replace(sampling, min_new_tokens=length, max_new_tokens=length)
-            return await super().generate(token_ids, sampling, session=session, n=n)
 
     class Measure(lightrl.RLCallback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -174,9 +177,8 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
             turnstile.block.trained_tokens.append(experience.num_loss_tokens)
 
     L.seed_everything(0)
-    engine_class = lightrl.LocalEngine if lengths is None else ForcedLengthEngine
     trainer = lightrl.Trainer(
-        engine=engine_class(),
+        engine=make_engine(task),
         callbacks=[Measure()],
         max_steps=num_iterations,
         accelerator="cpu",
@@ -189,10 +191,10 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
     )
     module = lightrl.GRPO(
         str(folder / "model"),
-        reward="examples.quickstart.reward.exact" if lengths is None else "benchmarks.grpo_vs_trl.odd_fraction",
+        reward="benchmarks.grpo_vs_trl.odd_fraction" if task.is_forced else "examples.quickstart.reward.exact",
         group_size=task.group_size,
-        # With forced lengths the engine draws no end token at all, and the trainer's logprobs are told so.
-        sampling=Sampling(max_new_tokens=task.cap, min_new_tokens=0 if lengths is None else task.cap),
+        # With forced lengths the engine draws no end token, which the trainer's logprobs must take into account.
+        sampling=lightrl.Sampling(max_new_tokens=task.cap, min_new_tokens=task.cap if task.is_forced else 0),
         lr=0.0,
     )
     trainer.fit(module, datamodule=LargestDigit(batch_size=task.num_prompts))
@@ -209,7 +211,7 @@ def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: in
         ProgressCallback,
         TrainerCallback,
     )
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from benchmarks.lengths import ForcedLengths
     from examples.quickstart.task import LargestDigit
@@ -235,7 +237,26 @@ def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: in
             if logs and "completions/mean_length" in logs:
                 turnstile.block.trained_tokens.append(round(logs["completions/mean_length"] * task.num_trajectories))
 
-    settings = GRPOConfig(
+    prompts = LargestDigit(batch_size=task.num_prompts).make_prompts("train")
+    rows = [{"prompt": prompt.id, "answer_ids": prompt.fields["answer_ids"]} for prompt in prompts]
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=exact if lengths is None else odd,
+        args=trl_settings(task, folder, num_iterations),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[Measure()],
+    )
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.train()
+
+
+def trl_settings(task: Task, folder: Path, num_iterations: int) -> Any:
+    """TRL's GRPOConfig."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
         bf16=False,
@@ -264,19 +285,6 @@ def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: in
         use_transformers_continuous_batching=False,
         seed=0,
     )
-    prompts = LargestDigit(batch_size=task.num_prompts).make_prompts("train")
-    rows = [{"prompt": prompt.id, "answer_ids": prompt.fields["answer_ids"]} for prompt in prompts]
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=exact if lengths is None else odd,
-        args=settings,
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_list(rows),
-        callbacks=[Measure()],
-    )
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
-    trainer.train()
 
 
 CONTENDERS: dict[str, Callable[[Task, Turnstile, Path, int], None]] = {
@@ -287,15 +295,12 @@ CONTENDERS: dict[str, Callable[[Task, Turnstile, Path, int], None]] = {
 
 
 def contend(name: str, task: Task, connection: Connection, folder: Path, threads: int, num_iterations: int) -> None:
-    """A contender's process, from start to end."""
+    """A contender's process."""
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output belongs to the measurements
     import torch
 
     torch.set_num_threads(threads)
     CONTENDERS[name](task, Turnstile(connection), folder, num_iterations)
-
-
-# ---------------------------------------------------------------------- in turns
 
 
 class Contender:
@@ -317,10 +322,10 @@ class Contender:
         self.process.start()
         other.close()
         self._tree = psutil.Process(self.process.pid)
-        self._receive()  # it is ready
+        self._receive()  # waits until it is ready
 
     def run(self, num_iterations: int) -> float:
-        """Lets it run so many iterations; their mean wall time in seconds."""
+        """Lets it run this number of iterations; returns their mean wall time in seconds."""
         before = self._tree_cpu_seconds()
         self.connection.send(num_iterations)
         block = self._receive()
@@ -333,7 +338,7 @@ class Contender:
         self.process.join()
 
     def close(self) -> None:
-        """Ends it wherever it is; without effect after `end`."""
+        """Kills it; does nothing after `end`."""
         self.connection.close()
         self.process.terminate()
         self.process.join()
@@ -344,8 +349,7 @@ class Contender:
         except EOFError:
             self.process.join()
             raise RuntimeError(
-                f"The process of {self.name} ended with exit code {self.process.exitcode}, expected an iteration. Its "
-                "traceback is above."
+                f"The process of {self.name} failed with exit code {self.process.exitcode}. See its traceback above."
             ) from None
         return block
 
@@ -357,7 +361,7 @@ class Contender:
 
 
 def save_model(folder: Path) -> None:
-    """The quickstart's model and tokenizer, as an ordinary folder that both sides load."""
+    """Saves the quickstart's model and tokenizer as a folder that both sides load."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -379,12 +383,12 @@ def save_model(folder: Path) -> None:
 
 
 def measure(report: Report, task: Task, names: Sequence[str], arguments: argparse.Namespace) -> float | None:
-    """All rows of one task; gives lightrl's ratio to TRL if both took part."""
+    """Adds all rows of one task; returns lightrl's ratio to TRL if both took part."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo_vs_trl_")))
         save_model(folder / "model")
         turns = arguments.pairs + 1  # the first warms up
-        num_iterations = turns * arguments.iterations + 1  # the last is not measured: it goes on to the end of the run
+        num_iterations = turns * arguments.iterations + 1  # the last runs to the end of training, unmeasured
         contenders: dict[str, Contender] = {}
         for name in names:
             contenders[name] = Contender(name, task, folder / "model", folder / name, arguments.threads, num_iterations)
@@ -420,7 +424,7 @@ def measure(report: Report, task: Task, names: Sequence[str], arguments: argpars
             peak_rss_mib=contender.blocks[-1].peak_rss_mib,
             children_rss_mib=round(contender.children_rss_mib, 1),
         )
-    # Sampled lengths differ by chance only, forced ones not at all.
+    # Sampled lengths differ only by chance, forced ones not at all.
     num_measured = arguments.pairs * arguments.iterations
     tolerance = 0 if task.is_forced else 0.01 * max(tokens.values()) + 4 * (task.num_trajectories / num_measured) ** 0.5
     assert max(tokens.values()) - min(tokens.values()) <= tolerance, f"unequal work: trained tokens {tokens}"
@@ -439,15 +443,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--passive-waiting",
         action="store_true",
-        help="OpenMP threads sleep while they wait; for machines where something else runs",
+        help="OpenMP threads sleep while they wait; for busy machines",
     )
     parser.add_argument("--quick", action="store_true", help="8 prompts × 4, cap 16, two turns of one iteration")
     arguments = parser.parse_args(argv)
     names = arguments.contenders.split(",")
     if "trl" in names and importlib.util.find_spec("trl") is None:
         sys.exit(
-            "TRL is not installed, expected it beside lightrl to compare with. "
-            'Run `pip install -c constraints.txt -e ".[bench]"`, or leave it out with --contenders lightrl.'
+            'TRL is not installed. Run `pip install -c constraints.txt -e ".[bench]"`, or skip it with --contenders '
+            "lightrl."
         )
     if arguments.passive_waiting:
         os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}

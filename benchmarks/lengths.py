@@ -1,8 +1,8 @@
-"""Forced completion lengths: the lists that benchmarks share, and how `model.generate` is made to keep to one.
+"""Forced completion lengths: lists that benchmarks share, and how `model.generate` keeps to one.
 
-A benchmark compares like with like only if both sides draw the same number of tokens, so the end token is banned on
-both until a completion has its length. LocalEngine then ends the row by `max_new_tokens`; `generate` has no length per
-row and must draw the end token there.
+A comparison is only fair if both sides draw the same number of tokens, so both ban the end token until a completion has
+its length. LocalEngine then ends the row by `max_new_tokens`; `generate` has no length per row and must draw the end
+token.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from transformers import LogitsProcessor
 
 
 def equal_lengths(count: int, cap: int) -> list[int]:
-    """All half the cap."""
+    """All lengths are half the cap."""
     return [cap // 2] * count
 
 
 def skewed_lengths(count: int, cap: int, seed: int = 0) -> list[int]:
-    """5 % at the cap, the others at the quantiles of a geometric distribution, a quarter of the cap on average."""
+    """5 % at the cap, the others at quantiles of a geometric distribution; on average a quarter of the cap."""
     num_capped = max(1, round(0.05 * count))
     num_others = count - num_capped
-    wanted = (0.25 * count - num_capped) / num_others * cap
+    target_mean = (0.25 * count - num_capped) / num_others * cap
 
     def others(mean: float) -> list[int]:
         stay = math.log1p(-1 / mean)
         quantiles = [(place + 0.5) / num_others for place in range(num_others)]
         return [min(cap - 1, max(1, math.ceil(math.log1p(-quantile) / stay))) for quantile in quantiles]
 
-    # The cap cuts the tail off, so the distribution's own mean lies above the mean of what is left.
-    low, high = 1.01, 4.0 * max(wanted, 2.0)
+    # The cap cuts off the tail, so the distribution's mean is above the mean of the lengths.
+    low, high = 1.01, 4.0 * max(target_mean, 2.0)
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(others(middle)) < wanted * num_others else (low, middle)
+        low, high = (middle, high) if sum(others(middle)) < target_mean * num_others else (low, middle)
     lengths = others(high) + [cap] * num_capped
     random.Random(seed).shuffle(lengths)
     return lengths
 
 
 def lognormal_lengths(count: int, cap: int, sigma: float = 0.8, seed: int = 0) -> list[int]:
-    """The quantiles of a lognormal distribution, the longest of them the cap.
+    """Quantiles of a lognormal distribution, the longest at the cap.
 
-    With the default sigma, whatever the cap: 95th percentile over median 3.7, mean over median 1.4; of 128, the longest
-    is 6 times the mean.
+    With the default sigma and any cap, the 95th percentile is 3.7 times the median, the mean 1.4 times; of 128 lengths,
+    the longest is 6 times the mean.
     """
     normal = statistics.NormalDist(sigma=sigma)
     logs = [normal.inv_cdf((place + 0.5) / count) for place in range(count)]
@@ -57,19 +57,19 @@ def lognormal_lengths(count: int, cap: int, sigma: float = 0.8, seed: int = 0) -
 
 
 def session_length(session: str, lengths: Sequence[int], group_size: int) -> int:
-    """The length on the list for one of the controller's sessions, `position:prompt/sample`; the list repeats."""
+    """The length for a session of the controller, `position:prompt/sample`; the list repeats."""
     position, sample = int(session.split(":")[0]), int(session.rsplit("/")[-1])
     return lengths[(position * group_size + sample) % len(lengths)]
 
 
 class ForcedLengths(LogitsProcessor):  # type: ignore[misc]
-    """Bans the end token until a row has its length, whose last token is then the end token.
+    """Bans the end token until a row's last token, which it forces to be the end token.
 
     Args:
-        lengths: of each row's completion, the end token included.
+        lengths: of each row's completion, including the end token.
         end_token: its id.
-        prompt_tokens: width of the prompts, padding included.
-        cap: `max_new_tokens`; a row of that length is ended by it and draws no end token. None: it does.
+        prompt_tokens: width of the prompts, including padding.
+        cap: `max_new_tokens`, which ends rows of that length without an end token; None if those draw one too.
     """
 
     def __init__(self, lengths: Sequence[int], *, end_token: int, prompt_tokens: int, cap: int | None = None) -> None:

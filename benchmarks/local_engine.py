@@ -2,18 +2,18 @@
 
     python -m benchmarks.local_engine [--quick] [--models 1M,27M,120M] [--batches 8,64,256]
 
-Equal on both sides: the model and its weights, float32, threads, distinct prompts of 32 tokens (so nothing is gained by
-sharing prefixes), sampling at temperature 1 from the whole vocabulary, and a list of lengths, one per completion. Both
-ban the end token by a mask on the logits until a completion has its length; there `generate` is forced to draw the end
-token (its only way to end a row), while LocalEngine ends the row by its `max_new_tokens`. Both draw exactly the same
-number of tokens. LocalEngine computes the logprobs too, which `generate` is spared.
+Equal on both sides: the model and its weights, float32, threads, distinct prompts of 32 tokens (so sharing prefixes
+gains nothing), sampling at temperature 1 from the whole vocabulary, and a list of lengths, one per completion. Both ban
+the end token by a mask on the logits until a completion has its length; then `generate` is forced to draw the end token
+(its only way to end a row), while LocalEngine ends the row by `max_new_tokens`. Both draw exactly the same number of
+tokens. LocalEngine also computes logprobs, which `generate` does not.
 
 Rows of the table:
     equal      all completions have the same length, half the cap
     skewed     5 % at the cap, the others geometric, a quarter of the cap on average; as many requests as slots
-    refilled   skewed, with four times as many requests as slots: `generate` runs four batches one after the other
-    no_removal skewed, but LocalEngine decodes every row to the cap and only the wanted tokens count: what it would be
-               without early removal
+    refilled   skewed, with four times as many requests as slots: `generate` runs four batches in sequence
+    no_removal skewed, but LocalEngine decodes every row to the cap and only the needed tokens count: its speed without
+               early removal
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightrl.weights import bucketed
 
 END_TOKEN = 1
 PROMPT_TOKENS = 32
-MODELS: dict[str, dict[str, int]] = {  # parameters, in name
+MODELS: dict[str, dict[str, int]] = {  # by number of parameters
     "1M": {"hidden": 128, "intermediate": 512, "layers": 4, "heads": 4, "kv_heads": 2, "head": 32, "vocab": 1024},
     "27M": {"hidden": 512, "intermediate": 1408, "layers": 8, "heads": 8, "kv_heads": 4, "head": 64, "vocab": 8192},
     "120M": {"hidden": 768, "intermediate": 3072, "layers": 12, "heads": 12, "kv_heads": 4, "head": 64, "vocab": 24576},
@@ -115,7 +115,7 @@ def run_engine(engine: LocalEngine, prompts: list[list[int]], lengths: list[int]
 
 
 def measure(report: Report, name: str, batch: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """All rows of one model and batch size; gives the ratios."""
+    """Adds all rows of one model and batch size; returns the ratios."""
     cap: int = arguments.cap
     model = make_model(name)
     engine = LocalEngine(max_batch=batch, threads=arguments.threads)
@@ -136,7 +136,7 @@ def measure(report: Report, name: str, batch: int, arguments: argparse.Namespace
             cpu_start = time.process_time()
             with PeakMemory() as peak:
                 seconds = function()
-            # all threads, of the last round: comparable with one thread even where other programs run
+            # all threads, of the last round: comparable with one thread even on a busy machine
             memory[side] = {"cpu_s": round(time.process_time() - cpu_start, 3), **peak.values()}
             return seconds
 
@@ -190,19 +190,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             ratios |= measure(report, name, int(batch), arguments)
     report.finish(
         [
-            "measurement",
-            "model",
-            "batch",
-            "engine",
-            "tokens_per_s",
-            "seconds",
-            "cpu_s",
-            "ratio",
-            "target",
+            "measurement", "model", "batch", "engine", "tokens_per_s", "seconds", "cpu_s", "ratio", "target",
             "peak_rss_mib",
         ],
         **ratios,
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

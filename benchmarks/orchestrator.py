@@ -2,16 +2,16 @@
 
     python -m benchmarks.orchestrator [--quick]
 
-Two fake servers in processes of their own answer each request after a sleep, with 1,000 tokens and their logprobs, made
-once. On one side a RolloutController with SGLangEngine and SingleTurn takes one batch of all requests; on the other a
-loop posts the same bodies with aiohttp and parses the same JSON. Both have the same number of requests in flight and as
-many connections. Processor time is that of this process, all threads; the sides take turns. The tokenizer decodes
-nothing: text is not the orchestrator's.
+Two fake servers in separate processes answer each request after a sleep, with 1,000 precomputed tokens and their
+logprobs. On one side a RolloutController with SGLangEngine and SingleTurn takes one batch of all requests; on the other
+a loop posts the same bodies with aiohttp and parses the same JSON. Both have the same number of requests in flight and
+as many connections. Processor time is that of this process, all threads; the sides take turns. The tokenizer decodes
+nothing, because text is not part of the orchestrator.
 
 Rows of the table:
     bare          a semaphore, one task per request, post, json.loads
     engine        SGLangEngine.generate in as many tasks
-    controller    the whole way to judged groups
+    controller    the whole path to judged groups
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NUM_SERVERS = 2
 
 
 class CannedServer(fake.FakeServer):
-    """Answers every generation with the same tokens, so that the fakes do less than what is measured."""
+    """Answers every generation with the same tokens, so that the fakes do less work than what is measured."""
 
     delay_s = 0.5
     num_tokens = 1000
@@ -85,7 +85,7 @@ def canned_answer(num_tokens: int, version: str) -> bytes:
 
 
 class Server(FakeServerProcess):
-    """A canned server in a process of its own, which imports no torch."""
+    """A canned server in another process, which imports no torch."""
 
     def __init__(self, delay_s: float, num_tokens: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ async def serve(delay_s: float, num_tokens: int) -> None:
 
 
 class Judged:
-    """Gives a reward at once."""
+    """Returns a reward immediately."""
 
     def start(self) -> None: ...
 
@@ -137,7 +137,7 @@ class Setting:
 
 
 def bare_loop(setting: Setting) -> None:
-    """The least that a client can do."""
+    """The minimum that a client can do."""
 
     async def play() -> None:
         limit = asyncio.Semaphore(setting.in_flight)
@@ -260,7 +260,7 @@ def measure(name: str, setting: Setting, servers: list[Server], report: Report) 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="tiny numbers, as a smoke test")
     parser.add_argument("--in-flight", default="100,1000,4096")
     parser.add_argument("--requests", type=int, default=4096, help="per measurement")
     parser.add_argument("--repeats", type=int, default=3)
@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
     report = Report("orchestrator", tokens=num_tokens, servers=NUM_SERVERS, open_files=hard)
     summary: dict[str, Any] = {}
     for level in levels:
-        # The sleep grows with the number in flight: the rate, and with it how busy the fakes are, stays the same.
+        # The sleep grows with the number in flight, so the request rate and the load of the fakes stay the same.
         servers = [Server(0.05 if options.quick else max(0.5, level / 400), num_tokens) for _ in range(NUM_SERVERS)]
         try:
             urls = [server.start().url for server in servers]
@@ -285,13 +285,13 @@ def main(argv: list[str] | None = None) -> None:
                 name: functools.partial(measure, name, setting, servers, report)
                 for name in ("bare", "engine", "controller")
             }
-            found = interleaved(contenders, repeats=repeats)
+            times_ms = interleaved(contenders, repeats=repeats)
         finally:
             for server in servers:
                 server.stop()
         for name in ("engine", "controller"):
-            summary[f"{name}_ratio_{level}"] = median_ratio(found[name], found["bare"])["ratio"]
-        summary[f"controller_ms_{level}"] = round(statistics.median(found["controller"]), 3)
+            summary[f"{name}_ratio_{level}"] = median_ratio(times_ms[name], times_ms["bare"])["ratio"]
+        summary[f"controller_ms_{level}"] = round(statistics.median(times_ms["controller"]), 3)
     report.finish(**summary)
 
 

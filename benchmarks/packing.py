@@ -2,15 +2,14 @@
 
     python -m benchmarks.packing [--quick] [--models 1M,27M] [--threads 2] [--device cpu]
 
-The same work for all: a model and its weights in float32, one iteration's trajectories, the logprob of each completion
-token, a weighted sum of them as the loss, the gradients of all parameters. Tokens are counted without padding, prompt
-included. The gradients are compared with those of the padded form; where they differ by more than rounding, the run
-ends.
+The same work for all: a float32 model with the same weights, one iteration's trajectories, the logprob of each
+completion token, a weighted sum of them as the loss, the gradients of all parameters. Token counts include prompts and
+exclude padding. The run ends if the gradients differ from those of the padded form by more than rounding.
 
-    padded      as TRL does it: all rows as wide as the longest, an attention mask, logits of every position, cut into
-                microbatches of the number of rows that was fastest
-    rectangles  lightrl without prefix sharing: rows of like length side by side, the output head at loss tokens only
-    shared      lightrl: the prompt of a group goes through the model once as well
+    padded      as in TRL: all rows as wide as the longest, an attention mask, logits of every position, in microbatches
+                of the number of rows that was fastest
+    rectangles  lightrl without prefix sharing: rows of similar length together, the output head at loss tokens only
+    shared      lightrl: a group's prompt also goes through the model only once
 
 On a GPU both lightrl forms are one packed row instead (strategies/single.py). Workloads, 16 groups of 8 trajectories:
 
@@ -72,7 +71,7 @@ def make_experience(prompt_tokens: int, lengths: Sequence[int], vocab_size: int)
 
 
 def weighted_sum(experience: Experience, logprobs: Tensor) -> Tensor:
-    """A loss whose gradient is another one for every trajectory."""
+    """A loss with a different gradient for every trajectory."""
     return -(logprobs * experience.loss_mask * experience.rewards[:, None]).sum()
 
 
@@ -98,7 +97,7 @@ def run_lightrl(model: SingleModel, experience: Experience, shares_prefixes: boo
 
 
 def timed(model: PreTrainedModel, function: Callable[[], None], cpu_seconds: list[float] | None = None) -> float:
-    """Seconds of one forward and backward, whose gradients are new; adds the processor time of all threads."""
+    """Seconds of one forward and backward with new gradients; appends the processor time of all threads."""
     model.zero_grad(set_to_none=True)
     is_cuda = next(model.parameters()).is_cuda
     if is_cuda:
@@ -119,7 +118,7 @@ def gradients(model: PreTrainedModel, function: Callable[[], None]) -> Tensor:
 
 
 def measure(report: Report, name: str, workload: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """All rows of one model and workload; gives the ratios."""
+    """Adds all rows of one model and workload; returns the ratios."""
     model = make_model(name).to(arguments.device)
     count, cap = arguments.groups * GROUP_SIZE, arguments.cap
     prompt_tokens, lengths = (5, [2 + row % 3 for row in range(count)])
@@ -143,9 +142,9 @@ def measure(report: Report, name: str, workload: str, arguments: argparse.Namesp
     memory: dict[str, dict[str, float]] = {}
     for form, function in forms.items():
         with PeakMemory() as peak:
-            found = gradients(model, function)
+            actual = gradients(model, function)
         memory[form] = peak.values()
-        differences[form] = float((found - expected).norm() / expected.norm())
+        differences[form] = float((actual - expected).norm() / expected.norm())
         assert differences[form] < LARGEST_DIFFERENCE, f"{form}: gradients differ by {differences[form]:.1e}"
     cpu: dict[str, list[float]] = {form: [] for form in forms}
     runs = {form: functools.partial(timed, model, function, cpu[form]) for form, function in forms.items()}

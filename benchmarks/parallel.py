@@ -2,21 +2,21 @@
 
     python -m benchmarks.parallel [--quick] [--topologies fsdp2,1-2-1,2-1-1i] [--cores 2] [--repeats 3]
 
-The same work for all: an update (zeroed gradients, forward and backward of the microbatches, clipping left out, AdamW)
-of a model in float32 on the same trajectories, all of one length. A topology is `fsdp2` on 2 ranks, or pp-dp-tp, with
-an i for the interleaved schedule. The ranks of all contenders share `--cores` cores: one process has as many threads,
-p ranks have cores / p each, at least one. So what shows is overhead, not speed. `ratio` is that of tokens/s to one
-process, whose updates take turns with the topology's; `cpu_ratio` is the processor time of one process over that of all
-ranks, the steadier figure where something else runs. Threads that wait sleep (OMP_WAIT_POLICY=passive).
+The same work for all: an update (zeroed gradients, forward and backward of the microbatches, AdamW, no clipping) of a
+float32 model on the same trajectories, all of one length. A topology is `fsdp2` on 2 ranks, or pp-dp-tp, with an i for
+the interleaved schedule. The ranks of all contenders share `--cores` cores: one process has as many threads, p ranks
+have cores / p each, at least one. So the result is overhead, not speed. `ratio` is tokens/s relative to one process,
+whose updates take turns with the topology's; `cpu_ratio` is the processor time of one process over that of all ranks,
+the steadier figure on a busy machine. Waiting threads sleep (OMP_WAIT_POLICY=passive).
 
-    bytes     every collective and every send of rank 0 is seen by a TorchDispatchMode (c10d and functional operators);
-              a ring sends 2 (n - 1) / n of an all-reduce, (n - 1) / n of a gather's or a scatter's whole, a broadcast
-              once. `least` is what the topology cannot do without: over dp each held parameter gathered once and each
-              gradient scattered once; over tp four pairs of gather and scatter for each layer and microbatch, and one
-              at each end; over pp each activation and its gradient
+    bytes     a TorchDispatchMode counts every collective and send of rank 0 (c10d and functional operators); a ring
+              sends 2 (n - 1) / n of an all-reduce, (n - 1) / n of the whole of a gather or scatter, a broadcast once.
+              `least` is the topology's minimum: over dp each held parameter gathered once and each gradient scattered
+              once; over tp four pairs of gather and scatter for each layer and microbatch, and one at each end; over pp
+              each activation and its gradient
     idle      1 - time inside forwards and backwards / wall time of the schedule, mean over the pipeline's ranks; on
-              cores that are shared, waiting for a core counts as work. `replayed` puts each action's own processor time
-              into the schedule's order instead, which no other program disturbs; both beside (p - 1) / (v m + p - 1)
+              shared cores, waiting for a core counts as work. `replayed` puts each action's own processor time into the
+              schedule's order instead, which other programs do not disturb; both next to (p - 1) / (v m + p - 1)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from lightrl.models import Outputs
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, ProcessRanks, SingleModel
 from lightrl.strategies.fsdp2_model import FSDP2Model
 from lightrl.strategies.parallel_3d import Parallel3DModel
-from lightrl.strategies.pipeline import Action, Pipeline, plan
+from lightrl.strategies.pipeline import Action, Pipeline, Slot, plan
 from lightrl.strategies.ranks import watch_all
 from lightrl.strategies.stages import SplitModel, ends_group, split_model
 
@@ -58,7 +58,7 @@ ALL = "fsdp2,1-2-1,1-1-2,2-1-1,2-1-1i,1-2-2,2-1-2,2-2-1,2-2-2"
 
 @dataclass(frozen=True)
 class Topology:
-    """Of one contender; `(1, 1, 1)` is one process without any process group."""
+    """The topology of a contender; `(1, 1, 1)` is one process without a process group."""
 
     name: str
     pp: int = 1
@@ -84,7 +84,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Task:
-    """What every contender does."""
+    """The work of every contender."""
 
     layers: int = 4
     hidden: int = 256
@@ -105,7 +105,7 @@ class Task:
         return model
 
     def parts(self, dp_rank: int, dp: int) -> list[Experience]:
-        """The microbatches of one dp rank, with as many rows each, whatever the topology."""
+        """The microbatches of one dp rank, with equally many rows in every topology."""
         prompt = self.length // 4
         whole = make_experience(prompt, [self.length - prompt] * self.rows, self.vocab)
         rows = torch.arange(self.rows).chunk(self.microbatches)
@@ -117,7 +117,7 @@ class Task:
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts what this rank sends while it is active, by kind of collective and size of the group."""
+    """Counts the bytes that this rank sends while active, by kind of collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class SentBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
-            return NotImplemented  # DTensor turns into the collectives that are counted
+            return NotImplemented  # DTensor turns it into collectives, which are counted
         result = func(*args, **(kwargs or {}))
         namespace, name = str(func._overloadpacket).split(".")[:2]
         if namespace in ("c10d", "_c10d_functional") and any(kind in name for kind in COLLECTIVES):
@@ -135,17 +135,17 @@ class SentBytes(TorchDispatchMode):
 
     def _count(self, name: str, args: Any, result: Any) -> None:
         size = _group_size(name, args)
-        given = sum(_num_bytes(value) for value in args[:1])
+        input_bytes = sum(_num_bytes(value) for value in args[:1])
         if "reduce_scatter" in name:
-            whole = _num_bytes(args[1]) if "_base_" in name or name.endswith("scatter_") else given
+            whole = _num_bytes(args[1]) if "_base_" in name or name.endswith("scatter_") else input_bytes
             share = (size - 1) / size
         elif "all_gather" in name or "allgather" in name:
             whole = _num_bytes(args[0]) if name.startswith(("_allgather", "allgather")) else _num_bytes(result)
             share = (size - 1) / size
         elif "all_reduce" in name or "allreduce" in name:
-            whole, share = given, 2 * (size - 1) / size
+            whole, share = input_bytes, 2 * (size - 1) / size
         else:  # send, broadcast
-            whole, share = given, 1.0
+            whole, share = input_bytes, 1.0
         self.sent[name] += round(whole * share)
         self.calls[name] += 1
 
@@ -165,20 +165,19 @@ def _group_size(name: str, args: Any) -> int:
         if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
             return int(dist.distributed_c10d._resolve_process_group(value).size())
     raise ValueError(
-        f"{name} got {[type(value) for value in args]}, expected a process group among them. Teach _group_size "
-        "how this operator has it."
+        f"{name} got {[type(value) for value in args]}, without a process group. Extend _group_size for this operator."
     )
 
 
 @dataclass
 class Timed:
-    """Records how long each action of a pipeline takes, for `wall_s` of the whole schedule."""
+    """Records the time of each action of a pipeline, and `wall_s` of the whole schedule."""
 
     pipeline: Pipeline
 
     def __post_init__(self) -> None:
         self.busy_s = self.wall_s = 0.0
-        self.cpu_s: dict[tuple[bool, int, int], float] = {}
+        self.cpu_s: dict[Action, float] = {}
         self._run = self.pipeline.run
         self.pipeline.run = self.run  # type: ignore[method-assign]
 
@@ -188,7 +187,7 @@ class Timed:
                 start, cpu = time.perf_counter(), time.process_time()
                 result = function(stage, microbatch, *args)
                 self.busy_s += time.perf_counter() - start
-                self.cpu_s[is_backward, stage, microbatch] = time.process_time() - cpu
+                self.cpu_s[Action(is_backward, stage, microbatch)] = time.process_time() - cpu
                 return result
 
             return call
@@ -200,24 +199,17 @@ class Timed:
         self.wall_s = time.perf_counter() - start
 
 
-def replayed_idle_fraction(
-    costs: dict[tuple[bool, int, int], float], num_ranks: int, stages_per_rank: int, num_microbatches: int
-) -> float:
-    """Idle share of the ranks' time if each action took its own cost and a transfer no time."""
+def idle_fraction(slots: Sequence[Slot], cost: Callable[[Action], float]) -> float:
+    """Idle share of the ranks' time on a plan if each action took its cost and transfers took no time."""
     ends: dict[Action, float] = {}
-    clock = [0.0] * num_ranks
-    for slot in plan(num_ranks, stages_per_rank, num_microbatches):
-        for rank, action in enumerate(slot):
-            if action is None:
-                continue
-            before = Action(action.is_backward, action.stage + (1 if action.is_backward else -1), action.microbatch)
-            cost = costs[action.is_backward, action.stage, action.microbatch]
-            clock[rank] = ends[action] = max(clock[rank], ends.get(before, 0.0)) + cost
-    return 1 - sum(costs.values()) / (num_ranks * max(clock))
+    clock = [0.0] * len(slots[0])
+    for rank, action in ((rank, action) for slot in slots for rank, action in enumerate(slot) if action is not None):
+        clock[rank] = ends[action] = max(clock[rank], ends.get(action.previous, 0.0)) + cost(action)
+    return 1 - sum(map(cost, ends)) / (len(clock) * max(clock))
 
 
 def least_bytes(split: SplitModel, topology: Topology, task: Task) -> dict[str, int]:
-    """What rank 0 of the topology cannot avoid to send in an update, by axis."""
+    """The bytes that rank 0 of the topology must send in an update, by axis."""
     tokens = task.rows * (task.length - 1) // topology.dp  # a row's last token predicts nothing
     hidden = 4 * tokens * task.hidden  # of all microbatches of a dp rank, at one place of the model
     share = (topology.tp - 1) / topology.tp
@@ -247,7 +239,7 @@ class Contender:
         self.model: Any
         if topology.size == 1:
             self.model = SingleModel(model, settings)
-            self.model.can_share_prefixes = False  # the others do not
+            self.model.can_share_prefixes = False  # as for the others
         else:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=topology.size)
         if topology.name == "fsdp2":
@@ -287,35 +279,35 @@ class Contender:
     def measure(self, counts_bytes: bool) -> dict[str, Any]:
         if self.topology.size > 1:
             dist.barrier()
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         start, cpu = time.perf_counter(), time.process_time()
         if counts_bytes:
             with SentBytes() as counted:
                 self.update()
-            found = {"sent": dict(counted.sent), "calls": dict(counted.calls), "least": self.least}
+            results = {"sent": dict(counted.sent), "calls": dict(counted.calls), "least": self.least}
         else:
             self.update()
         cpu = time.process_time() - cpu
         if self.topology.size > 1:
             dist.barrier()
-        found |= {"cpu_seconds": cpu, "seconds": time.perf_counter() - start, "peak_rss_mib": peak_rss_mib()}
+        results |= {"cpu_seconds": cpu, "seconds": time.perf_counter() - start, "peak_rss_mib": peak_rss_mib()}
         if self.timed is not None:
-            found |= {"idle": 1 - self.timed.busy_s / self.timed.wall_s, "cpu_s": self.timed.cpu_s}
-        return found
+            results |= {"idle": 1 - self.timed.busy_s / self.timed.wall_s, "cpu_s": self.timed.cpu_s}
+        return results
 
 
 def serve(topology: Topology, task: Task, rank: int, store: str, orders: Connection) -> None:
-    """A rank's process: an update for each order, until there are no more."""
+    """A rank's process: runs an update for each order, until None."""
     contender = Contender(topology, task, rank, store)
     orders.send(None)
     while (order := orders.recv()) is not None:
         orders.send(contender.measure(order))
     orders.close()
-    os._exit(0)  # without the farewells of gloo's threads
+    os._exit(0)  # skips the shutdown of gloo's threads
 
 
 class World:
-    """The processes of one topology; they wait for orders without using a core."""
+    """The processes of one topology; waiting for orders uses no core."""
 
     def __init__(self, topology: Topology, task: Task, folder: str) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -334,7 +326,7 @@ class World:
             orders.recv()
 
     def update(self, *, counts_bytes: bool = False) -> list[dict[str, Any]]:
-        """What each rank measured."""
+        """Each rank's measurements."""
         for orders in self.orders:
             orders.send(counts_bytes)
         return [orders.recv() for orders in self.orders]
@@ -347,11 +339,11 @@ class World:
 
 
 def measure(report: Report, topology: Topology, alone: World, task: Task, repeats: int, folder: str) -> float:
-    """Adds the line of one topology; gives its ratio to one process."""
+    """Adds the row of one topology; returns its ratio to one process."""
     world = World(topology, task, folder)
-    counted = world.update(counts_bytes=True)[0]  # warms up, too
+    counted = world.update(counts_bytes=True)[0]  # also warms up
     alone.update()
-    found: list[list[dict[str, Any]]] = []
+    updates: list[list[dict[str, Any]]] = []
     seconds: list[float] = []
     cpu_seconds: list[float] = []
     for index in range(repeats):
@@ -361,20 +353,20 @@ def measure(report: Report, topology: Topology, alone: World, task: Task, repeat
                 seconds.append(one["seconds"])
                 cpu_seconds.append(one["cpu_seconds"])
             else:
-                found.append(world.update())
+                updates.append(world.update())
     world.close()
-    own = [update[0]["seconds"] for update in found]
+    own = [update[0]["seconds"] for update in updates]
     idle: dict[str, Any] = {}
     num = task.microbatches // topology.dp
     if topology.pp > 1:
         ranks = range(0, topology.size, topology.dp * topology.tp)  # of the first pipeline
         replayed = []
-        idle_fractions = [statistics.mean(update[rank]["idle"] for rank in ranks) for update in found]
-        for update in found:
-            costs: dict[tuple[bool, int, int], float] = {}
+        idle_fractions = [statistics.mean(update[rank]["idle"] for rank in ranks) for update in updates]
+        for update in updates:
+            costs: dict[Action, float] = {}
             for rank in ranks:
                 costs |= update[rank]["cpu_s"]
-            replayed.append(replayed_idle_fraction(costs, topology.pp, topology.stages_per_rank, num))
+            replayed.append(idle_fraction(plan(topology.pp, topology.stages_per_rank, num), costs.__getitem__))
         steps = topology.stages_per_rank * num + topology.pp - 1
         idle = {
             "idle": round(statistics.median(idle_fractions), 3),
@@ -383,7 +375,7 @@ def measure(report: Report, topology: Topology, alone: World, task: Task, repeat
         }
     sent, least = sum(counted["sent"].values()), sum(counted["least"].values())
     ratio = median_ratio(seconds, own)
-    cpu_ratio = median_ratio(cpu_seconds, [sum(rank["cpu_seconds"] for rank in update) for update in found])["ratio"]
+    cpu_ratio = median_ratio(cpu_seconds, [sum(rank["cpu_seconds"] for rank in update) for update in updates])["ratio"]
     report.add(
         "update",
         topology=topology.name,
@@ -391,7 +383,7 @@ def measure(report: Report, topology: Topology, alone: World, task: Task, repeat
         tokens_per_s=round(task.tokens / statistics.median(own)),
         **ratio,
         cpu_ratio=cpu_ratio,
-        peak_rss_mib=round(max(rank["peak_rss_mib"] for update in found for rank in update), 1),
+        peak_rss_mib=round(max(rank["peak_rss_mib"] for update in updates for rank in update), 1),
         sent_mib=round(sent / 2**20, 3),
         least_mib=round(least / 2**20, 3),
         sent_over_least=round(sent / least, 3),
@@ -415,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.quick:
         given.topologies, given.repeats = given.topologies or "2-1-1", 1
         task = Task(layers=2, hidden=32, vocab=32, rows=8, length=16, microbatches=4, cores=given.cores)
-    os.environ["OMP_WAIT_POLICY"] = "passive"  # of the processes that start from here
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # of the processes started below
     report = Report("parallel", dtype="float32", **vars(task))
     ratios: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:

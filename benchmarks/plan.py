@@ -1,12 +1,11 @@
-"""What FSDP2 and 3D parallelism would cost, on paper, up to so many GPUs: nothing is run.
+"""What FSDP2 and 3D parallelism cost, on paper, up to a number of GPUs: nothing is run.
 
     python -m benchmarks.plan [--gpus 1024] [--model qwen3-32b | --config FOLDER] [--tokens 4194304]
 
-For each number of GPUs one line for FSDP2 and one for the fastest (pp, dp, tp) that fits the memory: memory of a rank,
-bytes it sends in an update, idle time of the pipeline, microbatches, seconds. Where FSDP2's whole gradients do not fit,
-`reduces` is the number of microbatches: `reduce_every_microbatch` is set. The formulas are in
-lightrl/strategies/costs.py. Its constants are assumed, not measured, and printed as `assumed`; put measured ones in
-with --mfu, --memory-gb and the bandwidths.
+For each number of GPUs it prints FSDP2 and the fastest (pp, dp, tp) that fits the memory: memory of a rank, bytes sent
+per update, idle time of the pipeline, microbatches, seconds. If FSDP2's whole gradients do not fit, `reduces` is the
+number of microbatches: `reduce_every_microbatch` is set. The formulas are in lightrl/strategies/costs.py. Its constants
+are assumed, not measured, and printed as `assumed`; set measured ones with --mfu, --memory-gb and the bandwidths.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def qwen3(
     }
 
 
-# Sizes of published models, so that nothing is downloaded.
+# Sizes of published models, so nothing needs to be downloaded.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": qwen3(1024, 3072, 28, 16, is_tied=True),
     "qwen3-1.7b": qwen3(2048, 6144, 28, 16, is_tied=True),

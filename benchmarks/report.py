@@ -1,4 +1,4 @@
-"""Report: what every benchmark prints. A line for the machine, a JSON line per measurement, a table at the end.
+"""Report: what every benchmark prints: a line for the machine, a JSON line per measurement, a table at the end.
 
     report = Report("local_engine")
     for setting in settings:
@@ -27,11 +27,11 @@ _MIB = 2**20
 
 
 class Report:
-    """Collects measurements of one benchmark and prints each at once, for a run may be cut short.
+    """Collects the measurements of a benchmark; prints each immediately, in case the run is cut short.
 
     Args:
-        benchmark: its module's name, part of every line.
-        settings: what all measurements share (task, precision, seed); in the machine line.
+        benchmark: its module's name, in every line.
+        settings: common to all measurements (task, precision, seed); in the machine line.
     """
 
     def __init__(self, benchmark: str, **settings: Any) -> None:
@@ -40,7 +40,7 @@ class Report:
         _print_json({"benchmark": benchmark, "machine": machine(), **settings})
 
     def add(self, measurement: str, **values: Any) -> dict[str, Any]:
-        """Prints one measurement and keeps it for the table; adds peak memory where it is missing."""
+        """Prints one measurement and keeps it for the table; adds peak memory if missing."""
         row = {"measurement": measurement, **values}
         if not any(name.startswith("peak_rss") for name in row):
             row["peak_rss_since_start_mib"] = peak_rss_mib()
@@ -49,7 +49,7 @@ class Report:
         return row
 
     def table(self, columns: Sequence[str] | None = None) -> str:
-        """The measurements as Markdown; all columns, in the order of their first appearance, if none are named."""
+        """The measurements as Markdown; by default with all columns, in the order of first appearance."""
         columns = columns or list(dict.fromkeys(name for row in self.rows for name in row))
         cells = [list(columns), *([_cell(row.get(name)) for name in columns] for row in self.rows)]
         widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
@@ -64,7 +64,7 @@ class Report:
         return "\n".join([lines[0], rule, *lines[1:]])
 
     def finish(self, columns: Sequence[str] | None = None, **summary: Any) -> None:
-        """Prints the table and, as the last line, the summary as JSON, if there is one."""
+        """Prints the table, and the summary, if any, as JSON on the last line."""
         print(f"\n{self.table(columns)}\n", flush=True)
         if summary:
             _print_json(summary)
@@ -73,8 +73,8 @@ class Report:
 class PeakMemory:
     """Largest resident memory of this process while the block runs, in MiB.
 
-    Linux forgets the earlier peak when asked; where it does not (`is_since_start`), the peak is that of the process so
-    far, and only a process of its own gives each measurement its own number.
+    Linux can reset the earlier peak; if that fails (`is_since_start`), the peak is that of the process since its start,
+    and each measurement needs its own process.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM starts again from the present size
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: VmHWM restarts from the current size
             self.is_since_start = False
         except OSError:
             self.is_since_start = True
@@ -104,21 +104,21 @@ class PeakMemory:
 
 def peak_rss_mib() -> float:
     """Largest resident memory of this process since its start, or since the last PeakMemory, in MiB."""
-    found = _proc_status_mib("VmHWM")
-    if found is not None:
-        return found
+    peak_mib = _proc_status_mib("VmHWM")
+    if peak_mib is not None:
+        return peak_mib
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (_MIB if sys.platform == "darwin" else 1024), 1)  # bytes on macOS, KiB elsewhere
 
 
 def rss_mib() -> float:
-    """Resident memory of this process now, in MiB; its peak where the system does not tell."""
-    found = _proc_status_mib("VmRSS")
-    return peak_rss_mib() if found is None else found
+    """Resident memory of this process now, in MiB; its peak if the system does not report it."""
+    now_mib = _proc_status_mib("VmRSS")
+    return peak_rss_mib() if now_mib is None else now_mib
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to know to compare: processor, cores, memory, versions, thread settings, load."""
+    """What a comparison needs: processor, cores, memory, versions, thread settings, load."""
     import torch
 
     return {
@@ -130,17 +130,17 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
-        "load_1min": round(os.getloadavg()[0], 2),  # above 0 before a start, something else was running
+        "load_1min": round(os.getloadavg()[0], 2),  # above 0 at the start: something else was running
     }
 
 
 def interleaved(contenders: Mapping[str, Callable[[], float]], *, repeats: int) -> dict[str, list[float]]:
-    """Calls each contender in turn, `repeats` rounds, the order turned round in every other one.
+    """Calls each contender in turn for `repeats` rounds, in reverse order every other round.
 
-    A machine whose speed drifts then favors nobody.
+    So drift of the machine's speed favors nobody.
 
     Returns:
-        What they returned (seconds, or anything to compare), by name, in order of rounds.
+        Their results (seconds, or anything to compare) by name, in order of rounds.
     """
     results: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(repeats):
@@ -151,7 +151,7 @@ def interleaved(contenders: Mapping[str, Callable[[], float]], *, repeats: int) 
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Of measurements made pair by pair: the median ratio, and the lowest and highest."""
+    """The median, lowest and highest ratio of measurements made pair by pair."""
     ratios = [above / below for above, below in zip(numerators, denominators, strict=True)]
     return {
         "ratio": round(statistics.median(ratios), 3),
@@ -177,8 +177,8 @@ def _proc_status_mib(name: str) -> float | None:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
-    return round(int(found[0]) / 1024, 1) if found else None
+    values = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return round(int(values[0]) / 1024, 1) if values else None
 
 
 def _processor() -> str:
@@ -186,5 +186,5 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return found[0] if found else platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -3,15 +3,15 @@
     python -m benchmarks.rewards [--quick] [--trajectories 10000] [--workers 2] [--timeout-s 1.0]
 
 Measurements:
-    math_direct      math_answer on GSM8K-like answers, called in this process, one core
+    math_direct      math_answer on GSM8K-like answers, called in this process, on one core
     math_expressions the same on LaTeX answers, which math-verify compares
-    overhead         a function that does nothing, through RewardPool and RewardHook, against a direct call; all
-                     trajectories are asked for at once, as a rollout does, and one by one
-    kill             from the deadline of a hung call until the next call of the same worker has its verdict
-    faults           N trajectories, of which 5 % hang and 5 % raise, against the same without faults at equal work:
-                     there the 5 % sleep for the timeout and return, and the others return. Both run the same calls on
-                     the same number of workers; the difference is what finding, killing, replacing and reporting cost
-    sandbox          a program that prints, in LocalSandbox, against the same in a plain subprocess
+    overhead         a no-op function through RewardPool and RewardHook, against a direct call; all trajectories are
+                     submitted at once, as in a rollout, and one by one
+    kill             from the deadline of a hung call until the next call of the same worker returns
+    faults           N trajectories, of which 5 % hang and 5 % raise, against the same work without faults: there 5 %
+                     sleep for the timeout, and all return. Both run the same calls on the same number of workers; the
+                     difference is the cost of detecting, killing, replacing and reporting
+    sandbox          a program that prints, in LocalSandbox, against a plain subprocess
 
 Targets: math_direct 200 verdicts/s per core; faults at most 1.3 times.
 """
@@ -48,7 +48,7 @@ def nothing(trajectory: Trajectory) -> float:
 
 
 def faulty(trajectory: Trajectory) -> float:
-    """Does what the prompt's field `do` says."""
+    """Hangs, sleeps or raises, as the prompt's field `do` says."""
     what = trajectory.prompt.fields["do"]
     if what == "hang":
         time.sleep(3600)
@@ -82,7 +82,7 @@ def math_trajectories(num: int) -> list[Trajectory]:
 
 
 def expression_trajectories(num: int) -> list[Trajectory]:
-    """Different numbers in each, so that no cache of parsed texts helps."""
+    """Expressions with different numbers, so that no cache of parsed texts helps."""
     pairs = [EXPRESSIONS[index % len(EXPRESSIONS)] for index in range(num)]
     return [
         trajectory_of(rf"so \boxed{{{text} + {index}}}", answer=f"{answer} + {index}")
@@ -99,7 +99,7 @@ def direct_s(trajectories: Sequence[Trajectory]) -> float:
 
 
 def judged_s(judge: Judge, trajectories: Sequence[Trajectory], *, together: bool = True) -> tuple[float, int]:
-    """Seconds until all are judged, and how many failed."""
+    """Seconds to judge all, and how many failed."""
 
     async def judge_one(trajectory: Trajectory) -> int:
         try:
@@ -163,7 +163,7 @@ def measure_kill(report: Report, repeats: int) -> None:
     pool.close()
     report.add(
         "kill",
-        first_ms=round(seconds[0] * 1e3, 1),  # no spare process yet
+        first_ms=round(seconds[0] * 1e3, 1),  # without a spare process
         later_ms=round(statistics.median(seconds[1:]) * 1e3, 1),
         worst_ms=round(max(seconds) * 1e3, 1),
     )
@@ -229,8 +229,8 @@ def measure_sandbox(report: Report, num: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small numbers, to see that it runs")
-    parser.add_argument("--trajectories", type=int, default=10_000, help="of the measurement with faults")
+    parser.add_argument("--quick", action="store_true", help="small numbers, as a smoke test")
+    parser.add_argument("--trajectories", type=int, default=10_000, help="for the measurement with faults")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--timeout-s", type=float, default=1.0)
     options = parser.parse_args()

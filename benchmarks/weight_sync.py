@@ -1,18 +1,18 @@
-"""Weights from 2 trainer processes to 1 receiver: MiB/s of each transport, beside a memory copy and a file copy.
+"""Weights from 2 trainer processes to 1 receiver: MiB/s of each transport, next to a memory copy and a file copy.
 
     python -m benchmarks.weight_sync [--quick] [--mib 400] [--bucket-mib 64] [--repeats 3]
 
-The model is synthetic, bfloat16, each parameter cut over the two trainers as FSDP2 cuts it (a DTensor). Rank 0 gathers
-bucket by bucket, while the receiver, a process of its own, takes each bucket into its own parameters. A transfer ends
-when the receiver has the whole, and what it has is compared. Each transport has processes of its own, so that memory
-that one leaves behind does no other good. Extra memory is rank 0's peak above its size before, first transfer included.
+The model is synthetic, bfloat16, with each parameter sharded over the two trainers as by FSDP2 (a DTensor). Rank 0
+gathers bucket by bucket, while the receiver, another process, copies each bucket into its own parameters. A transfer
+ends when the receiver has everything, and the content is compared. Each transport runs in new processes, so memory left
+behind by one does not help another. Extra memory is rank 0's peak above its size before, including the first transfer.
 
-    gather        no transport: what the others cannot beat
+    gather        no transport: the upper bound for the others
     in_process    copied into other tensors of rank 0
     shared_memory a bucket in shared memory
-    gloo          broadcast in a group of its own
+    gloo          broadcast in a process group
     shm_folder    safetensors below /dev/shm
-    disk          safetensors on the disk, flushed to it
+    disk          safetensors on the disk, flushed
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers import Qwen3Config
 
 from benchmarks.report import PeakMemory, Report
 from lightrl.engines.sglang.held_port import HeldPort
@@ -52,7 +55,7 @@ def shapes_of(mib: int) -> dict[str, tuple[int, int]]:
 
 
 def receive(port: int, mib: int, questions: Any, answers: Any) -> None:
-    """The receiver: does what it is told and says the sum of what it has."""
+    """The receiver: loads what each message announces, and answers `sum` with the sum of its parameters."""
     torch.set_num_threads(1)
     held = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes_of(mib).items()}
     group = BroadcastGroup("127.0.0.1", port, rank=1, world_size=2, name="benchmark", timeout_s=120)
@@ -82,22 +85,87 @@ def gathered(shards: dict[str, Any], is_main: bool) -> Iterator[tuple[str, Tenso
         yield name, shard.full_tensor() if is_main else shard.full_tensor()[:0]
 
 
+class Sender:
+    """Rank 0: gathers buckets and sends them to the receiver by one transport.
+
+    Args:
+        buckets: makes the buckets of a transfer; collective over the trainers.
+        port: of the group with the receiver.
+        questions, answers: queues to and from the receiver.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        buckets: Callable[[], Iterator[Bucket]],
+        port: int,
+        questions: Any,
+        answers: Any,
+    ) -> None:
+        self.buckets, self.questions, self.answers = buckets, questions, answers
+        self.group = BroadcastGroup("127.0.0.1", port, rank=0, world_size=2, name="benchmark", timeout_s=120)
+        self.other = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes_of(options.mib).items()}
+        self.on_disk = Path(tempfile.mkdtemp(dir=options.folder))
+        self.in_memory = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+        self.shared = SharedBucket(ServerForm())
+
+    def ask(self, kind: str, content: Any = None) -> Any:
+        self.questions.put((kind, content))
+        return self.answers.get(timeout=300)
+
+    def send(self, way: str) -> None:
+        if way in ("shm_folder", "disk"):
+            root, is_durable = (self.on_disk, True) if way == "disk" else (self.in_memory, False)
+            folder = WeightFolder(root, Qwen3Config(tie_word_embeddings=False), keep=1, is_durable=is_durable)
+            self.ask("folder", str(folder.write(self.buckets(), 0)))
+            return
+        for bucket in self.buckets():
+            if way == "in_process":
+                for name, tensor in bucket.tensors.items():
+                    self.other[name].copy_(tensor)
+                del tensor  # or it would live on while the next bucket is gathered
+            elif way == "shared_memory":
+                for part in bucketed(bucket.tensors.items(), PART_BYTES):  # as SharedMemoryTransport sends it
+                    self.shared.fill(part)
+                    self.ask("shared", self.shared.payload())
+                del part
+            elif way == "gloo":
+                self.questions.put(("broadcast", list(bucket.tensors)))
+                self.group.broadcast(bucket.tensors.values())
+            del bucket
+            if way == "gloo":
+                self.answers.get(timeout=300)
+
+    def measure(self, way: str, repeats: int) -> tuple[list[float], float]:
+        """Seconds of each transfer, and extra MiB."""
+        seconds, extra = [], 0.0
+        for _ in range(repeats):
+            dist.barrier()
+            with PeakMemory() as memory:
+                start = time.perf_counter()
+                self.send(way)
+                seconds.append(time.perf_counter() - start)
+            extra = max(extra, memory.peak_rss_mib - memory.start_rss_mib)
+        return seconds, extra
+
+    def close(self) -> None:
+        self.questions.put(None)
+        shutil.rmtree(self.on_disk, ignore_errors=True)
+        shutil.rmtree(self.in_memory, ignore_errors=True)
+
+
 def train(
     rank: int, ports: Sequence[int], way: str, options: argparse.Namespace, questions: Any, answers: Any, results: Any
 ) -> None:
+    """A trainer process, which measures one transport on rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=2)
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-    from transformers import Qwen3Config
-
     mesh = init_device_mesh("cpu", (2,))
     shards = {}
     for index, (name, (rows, columns)) in enumerate(shapes_of(options.mib).items()):
         generator = torch.Generator().manual_seed(2 * index + rank)
         part = torch.randn(rows // 2, columns, generator=generator).bfloat16()
         shards[name] = DTensor.from_local(part, mesh, [Shard(0)])
-    num_mib = sum(rows * columns * 2 for rows, columns in shapes_of(options.mib).values()) / MIB
 
     def buckets() -> Iterator[Bucket]:
         return bucketed(gathered(shards, rank == 0), options.bucket_mib * MIB)
@@ -107,105 +175,54 @@ def train(
             dist.barrier()
             for _ in buckets():
                 pass
-        dist.barrier()
-        dist.destroy_process_group()
-        return
-
-    group = BroadcastGroup("127.0.0.1", ports[1], rank=0, world_size=2, name="benchmark", timeout_s=120)
-    expected = 0.0
+    else:
+        sender = Sender(options, buckets, ports[1], questions, answers)
+        try:
+            for row in measured(sender, way, options):
+                results.put(row)
+        finally:
+            sender.close()
     dist.barrier()
-    for bucket in buckets():
-        expected += sum(float(tensor.sum(dtype=torch.float64)) for tensor in bucket.tensors.values())
-    del bucket
-    other = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes_of(options.mib).items()}
-    scratch = Path(tempfile.mkdtemp(dir=options.folder))
-    in_memory = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    shared = SharedBucket(ServerForm())
-
-    def tell(kind: str, content: Any) -> Any:
-        questions.put((kind, content))
-        return answers.get(timeout=300)
-
-    def through_folder(root: Path, is_durable: bool) -> None:
-        config = Qwen3Config(tie_word_embeddings=False)
-        tell("folder", str(WeightFolder(root, config, keep=1, is_durable=is_durable).write(buckets(), 0)))
-
-    def through_memory() -> None:
-        for bucket in buckets():
-            for part in bucketed(bucket.tensors.items(), PART_BYTES):  # as SharedMemoryTransport sends it
-                shared.fill(part)
-                tell("shared", shared.payload())
-            del bucket, part  # else they live on while the next is gathered
-
-    def through_group() -> None:
-        for bucket in buckets():
-            questions.put(("broadcast", list(bucket.tensors)))
-            group.broadcast(bucket.tensors.values())
-            del bucket
-            answers.get(timeout=300)
-
-    def gather_only() -> None:
-        for bucket in buckets():
-            del bucket
-
-    def in_process() -> None:
-        for bucket in buckets():
-            for name, tensor in bucket.tensors.items():
-                other[name].copy_(tensor)
-            del bucket, tensor
-
-    ways: dict[str, Callable[[], None]] = {
-        "gather": gather_only,
-        "in_process": in_process,
-        "shared_memory": through_memory,
-        "gloo": through_group,
-        "shm_folder": lambda: through_folder(in_memory, False),
-        "disk": lambda: through_folder(scratch, True),
-    }
-    try:
-        seconds, extra = [], 0.0
-        for _ in range(options.repeats):
-            dist.barrier()
-            with PeakMemory() as memory:
-                start = time.perf_counter()
-                ways[way]()
-                seconds.append(time.perf_counter() - start)
-            extra = max(extra, memory.peak_rss_mib - memory.start_rss_mib)
-        if way not in ("gather", "in_process"):
-            assert abs(tell("sum", None) - expected) < 1e-6 * max(1.0, abs(expected)), way
-        row = {"mib_per_s": round(num_mib / statistics.median(seconds), 1), "extra_mib": round(extra, 1)}
-        results.put({way: row | {"buckets": round(extra / options.bucket_mib, 2)}})
-        if way == options.transports[-1]:
-            copies = plain_copies(other, scratch, options.repeats)
-            results.put(
-                {copy: {"mib_per_s": round(num_mib / statistics.median(took), 1)} for copy, took in copies.items()}
-            )
-    finally:
-        questions.put(None)
-        shutil.rmtree(scratch, ignore_errors=True)
-        shutil.rmtree(in_memory, ignore_errors=True)
-    dist.barrier()
-    group.close()
+    if rank == 0:
+        sender.group.close()
     dist.destroy_process_group()
 
 
+def measured(sender: Sender, way: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of one transport, and after the last one those of plain copies."""
+    num_mib = 4 * len(shapes_of(options.mib))
+    expected = 0.0
+    dist.barrier()
+    for bucket in sender.buckets():
+        expected += sum(float(tensor.sum(dtype=torch.float64)) for tensor in bucket.tensors.values())
+    del bucket
+    seconds, extra = sender.measure(way, options.repeats)
+    if way not in ("gather", "in_process"):
+        assert abs(sender.ask("sum") - expected) < 1e-6 * max(1.0, abs(expected)), way
+    speed = {"mib_per_s": round(num_mib / statistics.median(seconds), 1), "extra_mib": round(extra, 1)}
+    yield {way: speed | {"buckets": round(extra / options.bucket_mib, 2)}}
+    if way == options.transports[-1]:
+        copies = plain_copies(sender.other, sender.on_disk, options.repeats)
+        yield {copy: {"mib_per_s": round(num_mib / statistics.median(took), 1)} for copy, took in copies.items()}
+
+
 def plain_copies(tensors: dict[str, Tensor], folder: Path, repeats: int) -> dict[str, list[float]]:
-    """What the machine does with as many bytes: memory to memory, and memory to a file that is flushed."""
-    found: dict[str, list[float]] = {"plain_memory_copy": [], "plain_file_copy": []}
+    """Seconds to copy as many bytes: memory to memory, and memory to a flushed file."""
+    seconds: dict[str, list[float]] = {"plain_memory_copy": [], "plain_file_copy": []}
     target = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
     for _ in range(repeats):
         start = time.perf_counter()
         for name, tensor in tensors.items():
             target[name].copy_(tensor)
-        found["plain_memory_copy"].append(time.perf_counter() - start)
+        seconds["plain_memory_copy"].append(time.perf_counter() - start)
         start = time.perf_counter()
         with (folder / "plain").open("wb") as file:
             for tensor in tensors.values():
                 file.write(tensor.view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
-        found["plain_file_copy"].append(time.perf_counter() - start)
-    return found
+        seconds["plain_file_copy"].append(time.perf_counter() - start)
+    return seconds
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -214,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mib", type=int, default=400)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", help="on the disk to measure; the temporary folder if not given")
+    parser.add_argument("--folder", help="a folder on the disk to measure; default: the temporary folder")
     parser.add_argument("--transports", default=",".join(TRANSPORTS))
     options = parser.parse_args(argv)
     options.transports = options.transports.split(",")
@@ -230,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def transferred(name: str, options: argparse.Namespace, num_rows: int) -> list[dict[str, Any]]:
-    """What rank 0 measured of one transport, in processes of its own."""
+    """Rank 0's measurements of one transport, in new processes."""
     context = mp.get_context("forkserver")  # a spawned process imports for seconds
     context.set_forkserver_preload(["lightrl.weights", "torch.distributed.tensor", "transformers"])
     held = [HeldPort("127.0.0.1"), HeldPort("127.0.0.1")]
@@ -242,19 +259,19 @@ def transferred(name: str, options: argparse.Namespace, num_rows: int) -> list[d
     ]
     for worker in workers:
         worker.start()
-    found: list[dict[str, Any]] = []
-    while len(found) < num_rows and not any(worker.exitcode for worker in workers):
+    results: list[dict[str, Any]] = []
+    while len(results) < num_rows and not any(worker.exitcode for worker in workers):
         with contextlib.suppress(queue.Empty):
-            found.append(rows.get(timeout=1))
+            results.append(rows.get(timeout=1))
     for worker in workers[::-1]:
-        if len(found) == num_rows:
+        if len(results) == num_rows:
             worker.join(60)
         if worker.exitcode != 0:
             worker.kill()
-            raise SystemExit(f"A process of the benchmark ended with {worker.exitcode}, expected 0.")
+            raise SystemExit(f"A process of the benchmark failed with exit code {worker.exitcode}.")
     for port in held:
         port.close()
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -2,15 +2,15 @@
 
     python -m benchmarks.workflows [--quick]
 
-The engine is FakeEngine: each turn sleeps 0.5 s and then writes its tokens at once, so what the process computes is the
+The engine is FakeEngine: each turn sleeps 0.5 s and then writes its tokens at once, so the process computes only the
 workflow, the controller, the chat template and the tokenizer. Processor time is that of the whole process, all threads.
-The wall time of perfect concurrency would be turns × 0.5 s.
+With perfect concurrency the wall time would be turns × 0.5 s.
 
 Rows of the table:
-    engine_only   the same requests without a workflow: what FakeEngine itself costs, to be subtracted
-    token_ids     an async environment, no chat template: the observation is encoded as it is
+    engine_only   the same requests without a workflow: FakeEngine's own cost, to be subtracted
+    token_ids     an async environment, no chat template: the observation is encoded as is
     chat          an async environment and a ChatML template: rendered, and checked against history, in each turn
-    thread        the same with a sync environment, each of whose calls has its own thread
+    thread        the same with a sync environment, whose calls each have their own thread
     tool          the same with a tool call in each turn but the last: parsed, checked, run in a thread
 """
 
@@ -50,7 +50,7 @@ QUESTION = "What is twelve times thirty-four? Think, try, and say it. " * 4
 
 
 class Asked(Environment):
-    """Asks again, so many times."""
+    """Asks again, this many times."""
 
     def __init__(self, num_turns: int) -> None:
         self.left = num_turns
@@ -83,7 +83,7 @@ class Prompts:
 
 
 class Judged:
-    """Gives the environment's rewards at once."""
+    """Returns the environment's rewards immediately."""
 
     def start(self) -> None: ...
 
@@ -104,8 +104,8 @@ def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_engine(said: list[int], delay_s: float) -> FakeEngine:
-    engine = FakeEngine(script=lambda prompt, sampling, sample: said, delay_s=delay_s)
+def make_engine(completion: list[int], delay_s: float) -> FakeEngine:
+    engine = FakeEngine(script=lambda prompt, sampling, sample: completion, delay_s=delay_s)
     engine.start(Qwen3Config(vocab_size=len(VOCABULARY), max_position_embeddings=32768))
     engine.load_weights(bucketed([("weight", torch.zeros(1))], 8), weight_version=0)
     return engine
@@ -155,9 +155,9 @@ def main(arguments: list[str] | None = None) -> None:
         "thread": (MultiTurn(chat, lambda: AskedInThread(turns), **limits), answer),
         "tool": (MultiTurn(chat, lambda: ToolEnvironment([calculator]), **limits), call),
     }
-    for name, (workflow, said) in cases.items():
+    for name, (workflow, completion) in cases.items():
         controller = RolloutController(
-            make_engine([*said, END], delay_s),
+            make_engine([*completion, END], delay_s),
             workflow,
             Judged(),
             RolloutSettings(group_size=10, groups_per_iteration=sessions // 10),

@@ -40,7 +40,7 @@ from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import AtomicCheckpointIO, load_model, load_optimizers, named_strategy
+from lightrl.strategies import AtomicCheckpointIO, SplitsModels, load_model, load_optimizers, named_strategy
 from lightrl.trajectory import Group, Sampling
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Trainer(RLTrainer):
         self._hook_calls: deque[tuple[str, tuple[Any, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
-        if not hasattr(self.strategy, "parallel_model"):  # a checkpoint of several processes can be resumed in one
+        if not isinstance(self.strategy, SplitsModels):  # a checkpoint of several processes can be resumed in one
             for name, load in (("load_optimizer_state_dict", load_optimizers), ("load_model_state_dict", load_model)):
                 own_load = getattr(self.strategy, name)
                 vars(self.strategy)[name] = functools.partial(load, self.strategy, own_load)

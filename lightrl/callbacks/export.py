@@ -17,7 +17,7 @@ from lightrl.models.model_folder import (
     save_model,
 )
 from lightrl.models.pictures import save_processor
-from lightrl.strategies import LogprobSettings, Ranks, parallel_model, ranks_of, whole
+from lightrl.strategies import LogprobSettings, Ranks, SplitsModels, parallel_model, ranks_of, whole
 
 if TYPE_CHECKING:
     import lightning as L
@@ -140,7 +140,7 @@ class HuggingFaceExport(RLCallback):
             trained = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
             gathered = ((name, whole(value)) for name, value in trained)
             return {name: value.cpu() for name, value in gathered if keeps}
-        if not hasattr(trainer.strategy, "parallel_model"):
+        if not isinstance(trainer.strategy, SplitsModels):
             return None
         parallel = module.parallel_models.get(role)
         if parallel is None:

@@ -1,7 +1,7 @@
-"""From a row's columns to chat messages, and from messages to token ids: the same for SFT, rollouts and validation.
+"""A row's columns to chat messages, and messages to token ids: the same for SFT, rollouts and validation.
 
-A completion is tokenized apart from its prompt, because that is how the policy meets it in a rollout: the prompt's
-tokens are fixed before the first new one is drawn.
+A completion is tokenized separately from its prompt, as in a rollout: the prompt's tokens are fixed before the policy
+draws the first new one.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Messages = list[dict[str, Any]]
 def row_messages(
     row: Row, *, prompt_column: str, prompt_template: str, system_prompt: str | None, where: str
 ) -> Messages:
-    """The chat that a row opens: the system prompt if there is one, then the user's turn.
+    """The opening messages of a row's chat: the system prompt, if any, then the user's turn.
 
-    A prompt column that holds a list is taken as chat messages.
+    A prompt column that holds a list is used as chat messages.
 
     Args:
-        prompt_template: a format string with `{prompt}` for the prompt column and any other column by its name.
-        where: names the row in messages.
+        prompt_template: a format string with `{prompt}` for the prompt column and any other column by name.
+        where: names the row in error messages.
 
     Raises:
-        ValueError: if the prompt column is missing or empty, or the template asks for a column that is not there.
+        ValueError: if the prompt column is missing or empty, or the template uses an unknown column.
     """
     prompt = require_column(row, prompt_column, where=where)
     if isinstance(prompt, list):
@@ -47,8 +47,8 @@ def row_messages(
             content = prompt_template.format_map({**row, "prompt": prompt})
         except KeyError as error:
             raise ValueError(
-                f"prompt_template names {error.args[0]!r}, which {where} does not have; expected 'prompt' or one of "
-                f"{', '.join(repr(key) for key in row)}. Mend the template; braces that are text are doubled."
+                f"prompt_template uses {error.args[0]!r}, but {where} only has 'prompt' and "
+                f"{', '.join(repr(key) for key in row)}. Fix the template; double any braces that are literal text."
             ) from error
         messages = [{"role": "user", "content": content}]
     if system_prompt is not None and messages[0].get("role") != "system":
@@ -57,17 +57,17 @@ def row_messages(
 
 
 def take_images(messages: Messages, images: Sequence[Any], *, folder: Path) -> tuple[Messages, tuple[str, ...]]:
-    """Messages whose image parts name no picture, and the pictures they named, as paths or data: URLs, in order.
+    """Moves pictures out of messages: bare image parts, and the pictures as paths or data: URLs, in order.
 
     Args:
-        messages: with image parts such as `{"type": "image", "image": "cats/3.png"}`; the part may also have `path` or
-            `url`, or nothing, for a picture of `images`.
-        images: pictures of the row; without image parts they come first in the last user's turn.
-        folder: where relative paths begin.
+        messages: image parts look like `{"type": "image", "image": "cats/3.png"}`; `path` and `url` also work, and a
+            part without any of them takes the next of `images`.
+        images: the row's pictures; if no part takes them, they go first in the last user turn.
+        folder: base of relative paths.
     """
-    waiting = [_image_text(image, folder) for image in images]
-    found: list[str] = []
-    taken: Messages = []
+    unplaced = [_image_text(image, folder) for image in images]
+    placed: list[str] = []
+    bare: Messages = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
@@ -76,29 +76,28 @@ def take_images(messages: Messages, images: Sequence[Any], *, folder: Path) -> t
                 if part.get("type") == "image":
                     named = next((part[key] for key in ("image", "path", "url") if part.get(key)), None)
                     if named is not None:
-                        found.append(_image_text(named, folder))
-                    elif waiting:
-                        found.append(waiting.pop(0))
+                        placed.append(_image_text(named, folder))
+                    elif unplaced:
+                        placed.append(unplaced.pop(0))
                     part = {"type": "image"}
                 parts.append(part)
             message = {**message, "content": parts}
-        taken.append(message)
-    if waiting and found:
+        bare.append(message)
+    if unplaced and placed:
         raise ValueError(
-            f"{len(found) + len(waiting)} pictures for {len(found)} image parts, expected a part for each picture, or "
-            "none at all. Mend the messages."
+            f"There are {len(placed) + len(unplaced)} pictures for {len(placed)} image parts. Give each picture an "
+            "image part, or use no image parts."
         )
-    if waiting:
-        last = max(index for index, message in enumerate(taken) if message["role"] == "user")
-        content = taken[last]["content"]
+    if unplaced:
+        last = max(index for index, message in enumerate(bare) if message["role"] == "user")
+        content = bare[last]["content"]
         text = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        taken[last] = {**taken[last], "content": [*({"type": "image"} for _ in waiting), *text]}
-        found = waiting
-    return taken, tuple(found)
+        bare[last] = {**bare[last], "content": [*({"type": "image"} for _ in unplaced), *text]}
+    return bare, tuple(placed or unplaced)
 
 
 def _image_text(image: Any, folder: Path) -> str:
-    """A path, a data: URL, bytes, Pillow's image or what datasets makes of one, as the text a Prompt holds."""
+    """A picture as a Prompt holds it: a path or a data: URL. Takes those, bytes, Pillow images and datasets' dicts."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if not isinstance(image, str):
@@ -106,17 +105,17 @@ def _image_text(image: Any, folder: Path) -> str:
     if image.startswith("data:") or Path(image).expanduser().is_absolute():
         return image
     if "://" in image:
-        raise ValueError(f"Picture {image[:80]!r} is a web address, expected a path or a data: URL. Download it first.")
+        raise ValueError(f"Picture {image[:80]!r} must be a path or a data: URL, not a web address. Download it first.")
     return str(folder / image)
 
 
 class ChatRenderer:
-    """Renders messages as token ids with a tokenizer's chat template, or as plain text if it has none.
+    """Renders messages as token ids with the chat template, or as plain text if there is none.
 
     Args:
         tokenizer: the policy's.
         chat_template: replaces the tokenizer's; a Jinja file or the template itself.
-        pictures: how the policy reads pictures; None if it sees none.
+        pictures: how the policy reads pictures; None for a text-only policy.
     """
 
     def __init__(
@@ -140,16 +139,16 @@ class ChatRenderer:
         return token_ids
 
     def with_pictures(self, prompt: Prompt, where: str) -> Prompt:
-        """The prompt, which has token ids, with as many image tokens as its pictures need.
+        """The prompt with the image tokens of its pictures added to its token ids.
 
         Raises:
-            ValueError: if the policy sees no pictures, a file is not there, or another number of image tokens is.
+            ValueError: if the policy is text-only, a file is missing, or the number of image tokens is wrong.
         """
         if self.pictures is None:
             raise ValueError(f"{where}: {refusal(len(prompt.images))}")
         missing = next((i for i in prompt.images if not i.startswith("data:") and not Path(i).is_file()), None)
         if missing is not None:
-            raise ValueError(f"{where} has the picture {missing!r}, expected the path of a file. Mend the path.")
+            raise ValueError(f"{where}: picture {missing!r} does not exist. Fix its path.")
         assert prompt.token_ids is not None
         return replace(prompt, token_ids=self.pictures.expanded(prompt.token_ids, len(prompt.images), where=where))
 
@@ -163,26 +162,26 @@ class ChatRenderer:
         return "".join(str(token) if part["type"] == "image" else str(part.get("text", "")) for part in content)
 
     def completion_ids(self, messages: Messages | None, completion: str) -> list[int]:
-        """The tokens of the policy's turn, its end token included and nothing behind it.
+        """The tokens of the policy's turn, up to and including its end token.
 
         Args:
-            messages: of the prompt; None for a prompt that was given as token ids.
+            messages: of the prompt; None for a prompt given as token ids.
 
         Raises:
-            ValueError: if the tokenizer has no end token, or the chat template writes the prompt otherwise once a
-                completion follows.
+            ValueError: if the tokenizer has no end token, or the chat template changes the prompt once a completion
+                follows.
         """
         end = self.tokenizer.eos_token_id
         if end is None:
-            raise ValueError("The tokenizer has no end token, expected one after a completion. Set its eos_token.")
+            raise ValueError("The tokenizer has no end token, which ends every completion. Set its eos_token.")
         if self.chat_template is None or messages is None:
             return [*self._encode(completion), end]
         prompt = self._render(messages, add_generation_prompt=True)
         chat = self._render([*messages, {"role": "assistant", "content": completion}], add_generation_prompt=False)
         if not chat.startswith(prompt):
             raise ValueError(
-                f"The chat template renders the prompt as {prompt[-80:]!r} but the chat as {chat[:160]!r}, expected a "
-                "chat that begins with the prompt. Give chat_template= a template that only adds to the prompt."
+                f"The chat template renders the prompt as {prompt[-80:]!r} but the whole chat as {chat[:160]!r}. The "
+                "chat must start with the prompt: set chat_template to a template that only appends to it."
             )
         token_ids = self._encode(chat[len(prompt) :])
         special = set(self.tokenizer.all_special_ids)
@@ -208,12 +207,13 @@ def render_prompts(
     overflow: Literal["error", "drop"],
     where: Callable[[int], str],
 ) -> list[Prompt]:
-    """The prompts with their token ids, without those that are too long if they are to be dropped.
+    """The prompts with token ids, less those that are too short or too long.
 
     Args:
-        max_tokens: the longest prompt allowed; None allows any.
-        min_tokens: shorter prompts are left out; None takes any.
-        where: names the prompt of an index in messages.
+        max_tokens: the longest prompt allowed; None for no limit.
+        min_tokens: shorter prompts are dropped; None for no limit.
+        overflow: what to do with longer prompts.
+        where: names the prompt at an index in error messages.
 
     Raises:
         ValueError: if a prompt is too long and `overflow` is `error`.
@@ -229,24 +229,23 @@ def render_prompts(
         assert prompt.token_ids is not None
         num_tokens = len(prompt.token_ids)
         if num_tokens == 0:
-            raise ValueError(f"{where(index)} gives no prompt tokens, expected at least one. Mend its text.")
+            raise ValueError(f"{where(index)} renders to no prompt tokens. Fix its text.")
         if min_tokens is not None and num_tokens < min_tokens:
             num_short += 1
         elif max_tokens is None or num_tokens <= max_tokens:
             kept.append(prompt)
         elif overflow == "error":
             raise ValueError(
-                f"{where(index)} (prompt {prompt.id!r}) has {num_tokens} prompt tokens, expected at most {max_tokens}: "
-                "max_prompt_tokens, or what the model's context leaves beside max_new_tokens. Shorten it, set "
+                f"{where(index)} (prompt {prompt.id!r}) has {num_tokens} prompt tokens, but at most {max_tokens} fit "
+                "(max_prompt_tokens, or the model's context less max_new_tokens). Shorten it, set "
                 "prompt_overflow='drop', or lower max_new_tokens."
             )
-    report_dropped(len(prompts) - len(kept) - num_short, len(prompts), max_tokens, "prompts")
-    if num_short:
-        logger.warning("Dropped %d of %d prompts with less than %d tokens.", num_short, len(prompts), min_tokens)
+    report_dropped(num_short, len(prompts), f"fewer than {min_tokens}", "prompts")
+    report_dropped(len(prompts) - len(kept) - num_short, len(prompts), f"more than {max_tokens}", "prompts")
     return kept
 
 
-def report_dropped(num_dropped: int, num_rows: int, max_tokens: int | None, what: str) -> None:
-    """Logs how many rows are left out because they are too long, if any are."""
+def report_dropped(num_dropped: int, num_rows: int, tokens: str, what: str) -> None:
+    """Logs how many rows were dropped for their length, if any were."""
     if num_dropped:
-        logger.warning("Dropped %d of %d %s with more than %s tokens.", num_dropped, num_rows, what, max_tokens)
+        logger.warning("Dropped %d of %d %s with %s tokens.", num_dropped, num_rows, what, tokens)

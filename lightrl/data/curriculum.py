@@ -1,43 +1,43 @@
-"""SuccessRateCurriculum: prompts that the policy sometimes solves come most, those it always or never solves least."""
+"""SuccessRateCurriculum: prompts that the policy solves sometimes come most often."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from lightrl.checks.bounds import check_bounds
+
 
 class SuccessRateCurriculum:
-    """Weights a prompt by the success of its past groups.
+    """Weights a prompt by the success rate of its past groups.
 
     A group's advantages come from the differences between its trajectories; with 0/1 rewards their variance is
-    r·(1 - r) at success rate r, largest at 1/2. A prompt's weight, the probability that it is played when its turn
-    comes, falls from 1 at `target` along a straight line to `floor` at the rates 0 and 1.
-    It is a Curriculum of lightrl.rollout; each epoch is a turn of every prompt.
+    r·(1 - r) at success rate r, largest at 1/2. A prompt's weight is the probability that it is played when its turn
+    comes: 1 at `target`, falling linearly to `floor` at the rates 0 and 1. Each prompt has one turn per epoch.
+    Implements Curriculum of lightrl.rollout.
 
     Args:
         target: the success rate that teaches most, 0 to 1.
-        floor: the least weight, so that what is too hard now is tried again.
-        solved_times: a prompt solved by its whole group so often in a row is passed over from then on; None for never.
-        memory: weight of the past in the success rate, 0 (only the last group counts) to below 1.
+        floor: the lowest weight, so that prompts that are too hard now are tried again.
+        solved_times: drop a prompt once its whole group has solved it this many times in a row; None for never.
+        memory: weight of the past in the success rate, from 0 (only the last group counts) to below 1.
     """
 
     def __init__(
         self, *, target: float = 0.5, floor: float = 0.1, solved_times: int | None = 3, memory: float = 0.5
     ) -> None:
-        for name, value, high in (("target", target, 1.0), ("floor", floor, 1.0), ("memory", memory, 0.999)):
-            if not 0 <= value <= high:
-                raise ValueError(f"{name}={value}, expected a number from 0 to {high:g}. Mend it.")
-        if solved_times is not None and solved_times < 1:
-            raise ValueError(f"solved_times={solved_times}, expected at least 1, or None for never. Raise it.")
+        check_bounds(0, 1, target=target, floor=floor)
+        check_bounds(0, 0.999, memory=memory)
+        check_bounds(1, solved_times=solved_times)
         self.target = target
         self.floor = floor
         self.solved_times = solved_times
         self.memory = memory
         self._rates: dict[str, float] = {}  # exponential mean over a prompt's groups, by prompt id
-        self._num_solved: dict[str, int] = {}  # times in a row, where it is at least one
+        self._num_solved: dict[str, int] = {}  # times in a row; prompts not solved last time are absent
 
     def weight(self, prompt_id: str) -> float:
-        """1 for a prompt never seen, 0 for one that is solved, else between `floor` and 1."""
+        """1 for a new prompt, 0 for a solved one, otherwise between `floor` and 1."""
         if self.solved_times is not None and self._num_solved.get(prompt_id, 0) >= self.solved_times:
             return 0.0
         if prompt_id not in self._rates:
@@ -48,7 +48,7 @@ class SuccessRateCurriculum:
         return 1.0 - (1.0 - self.floor) * distance
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
-        """Takes the success rate of one more group of this prompt into account."""
+        """Adds the success rate of one more group of this prompt."""
         past = self._rates.get(prompt_id, success_rate)
         self._rates[prompt_id] = self.memory * past + (1 - self.memory) * success_rate
         if success_rate < 1:

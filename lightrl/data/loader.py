@@ -1,20 +1,66 @@
-"""A user's own sized DataLoader as a PromptStream: its dataset's items become prompts, its sampler says whether to
+"""Where a trainer's prompts come from: the data module's stream, or a user's own loaders and batches.
+
+A user's train DataLoader becomes a PromptStream: its dataset's items are the prompts, its sampler decides whether to
 shuffle, its batch size is the number of prompts per iteration. The loader itself is never iterated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightrl.data.chat import ChatRenderer, render_prompts
-from lightrl.data.stream import EpochLoader, PromptBatch, PromptStream, prompt_batches
+from lightrl.data.stream import PromptStream
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def prompt_source(
+    trainer: Any, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None, seed: int
+) -> PromptStream:
+    """The prompts of a fit, by position; with `overfit_batches`, the first ones over and over.
+
+    Args:
+        trainer: attached to its data.
+        tokenizer: the policy's.
+        max_prompt_tokens: the longest prompt allowed; None for no limit.
+        seed: of the order, if the user's loader shuffles.
+
+    Raises:
+        ValueError: if the train loader cannot be read by position.
+    """
+    datamodule: Any = getattr(trainer, "datamodule", None)
+    stream: PromptStream | None = getattr(datamodule, "prompt_stream", None)
+    trainer.fit_loop.setup_data()
+    if stream is None:
+        stream = wrap_train_loader(trainer.train_dataloader, tokenizer, max_prompt_tokens=max_prompt_tokens, seed=seed)
+    if getattr(trainer, "overfit_batches", 0) > 0:
+        return stream.first(int(trainer.num_training_batches) * stream.batch_size)
+    return stream
+
+
+def prompts_of(
+    batch: Any, tokenizer: PreTrainedTokenizerBase, *, name: str, max_prompt_tokens: int | None
+) -> list[Prompt]:
+    """The prompts of a validation, test or predict batch; rows of a user's loader are rendered.
+
+    Args:
+        batch: a sequence of prompts, strings or dicts, or a dict of columns, as torch's default collate makes it.
+        tokenizer: the policy's.
+        name: prefix for the ids of prompts without one.
+        max_prompt_tokens: the longest prompt allowed; None for no limit.
+    """
+    items: Sequence[Any] = batch
+    if isinstance(batch, Mapping):
+        items = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+    prompts = [prompt_from(item, index, name) for index, item in enumerate(items)]
+    if all(prompt.token_ids is not None for prompt in prompts):
+        return prompts
+    return _rendered(prompts, tokenizer, max_prompt_tokens, f"batch {name}")
 
 
 def wrap_train_loader(
@@ -26,48 +72,40 @@ def wrap_train_loader(
         loader: a DataLoader over a map-style dataset whose items are Prompts, strings (the user's turn), or dicts with
             `messages`, `token_ids` or `prompt`, an optional `id`, and any other fields for the reward.
         tokenizer: the policy's.
-        max_prompt_tokens: the longest prompt allowed; None allows any.
+        max_prompt_tokens: the longest prompt allowed; None for no limit.
         seed: of the order, if the loader shuffles.
 
     Raises:
-        ValueError: if the loader is not sized, draws in another way than in order or shuffled, or an item is no prompt.
+        ValueError: if the loader is not sized, its sampler neither goes in order nor shuffles, or an item is no prompt.
     """
     checked = _checked(loader)
-    prompts = _prompts(checked, "train", tokenizer, max_prompt_tokens)
-    shuffle = isinstance(checked.sampler, RandomSampler)
+    dataset: Any = checked.dataset
+    prompts = [prompt_from(dataset[index], index, "train") for index in range(len(dataset))]
     assert checked.batch_size is not None
-    return PromptStream(prompts, batch_size=checked.batch_size, seed=seed, shuffle=shuffle)
-
-
-def wrap_validation_loader(
-    loader: object,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_tokens: int | None = None,
-    split: str = "validation",
-) -> EpochLoader[PromptBatch]:
-    """The prompts of a DataLoader as lists of prompts, in the order of its dataset; see `wrap_train_loader`."""
-    checked = _checked(loader)
-    assert checked.batch_size is not None
-    return prompt_batches(_prompts(checked, split, tokenizer, max_prompt_tokens), checked.batch_size)
+    return PromptStream(
+        _rendered(prompts, tokenizer, max_prompt_tokens, "the train loader"),
+        batch_size=checked.batch_size,
+        seed=seed,
+        shuffle=isinstance(checked.sampler, RandomSampler),
+    )
 
 
 def _checked(loader: object) -> DataLoader[Any]:
     if not isinstance(loader, DataLoader):
         raise ValueError(
-            f"The loader is a {type(loader).__name__}, expected a torch DataLoader over a map-style dataset. "
+            f"The train loader must be a torch DataLoader over a map-style dataset, got a {type(loader).__name__}. "
             "Wrap the data in one, or use PromptDataModule."
         )
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            f"The loader's dataset, a {type(dataset).__name__}, is not sized and addressable, expected __len__ and "
-            "__getitem__: prompts are read by position and resume relies on it. Use a map-style dataset."
+            f"The loader's dataset, a {type(dataset).__name__}, must have __len__ and __getitem__: prompts are read by "
+            "position, and resuming relies on that. Use a map-style dataset."
         )
     if loader.batch_size is None:
         raise ValueError(
-            "The loader has no batch_size (batch_sampler or batch_size=None was given), expected the number of prompts "
-            "per iteration. Give the DataLoader batch_size= and shuffle=."
+            "The loader has no batch_size, which is the number of prompts per iteration. Set batch_size and shuffle on "
+            "the DataLoader, not batch_sampler."
         )
     sampler = loader.sampler
     is_plain = isinstance(sampler, SequentialSampler) or (
@@ -75,31 +113,26 @@ def _checked(loader: object) -> DataLoader[Any]:
     )
     if not is_plain:
         raise ValueError(
-            f"The loader draws with a {type(sampler).__name__}, expected each prompt once per epoch, in order or "
-            "shuffled. Give the DataLoader shuffle= instead of sampler=, and the wanted rows as its dataset."
+            f"The loader uses a {type(sampler).__name__}, but each prompt must come once per epoch, in order or "
+            "shuffled. Set shuffle on the DataLoader instead of sampler, and select rows in its dataset."
         )
     return loader
 
 
-def _prompts(
-    loader: DataLoader[Any], split: str, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None
+def _rendered(
+    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None, where: str
 ) -> list[Prompt]:
-    dataset: Any = loader.dataset
     return render_prompts(
-        [prompt_from(dataset[index], index, split) for index in range(len(dataset))],
+        prompts,
         ChatRenderer(tokenizer),
         max_tokens=max_prompt_tokens,
         overflow="error",
-        where=lambda index: f"Item {index} of the {split} loader",
+        where=lambda index: f"Item {index} of {where}",
     )
 
 
 def prompt_from(item: object, index: int, split: str) -> Prompt:
-    """One item of a user's dataset as a Prompt; one without an id gets `<split>-<index>`.
-
-    Raises:
-        ValueError: if the item is no prompt.
-    """
+    """An item of a dataset as a Prompt, by default with id `<split>-<index>`; raises ValueError if it is none."""
     name = f"{split}-{index}"
     if isinstance(item, Prompt):
         return item
@@ -118,6 +151,6 @@ def prompt_from(item: object, index: int, split: str) -> Prompt:
         )
     keys = f" with keys {sorted(item)}" if isinstance(item, dict) else ""
     raise ValueError(
-        f"Item {index} of the {split} loader is a {type(item).__name__}{keys}, expected a Prompt, a string, or a dict "
-        "with messages, token_ids or prompt. Change the dataset's __getitem__."
+        f"Item {index} of the {split} loader must be a Prompt, a string, or a dict with messages, token_ids or prompt; "
+        f"got a {type(item).__name__}{keys}. Change the dataset's __getitem__."
     )

@@ -1,23 +1,24 @@
-"""DataSource: one of several sources of rows, with its weight; MixtureOrder: whose turn it is at each position.
+"""DataSource: one of several weighted sources of rows; MixtureOrder: which source's row comes at each position.
 
     train:                                        # in YAML, of any data module
       - {source: openai/gsm8k, name: main, weight: 3}
       - {source: math.parquet, columns: {question: problem, answer: solution}}
 
-A position's source follows from the weights alone, and a source's rows come in an order of its own, each once before
-any comes again. So one number says where a run is, whatever the sources, and however many ranks there are.
+The source at a position follows from the weights alone; each source shuffles its own rows and uses each once before any
+repeats. So one number describes a run's progress, for any number of sources and ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd
 from typing import Any, TypeAlias
 
-from lightrl.data.stream import epoch_order
+import torch
 
 _CYCLE = 1000  # shares are kept to a thousandth
 
@@ -28,13 +29,13 @@ class DataSource:
 
     Args:
         source: a local .jsonl, .json, .parquet or .csv file, a hub name or a local dataset folder, or the dotted path
-            of a function that makes rows: it gets `split` and `arguments` and gives an iterable of dicts.
-        weight: this source's share among several, in proportion; the first weight is as good as any other unit.
-        name: configuration of a hub dataset; None takes the data module's.
-        split: of a hub dataset or a function; None takes the data module's.
+            of a function that makes rows: it takes `split` and `arguments` and returns an iterable of dicts.
+        weight: this source's share among several; only the ratios matter.
+        name: configuration of a hub dataset; None uses the data module's.
+        split: of a hub dataset or a function; None uses the data module's.
         columns: new column names → the source's own, such as `{question: problem}`.
         arguments: of a function.
-        label: names the source in prompt ids; its number among the sources if None.
+        label: identifies the source in prompt ids; None uses its index.
     """
 
     source: str
@@ -48,8 +49,7 @@ class DataSource:
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):
             raise ValueError(
-                f"weight={self.weight} of {self.source!r}, expected a number above 0. Leave out a source that is not "
-                "wanted."
+                f"The weight of {self.source!r} must be above 0 and finite, got {self.weight}. Remove unused sources."
             )
 
 
@@ -57,44 +57,39 @@ Source: TypeAlias = "str | DataSource | list[DataSource]"
 
 
 def sources_of(source: Source | None) -> list[DataSource]:
-    """The sources, with labels that differ.
-
-    Raises:
-        ValueError: if two share a label.
-    """
+    """The sources as a list, each with a label; raises ValueError if two are the same."""
     if source is None:
         return []
     if isinstance(source, str):
-        return [DataSource(source)]
+        source = DataSource(source)
     sources = [source] if isinstance(source, DataSource) else list(source)
-    labels = [label_of(item, index) for index, item in enumerate(sources)]
+    sources = [
+        replace(item, label=str(index) if item.label is None else item.label) for index, item in enumerate(sources)
+    ]
+    labels = [item.label for item in sources]
     if len(set(labels)) < len(labels):
-        raise ValueError(f"The data's sources have the labels {labels}, expected each once. Give each its own label.")
+        raise ValueError(f"The labels of the data's sources must be unique, got {labels}. Change the duplicates.")
     return sources
 
 
-def label_of(source: DataSource, index: int) -> str:
-    return str(index) if source.label is None else source.label
-
-
 class MixtureOrder:
-    """The row at each position: an index into the rows of all sources, one source after the other.
+    """The row at each position, as an index into the rows of all sources concatenated.
 
-    Shares hold in every stretch of positions, to about one row: turns are spread evenly. With one source this is
-    `epoch_order` after `epoch_order`.
+    Turns are spread evenly, so shares hold within any range of positions, to about one row. One source gives one
+    `epoch_order` after another.
 
     Args:
         sizes: rows of each source.
         weights: of each source.
         seed: of the orders.
-        shuffle: False keeps the order of each source's rows.
+        shuffle: False keeps each source's rows in order.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool = True) -> None:
         if len(sizes) != len(weights) or not sizes or min(sizes) < 1:
             raise ValueError(
-                f"The sources have {list(sizes)} rows and the weights {list(weights)}, expected at least one row and a "
-                "weight for each source. Leave out a source without rows."
+                f"Each source needs a weight and at least one row, got {list(sizes)} rows and weights {list(weights)}. "
+                "Remove sources without rows."
             )
         self.sizes, self.weights = list(sizes), list(weights)
         self.seed, self.shuffle = seed, shuffle
@@ -116,16 +111,12 @@ class MixtureOrder:
         return sum(self.sizes[:source]) + row
 
     def __str__(self) -> str:
-        """What the order follows from, beside the rows."""
+        """What determines the order, besides the rows."""
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
         shares = ", ".join(
             f"{size} rows of weight {weight:g}" for size, weight in zip(self.sizes, self.weights, strict=True)
         )
         return f"{order}, {shares}"
-
-    def source_at(self, position: int) -> int:
-        """Which source has its turn."""
-        return self._cycle[position % len(self._cycle)]
 
     def _epoch_of_source(self, source: int, epoch: int) -> list[int]:
         seed = self.seed if len(self.sizes) == 1 else f"{self.seed}/{source}"
@@ -133,7 +124,7 @@ class MixtureOrder:
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Turns of each source in a cycle, in lowest terms, by largest remainders; at least one each."""
+    """Turns per cycle of each source, at least one, by largest remainders, in lowest terms."""
     total = sum(weights)
     exact = [weight / total * _CYCLE for weight in weights]
     shares = [max(1, int(share + 1e-9)) for share in exact]
@@ -142,3 +133,10 @@ def _shares(weights: Sequence[float]) -> list[int]:
         shares[index] += 1
     divisor = gcd(*shares)
     return [share // divisor for share in shares]
+
+
+def epoch_order(num_rows: int, seed: int | str, epoch: int) -> list[int]:
+    """A permutation of `range(num_rows)` determined by (seed, epoch), the same on every rank."""
+    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.randperm(num_rows, generator=generator).tolist()

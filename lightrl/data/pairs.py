@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightrl.data.chat import ChatRenderer, report_dropped
-from lightrl.data.prompts import PromptDataModule, Split
+from lightrl.data.completions import CompletedPrompt, CompletionDataModule, padded
 from lightrl.data.rows import require_column
-from lightrl.data.stream import EpochLoader, batches_in_order, epoch_order
+from lightrl.data.stream import EpochLoader
 from lightrl.experience import Experience
 from lightrl.trajectory import Prompt
 
 
 class PairBatch(NamedTuple):
-    """Some pairs, as rows of trajectories."""
+    """Pairs, as rows of trajectories."""
 
     token_ids: Tensor  # int64 [2B, T], 0 on the padding
     loss_mask: Tensor  # bool [2B, T], True on the completion and its end token
@@ -36,7 +35,7 @@ class PairBatch(NamedTuple):
         return self.num_pairs
 
     def share(self, rank: int, size: int) -> PairBatch | None:
-        """Every `size`-th pair, from `rank` on; None if there is none."""
+        """Every `size`-th pair, starting at `rank`; None if there is none."""
         if rank >= self.num_pairs:
             return None
         rows = torch.arange(len(self.token_ids), device=self.token_ids.device)
@@ -45,7 +44,7 @@ class PairBatch(NamedTuple):
         return PairBatch(self.token_ids[rows, :width], self.loss_mask[rows, :width], self.lengths[rows])
 
     def experience(self) -> Experience:
-        """The rows as an Experience whose groups are the pairs; the chosen trajectory has reward 1, the other 0."""
+        """The rows as an Experience: each pair is a group; the chosen trajectory has reward 1, the rejected one 0."""
         rows = torch.arange(len(self.token_ids), device=self.token_ids.device)
         return Experience(
             token_ids=self.token_ids,
@@ -59,31 +58,23 @@ class PairBatch(NamedTuple):
         )
 
 
-class _Pair(NamedTuple):
-    prompt_ids: list[int]
-    chosen_ids: list[int]
-    rejected_ids: list[int]
+class PreferenceDataModule(CompletionDataModule):
+    """Pairs of completions: PromptDataModule's prompt, then a chosen and a rejected column.
 
-    @property
-    def longest(self) -> int:
-        return len(self.prompt_ids) + max(len(self.chosen_ids), len(self.rejected_ids))
-
-
-class PreferenceDataModule(PromptDataModule):
-    """Pairs of completions: the prompt of PromptDataModule, then a chosen and a rejected column.
-
-    The columns hold text, or the chat with the completion as its last message, as data sets on the hub have it. A
-    subclass that makes its own pairs overrides `make_prompts` and puts the two texts into `Prompt.fields`.
+    The columns hold text, or a chat whose last message is the completion, as in many hub datasets. To make other pairs,
+    override `make_prompts` and put the two texts into `Prompt.fields`.
 
     Args:
         train, validation, test: as in PromptDataModule.
         batch_size: pairs per step.
         chosen_column, rejected_column: hold the two completions.
         prompt_column: holds the prompt's text or messages.
-        max_tokens: the longest trajectory allowed; None takes the model's context. Of longer ones, `prompt_overflow`
-            decides.
-        kwargs: further arguments of PromptDataModule.
+        max_tokens: the longest trajectory allowed; None uses the model's context. `prompt_overflow` says what happens
+            to longer ones.
+        kwargs: other arguments of PromptDataModule.
     """
+
+    row_name = "pair"
 
     def __init__(
         self,
@@ -106,54 +97,33 @@ class PreferenceDataModule(PromptDataModule):
             batch_size=batch_size,
             prompt_column=prompt_column,
             answer_column=answer_column,
+            max_tokens=max_tokens,
             **kwargs,
         )
-        if max_tokens is not None and max_tokens < 2:
-            raise ValueError(f"max_tokens={max_tokens}, expected at least 2, for a prompt and its end. Raise it.")
         self.chosen_column = chosen_column
         self.rejected_column = rejected_column
-        self.max_tokens = max_tokens
-        self.pairs: dict[Split, list[_Pair]] = {}
 
-    def setup(self, stage: str) -> None:
-        """As PromptDataModule, and renders the completions.
+    def completions(self, prompt: Prompt) -> list[str]:
+        chosen, rejected = (self._completion(prompt, column) for column in (self.chosen_column, self.rejected_column))
+        if chosen == rejected:
+            raise ValueError(
+                f"Prompt {prompt.id!r} has the same text in {self.chosen_column!r} and {self.rejected_column!r}."
+            )
+        return [chosen, rejected]
 
-        Raises:
-            ValueError: also if a completion is missing, both are the same, or a trajectory is too long.
-        """
-        super().setup(stage)
-        tokenizer, context_tokens = self._context()
-        renderer = ChatRenderer(tokenizer, chat_template=self.chat_template)
-        max_tokens = min((n for n in (self.max_tokens, context_tokens) if n is not None), default=None)
-        for split, prompts in self.prompts.items():
-            pairs = [(prompt.id, self._pair(prompt, renderer)) for prompt in prompts]
-            self.pairs[split] = self._short_enough(pairs, max_tokens)
-        if stage == "fit" and not self.pairs["train"]:
-            raise ValueError(f"No train pair has at most {max_tokens} tokens, expected some. Raise max_tokens.")
+    def collate(self, rows: Sequence[CompletedPrompt]) -> PairBatch:
+        return PairBatch(*padded(rows))
 
     def train_dataloader(self) -> EpochLoader[PairBatch]:
-        pairs, size, seed = self.pairs["train"], self.batch_size, self.prompt_stream.seed
-        shuffle = self.shuffle and not getattr(self.trainer, "overfit_batches", 0) > 0
+        pairs, size = self.completed["train"], self.batch_size
+        ids = [pair.prompt_id for pair in pairs]
+        order = self.mixture(ids, seed=self.prompt_stream.seed, shuffle=self._shuffles())
 
         def batch_at(epoch: int, index: int) -> PairBatch:
-            rows = epoch_order(len(pairs), seed, epoch) if shuffle else list(range(len(pairs)))
-            return _collate([pairs[row] for row in rows[index * size : (index + 1) * size]])
+            rows = range(index * size, min((index + 1) * size, len(pairs)))
+            return self.collate([pairs[order[epoch * len(pairs) + row]] for row in rows])
 
         return EpochLoader(-(-len(pairs) // size), batch_at, trainer=self.trainer)
-
-    def _evaluation_loader(self, split: Split) -> EpochLoader[PairBatch]:
-        return batches_in_order(self.pairs[split], self.validation_batch_size, _collate)
-
-    def _pair(self, prompt: Prompt, renderer: ChatRenderer) -> _Pair:
-        assert prompt.token_ids is not None
-        texts = [self._completion(prompt, column) for column in (self.chosen_column, self.rejected_column)]
-        if texts[0] == texts[1]:
-            raise ValueError(
-                f"Prompt {prompt.id!r} has the same text in {self.chosen_column!r} and {self.rejected_column!r}, "
-                "expected two that differ. Leave the row out."
-            )
-        chosen, rejected = (renderer.completion_ids(prompt.messages, text) for text in texts)
-        return _Pair(prompt.token_ids, chosen, rejected)
 
     def _completion(self, prompt: Prompt, column: str) -> str:
         value = require_column(prompt.fields, column, where=f"Prompt {prompt.id!r}")
@@ -162,31 +132,6 @@ class PreferenceDataModule(PromptDataModule):
         last = value[-1]
         if not isinstance(last, dict) or last.get("role") != "assistant":
             raise ValueError(
-                f"Prompt {prompt.id!r} has a chat in {column!r} that ends with {last!r}, expected a message of the "
-                "assistant. Mend the row, or give the completion's text."
+                f"The chat in {column!r} of prompt {prompt.id!r} must end with an assistant message, got {last!r}."
             )
         return str(last["content"])
-
-    def _short_enough(self, pairs: list[tuple[str, _Pair]], max_tokens: int | None) -> list[_Pair]:
-        kept = []
-        for prompt_id, pair in pairs:
-            if max_tokens is None or pair.longest <= max_tokens:
-                kept.append(pair)
-            elif self.prompt_overflow == "error":
-                raise ValueError(
-                    f"A trajectory of prompt {prompt_id!r} has {pair.longest} tokens, expected at most {max_tokens}: "
-                    "max_tokens or the model's context. Shorten it, or set prompt_overflow='drop'."
-                )
-        report_dropped(len(pairs) - len(kept), len(pairs), max_tokens, "pairs")
-        return kept
-
-
-def _collate(pairs: Sequence[_Pair]) -> PairBatch:
-    rows = [(pair.prompt_ids, completion) for pair in pairs for completion in (pair.chosen_ids, pair.rejected_ids)]
-    lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion in rows])
-    token_ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
-    loss_mask = torch.zeros_like(token_ids, dtype=torch.bool)
-    for row, (prompt, completion) in enumerate(rows):
-        token_ids[row, : lengths[row]] = torch.tensor(prompt + completion)
-        loss_mask[row, len(prompt) : lengths[row]] = True
-    return PairBatch(token_ids, loss_mask, lengths)

@@ -1,7 +1,7 @@
-"""Rows of a data file or a hub dataset, with errors that name the file, the row and what is there instead.
+"""Rows of a data file or a hub dataset, with errors that name the file and the row.
 
-Local files are read here, without `datasets` (no cache folder, and a broken line is named by its number); `datasets`
-is imported only for the hub. Row numbers in messages count from 1.
+Local files are read without `datasets`, so there is no cache folder and a broken line is reported by its number;
+`datasets` is imported only for the hub. Row numbers in messages count from 1.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def read_rows(
     """The first rows of a dataset, each a dict of JSON-able columns.
 
     Args:
-        source: a local `.jsonl`, `.json` (list of objects), `.parquet` or `.csv` file, or what `datasets.load_dataset`
-            takes: a hub name or a local dataset folder; or the dotted path of a function that makes rows from `split`
-            and `arguments`, such as `my_project.data.riddles`.
+        source: a local `.jsonl`, `.json` (list of objects), `.parquet` or `.csv` file; a hub name or a local dataset
+            folder, for `datasets.load_dataset`; or the dotted path of a function that makes rows from `split` and
+            `arguments`, such as `my_project.data.riddles`.
         name: the dataset's configuration; for hub names and folders.
-        split: the dataset's split; for hub names, folders and functions, since a file is one split.
-        max_rows: how many to read; None reads all.
+        split: the dataset's split; for hub names, folders and functions: a file is one split.
+        max_rows: how many to read; None for all.
         arguments: of a function.
 
     Raises:
@@ -46,8 +46,8 @@ def read_rows(
     function = None if path.exists() else _function_of(source)
     if arguments and function is None:
         raise ValueError(
-            f"Data {source!r} got arguments {dict(arguments)}, expected them for the dotted path of a function only. "
-            "Leave them out, or mend the path."
+            f"Data {source!r} got arguments {dict(arguments)}, but only functions take arguments. Remove them, or fix "
+            "the function's dotted path."
         )
     if function is not None:
         rows = _made_by(function, source, split, max_rows, arguments or {})
@@ -58,15 +58,15 @@ def read_rows(
     else:
         raise ValueError(_missing_file(path))
     if not rows:
-        raise ValueError(f"Data {source!r} has no rows, expected at least one. Mend the file or give another.")
+        raise ValueError(f"Data {source!r} has no rows.")
     return rows
 
 
 def require_column(row: Row, column: str, *, where: str) -> Any:
-    """The row's value, which is neither missing nor empty.
+    """The row's value in a column that must not be missing or empty.
 
     Args:
-        where: names the row in the message, as in `Row 3 of 'train.jsonl'`.
+        where: names the row in the error message, as in `Row 3 of 'train.jsonl'`.
 
     Raises:
         ValueError: if the column is missing, None or blank.
@@ -78,39 +78,35 @@ def require_column(row: Row, column: str, *, where: str) -> Any:
     problem = f"has an empty column {column!r}" if column in row else f"has no column {column!r}"
     columns = ", ".join(repr(key) for key in row) or "none"
     raise ValueError(
-        f"{where} {problem} (its columns: {columns}), expected text there. "
-        "Mend the row, or name the column with prompt_column= or answer_column=."
+        f"{where} {problem} (its columns: {columns}). Fix the row, or set prompt_column or answer_column to another "
+        "column."
     )
 
 
 def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
-    """The row with further columns: each new name holds what the row has under the old one.
-
-    Raises:
-        ValueError: if an old column is missing.
-    """
+    """The row with columns renamed, given new name → old name; raises ValueError if an old column is missing."""
     for new, old in columns.items():
         if old not in row:
             raise ValueError(
                 f"{where} has no column {old!r} for columns={{{new!r}: {old!r}}} (its columns: "
-                f"{', '.join(map(repr, row))}), expected it. Name one of them."
+                f"{', '.join(map(repr, row))})."
             )
     kept = {key: value for key, value in row.items() if key not in columns.values()}
     return kept | {new: row[old] for new, old in columns.items()}
 
 
 def _function_of(source: str) -> Callable[..., Any] | None:
-    """What a dotted path names, if it names a function; None for names of files and hub datasets."""
+    """The function at a dotted path; None for names of files and hub datasets."""
     module, _, name = source.rpartition(".")
     if not module or not all(part.isidentifier() for part in source.split(".")) or Path(source).suffix in FILE_SUFFIXES:
         return None
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        function = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         if error.name is not None and module.startswith(error.name):
             return None
-        raise ValueError(f"Data {source!r} cannot be imported ({error}), expected a function. Mend it.") from error
-    return found if callable(found) else None
+        raise ValueError(f"Data {source!r} cannot be imported: {error}.") from error
+    return function if callable(function) else None
 
 
 def _made_by(
@@ -120,11 +116,11 @@ def _made_by(
         rows = list(islice(function(split=split, **arguments), max_rows))
     except TypeError as error:
         raise ValueError(
-            f"Data {source!r} with split={split!r} and arguments={dict(arguments)} raised {error!r}, expected a "
-            "function of `split` and these arguments that gives dicts. Mend its arguments."
+            f"Data {source!r} with split={split!r} and arguments={dict(arguments)} raised {error!r}. The function must "
+            "take `split` and these arguments and return dicts."
         ) from error
     if not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"Data {source!r} made rows that are no dicts, expected dicts of columns. Mend the function.")
+        raise ValueError(f"Data {source!r} must return dicts of columns, got rows that are not dicts.")
     return [_json_able(dict(row)) for row in rows]
 
 
@@ -139,7 +135,7 @@ def _read_file(path: Path, max_rows: int | None) -> list[Row]:
     if path.suffix == ".parquet":
         return _read_parquet(path, max_rows)
     raise ValueError(
-        f"Data file '{path}' ends in {path.suffix!r}, expected one of {', '.join(FILE_SUFFIXES)}. Convert or rename it."
+        f"Data file '{path}' must end in one of {', '.join(FILE_SUFFIXES)}, not {path.suffix!r}. Convert or rename it."
     )
 
 
@@ -154,13 +150,9 @@ def _read_json_lines(path: Path, max_rows: int | None) -> list[Row]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"Line {number} of '{path}' is not JSON ({error}), expected one object per line. Mend the line."
-                ) from error
+                raise ValueError(f"Line {number} of '{path}' is not valid JSON: {error}.") from error
             if not isinstance(row, dict):
-                raise ValueError(
-                    f"Line {number} of '{path}' is a JSON {type(row).__name__}, expected an object. Mend the line."
-                )
+                raise ValueError(f"Line {number} of '{path}' must be a JSON object, got a {type(row).__name__}.")
             rows.append(row)
     return rows
 
@@ -170,11 +162,10 @@ def _read_json(path: Path, max_rows: int | None) -> list[Row]:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"Data file '{path}' is not JSON ({error}), expected a list of objects. "
-            "Mend it, or name it .jsonl if it has one object per line."
+            f"Data file '{path}' is not valid JSON: {error}. If it has one object per line, name it .jsonl."
         ) from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"Data file '{path}' is not a list of JSON objects, which is expected. Mend it.")
+        raise ValueError(f"Data file '{path}' must be a JSON list of objects.")
     return rows[:max_rows]
 
 
@@ -185,7 +176,7 @@ def _read_parquet(path: Path, max_rows: int | None) -> list[Row]:
     try:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"Data file '{path}' is not Parquet ({error}), expected a Parquet file. Mend it.") from error
+        raise ValueError(f"Data file '{path}' is not valid Parquet: {error}.") from error
     return [_json_able(row) for row in table.slice(0, max_rows).to_pylist()]
 
 
@@ -196,15 +187,15 @@ def _read_dataset(source: str, name: str | None, split: str, max_rows: int | Non
         dataset = datasets.load_dataset(source, name, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"Dataset {source!r} (name={name!r}, split={split!r}) cannot be loaded: {error}. Expected a local "
-            f"{', '.join(FILE_SUFFIXES)} file or a reachable hub name. Mend the name, go online, or give a local file."
+            f"Dataset {source!r} (name={name!r}, split={split!r}) cannot be loaded: {error}. It must be a local "
+            f"{', '.join(FILE_SUFFIXES)} file or a hub name. Fix the name, or go online."
         ) from error
     num_rows = len(dataset) if max_rows is None else min(max_rows, len(dataset))
     return [_json_able(dict(dataset[index])) for index in range(num_rows)]
 
 
 def _json_able(row: Row) -> Row:
-    """The row with dates and the like as text: fields travel to reward workers as JSON."""
+    """The row with dates and the like as text: fields go to reward workers as JSON."""
     try:
         json.dumps(row)
     except TypeError:
@@ -224,8 +215,5 @@ def _missing_file(path: Path) -> str:
     names = sorted(entry.name for entry in folder.iterdir())
     nearest = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     nearest = nearest or [name for name in names if name.endswith(FILE_SUFFIXES)][:5] or names[:5]
-    there = f"in '{folder}' there is {', '.join(nearest)}" if nearest else f"the folder '{folder}' is empty"
-    return (
-        f"Data file '{path}' does not exist, expected a {', '.join(FILE_SUFFIXES)} file or a hub name. "
-        f"Mend the path: {there}."
-    )
+    content = f"'{folder}' contains {', '.join(nearest)}" if nearest else f"the folder '{folder}' is empty"
+    return f"Data file '{path}' does not exist. It must be a {', '.join(FILE_SUFFIXES)} file or a hub name; {content}."

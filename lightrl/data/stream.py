@@ -1,9 +1,9 @@
 """Prompts by position (PromptStream) and the sized loaders that Lightning iterates over (EpochLoader).
 
 A position counts prompts over the whole run. Epoch e of the stream is positions e·n to (e + 1)·n - 1 for n prompts,
-each prompt once, in an order that follows from (seed, e) alone: whoever knows a position knows its prompt, so resume
-needs one number, at any number of ranks. Weighted sources (mixture.py) bring an order of their own. An epoch of the
-loader has n // batch_size iterations; prompts left over at its end come first in the next, none is skipped.
+each prompt once, in an order that follows from (seed, e) alone. So a position determines its prompt, and resuming needs
+one number, with any number of ranks. Weighted sources (mixture.py) bring their own order. An epoch of the loader has
+n // batch_size iterations; prompts left over at its end come first in the next, so none is skipped.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
-
+from lightrl.checks.bounds import check_bounds
+from lightrl.data.mixture import MixtureOrder
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -25,24 +24,18 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 
-class RowOrder(Protocol):
-    """Which row comes at a position, without end; as text, what that follows from."""
-
-    def __getitem__(self, position: int) -> int: ...
-
-
 class PromptStream:
     """An endless sequence of prompts, addressable by position: `stream[position]` for any position from 0.
 
     Args:
         prompts: one epoch's, in the order of the data.
-        batch_size: prompts, thus groups, per iteration.
-        seed: with the epoch it fixes the order.
+        batch_size: prompts per iteration, which is also groups per iteration.
+        seed: determines the order, with the epoch.
         shuffle: False keeps the order of the data in every epoch.
-        order: the prompt's index at each position, for weighted sources; then `seed` and `shuffle` are its.
+        order: the prompt's index at each position; None for one source with this `seed` and `shuffle`.
 
     Raises:
-        ValueError: if there are fewer prompts than one iteration takes, or two have the same id.
+        ValueError: if there are fewer prompts than one iteration needs, or two have the same id.
     """
 
     def __init__(
@@ -52,27 +45,23 @@ class PromptStream:
         batch_size: int,
         seed: int = 0,
         shuffle: bool = True,
-        order: RowOrder | None = None,
+        order: MixtureOrder | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}, expected at least 1 prompt per iteration. Raise it.")
+        check_bounds(1, batch_size=batch_size)
         if len(prompts) < batch_size:
             raise ValueError(
-                f"There are {len(prompts)} train prompts but batch_size={batch_size}, expected at least as many as one "
-                "iteration takes. Lower batch_size or give more data."
+                f"batch_size={batch_size} exceeds the {len(prompts)} train prompts. Lower batch_size or add data."
             )
         ids = {prompt.id for prompt in prompts}
         if len(ids) < len(prompts):
             raise ValueError(
-                f"{len(prompts) - len(ids)} train prompts have an id that another one has, expected ids unique within "
-                "the run, since seeds rely on them. Number the prompts."
+                f"{len(prompts) - len(ids)} train prompts have duplicate ids. Make them unique: seeds depend on them."
             )
         self.prompts = prompts
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self.order = order
-        self._order = lru_cache(maxsize=3)(lambda epoch: epoch_order(len(prompts), seed, epoch))
+        self.order = order or MixtureOrder([len(prompts)], [1.0], seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Prompts per epoch."""
@@ -80,11 +69,8 @@ class PromptStream:
 
     def __getitem__(self, position: int) -> Prompt:
         if position < 0:
-            raise IndexError(f"position={position}, expected 0 or more.")
-        if self.order is not None:
-            return self.prompts[self.order[position]]
-        epoch, index = divmod(position, len(self.prompts))
-        return self.prompts[self._order(epoch)[index] if self.shuffle else index]
+            raise IndexError(f"position must be >= 0, got {position}.")
+        return self.prompts[self.order[position]]
 
     @property
     def num_iterations(self) -> int:
@@ -93,30 +79,28 @@ class PromptStream:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Which prompts come in which order, in short: where it differs, a checkpoint's positions mean others."""
+        """Identifies the prompts and their order: if it differs, a checkpoint's positions mean other prompts."""
         content = hashlib.blake2b(digest_size=6)
         for prompt in self.prompts:
             content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
-        order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
-        order = order if self.order is None else str(self.order)
-        return f"{len(self.prompts)} prompts {order}, content {content.hexdigest()}"
+        return f"{len(self.prompts)} prompts {self.order}, content {content.hexdigest()}"
 
     def first(self, num_prompts: int) -> PromptStream:
-        """The first prompts of the data, again and again in their order; for `overfit_batches`."""
+        """The first prompts of the data, over and over in order; for `overfit_batches`."""
         return PromptStream(self.prompts[:num_prompts], batch_size=self.batch_size, seed=self.seed, shuffle=False)
 
 
 class EpochLoader(Generic[T]):
-    """A sized loader that keeps no count of its own: batch k of epoch e follows from (e, k), and Lightning counts.
+    """A sized loader without state: batch k of epoch e follows from (e, k), and Lightning keeps the count.
 
-    So it goes on at the right batch after any resume: mid-epoch, after an error within a batch, at a limit. Lightning's
-    epoch number will not do: it has risen already in the checkpoint of a run that `max_steps` stopped mid-epoch. It is
-    no torch DataLoader, for there is nothing that workers could do.
+    So it resumes at the right batch from anywhere: mid-epoch, after an error within a batch, at a limit. Lightning's
+    epoch number would not do: it is already one higher in the checkpoint of a run that `max_steps` stopped mid-epoch.
+    It is not a torch DataLoader because workers would have nothing to do.
 
     Args:
         num_batches: per epoch.
         batch_at: gives batch k of epoch e as `batch_at(e, k)`.
-        trainer: whose fit loop this loader feeds; None begins with batch 0 of epoch 0 each time, as validation does.
+        trainer: whose fit loop this loader feeds; None always starts at batch 0 of epoch 0, as validation does.
     """
 
     def __init__(
@@ -132,14 +116,14 @@ class EpochLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         first, per_epoch = 0, self.num_batches
         if self._trainer is not None:
-            # Read when the first batch is drawn: Lightning makes the iterator before it has set its counters.
+            # Read when the first batch is requested: Lightning creates the iterator before it sets its counters.
             first = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
             per_epoch = min(per_epoch, int(self._trainer.num_training_batches))
-        for position in range(first, first + self.num_batches):  # Lightning stops drawing at the end of its epoch
+        for position in range(first, first + self.num_batches):  # Lightning stops at the end of its epoch
             yield self.batch_at(*divmod(position, per_epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: it tells Lightning that this loader can resume mid-epoch, without a warning."""
+        """Empty; that it exists tells Lightning that this loader can resume mid-epoch."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -147,9 +131,9 @@ class EpochLoader(Generic[T]):
 
 
 class PromptBatch(list[Prompt]):
-    """Some prompts, which Lightning may move to a device: they are plain Python and stay as they are.
+    """Prompts, which moving to a device leaves unchanged.
 
-    An override of `transfer_batch_to_device` would do, but Lightning warns of one in a module that has a data module.
+    Overriding `transfer_batch_to_device` would work too, but Lightning warns about that in a module with a data module.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> PromptBatch:
@@ -157,23 +141,16 @@ class PromptBatch(list[Prompt]):
 
 
 def iteration_clock(stream: PromptStream, trainer: L.Trainer | None = None) -> EpochLoader[int]:
-    """The train loader of an RLModule: the number of each iteration within the epoch. Its prompts are the stream's."""
+    """The train loader of an RLModule: the index of each iteration in the epoch. The prompts are in the stream."""
     return EpochLoader(stream.num_iterations, lambda epoch, index: index, trainer=trainer)
 
 
 def prompt_batches(prompts: Sequence[Prompt], batch_size: int) -> EpochLoader[PromptBatch]:
-    """A validation loader: lists of prompts in the order of the data, the last one shorter if need be."""
+    """A validation loader: lists of prompts in the order of the data; the last may be shorter."""
     return batches_in_order(prompts, batch_size, PromptBatch)
 
 
 def batches_in_order(items: Sequence[Item], batch_size: int, collate: Callable[[Sequence[Item]], T]) -> EpochLoader[T]:
-    """What `collate` makes of so many items after the other, the last batch smaller if need be."""
+    """Collated batches of consecutive items; the last may be smaller."""
     num_batches = -(-len(items) // batch_size)
     return EpochLoader(num_batches, lambda epoch, index: collate(items[index * batch_size : (index + 1) * batch_size]))
-
-
-def epoch_order(num_rows: int, seed: int | str, epoch: int) -> list[int]:
-    """A permutation of `range(num_rows)` that follows from (seed, epoch), the same on every rank."""
-    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-    return torch.randperm(num_rows, generator=generator).tolist()

@@ -1,6 +1,6 @@
-"""Trajectories shared out over data-parallel ranks by their tokens. Pure: all ranks compute the same from the lengths.
+"""Trajectories split over data-parallel ranks by their tokens, computed alike on all ranks from the lengths.
 
-A rank that gets more tokens than the others makes all of them wait, at each update.
+A rank with more tokens than the others makes all of them wait at each update.
 """
 
 from __future__ import annotations
@@ -10,30 +10,29 @@ from collections.abc import Sequence
 
 
 def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
-    """The rows of each of `num` ranks, so that the largest sum of lengths is small; every row is in exactly one.
+    """The rows of each of `num` ranks, so that the largest sum of lengths is small; every row is in exactly one share.
 
-    Largest differencing: the two partial partitions that differ most are laid over each other, the full parts of one on
-    the empty parts of the other, until one is left. Equal lengths give the same result in every process.
+    Largest differencing: combine the two partial partitions that differ most, the largest parts of one with the
+    smallest of the other, until one is left. Equal lengths give the same result in every process.
 
     Source: Karmarkar and Karp, https://www2.eecs.berkeley.edu/Pubs/TechRpts/1983/6353.html; for more than two parts
     Michiels et al., https://doi.org/10.1007/978-3-540-39763-2_31.
 
     Args:
         lengths: tokens of each trajectory.
-        num: of data-parallel ranks.
+        num: data-parallel ranks.
 
     Returns:
-        Rows in ascending order within a share; some shares are empty where there are fewer rows than ranks.
+        Rows in ascending order within a share; shares are empty if there are fewer rows than ranks.
 
     Raises:
         ValueError: if `num` is not positive.
     """
     if num < 1:
-        raise ValueError(f"num={num}, expected at least 1 rank. Raise it.")
+        raise ValueError(f"num must be at least 1, got {num}.")
     if num == 1:
         return [list(range(len(lengths)))]
-    # A partial partition: how much its parts differ, a number to settle ties, its parts as (tokens, rows), fullest
-    # first.
+    # Partial partitions: minus the parts' difference, a tie breaker, the parts as (tokens, rows), largest first.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for row, length in enumerate(lengths):
         parts: list[tuple[int, list[int]]] = [(length, [row])]
@@ -52,6 +51,6 @@ def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
 
 
 def token_imbalance(lengths: Sequence[int], shares: Sequence[Sequence[int]]) -> float:
-    """The tokens of the fullest share over their mean: 1 is perfect balance, 2 twice the time."""
+    """The largest share's tokens over the mean: 1 is perfect balance, 2 takes twice the time."""
     tokens = [sum(lengths[row] for row in share) for share in shares]
     return max(tokens) * len(tokens) / max(1, sum(tokens))

@@ -1,97 +1,82 @@
-"""Whether a checkpoint fits the configuration that goes on from it, and what to say where it does not."""
+"""Whether a checkpoint fits the configuration that resumes from it, with errors that say what differs.
+
+In all functions `where` is the checkpoint's path, or None if it is not known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
-NAMED = 3  # so many weights of a kind are named in a message
+    Where = str | Path | None
+
+_MAX_NAMES = 3  # per kind, in a message
 
 Shapes = Mapping[str, Sequence[int]]
 
 
-def check_weights(saved: Shapes, own: Shapes, checkpoint: str | Path | None) -> None:
-    """Refuses a checkpoint whose weights have other names or shapes than the configuration's.
-
-    Args:
-        saved: of the checkpoint.
-        own: of the models as they are configured.
-        checkpoint: where it is; None if that is not known.
-
-    Raises:
-        ValueError: if they differ; it names the first few.
-    """
-    other = [
-        f"{name} {list(saved[name])} there and {list(own[name])} here" for name in own if _differ(name, saved, own)
+def check_weights(saved: Shapes, own: Shapes, where: Where) -> None:
+    """Raises ValueError, with the first few, if weights have other names or shapes than the run's."""
+    reshaped = [
+        f"{name} {list(saved[name])} there and {list(shape)} here"
+        for name, shape in own.items()
+        if name in saved and list(saved[name]) != list(shape)
     ]
     only_there = [name for name in saved if name not in own]
     only_here = [name for name in own if name not in saved]
-    kinds = (("of another shape", other), ("only in the checkpoint", only_there), ("only in this run", only_here))
-    found = "; ".join(f"{len(names)} {kind} ({_first(names)})" for kind, names in kinds if names)
-    if found:
-        raise ValueError(refusal(f"its weights are others: {found}", checkpoint))
+    kinds = (("of another shape", reshaped), ("only in the checkpoint", only_there), ("only in this run", only_here))
+    differences = "; ".join(f"{len(names)} {kind} ({_first(names)})" for kind, names in kinds if names)
+    if differences:
+        raise ValueError(refusal(f"its weights differ: {differences}", where))
 
 
-def check_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], where: str | None) -> None:
-    """Refuses optimizer states, by position as Lightning saves them, of other kinds of optimizers.
-
-    Raises:
-        ValueError: if they have other parameter groups.
-    """
+def check_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], where: Where) -> None:
+    """Raises ValueError for states of other kinds of optimizers or groups, by position as Lightning saves them."""
     for state, optimizer in zip(states, optimizers, strict=False):
         saved = state["param_groups"]
-        missing = sorted({key for group in saved for key in optimizer.defaults.keys() - group.keys()})
-        if missing:
-            raise ValueError(refusal(_without(missing, optimizer), where))
-        sizes = [[len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups)]
-        if sizes[0] != sizes[1]:
+        _check_complete({key for group in saved for key in optimizer.defaults.keys() - group.keys()}, optimizer, where)
+        sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
+        if sizes != own_sizes:
             raise ValueError(
-                refusal(f"its optimizer's groups have {sizes[0]} parameters, those of this run's {sizes[1]}", where)
+                refusal(f"its optimizer's groups have {sizes} parameters, those of this run {own_sizes}", where)
             )
 
 
-def check_optimizer_names(
-    saved: Collection[str], needed: Collection[str], optimizer: Optimizer, where: str | Path | None
-) -> None:
-    """Refuses an optimizer state by parameter name that lacks something of this run's.
+def check_optimizer_names(saved: Collection[str], needed: Collection[str], optimizer: Optimizer, where: Where) -> None:
+    """Rejects an optimizer state by parameter name that lacks something of this run's.
 
     Args:
         saved: its names, such as `state.policy.lm_head.weight.exp_avg` and `param_groups.policy.lm_head.weight.lr`.
         needed: those of this run.
         optimizer: of this run.
-        where: the checkpoint is; None if that is not known.
 
     Raises:
-        ValueError: if one is missing; it says what of the optimizer, or of which parameters.
+        ValueError: if one is missing; says which parameters, or which part of the optimizer's state.
     """
-    there = {parameter_of(name) for name in saved}
-    absent = list(dict.fromkeys(parameter_of(name) for name in needed if parameter_of(name) not in there))
+    present = {parameter_of(name) for name in saved}
+    absent = list(dict.fromkeys(parameter_of(name) for name in needed if parameter_of(name) not in present))
     if absent:
-        raise ValueError(refusal(f"its optimizer has not {len(absent)} of the parameters ({_first(absent)})", where))
-    missing = sorted({name.rpartition(".")[2] for name in needed if name not in saved})
-    if missing:
-        raise ValueError(refusal(_without(missing, optimizer), where))
+        raise ValueError(refusal(f"its optimizer lacks {len(absent)} of the parameters ({_first(absent)})", where))
+    _check_complete({name.rpartition(".")[2] for name in needed if name not in saved}, optimizer, where)
 
 
 def check_named_optimizer(
-    state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[Parameter, str], where: str | Path | None
+    state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[Parameter, str], where: Where
 ) -> None:
-    """Refuses an optimizer state by parameter name of another kind of optimizer, or with other parameter groups.
+    """Rejects an optimizer state by parameter name of another kind of optimizer, or with other parameter groups.
 
     Args:
         state: as in `check_optimizer_names`, with values.
         optimizer: of this run.
         names: of its parameters.
-        where: the checkpoint is; None if that is not known.
 
     Raises:
-        ValueError: if parameters of one group have different settings there: torch would take the first one's for all.
+        ValueError: if parameters of one group have different settings there: torch would use the first one's for all.
     """
     settings = [  # of one group each, by parameter
         [f"param_groups.{names[parameter]}.{setting}" for parameter in group["params"] if parameter in names]
@@ -102,9 +87,9 @@ def check_named_optimizer(
     for keys in settings:
         other = next((key for key in keys if state[key] != state[keys[0]]), None)
         if other is not None:
-            first, second = (f"{parameter_of(key)}, whose {key.rpartition('.')[2]} is" for key in (keys[0], other))
-            said = f"{first} {state[keys[0]]} there, and {second} {state[other]}"
-            raise ValueError(refusal(f"one of this run's parameter groups has {said}", where))
+            setting = other.rpartition(".")[2]
+            first, second = (f"{state[key]} for {parameter_of(key)}" for key in (keys[0], other))
+            raise ValueError(refusal(f"within one of this run's groups, its {setting} is {first} and {second}", where))
 
 
 def parameter_of(name: str) -> str:
@@ -112,50 +97,22 @@ def parameter_of(name: str) -> str:
     return name.partition(".")[2].rpartition(".")[0]
 
 
-def refusal(what: str, checkpoint: str | Path | None) -> str:
-    """The message that refuses it.
-
-    Args:
-        what: differs.
-        checkpoint: where it is; None if that is not known.
-    """
-    config = None if checkpoint is None else Path(checkpoint).parent.parent / "config.yaml"
+def refusal(difference: str, where: Where) -> str:
+    """The error message for a checkpoint that does not fit."""
+    config = None if where is None else Path(where).parent.parent / "config.yaml"
     run = f" ({config})" if config is not None and config.is_file() else ""
     return (
-        f"{checkpoint or 'The checkpoint'} does not fit this configuration: {what}. Expected one of a run with the "
-        f"same model, algorithm and optimizer. Resume with that run's configuration{run}; or start a new run from its "
-        f"weights: lightrl export {checkpoint or 'CHECKPOINT'} --to FOLDER, then --model.policy FOLDER without "
-        "--ckpt_path."
+        f"{where or 'The checkpoint'} does not fit this configuration: {difference}. Model, algorithm and optimizer "
+        f"must be the same. Resume with that run's configuration{run}; or start a new run from its weights: lightrl "
+        f"export {where or 'CHECKPOINT'} --to FOLDER, then --model.policy FOLDER without --ckpt_path."
     )
 
 
-def load_model(strategy: Strategy, load: Callable[..., None], checkpoint: dict[str, Any], strict: bool = True) -> None:
-    """Lightning's load of the module's weights, with an error that says what does not fit."""
-    module = strategy.lightning_module
-    assert module is not None
-    try:
-        load(checkpoint, strict=strict)
-    except RuntimeError as error:
-        saved, own = checkpoint["state_dict"], module.state_dict()
-        try:
-            check_weights(_shapes(saved), _shapes(own), module.trainer.ckpt_path)
-        except ValueError as refusal:
-            raise refusal from None  # torch's error has a line for each weight
-        raise error
-
-
-def _without(missing: Sequence[str], optimizer: Optimizer) -> str:
-    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
-    return f"its optimizer's state has no {', '.join(missing)}, which {kind} has"
-
-
-def _shapes(tensors: Mapping[str, Any]) -> dict[str, Sequence[int]]:
-    return {name: value.shape for name, value in tensors.items() if hasattr(value, "shape")}
-
-
-def _differ(name: str, saved: Shapes, own: Shapes) -> bool:
-    return name in saved and list(saved[name]) != list(own[name])
+def _check_complete(missing: Collection[str], optimizer: Optimizer, where: Where) -> None:
+    if missing:
+        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        raise ValueError(refusal(f"its optimizer's state has no {', '.join(sorted(missing))}, which {kind} has", where))
 
 
 def _first(names: Sequence[str]) -> str:
-    return ", ".join([*names[:NAMED], *(["..."] if len(names) > NAMED else [])])
+    return ", ".join([*names[:_MAX_NAMES], *(["..."] if len(names) > _MAX_NAMES else [])])

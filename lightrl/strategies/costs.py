@@ -1,7 +1,8 @@
-"""What a strategy costs, on paper: memory of a rank, bytes it sends, idle time and microbatches, from a model's config.
+"""What a strategy costs, on paper: a rank's memory, bytes sent, idle time and microbatches, from a model's config.
 
-Estimates to choose by, not promises. Bytes are those of one rank in one update; tokens are those of one update over
-all ranks. Parameters, gradients and Adam's two moments are float32, activations bfloat16.
+`python -m benchmarks.plan` compares layouts with it, and benchmarks.gpu_update predicts memory; training does not use
+it. Rough estimates: bytes are those of one rank in one update, tokens those of one update over all ranks. Parameters,
+gradients and Adam's two moments are float32, activations bfloat16.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _STATE_BYTES = 16  # parameter, gradient, two moments
-_WHOLE_BYTES = 8  # a parameter and its gradient while they are gathered
+_WHOLE_BYTES = 8  # a gathered parameter and its gradient
 _ACTIVATION_BYTES = 2
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Constants of the hardware; the defaults are an H100's data sheet and a usual network, none of them measured."""
+    """Hardware constants; the defaults come from an H100's data sheet and a common network, none is measured."""
 
     memory_bytes: float = 80e9
     flops: float = 989e12  # bfloat16, dense
-    mfu: float = 0.45  # reached by the compute alone
-    local_bytes_per_s: float = 400e9  # of one GPU, within a node
-    remote_bytes_per_s: float = 50e9  # of one GPU, between nodes
+    mfu: float = 0.45  # without communication
+    local_bytes_per_s: float = 400e9  # per GPU, within a node
+    remote_bytes_per_s: float = 50e9  # per GPU, between nodes
     gpus_per_node: int = 8
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one update does."""
+    """One update."""
 
     tokens: int  # of all ranks
     microbatch_tokens: int = 16384
@@ -44,7 +45,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one strategy at one size."""
+    """The cost of one strategy at one size."""
 
     strategy: Literal["FSDP2", "3D"]
     pp: int
@@ -52,12 +53,12 @@ class Cost:
     tp: int
     num_microbatches: int  # of a dp rank
     state_bytes: float  # parameters, gradients, moments
-    gathered_bytes: float  # parameters that are whole for a while, and their gradients
+    gathered_bytes: float  # parameters while they are whole, and their gradients
     activation_bytes: float
     sent_bytes: float
     bubble_fraction: float
     compute_s: float
-    communication_s: float  # that nothing hides
+    communication_s: float  # not hidden behind compute
     step_s: float
     reduce_every_microbatch: bool = False  # FSDP2Strategy's setting
 
@@ -71,13 +72,13 @@ class Cost:
 
 
 def num_parameters(config: PretrainedConfig) -> int:
-    """Of a language model, norms and biases left out."""
+    """Parameters of a language model, without norms and biases."""
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     return int(ends + config.num_hidden_layers * layer_parameters(config))
 
 
 def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, *, checkpointed: bool) -> float:
-    """What `num_layers` layers keep of one microbatch for its backward, with an attention that keeps no scores."""
+    """What `num_layers` layers keep of one microbatch for its backward; attention keeps no scores."""
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = head_size * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
     kept = 4 * config.hidden_size + heads + 4 * config.intermediate_size  # numbers per token and layer
@@ -89,9 +90,9 @@ def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, *
 def fsdp2_cost(
     config: PretrainedConfig, gpus: int, work: Work, machine: Machine, *, reduce_every_microbatch: bool = False
 ) -> Cost:
-    """FSDP2Strategy: layers are gathered for each microbatch, forward and backward.
+    """FSDP2Strategy gathers layers for each microbatch, forward and backward.
 
-    Whole gradients wait for the last microbatch, or are reduced after each with `reduce_every_microbatch`.
+    It keeps whole gradients until the last microbatch, or reduces them after each with `reduce_every_microbatch`.
     """
     total = num_parameters(config)
     num = _num_microbatches(work, gpus)
@@ -124,10 +125,10 @@ def fsdp2_cost(
 
 
 def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: Work, machine: Machine) -> Cost:
-    """Parallel3DStrategy with 1F1B: tp talks in every layer.
+    """Parallel3DStrategy with 1F1B: tp communicates in every layer.
 
-    Over dp, a pipeline keeps its parameters whole within an update. Without one, layers are freed after each forward,
-    gathered again for the backward and kept for the next forward; what hides behind the compute is as in FSDP2.
+    Over dp, a pipeline keeps its parameters whole within an update. Without a pipeline, layers are freed after each
+    forward, gathered again for the backward and kept for the next forward; compute hides communication as in FSDP2.
 
     Raises:
         ValueError: if the model cannot be split this way.
@@ -178,7 +179,7 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
 
 
 def best_fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> Cost:
-    """With the default, one reduce for all microbatches, where that fits the memory; else with one for each."""
+    """With one reduce for all microbatches, the default, if that fits the memory; otherwise with one for each."""
     cost = fsdp2_cost(config, gpus, work, machine)
     if cost.memory_bytes <= machine.memory_bytes or cost.num_microbatches == 1:
         return cost
@@ -186,12 +187,12 @@ def best_fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, machine: Ma
 
 
 def best_3d_cost(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> Cost:
-    """The fastest (pp, dp, tp) of so many GPUs that fits their memory; the smallest one where none fits."""
-    found = list(_all_3d_costs(config, gpus, work, machine))
-    fitting = [cost for cost in found if cost.memory_bytes <= machine.memory_bytes]
+    """The fastest (pp, dp, tp) for this number of GPUs that fits their memory; the smallest if none fits."""
+    costs = list(_all_3d_costs(config, gpus, work, machine))
+    fitting = [cost for cost in costs if cost.memory_bytes <= machine.memory_bytes]
     if fitting:
         return min(fitting, key=lambda cost: cost.step_s)
-    return min(found, key=lambda cost: cost.memory_bytes)
+    return min(costs, key=lambda cost: cost.memory_bytes)
 
 
 def _all_3d_costs(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> Iterator[Cost]:
@@ -212,6 +213,6 @@ def _bandwidth(ranks: int, machine: Machine) -> float:
 
 
 def _compute_s(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> float:
-    """Of forward and backward, attention scores left out; a checkpointed layer's forward is done twice."""
+    """Time of forward and backward, without attention scores; a checkpointed layer runs its forward twice."""
     per_token: Any = (8 if work.checkpoint_activations else 6) * num_parameters(config)
     return float(per_token * work.tokens / (gpus * machine.flops * machine.mfu))

@@ -1,7 +1,7 @@
 """Models without memory, and their weights: rank 0 reads one tensor at a time, every rank keeps its shard.
 
-So a model that no rank has room for can be trained. Buffers are made as always: they are small, and those that are not
-saved (the angles of rotary embeddings) would be garbage after a birth on the meta device.
+So a model that no rank has room for can be trained. Buffers get memory from the start: they are small, and those that
+are not saved (the angles of rotary embeddings) would be garbage if they were created on the meta device.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ROLE = "lightrl_role"  # attribute of a model without weights: where they come from
+_ROLE = "lightrl_role"  # attribute of a model without weights: where to get them
 
 
 @contextlib.contextmanager
 def empty_models() -> Iterator[None]:
-    """Inside, `Role.load_model` gives models whose parameters are on the meta device."""
+    """Inside, `Role.load_model` returns models whose parameters are on the meta device."""
     with models_made_by(empty_model):
         yield
 
 
 def empty_model(role: Role) -> PreTrainedModel:
-    """The role's model with its buffers and without its weights, which `fill_model` brings."""
+    """The role's model with its buffers but without its weights, which `fill_model` loads."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
     spec = role.spec
@@ -47,8 +47,8 @@ def empty_model(role: Role) -> PreTrainedModel:
     config = spec.load_config()
     if sees_pictures(config):
         raise ValueError(
-            f"A model of type {config.model_type!r} sees pictures and is trained by one process so far, expected "
-            "strategy auto with one device. Set trainer.strategy to auto and trainer.devices to 1."
+            f"Models with pictures (here {config.model_type!r}) can only be trained in one process so far. Set "
+            "trainer.strategy to auto and trainer.devices to 1."
         )
     kind = AutoModelForCausalLM
     if spec.head == "scalar":
@@ -56,7 +56,7 @@ def empty_model(role: Role) -> PreTrainedModel:
     with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = kind.from_config(config, trust_remote_code=spec.trust_remote_code, **options)
     if spec.path is not None:
-        with contextlib.suppress(OSError):  # there need be none
+        with contextlib.suppress(OSError):  # it is optional
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
     if role.lora is not None:
         with _parameters_on_meta():
@@ -65,35 +65,22 @@ def empty_model(role: Role) -> PreTrainedModel:
     return model.eval()
 
 
-def role_of(model: torch.nn.Module) -> Role | None:
-    """Where the weights of a model without memory come from; None for a model that has its weights."""
-    return getattr(model, _ROLE, None)
-
-
-def forget_role(model: torch.nn.Module) -> None:
-    """The model has its weights now."""
-    delattr(model, _ROLE)
+def take_role(model: torch.nn.Module) -> Role | None:
+    """Where the weights of a model without memory come from, once; None if it has its weights."""
+    role: Role | None = vars(model).pop(_ROLE, None)
+    return role
 
 
 def fill_model(model: torch.nn.Module, role: Role, device: torch.device, *, is_main: bool) -> None:
     """Gives a sharded model of `empty_model` its weights: one rank reads, every rank keeps its shards; collective.
 
     Args:
-        device: where shards live; buffers stay where they are.
+        device: of the shards.
         is_main: whether this is the first rank of the model's mesh, which reads.
     """
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if not buffer.is_meta
-    ]
-    model.to_empty(device=device)
-    for module, name, buffer in buffers:
-        setattr(module, name, buffer)
-    any_model: Any = model
+    give_memory(model, device)
     if hasattr(model, "tie_weights"):
-        any_model.tie_weights()
+        model.tie_weights()  # type: ignore[operator]
     names = [base_name(name) for name, _ in model.named_parameters() if not is_adapter(name)]
     read = parameter_reader(role.spec, names) if is_main else None
     read_adapter = None if role.lora is None else adapter_reader(role.lora, role.spec.random_seed)
@@ -106,16 +93,28 @@ def fill_model(model: torch.nn.Module, role: Role, device: torch.device, *, is_m
             else:
                 whole = read(base_name(name))
             _fill(parameter, whole)
-    forget_role(model)
+
+
+def give_memory(model: torch.nn.Module, device: torch.device) -> None:
+    """Moves a model without memory to a device: parameters uninitialized, buffers with their values."""
+    buffers = [
+        (module, name, buffer.to(device))
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if not buffer.is_meta
+    ]
+    model.to_empty(device=device)
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
 
 
 def _fill(parameter: Tensor, whole: Tensor | None) -> None:
-    """Brings rank 0's tensor to the shards of a parameter."""
+    """Distributes rank 0's tensor to the shards of a parameter."""
     shape, dtype = parameter.shape, parameter.dtype
     if whole is not None and whole.shape != shape:
         raise ValueError(
-            f"A parameter of the checkpoint has shape {tuple(whole.shape)}, expected {tuple(shape)} as config.json "
-            "says. Mend the config, or give the checkpoint that belongs to it."
+            f"A parameter of the checkpoint has shape {tuple(whole.shape)}, but config.json says {tuple(shape)}. Use a "
+            "config and a checkpoint that belong together."
         )
     assert isinstance(parameter, DTensor), "fully_shard makes all of them DTensors"
     home = parameter.device_mesh.device_type
@@ -125,30 +124,30 @@ def _fill(parameter: Tensor, whole: Tensor | None) -> None:
 
 
 def parameter_reader(spec: ModelSpec, names: list[str]) -> Callable[[str], Tensor]:
-    """Gives each parameter by name, from safetensors files where they hold all of them, else from a model in memory."""
+    """Reads parameters by name, from safetensors files if those hold all of them, otherwise from a model in memory."""
     files = _safetensors(spec)
     missing = [name for name in names if name not in files]
     if not missing:
         return lambda name: _read(files[name], name)
     if spec.path is not None:
         log.warning(
-            "%s has no tensor %r (%d of %d are missing), expected the model's own names to read them one by one. "
-            "Rank 0 loads the whole model into memory.", spec.path, missing[0], len(missing), len(names),
+            "%s lacks tensor %r (%d of %d are missing), so tensors cannot be read one by one. Rank 0 loads the whole "
+            "model into memory.", spec.path, missing[0], len(missing), len(names),
         )  # fmt: skip
     parameters = dict(spec.load_model().named_parameters())
     return lambda name: parameters[name].detach()
 
 
 def _safetensors(spec: ModelSpec) -> dict[str, Path]:
-    """The file of each tensor; nothing where the checkpoint has another form."""
+    """The file of each tensor; empty if the checkpoint has another form."""
     if spec.path is None or spec.options:
         return {}
     from safetensors import safe_open
     from transformers.utils import cached_file
 
     def find(name: str) -> Path | None:
-        found = cached_file(spec.path, name, _raise_exceptions_for_missing_entries=False)
-        return None if found is None else Path(found)
+        path = cached_file(spec.path, name, _raise_exceptions_for_missing_entries=False)
+        return None if path is None else Path(path)
 
     index = find("model.safetensors.index.json")
     if index is not None:
@@ -166,13 +165,13 @@ def _read(file: Path, name: str) -> Tensor:
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as tensors:
-        found: Tensor = tensors.get_tensor(name)
-    return found
+        tensor: Tensor = tensors.get_tensor(name)
+    return tensor
 
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter loses its memory as soon as a module has it; buffers keep theirs."""
+    """Inside, a parameter loses its memory as soon as a module registers it; buffers keep theirs."""
     register = torch.nn.Module.register_parameter
 
     def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:

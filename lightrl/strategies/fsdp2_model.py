@@ -1,28 +1,25 @@
-"""FSDP2Model: one sharded model as a ParallelModel, with SingleModel's arithmetic inside the root's forward.
-
-Shapes: B trajectories, T tokens.
-"""
+"""FSDP2Model: one sharded model as a ParallelModel; and `run_inside`, for other code that reads its parameters."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy
 from lightrl.models.lora import merged_parameters
-from lightrl.strategies.inside import add_run_inside, reshard
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.shared_prefix import SharedPrompt
-from lightrl.strategies.single import RECTANGLE_OVERHEAD_TOKENS, Form, LogprobSettings, SingleModel
+from lightrl.strategies.single import CALL_OVERHEAD_TOKENS, Form, LogprobSettings, SingleModel
 from lightrl.weights import Bucket, bucketed
 
 if TYPE_CHECKING:
@@ -30,18 +27,18 @@ if TYPE_CHECKING:
 
 
 class FSDP2Model(SingleModel):
-    """SingleModel's arithmetic on a sharded model: all that reads parameters runs inside the root's forward.
+    """SingleModel's arithmetic on a sharded model: everything that reads parameters runs inside the root's forward.
 
-    Each rank calls the model as often as the others do: rectangles that another rank has more of are made up for by
-    calls on one token whose result nobody reads.
+    All ranks must call the model equally often: a rank with fewer rectangles adds calls on one token, whose results are
+    not used.
 
     Args:
         model: sharded by FSDP2Strategy.
         settings: what the engine does to the logits.
-        ranks: the others, which call with as many microbatches.
+        ranks: those that share the model; all pass equally many microbatches.
         value_head: a critic's, sharded too.
-        reduce_every_microbatch: instead of after the last one.
-        is_offloaded: the strategy keeps all shards in CPU memory, where they stay.
+        reduce_every_microbatch: reduce gradients after each microbatch instead of after the last.
+        is_offloaded: whether the strategy keeps all shards in CPU memory.
     """
 
     def __init__(
@@ -58,26 +55,26 @@ class FSDP2Model(SingleModel):
         self.reduce_every_microbatch = reduce_every_microbatch
         self.is_offloaded = is_offloaded
         self._root: Any = model
-        self._num_calls = 0  # of the microbatch in hand
+        self._num_calls = 0  # for the current microbatch
         add_run_inside(model)
         with torch.no_grad():
             self._root.run_inside(functools.partial(super().__init__, model, settings, value_head=value_head))
-            device_type = self._root.run_inside(lambda: model.device.type)  # where it computes, not where shards wait
+            device_type = self._root.run_inside(lambda: model.device.type)  # inside, it is where it computes
         reshard(self._root)
         self.can_share_prefixes = False  # the number of its calls depends on the rows
         self.form = "packed" if self.can_pack and device_type != "cpu" else "rectangles"
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
-        found: list[Outputs] = []
+        outputs: list[Outputs] = []
         for microbatch, calls in zip(microbatches, self._calls(microbatches), strict=True):
             self._num_calls = calls
-            found.append(self._outputs(microbatch, topk))
+            outputs.append(self._outputs(microbatch, topk))
             self.ranks.step()
         reshard(self._root)
         if self.value_head is not None:
             reshard(self.value_head)
-        return found
+        return outputs
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         for index, (microbatch, calls) in enumerate(zip(microbatches, self._calls(microbatches), strict=True)):
@@ -90,7 +87,7 @@ class FSDP2Model(SingleModel):
             self.ranks.step()
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """All ranks take part; those that are not rank 0 keep nothing."""
+        """Collective; ranks other than rank 0 keep nothing."""
         if self.ranks.is_main:
             yield from bucketed(self._full(), bucket_bytes)
             return
@@ -107,14 +104,14 @@ class FSDP2Model(SingleModel):
         yield from merged_parameters(self.model, whole)
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
-        """How often the model is called for each microbatch: as often as the rank that needs most."""
+        """How often to call the model for each microbatch: as often as the rank that needs most."""
         if self.form == "packed":
             return [1] * len(microbatches)
         lengths = [(microbatch.lengths - 1).clamp(min=1).tolist() for microbatch in microbatches]
-        return self.ranks.max_each([len(rectangles(rows, RECTANGLE_OVERHEAD_TOKENS)) for rows in lengths])
+        return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
 
     def _outputs(self, experience: Experience, more: More = 0) -> Outputs:
-        # Tensors, not Outputs: FSDP looks through what it knows for where the backward will begin.
+        # Tensors, not Outputs: FSDP searches known containers for the start of the backward.
         return Outputs(*self._root.run_inside(self._tensors, experience, more))
 
     def _tensors(self, experience: Experience, more: More) -> tuple[Tensor | None, ...]:
@@ -136,6 +133,39 @@ class FSDP2Model(SingleModel):
 
 
 def whole(value: Tensor) -> Tensor:
-    """The whole tensor of a shard, which all ranks ask for at once; another tensor as it is. Without gradient."""
-    found: Tensor = value.detach()
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    """The whole tensor of a shard, without gradient; collective. Other tensors as they are."""
+    plain: Tensor = value.detach()
+    return plain.full_tensor() if isinstance(plain, DTensor) else plain
+
+
+def run_inside(model: PreTrainedModel, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function(*args)` while the parameters of the model's root are whole; collective if they are sharded.
+
+    `function` returns tensors, possibly in tuples or dicts: FSDP searches those for the start of the backward.
+    """
+    if not isinstance(model, FSDPModule):
+        return function(*args)
+    root: Any = model
+    add_run_inside(root)
+    result = root.run_inside(function, *args)
+    if not torch.is_grad_enabled():
+        reshard(root)
+    return result
+
+
+def add_run_inside(model: Any) -> None:
+    """Gives a sharded model the method `run_inside(function, *args)`, which makes its root's parameters whole."""
+    if not hasattr(model, "run_inside"):
+        model.run_inside = MethodType(_call, model)
+        register_fsdp_forward_method(model, "run_inside")
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Frees gathered parameters, which forwards without a backward leave whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _call(model: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)

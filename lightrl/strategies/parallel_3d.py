@@ -1,12 +1,11 @@
-"""Parallel3DStrategy: pipeline × data × tensor parallelism for the families of tensor_plans.py, same RLModule.
+"""Parallel3DStrategy: pipeline × data × tensor parallelism for the families of tensor_plans.py.
 
-World rank = (pp · dp_size + dp) · tp_size + tp, so the tp ranks, which talk most, are neighbors. The ranks of one dp
-index hold one copy of the model together and do the same rows. All of them know each microbatch; the last stage
-computes the loss that is minimized, and the others repeat it without gradient, from the same outputs, for its metrics.
+World rank = (pp · dp_size + dp) · tp_size + tp, so the tp ranks, which communicate most, are neighbors. The ranks of
+one dp index hold one copy of the model and process the same rows. The last stage computes the loss that is minimized;
+the others recompute it without gradient, from the same outputs, for its metrics.
 
-There is no context-parallel axis: torch's ring attention replaces `scaled_dot_product_attention` in a context manager
-that knows causal masks only, without packed sequences, sliding windows or a Hugging Face attention interface. Longer
-sequences go through tp, which splits activations along the sequence too.
+There is no context-parallel axis: torch's ring attention only supports causal masks, without packed sequences, sliding
+windows or a Hugging Face attention interface. For longer sequences use tp, which also splits along the sequence.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens
 from lightrl.models import Backward, LossFunction, More, Outputs, RoleMesh, asked_of_policy
-from lightrl.strategies.fsdp2 import FSDP2Strategy, destroy_groups_at_exit
+from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.ranks import ProcessRanks, Ranks
-from lightrl.strategies.role_mesh import Place, check_meshes, make_place
+from lightrl.strategies.role_mesh import Place, check_meshes, make_place, roles_of
 from lightrl.strategies.single import LogprobSettings
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
 from lightrl.strategies.tensor_parallel import local
@@ -45,21 +43,20 @@ AXES = ("pp", "dp", "tp")
 class Parallel3DStrategy(FSDP2Strategy):
     """Pipeline, data and tensor parallelism for an RLModule: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
-    For Llama, Qwen2, Qwen3, Mistral and Gemma 1 to 3 (text); every role of the module is split alike, trained or not,
-    unless its `Role.mesh` says otherwise.
-    Within a stage the parameters are sharded over dp as by FSDP2Strategy. Gradient clipping is the Trainer's.
+    For Llama, Qwen2, Qwen3, Mistral and Gemma 1 to 3 (text). Every role is split the same way, trained or not, unless
+    its `Role.mesh` says otherwise. Within a stage parameters are sharded over dp as by FSDP2Strategy.
 
     Args:
-        pp: pipeline stages' ranks; each holds an equal share of the layers, embedding and head counted as layers.
-        dp: ranks that share the trajectories out; the world size over pp · tp if None.
-        tp: ranks that share each layer and the vocabulary out; divides the key-value heads.
-        schedule: `1F1B`, or `Interleaved1F1B`, whose ranks hold several stages each: less idle time, more messages.
-            Idle is about (pp - 1) / (stages per rank · microbatches + pp - 1); more microbatches come from a smaller
-            `microbatch_tokens`.
-        stages_per_rank: of `Interleaved1F1B`; 2 there and 1 otherwise if None.
-        activation_checkpointing: keep each layer's input only and compute the layer again in the backward.
-        hang_timeout_s: the run ends if a rank waits so long for another, which is named.
-        save_async: as FSDP2Strategy's.
+        pp: ranks of the pipeline; each holds an equal share of the layers, counting embedding and head as layers.
+        dp: ranks with different trajectories; None for the world size over pp · tp.
+        tp: ranks that share each layer and the vocabulary; must divide the key-value heads.
+        schedule: `1F1B`, or `Interleaved1F1B` with several stages per rank: less idle time, more messages. The idle
+            fraction is about (pp - 1) / (stages per rank · microbatches + pp - 1); a smaller `microbatch_tokens` makes
+            more microbatches.
+        stages_per_rank: for `Interleaved1F1B`; None is 2 there and 1 otherwise.
+        activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
+        hang_timeout_s: end the run if a rank waits this long for another; the error names the other.
+        save_async: as in FSDP2Strategy.
     """
 
     def __init__(
@@ -84,78 +81,69 @@ class Parallel3DStrategy(FSDP2Strategy):
         self._splits: dict[torch.nn.Module, SplitModel] = {}
         self._ends: dict[DeviceMesh, dist.ProcessGroup | None] = {}  # of pipelines, for tied embeddings
 
-    # ------------------------------------------------------------------ sizes and processes
-
     @property
     def dp_size(self) -> int:
-        """Ranks that the trajectories are shared out over; known before any process starts."""
+        """The number of ranks with different trajectories; known before any process starts."""
         if self.dp is not None:
             return self.dp
         return max(1, self.num_processes * self.num_nodes // max(1, self.pp * self.tp))
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
-        """Refuses sizes that do not fit the world or a model of the module, before a device is touched.
-
-        Raises:
-            ValueError: with the numbers and the nearest valid choice.
-        """
-        check_world(self.pp, self.dp_size, self.tp, self.num_processes * self.num_nodes)
+        """Raises ValueError for sizes that do not fit the world or a model of the module."""
+        world = self.num_processes * self.num_nodes
+        check_world(self.pp, self.dp_size, self.tp, world)
         if self.precision_plugin.precision == "16-mixed":
             raise ValueError(
-                "precision='16-mixed' scales losses, which a pipeline's stages do not see, expected 32, bf16-mixed or, "
-                "without a pipeline, bf16-true with Parallel3DStrategy. Set trainer.precision to bf16-mixed."
+                "Parallel3DStrategy does not support precision='16-mixed', which scales losses that a pipeline's "
+                "stages do not see. Set trainer.precision to bf16-mixed."
             )
-        given: Any = self._lightning_module if module is None else module
-        check_meshes(given, self.num_processes * self.num_nodes)
-        for name, role in given.models().items() if hasattr(given, "models") else ():
+        module = self.lightning_module if module is None else module
+        check_meshes(module, world)
+        for name, role in roles_of(module).items():
             if role.spec.url is not None:
                 continue
             if role.lora is not None:
                 raise ValueError(
-                    f"The {name} has lora={role.lora}, expected none with Parallel3DStrategy, whose plans split plain "
-                    "layers. Use FSDP2Strategy, which trains adapters, or leave lora out."
+                    f"The {name} has lora={role.lora}, but Parallel3DStrategy can only split plain layers. Use "
+                    "FSDP2Strategy, which trains adapters, or remove lora."
                 )
             pp, tp = (self.pp, self.tp) if role.mesh is None else (role.mesh.pp, role.mesh.tp)
             if pp > 1 and self.precision_plugin.precision == "bf16-true":
                 raise ValueError(
-                    f"precision='bf16-true' and pp={pp} of the {name}, expected bf16-mixed or 32 with a pipeline: "
-                    "its stages do not agree yet on what they send in bfloat16. Set trainer.precision to bf16-mixed."
+                    f"precision='bf16-true' does not support a pipeline yet, got pp={pp} for the {name}: its stages do "
+                    "not agree on what they send in bfloat16. Set trainer.precision to bf16-mixed."
                 )
             check_sizes(role.spec.load_config(), pp, tp, *self._schedule_at(pp))
 
-    def setup_environment(self) -> None:
-        self._prepare_environment()
-        ModelParallelStrategy.setup_environment(self)
-        destroy_groups_at_exit()
+    def _make_mesh(self) -> Any:
         sizes = (self.pp, self.dp_size, self.tp)
-        self._save_group = dist.new_group(backend="gloo")
-        mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=AXES)
-        self._device_mesh = mesh
+        mesh = self._mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=AXES)
         self._ends[mesh] = ends_group(mesh)
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = mesh
-        self.ranks = self._all_ranks(mesh["dp"].get_group())
+        return mesh["dp"].get_group()
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """With the axes pp, dp, tp."""
+        return super().device_mesh if self._mesh is None else self._mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
 
-    # ------------------------------------------------------------------ models
-
     @property
     def _value_head(self) -> torch.nn.Linear | None:
-        """A critic's on the policy's body, with which it is split."""
+        """The critic's head on the policy's body, which is split with the policy."""
         return getattr(self.lightning_module, "value_head", None)
 
-    def _is_split(self, model: torch.nn.Module) -> bool:
-        return model in self._splits or model is self._value_head
-
-    def _check_part(self, name: str, model: torch.nn.Module) -> None:
+    def _needs_split(self, name: str, model: torch.nn.Module) -> bool:
+        if model in self._splits or model is self._value_head:
+            return False
         if not hasattr(model, "base_model"):
             raise ValueError(
-                f"The module has parameters of its own in {name!r}, expected whole models only, which are split, and "
-                "the policy's value_head. Make that part a role, or use FSDP2Strategy."
+                f"Parallel3DStrategy can only split whole models and the policy's value_head, but the module has other "
+                f"parameters in {name!r}. Make them a role, or use FSDP2Strategy."
             )
+        return True
 
     def _make_place(self, mesh: RoleMesh) -> Place:
         members = mesh.ranks(self.world_size)
@@ -166,7 +154,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         return place
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
-        """Splits a model, the policy with a head on its body, in place; collective over its place's ranks, or all."""
+        """Splits a model in place, the policy with the head on its body; collective over its place's ranks, or all."""
         any_model: Any = model
         mesh = self.device_mesh if place is None else place.mesh
         schedule, stages_per_rank = self._schedule_at(mesh["pp"].size())
@@ -186,17 +174,16 @@ class Parallel3DStrategy(FSDP2Strategy):
             self.ranks.copies.append(split.copy)
 
     def _schedule_at(self, pp: int) -> tuple[str, int]:
-        """A role on a mesh of its own may have no pipeline, and then nothing to interleave."""
+        """A role with its own mesh may have no pipeline, and then nothing to interleave."""
         return (self.schedule, self.stages_per_rank) if pp > 1 or pp == self.pp else ("1F1B", 1)
 
     def _model_here(
         self, model: PreTrainedModel, settings: LogprobSettings, ranks: Ranks, value_head: torch.nn.Linear | None
     ) -> Parallel3DModel:
-        """Of a model that `setup` has split, with the head that it has put on its body."""
         return Parallel3DModel(self._splits[model], settings)
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Over all axes: each rank scales its parts by the norm of the whole."""
+        """Over all axes: each rank scales its parts by the norm of the whole gradient."""
         gradients = [value.grad for group in optimizer.param_groups for value in group["params"]]
         present = [gradient for gradient in gradients if gradient is not None]
         scale = clip_val / (self.ranks.total_norm(present) + 1e-6)
@@ -211,8 +198,8 @@ class Parallel3DModel:
     Args:
         split: what `split_model` made of it.
         settings: what the engine does to the logits.
-        is_packed: each microbatch as one row with restarting positions; None for that on every device but a CPU, where
-            rows side by side are faster.
+        is_packed: each microbatch as one row with restarting positions; None for all devices but the CPU, where
+            separate rows are faster.
     """
 
     def __init__(self, split: SplitModel, settings: LogprobSettings, *, is_packed: bool | None = None) -> None:
@@ -224,18 +211,18 @@ class Parallel3DModel:
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         """Outputs of each microbatch on every rank, without gradient."""
         feeds = self._feeds(microbatches, [topk] * len(microbatches))
-        said: dict[int, Tensor] = {}
+        results: dict[int, Tensor] = {}
 
-        def forward(stage: int, index: int, given: Tensor | None) -> Tensor:
-            output = self._run_pipeline(stage, given, feeds[index])
+        def forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
+            output = self._forward_stage(stage, hidden, feeds[index])
             if self.split.stages[stage].is_last:
-                said[index] = output
+                results[index] = output
             return output
 
         self.split.pipeline.run(len(feeds), forward, None, lambda index: self._activation(feeds[index]))
         self.split.reshard()
         return [
-            self._outputs(self._from_last(said.get(index), feed), feed, microbatch)
+            self._outputs(self._from_last(results.get(index), feed), feed, microbatch)
             for index, (feed, microbatch) in enumerate(zip(feeds, microbatches, strict=True))
         ]
 
@@ -243,16 +230,16 @@ class Parallel3DModel:
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         """As in one process: `backward` is called on the last stage's ranks, `loss_fn` on all.
 
-        Gradients must be None or zero before; afterwards they are averaged over dp and whole in every other sense.
+        Gradients must be None or zero before; afterwards they are averaged over dp and complete on the other axes.
         """
         feeds = self._feeds(microbatches, [asked_of_policy(microbatch) for microbatch in microbatches])
-        said: dict[int, Tensor] = {}
+        results: dict[int, Tensor] = {}
 
-        def run_forward(stage: int, index: int, given: Tensor | None) -> Tensor:
-            output = self._run_pipeline(stage, given, feeds[index])
+        def run_forward(stage: int, index: int, hidden: Tensor | None) -> Tensor:
+            output = self._forward_stage(stage, hidden, feeds[index])
             if not self.split.stages[stage].is_last:
                 return output
-            said[index] = output.detach()
+            results[index] = output.detach()
             return loss_fn(microbatches[index], self._outputs(output, feeds[index], microbatches[index]))
 
         def run_backward(stage: int, index: int, output: Tensor, gradient: Tensor | None, is_last: bool) -> None:
@@ -268,33 +255,27 @@ class Parallel3DModel:
         has_last = any(stage.is_last for stage in self.split.stages.values())
         with torch.no_grad():
             for index, (feed, microbatch) in enumerate(zip(feeds, microbatches, strict=True)):
-                found = self._from_last(said.get(index), feed)
+                result = self._from_last(results.get(index), feed)
                 if not has_last:
-                    loss_fn(microbatch, self._outputs(found, feed, microbatch))
+                    loss_fn(microbatch, self._outputs(result, feed, microbatch))
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """All parameters on every rank, one of them whole at a time and a bucket held."""
+        """All parameters on every rank; holds a bucket and one whole parameter at a time."""
         return bucketed(self.split.whole_parameters(), bucket_bytes)
 
     def move_to(self, device: torch.device) -> None:
-        for stage in self.split.stages.values():  # not the model: what FSDP holds of it, it holds by stage
+        for stage in self.split.stages.values():  # not the model: FSDP holds its parts by stage
             stage.to(device)
 
     def _feeds(self, microbatches: Sequence[Experience], asked: Sequence[More]) -> list[Feed]:
-        size = self.split.mesh["tp"].size()
+        size, has_logprobs = self.split.mesh["tp"].size(), self.split.has_logprobs
         return [
-            Feed.of(
-                part,
-                self.settings,
-                more if self.split.has_logprobs else 0,
-                multiple=size,
-                is_packed=self.is_packed,
-            )
-            for part, more in zip(microbatches, asked, strict=True)
+            Feed.of(part, self.settings, num if has_logprobs else 0, multiple=size, is_packed=self.is_packed)
+            for part, num in zip(microbatches, asked, strict=True)
         ]
 
-    def _run_pipeline(self, stage: int, given: Tensor | None, feed: Feed) -> Tensor:
-        output: Tensor = self.split.stages[stage](given, feed, self.settings)
+    def _forward_stage(self, stage: int, hidden: Tensor | None, feed: Feed) -> Tensor:
+        output: Tensor = self.split.stages[stage](hidden, feed, self.settings)
         return output
 
     def _activation(self, feed: Feed) -> tuple[torch.Size, torch.dtype]:
@@ -302,22 +283,23 @@ class Parallel3DModel:
         shape = (rows, width // self.split.mesh["tp"].size(), self.split.model.config.hidden_size)
         return torch.Size(shape), self.split.parameters[0][2]
 
-    def _from_last(self, said: Tensor | None, feed: Feed) -> Tensor:
-        """[N, width] of the last stage on every rank of the pipeline."""
+    def _from_last(self, result: Tensor | None, feed: Feed) -> Tensor:
+        """The last stage's result, [N, width], on every rank of the pipeline."""
         pipeline = self.split.pipeline
-        if said is None:
-            said = torch.empty(len(feed.rows), feed.width, device=pipeline.device)
+        if result is None:
+            result = torch.empty(len(feed.rows), feed.width, device=pipeline.device)
         if pipeline.num_ranks > 1:
-            dist.broadcast(said, group=pipeline.group, group_src=pipeline.num_ranks - 1)
-        return said
+            dist.broadcast(result, group=pipeline.group, group_src=pipeline.num_ranks - 1)
+        return result
 
-    def _outputs(self, said: Tensor, feed: Feed, microbatch: Experience) -> Outputs:
+    def _outputs(self, result: Tensor, feed: Feed, microbatch: Experience) -> Outputs:
         shape = microbatch.token_ids.shape
-        logprobs, entropy, values = (aligned_to_tokens(said[:, index], *feed.places, shape) for index in range(3))
+        logprobs, entropy, values = (aligned_to_tokens(result[:, index], *feed.places, shape) for index in range(3))
         outputs = Outputs(logprobs=logprobs, entropy=entropy, values=values if self.split.has_values else None)
         num = feed.num_more
         if num == 0:
             return outputs
-        topk = aligned_to_tokens(said[:, 3 : 3 + num], *feed.places, shape)
-        ids = aligned_to_tokens(said[:, 3 + num :].long(), *feed.places, shape) if isinstance(feed.more, int) else None
+        topk = aligned_to_tokens(result[:, 3 : 3 + num], *feed.places, shape)
+        has_ids = isinstance(feed.more, int)
+        ids = aligned_to_tokens(result[:, 3 + num :].long(), *feed.places, shape) if has_ids else None
         return replace(outputs, teacher_topk=topk, teacher_topk_ids=ids)

@@ -1,20 +1,20 @@
-"""Pipeline schedules: who computes what when, decided on paper, and the exchange that follows such a plan.
+"""Pipeline schedules: who computes what when, planned on paper, and the exchange that follows such a plan.
 
 A stage is a slice of the model; stage s lives on pipeline rank s mod p. A plan is a list of slots. In each slot every
-rank does at most one action, the forward or the backward of one microbatch through one stage, and then all that was
-made in the slot goes to the neighbors that need it:
+rank does at most one action, the forward or backward of one microbatch through one stage; then the results of the slot
+go to the neighbors that need them:
 
     1F1B, p = 2, m = 3    rank 0   F0 F1 B0 F2 B1 -- B2        F: forward, B: backward of a microbatch
                           rank 1   -- F0 B0 F1 B1 F2 B2 ...
 
-So every rank knows every transfer: no shapes travel, any number of microbatches of any sizes will do, and a rank holds
-no more activations than the schedule lets it have in flight.
+Every rank knows every transfer, so no shapes are sent, microbatches can have any number and size, and a rank holds no
+more activations than the schedule has in flight.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,13 +30,18 @@ class Action:
     stage: int
     microbatch: int
 
+    @property
+    def previous(self) -> Action:
+        """The action on the neighboring stage whose result this one needs; the first stage's has none."""
+        return Action(self.is_backward, self.stage + (1 if self.is_backward else -1), self.microbatch)
 
-# For each rank, the action of this slot.
+
+# The action of each rank.
 Slot = list[Action | None]
 
 
 def max_in_flight(rank: int, num_ranks: int, stages_per_rank: int) -> int:
-    """Microbatch activations, one for each of its stages, that a rank may hold at a time.
+    """How many activations, of a microbatch and one of its stages, a rank may hold at a time.
 
     Source: 1F1B, https://arxiv.org/abs/1806.03377; interleaved, https://arxiv.org/abs/2104.04473.
     """
@@ -46,9 +51,9 @@ def max_in_flight(rank: int, num_ranks: int, stages_per_rank: int) -> int:
 
 
 def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_backward: bool = True) -> list[Slot]:
-    """1F1B, or Interleaved1F1B where a rank has several stages; forwards alone without a backward.
+    """1F1B, or Interleaved1F1B if a rank has several stages; only forwards without a backward.
 
-    Forwards go depth first, p microbatches through a rank's first stage, then through its second.
+    Forwards go depth first: p microbatches through a rank's first stage, then through its second.
 
     Args:
         num_ranks: p, of the pipeline.
@@ -57,7 +62,7 @@ def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_bac
         has_backward: False for a pass without gradients.
     """
     num_stages = num_ranks * stages_per_rank
-    # Interleaving needs whole rounds of p microbatches: those that are not there are planned and left out.
+    # Interleaving needs whole rounds of p microbatches: missing ones are planned, then left out.
     planned = num_microbatches if stages_per_rank == 1 else num_microbatches + -num_microbatches % num_ranks
     orders = [_order(rank, num_ranks, stages_per_rank, planned, has_backward) for rank in range(num_ranks)]
     done: set[Action] = set()
@@ -66,9 +71,8 @@ def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_bac
     def next_action(rank: int) -> Action | None:
         if not orders[rank]:
             return None
-        action = orders[rank][0]
-        before = Action(action.is_backward, action.stage + (1 if action.is_backward else -1), action.microbatch)
-        is_ready = before in done or not 0 <= before.stage < num_stages
+        previous = orders[rank][0].previous
+        is_ready = previous in done or not 0 <= previous.stage < num_stages
         return orders[rank].popleft() if is_ready else None
 
     while any(orders):
@@ -82,7 +86,7 @@ def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_bac
 
 
 def _order(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int, has_backward: bool) -> deque[Action]:
-    """What a rank does, in order: forwards until all it may hold is in flight but one, then forward and backward."""
+    """What a rank does, in order: forwards up to its limit in flight, then one backward and one forward in turn."""
     chunks = range(stages_per_rank)
 
     def all_of(is_backward: bool) -> deque[Action]:
@@ -110,33 +114,15 @@ def _order(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: in
     return order
 
 
-def bubble_fraction(slots: Sequence[Slot], backward_cost: float = 2.0) -> float:
-    """Idle share of the ranks' time, where a backward takes `backward_cost` forwards and a transfer no time."""
-    num_ranks = len(slots[0])
-    finished: dict[Action, float] = {}
-    clock = [0.0] * num_ranks
-    busy = 0.0
-    for slot in slots:
-        for rank, action in enumerate(slot):
-            if action is None:
-                continue
-            before = Action(action.is_backward, action.stage + (1 if action.is_backward else -1), action.microbatch)
-            cost = backward_cost if action.is_backward else 1.0
-            clock[rank] = max(clock[rank], finished.get(before, 0.0)) + cost
-            finished[action] = clock[rank]
-            busy += cost
-    return 1 - busy / (num_ranks * max(clock))
-
-
 @dataclass
 class _Transfers:
-    """What one rank sends and receives in one slot."""
+    """One rank's sends and receives in one slot."""
 
     works: list[dist.Work]
     sent: list[Tensor]  # kept until they have arrived
 
     def wait(self) -> None:
-        while self.works:  # gloo waits for ever at the second wait for the same receive
+        while self.works:  # gloo hangs if a receive is waited for twice
             self.works.pop().wait()
         self.sent.clear()
 
@@ -171,15 +157,15 @@ class Pipeline:
         backward: Callable[[int, int, Tensor, Tensor | None, bool], None] | None,
         activation: Callable[[int], tuple[torch.Size, torch.dtype]],
     ) -> None:
-        """All microbatches through all stages, in the plan's order.
+        """Runs all microbatches through all stages, in the plan's order.
 
         Args:
             num_microbatches: the same on all ranks of the pipeline.
-            forward: (stage, microbatch, what the stage before gave) → what the next stage gets; for the last stage,
-                what `backward` gets.
+            forward: (stage, microbatch, input from the previous stage) → input of the next stage; for the last stage,
+                the output that `backward` gets.
             backward: (stage, microbatch, output, its gradient or None for the last stage, whether it is the stage's
                 last one); None for a pass without gradients.
-            activation: of a microbatch, shape and dtype of what goes from stage to stage.
+            activation: microbatch → shape and dtype of what stages send each other.
         """
         slots = plan(self.num_ranks, self.stages_per_rank, num_microbatches, has_backward=backward is not None)
         received: dict[Action, tuple[Tensor, _Transfers]] = {}
@@ -188,45 +174,44 @@ class Pipeline:
         num_backwards = dict.fromkeys(range(self.num_stages), 0)
         for slot in slots:
             action = slot[self.rank]
-            made: Tensor | None = None
+            result: Tensor | None = None
             if action is not None and not action.is_backward:
-                given = self._take(received, action, from_stage=action.stage - 1)
-                if given is not None and backward is not None:
-                    given.requires_grad_()
-                output = forward(action.stage, action.microbatch, given)
+                hidden = self._take(received, action)
+                if hidden is not None and backward is not None:
+                    hidden.requires_grad_()
+                output = forward(action.stage, action.microbatch, hidden)
                 if backward is not None:
-                    held[action.stage, action.microbatch] = given, output
-                made = output.detach()
+                    held[action.stage, action.microbatch] = hidden, output
+                result = output.detach()
             elif action is not None and backward is not None:
-                given, output = held.pop((action.stage, action.microbatch))
-                gradient = self._take(received, action, from_stage=action.stage + 1)
+                hidden, output = held.pop((action.stage, action.microbatch))
+                gradient = self._take(received, action)
                 num_backwards[action.stage] += 1
                 is_last = num_backwards[action.stage] == num_microbatches
                 backward(action.stage, action.microbatch, output, gradient, is_last)
-                made = None if given is None else given.grad
+                result = None if hidden is None else hidden.grad
             if self.num_ranks > 1:
-                self._exchange(slot, made, received, sending, activation)
+                self._exchange(slot, result, received, sending, activation)
         while sending:
             sending.popleft().wait()
 
-    def _take(
-        self, received: dict[Action, tuple[Tensor, _Transfers]], action: Action, *, from_stage: int
-    ) -> Tensor | None:
-        if not 0 <= from_stage < self.num_stages:
+    def _take(self, received: dict[Action, tuple[Tensor, _Transfers]], action: Action) -> Tensor | None:
+        """What the neighboring stage sent for this action; None at the ends."""
+        if not 0 <= action.previous.stage < self.num_stages:
             return None
-        tensor, transfers = received.pop(Action(action.is_backward, from_stage, action.microbatch))
+        tensor, transfers = received.pop(action.previous)
         transfers.wait()
         return tensor
 
     def _exchange(
         self,
         slot: Slot,
-        made: Tensor | None,
+        result: Tensor | None,
         received: dict[Action, tuple[Tensor, _Transfers]],
         sending: deque[_Transfers],
         activation: Callable[[int], tuple[torch.Size, torch.dtype]],
     ) -> None:
-        """Posts this rank's transfers of the slot, in the one order that all ranks use."""
+        """Posts this rank's transfers of the slot, in the order that all ranks use."""
         operations: list[dist.P2POp] = []
         sent: list[Tensor] = []
         arriving: list[tuple[Action, Tensor]] = []
@@ -238,8 +223,8 @@ class Pipeline:
                 continue
             target = to_stage % self.num_ranks
             if source == self.rank:
-                assert made is not None
-                sent.append(made.contiguous())
+                assert result is not None
+                sent.append(result.contiguous())
                 operations.append(dist.P2POp(dist.isend, sent[-1], group=self.group, group_peer=target))
             elif target == self.rank:
                 shape, dtype = activation(action.microbatch)
@@ -251,5 +236,5 @@ class Pipeline:
         for what, tensor in arriving:
             received[what] = tensor, transfers
         sending.append(transfers)
-        if len(sending) > 2:  # what was sent is kept until it has arrived
+        if len(sending) > 2:  # tensors are kept until they have arrived
             sending.popleft().wait()

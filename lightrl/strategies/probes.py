@@ -1,6 +1,6 @@
-"""What a model allows, found by running a few tokens through it: a plain head, a forward in two parts, packed rows.
+"""What a model supports, found by running a few tokens: a plain head, a forward in two parts, packed rows.
 
-Families differ, and a wrong guess would train on wrong logprobs without any error; so nothing is assumed by name.
+Model families differ, and a wrong guess would silently train on wrong logprobs; so nothing is assumed by name.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from lightrl.strategies.shared_prefix import new_cache, repeated_cache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Relative to the largest value: rounding stays far below, a token that sees too much or too little far above.
+# Relative to the largest value: rounding errors are far smaller, a token that sees too much or too little far larger.
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
-# Kinds of rotary embedding whose angles depend on how many tokens one forward sees.
+# Kinds of rotary embedding whose angles depend on the number of tokens in a forward.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 @torch.no_grad()
 def head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether the logits are the output head applied to the body's last hidden state and nothing else."""
+    """Whether the logits are just the output head applied to the body's last hidden state."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
     token_ids = _some_tokens(model, 4)
-    said: list[tuple[Tensor, Tensor]] = []
+    calls: list[tuple[Tensor, Tensor]] = []
 
-    def answer(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        # Large numbers, since a cap such as 30 · tanh(logits / 30) does next to nothing to logits near 0.
+    def replace_output(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        # Large numbers, since a cap such as 30 · tanh(logits / 30) hardly changes logits near 0.
         large = torch.linspace(-100, 100, output.numel(), device=output.device).view_as(output).to(output.dtype)
-        said.append((inputs[0], large))
+        calls.append((inputs[0], large))
         return large
 
-    hook = head.register_forward_hook(answer)
+    hook = head.register_forward_hook(replace_output)
     try:
         logits = model(input_ids=token_ids, use_cache=False).logits
     finally:
         hook.remove()
-    if len(said) != 1:
+    if len(calls) != 1:
         return False
-    (read, large), hidden = said[0], _hidden(model, token_ids)
+    (read, large), hidden = calls[0], _hidden(model, token_ids)
     return read.shape == hidden.shape and _is_close(read, hidden) and _is_close(logits, large)
 
 
 @torch.no_grad()
 def can_share_prefixes(model: PreTrainedModel) -> bool:
-    """Whether a forward in two parts gives what one forward gives; only full attention can."""
+    """Whether a forward in two parts gives the same as one forward; only with full attention."""
     from transformers.cache_utils import DynamicLayer
 
     if not _takes(model, "past_key_values") or _rope_depends_on_length(model):
@@ -70,7 +70,7 @@ def can_share_prefixes(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether trajectories end to end in one row, told apart by restarting positions, do not see each other."""
+    """Whether trajectories in one row, separated by restarting positions, do not see each other."""
     if not _takes(model, "position_ids") or _rope_depends_on_length(model):
         return False
     token_ids = _some_tokens(model, 6)

@@ -1,15 +1,14 @@
-"""Ranks: who works beside this process, and what passes between them: sums, shares of the rows, bytes from rank 0.
+"""Ranks: the processes of a run and what they exchange: sums, shares of the rows, messages from rank 0.
 
-The loops ask for it with `ranks_of(strategy)`; with one process every answer is the trivial one. Data-parallel ranks
-(dp) have different rows; ranks with the same `dp_rank` (the tensor and pipeline axes) have the same. A role with a mesh
-of its own has its own Ranks, those of the mesh: `ranks.of_role("critic")`. B trajectories, T tokens.
+`ranks_of(strategy)` gives them; with one process every answer is trivial. Data-parallel ranks (dp) have different rows;
+ranks with the same `dp_rank` (the tensor and pipeline axes) have the same. A role with its own mesh has its own Ranks:
+`ranks.of_role("critic")`. B trajectories, T tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 from lightrl.experience import Experience, LossUnit
@@ -26,9 +25,9 @@ from lightrl.strategies.balance import balanced_shares, token_imbalance
 from lightrl.strategies.rank_watch import RankWatch
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
+    pass
 
-# What rank 0 tells the others while they wait for it.
+# What rank 0 sends the others while they wait for it.
 Kind = Literal["waiting", "data", "error", "stop"]
 
 
@@ -43,49 +42,41 @@ class Message:
 
 
 class Ranks:
-    """One process: it has all the rows, sums are its own, and there is nobody to tell anything."""
+    """One process, which has all rows; several are ProcessRanks."""
 
-    rank = 0  # among these, as are all that follow
+    rank = 0  # within these ranks, like all that follow
     size = 1
     dp_rank = 0
     dp_size = 1
-    first_rank = 0  # of the world, the one with rank 0 here
+    first_rank = 0  # world rank of rank 0
     is_here = True  # whether this process is one of them
 
     @property
     def is_main(self) -> bool:
-        """Whether this process owns the controller, the engine and the judge, writes files and prints."""
+        """Whether this process has controller, engine and judge, writes files and prints."""
         return self.is_here and self.rank == 0
 
     def of_role(self, role: str) -> Ranks:
-        """Those that hold this role's model: all, unless it has a mesh of its own."""
+        """The ranks that hold this role's model: all, unless it has its own mesh."""
         return self
 
-    # ------------------------------------------------------------------ numbers
-
     def sum_(self, tensor: Tensor) -> Tensor:
-        """The sum over dp ranks, the same on each; `tensor` may be changed."""
+        """The sum over dp ranks, the same on each; may change `tensor`."""
         return tensor
 
-    def max(self, value: int) -> int:
-        """The largest of all ranks' values."""
-        return value
-
     def max_each(self, values: list[int]) -> list[int]:
-        """The largest of all ranks' values, place by place; every rank gives as many."""
+        """The elementwise maximum over all ranks; every rank passes equally many values."""
         return values
 
     def total_norm(self, gradients: Sequence[Tensor]) -> float:
-        """The norm over all gradients, which may be sharded; the same on each rank."""
+        """The norm of all gradients, which may be sharded; the same on each rank."""
         if not gradients:
             return 0.0
         norm: Any = torch.nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
-    # ------------------------------------------------------------------ rows
-
     def shares(self, experience: Experience, unit: LossUnit = "trajectory") -> list[list[int]]:
-        """The rows of each dp rank, balanced by tokens; what the loss reads as a whole stays together."""
+        """The rows of each dp rank, balanced by tokens; rows of one loss unit stay together."""
         lengths = experience.lengths.tolist()
         if self.dp_size == 1:
             return [list(range(len(lengths)))]
@@ -96,10 +87,10 @@ class Ranks:
     def microbatch_rows(
         self, experience: Experience, max_tokens: int, *, unit: LossUnit = "trajectory"
     ) -> tuple[list[list[int]], list[Experience]]:
-        """This rank's microbatches of `experience`, which all ranks have whole, and the rows that each of them holds.
+        """This rank's microbatches of `experience`, which all ranks have whole, and the rows of each.
 
-        Every rank gets the same number of them, for a model that is spread over ranks runs on all at once. Where that
-        takes a further one it holds no rows: one trajectory without a loss token stands there.
+        Every rank gets the same number, since a model that is spread over ranks runs on all at once. Extra microbatches
+        have no rows: each is one trajectory without loss tokens.
         """
         if self.dp_size == 1:
             return experience.microbatch_rows(max_tokens, unit=unit)
@@ -117,24 +108,22 @@ class Ranks:
         return rows, parts
 
     def gather_rows(self, values: Tensor, experience: Experience, unit: LossUnit = "trajectory") -> Tensor:
-        """[B, T, ...] with every row, from tensors in which each dp rank has filled in the rows of its share."""
+        """[B, T, ...] with all rows, from tensors in which each dp rank has filled the rows of its share."""
         return values
 
     def token_imbalance(self, experience: Experience, unit: LossUnit = "trajectory") -> float:
-        """Tokens of the rank that has most over the mean; 1 is balanced."""
+        """The largest rank's tokens over the mean; 1 is balanced."""
         return token_imbalance(experience.lengths.tolist(), self.shares(experience, unit))
 
-    # ------------------------------------------------------------------ messages of rank 0
+    def send(self, message: Message, source: int = 0) -> None:
+        """On rank `source`: sends to all others, which `receive` it."""
 
-    def send(self, message: Message) -> None:
-        """On rank 0: to all others, which `receive` it."""
-
-    def receive(self) -> Message:
-        """On the others: the next message; waits for rank 0."""
+    def receive(self, source: int = 0) -> Message:
+        """On the others: waits for the next message of rank `source`."""
         raise AssertionError("One process receives nothing.")
 
     def broadcast_json(self, value: Any) -> Any:
-        """What rank 0 has, on every rank: plain JSON."""
+        """Rank 0's value on every rank; plain JSON."""
         if self.size == 1:
             return value
         if self.is_main:
@@ -143,41 +132,40 @@ class Ranks:
         return json.loads(self.receive().payload)
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
-        """What rank `source` has, on every rank, on the device of its rank."""
+        """The tensors of rank `source` on every rank, on its device."""
         return dict(tensors)
 
     @contextlib.contextmanager
     def phase(self, name: str, *, has_own_deadline: bool = False) -> Iterator[None]:
-        """Names what this rank does inside, for the message about a rank that hangs."""
+        """Names what this rank does inside, for the error about a rank that hangs."""
         yield
 
     def begin(self) -> None:
-        """The start, of engines too, is over."""
+        """Startup, including engines, is over."""
 
     def step(self) -> None:
-        """Says that this rank goes on, inside a phase that is long."""
+        """Reports progress within a long phase."""
 
     @property
     def failed_before(self) -> str | None:
-        """Which other rank raised something before this one did, if this one does, and what."""
+        """The other rank that raised an error first, and the error; None if there is none."""
         return None
 
     def fail(self, error: BaseException) -> None:
-        """This rank has failed: ends the others, unless they have the same error."""
+        """Reports that this rank failed, which ends the others, unless they have the same error."""
 
     def close(self) -> None:
-        """This rank is about to end."""
+        """Reports that this rank is about to end."""
 
 
 class ProcessRanks(Ranks):
     """Several processes: all of the run, or those that hold one role's model.
 
     Args:
-        dp_group: the ranks with which this one shares the rows out, in the order of `dp_rank`; its backend is that of
-            the device.
-        control_group: all these ranks, on the CPU (gloo), without a deadline that a long rollout would meet.
-        device: where `dp_group` takes its tensors.
-        watch: who looks after this process; made by `watch_all`.
+        dp_group: the ranks with different rows, in the order of `dp_rank`, on the device's backend.
+        control_group: all these ranks, on the CPU (gloo), with a deadline longer than any rollout.
+        device: of `dp_group`'s tensors.
+        watch: of this process; made by `watch_all`.
     """
 
     def __init__(self, *, dp_group: Any, control_group: Any, device: torch.device, watch: RankWatch) -> None:
@@ -188,7 +176,7 @@ class ProcessRanks(Ranks):
         self.dp_size = dist.get_world_size(dp_group)
         self.watch = watch
         self.copies: list[Tensor] = []  # parameters of this rank that another rank counts in norms
-        self.roles: dict[str, Ranks] = {}  # those with a mesh of their own
+        self.roles: dict[str, Ranks] = {}  # those with their own mesh
         self._dp_group = dp_group
         self._control_group = control_group
         self._device = device
@@ -200,7 +188,7 @@ class ProcessRanks(Ranks):
     def phase(self, name: str, *, has_own_deadline: bool = False) -> Iterator[None]:
         self.watch.enter(name, has_own_deadline=has_own_deadline)
         yield
-        self.watch.leave()  # not where an error passes: who looks then wants to know the phase
+        self.watch.leave()  # not after an error: its report names the phase
 
     def begin(self) -> None:
         self.watch.begin()
@@ -222,17 +210,14 @@ class ProcessRanks(Ranks):
     def sum_(self, tensor: Tensor) -> Tensor:
         if self.dp_size == 1:
             return tensor
-        there = tensor.to(self._device)
-        dist.all_reduce(there, group=self._dp_group)
-        return there.to(tensor.device)
-
-    def max(self, value: int) -> int:
-        return self.max_each([value])[0]
+        total = tensor.to(self._device)
+        dist.all_reduce(total, group=self._dp_group)
+        return total.to(tensor.device)
 
     def max_each(self, values: list[int]) -> list[int]:
-        there = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(there, dist.ReduceOp.MAX, group=self._control_group)
-        return there.tolist()
+        largest = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control_group)
+        return largest.tolist()
 
     def total_norm(self, gradients: Sequence[Tensor]) -> float:
         total = square_norm(gradients, self.copies, self._device)
@@ -261,17 +246,11 @@ class ProcessRanks(Ranks):
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
         if self.rank == source:
             payload = save({name: value.cpu().contiguous() for name, value in tensors.items()})
-            self._send(Message("data", payload=payload), source)
+            self.send(Message("data", payload=payload), source)
             return dict(tensors)
-        return {name: value.to(self._device) for name, value in load(self._receive(source).payload).items()}
+        return {name: value.to(self._device) for name, value in load(self.receive(source).payload).items()}
 
-    def send(self, message: Message) -> None:
-        self._send(message, 0)
-
-    def receive(self) -> Message:
-        return self._receive(0)
-
-    def _send(self, message: Message, source: int) -> None:
+    def send(self, message: Message, source: int = 0) -> None:
         kinds = get_args(Kind)
         header = torch.tensor([kinds.index(message.kind), message.done, message.total, len(message.payload)])
         dist.broadcast(header, group=self._control_group, group_src=source)
@@ -279,7 +258,7 @@ class ProcessRanks(Ranks):
             body = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
             dist.broadcast(body, group=self._control_group, group_src=source)
 
-    def _receive(self, source: int) -> Message:
+    def receive(self, source: int = 0) -> Message:
         header = torch.zeros(4, dtype=torch.int64)
         dist.broadcast(header, group=self._control_group, group_src=source)
         kind, done, total, num_bytes = header.tolist()
@@ -291,13 +270,7 @@ class ProcessRanks(Ranks):
 
 
 class OtherRanks(Ranks):
-    """Ranks that hold a role's model without this process.
-
-    Args:
-        first_rank: of the world, the first of them.
-        size: how many they are.
-        dp_size: how many of them have different rows.
-    """
+    """Ranks that hold a role's model, seen from another process; `first_rank` is a world rank."""
 
     is_here = False
 
@@ -306,13 +279,7 @@ class OtherRanks(Ranks):
 
 
 def watch_all(control_group: Any, *, main_address: str, hang_timeout_s: float) -> RankWatch:
-    """Starts to watch this rank, through a store that rank 0 keeps on its machine; collective.
-
-    Args:
-        control_group: all ranks, on the CPU.
-        main_address: of rank 0's machine.
-        hang_timeout_s: the run ends if a rank makes no step for so long.
-    """
+    """Starts watching this rank, through a store on rank 0's machine, `main_address`; collective."""
     rank, size = dist.get_rank(control_group), dist.get_world_size(control_group)
     store = TCPStore(main_address, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = torch.tensor([0 if store is None else store.port])
@@ -322,19 +289,16 @@ def watch_all(control_group: Any, *, main_address: str, hang_timeout_s: float) -
 
 
 def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of this rank's parts, such that the sum over all ranks counts each number once.
+    """The sum of squares of this rank's parts, so that the sum over all ranks counts each number once.
 
-    Args:
-        gradients: split, each over a mesh of its own if need be, or whole on this rank alone.
-        copies: parameters whose gradients another rank counts.
-        device: of the result.
+    Gradients are DTensors on any meshes, or whole tensors of this rank alone; another rank counts those of `copies`.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         if any(gradient is copy.grad for copy in copies):
             continue
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        times = 1  # that this part is on some rank
+        times = 1  # how many ranks have this part
         if isinstance(gradient, DTensor):
             for axis, placement in enumerate(gradient.placements):
                 times *= gradient.device_mesh.size(axis) if placement.is_replicate() else 1
@@ -342,14 +306,8 @@ def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: t
     return total
 
 
-def ranks_of(strategy: Strategy) -> Ranks:
-    """The Ranks of this strategy; those of one process where it has none."""
-    ranks: Ranks = getattr(strategy, "ranks", None) or _ALONE
-    return ranks
-
-
 def mark_as_on_all_ranks(error: BaseException) -> BaseException:
-    """Every rank raises this error at the same place, so they can still act together."""
+    """Marks that every rank raises this error at the same place, so they can still act together."""
     error.__dict__["is_on_all_ranks"] = True
     return error
 
@@ -359,17 +317,17 @@ def is_on_all_ranks(error: BaseException) -> bool:
 
 
 def masked_row(experience: Experience) -> Experience:
-    """The shortest trajectory without a loss token: it costs a forward and adds nothing."""
+    """The shortest trajectory, without loss tokens: it costs a forward and adds nothing."""
     row = experience.select([int(experience.lengths.argmin())])
     return replace(row, loss_mask=torch.zeros_like(row.loss_mask))
 
 
-def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of `number` next to `wanted`, below and above, for messages about sizes that do not fit."""
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
-    below = [size for size in divisors if size <= wanted]
-    above = [size for size in divisors if size >= wanted]
-    return sorted({*below[-1:], *above[:1]}) if number and math.isfinite(wanted) else []
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
-_ALONE = Ranks()
+def nearest_divisors(number: int, target: int) -> list[int]:
+    """The divisors of `number` next to `target`, below and above, for errors about sizes that do not fit."""
+    below = [size for size in divisors(number) if size <= target]
+    above = [size for size in divisors(number) if size >= target]
+    return sorted({*below[-1:], *above[:1]})

@@ -1,11 +1,11 @@
-"""Places: which ranks hold a role's model, all of the run's or a mesh of its own, and what stands on the others.
+"""Places: the ranks of a role's model, all of the run's or its own mesh, and the stand-in on the other ranks.
 
     world 6    policy     RoleMesh(0, 4, tp=2)   ranks 0 1 2 3, dp 2
                critic     RoleMesh(4, 2)         ranks 4 5, dp 2: updated while the policy is
-               reference  no mesh                ranks 0 to 5, after what these ranks did before
+               reference  no mesh                ranks 0 to 5, after the earlier work of these ranks
 
-Every rank has the whole Experience, so each role shares the rows out over its own dp axis; what a role's ranks found is
-sent to all when somebody needs it (dataflow.py).
+Every rank has the whole Experience, so each role splits the rows over its own dp axis; results of a role's ranks are
+sent to all when another call needs them (dataflow.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -27,52 +27,48 @@ from lightrl.weights import Bucket
 if TYPE_CHECKING:
     import lightning as L
 
-# Far beyond any rollout: who waits for rank 0 on the control group is watched otherwise.
+# Longer than any rollout: RankWatch watches those who wait for rank 0 on the control group.
 CONTROL_TIMEOUT = timedelta(days=7)
+
+
+@runtime_checkable
+class HasRoles(Protocol):
+    """A module with models by role: an RLModule."""
+
+    def models(self) -> dict[str, Role]: ...
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a role's model is.
-
-    On a rank outside of it, `ranks.is_here` is false.
-    """
+    """Where a role's model is; on ranks outside of it, `ranks.is_here` is False."""
 
     mesh: DeviceMesh
     ranks: Ranks
 
 
-def role_meshes(module: L.LightningModule | None) -> dict[str, RoleMesh]:
-    """The meshes of the roles that have one of their own."""
-    any_module: Any = module
-    roles: dict[str, Role] = any_module.models() if hasattr(module, "models") else {}
-    return {name: role.mesh for name, role in roles.items() if role.mesh is not None}
+def roles_of(module: object) -> dict[str, Role]:
+    """The module's roles; none for a module without them."""
+    return module.models() if isinstance(module, HasRoles) else {}
+
+
+def role_meshes(module: object) -> dict[str, RoleMesh]:
+    """The meshes of the roles that have their own."""
+    return {name: role.mesh for name, role in roles_of(module).items() if role.mesh is not None}
 
 
 def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
-    """Refuses meshes that do not fit the run, before a device is touched.
-
-    Raises:
-        ValueError: for a mesh outside of the world, and a policy without rank 0.
-    """
+    """Raises ValueError for a mesh outside the world, and for a policy without rank 0."""
     for role, mesh in role_meshes(module).items():
         ranks = mesh.ranks(world_size)
         if role == "policy" and ranks[0] != 0:
             raise ValueError(
-                f"The policy has mesh.first_rank={ranks[0]}, expected 0: rank 0 hands its weights to the engine. Give "
-                "the later ranks to other roles."
+                f"The policy's mesh.first_rank must be 0, got {ranks[0]}: rank 0 hands its weights to the engine. Give "
+                "later ranks to other roles."
             )
 
 
 def make_place(world: ProcessRanks, members: range, sizes: Sequence[int], names: Sequence[str], device: Any) -> Place:
-    """A mesh of its own for a role; collective over all ranks of the run.
-
-    Args:
-        world: all ranks.
-        members: those of the mesh.
-        sizes, names: of its axes; `dp` is the one whose ranks have different rows.
-        device: of this rank.
-    """
+    """A role's place on the ranks `members`; the ranks of axis `dp` have different rows. Collective over the run."""
     numbers = torch.arange(members.start, members.stop).reshape(*sizes)
     mesh = DeviceMesh(device.type, numbers, mesh_dim_names=tuple(names))
     control_group = dist.new_group(list(members), backend="gloo", timeout=CONTROL_TIMEOUT)
@@ -84,13 +80,13 @@ def make_place(world: ProcessRanks, members: range, sizes: Sequence[int], names:
 
 
 def empty_out(model: torch.nn.Module) -> None:
-    """Takes all layers and parameters out of a model that lives on other ranks; what is left knows its config."""
-    model._modules.update(dict.fromkeys(model._modules))
-    model._parameters.update(dict.fromkeys(model._parameters))
+    """Removes all layers and parameters of a model that lives on other ranks; its config stays."""
+    for name, _ in [*model.named_children(), *model.named_parameters(recurse=False)]:
+        setattr(model, name, None)
 
 
 class OtherRanksModel:
-    """The ParallelModel of a role that lives on other ranks: here it is never called, and has no parameters."""
+    """The ParallelModel of a role that lives on other ranks: never called here, without parameters."""
 
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         raise AssertionError("This rank does not hold the model.")
@@ -99,7 +95,7 @@ class OtherRanksModel:
         raise AssertionError("This rank does not hold the model.")
 
     def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Nothing, in one bucket."""
+        """One empty bucket."""
         yield Bucket({}, is_last=True)
 
     def move_to(self, device: torch.device) -> None:

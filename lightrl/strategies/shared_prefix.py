@@ -1,8 +1,8 @@
-"""The prompt of a group goes through the model once: its key-values are shared by the group's trajectories.
+"""A group's prompt goes through the model once: its trajectories share the prompt's key-values.
 
 G trajectories that differ only after a prompt of L tokens cost L + Σ completion tokens instead of G·L + Σ. It is exact,
-gradient included: a causal model's prompt states do not depend on what follows. Shapes: B trajectories, U distinct
-prompts, L prompt tokens, H hidden size.
+including the gradient: in a causal model the prompt's states do not depend on what follows. Shapes: B trajectories, U
+distinct prompts, L prompt tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """Trajectories whose prompts have the same length, and which of them stand for all with the same prompt."""
+    """Trajectories whose prompts have the same length, with one representative per distinct prompt."""
 
     num_tokens: int  # L
-    first_rows: list[int]  # [U], a row for each distinct prompt
+    first_rows: list[int]  # [U], the representatives
     rows: list[int]  # the trajectories
     prompt_of_row: list[int]  # index into first_rows
 
 
 def find_shared_prompts(experience: Experience) -> list[SharedPrompt]:
-    """The trajectories sorted by prompt length, each prompt once; what comes before the first loss token is the prompt.
+    """Trajectories grouped by prompt length, each distinct prompt once.
 
-    A prompt is the same where group and tokens are. The last token of a trajectory predicts nothing, so a trajectory
-    without a loss token counts as a prompt less its last token.
+    The prompt is what precedes the first loss token; prompts are the same if group and tokens are. The last token of a
+    trajectory predicts nothing, so a trajectory without loss tokens counts as a prompt without its last token.
     """
     columns = torch.arange(experience.token_ids.shape[1], device=experience.token_ids.device)
     has_loss = experience.loss_mask.any(1)
     starts = torch.where(has_loss, experience.loss_mask.int().argmax(1), experience.lengths - 1).clamp(min=1)
     prompts = torch.where(columns < starts[:, None], experience.token_ids, -1).tolist()
-    found: dict[int, tuple[list[int], list[int], list[int]]] = {}
+    parts: dict[int, tuple[list[int], list[int], list[int]]] = {}
     index_of: dict[tuple[int, tuple[int, ...]], int] = {}
     for row, (group, start) in enumerate(zip(experience.group_ids.tolist(), starts.tolist(), strict=True)):
-        first_rows, rows, prompt_of_row = found.setdefault(start, ([], [], []))
+        first_rows, rows, prompt_of_row = parts.setdefault(start, ([], [], []))
         key = (group, tuple(prompts[row][:start]))
         if key not in index_of:
             index_of[key] = len(first_rows)
             first_rows.append(row)
         rows.append(row)
         prompt_of_row.append(index_of[key])
-    return [SharedPrompt(start, *lists) for start, lists in sorted(found.items())]
+    return [SharedPrompt(start, *lists) for start, lists in sorted(parts.items())]
 
 
 def sharing_costs(shared: list[SharedPrompt], lengths: list[int], overhead_tokens: int) -> tuple[int, int]:
-    """What the forward costs in tokens, with the prompts shared and in plain rectangles, one call `overhead_tokens`."""
+    """The forward's cost in tokens with shared prompts, and in plain rectangles; a call costs `overhead_tokens`."""
     cost = 0
     for part in shared:
         rests = [lengths[row] - 1 - part.num_tokens for row in part.rows if lengths[row] - 1 > part.num_tokens]
@@ -65,7 +65,7 @@ def sharing_costs(shared: list[SharedPrompt], lengths: list[int], overhead_token
 
 
 def rectangles_cost(lengths: list[int], overhead_tokens: int) -> int:
-    """Tokens of the best rectangles, padding included, and their calls."""
+    """Tokens of the best rectangles, with padding and `overhead_tokens` per call."""
     parts = rectangles(lengths, overhead_tokens)
     return sum(overhead_tokens + len(part) * max(lengths[row] for row in part) for part in parts)
 
@@ -79,18 +79,18 @@ def shared_prefix_hidden(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Rows [N], columns [N] and hidden states [N, H] of the predicting positions, part by part.
 
-    `layer_input` makes the model's arguments of the prompts' rows and tokens, where pictures may be.
+    `layer_input` turns the prompts' rows and tokens, which may contain pictures, into the model's arguments.
     """
     device = experience.token_ids.device
     for part in shared:
         cache = new_cache(model)
         first_rows = torch.tensor(part.first_rows, device=device)
-        seen = layer_input(experience, first_rows, experience.token_ids[first_rows, : part.num_tokens])
-        hidden = model.base_model(**seen, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        inputs = layer_input(experience, first_rows, experience.token_ids[first_rows, : part.num_tokens])
+        hidden = model.base_model(**inputs, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
         rows = torch.tensor(part.rows, device=device)
         prompt_of_row = torch.tensor(part.prompt_of_row, device=device)
         columns = torch.full_like(rows, part.num_tokens - 1)
-        # The prompt's last position predicts the first loss token of every trajectory that has one.
+        # The prompt's last position predicts each trajectory's first loss token.
         starts = experience.loss_mask[rows].any(1).nonzero()[:, 0]
         yield rows[starts], columns[starts], hidden.index_select(0, prompt_of_row[starts])
 
@@ -103,7 +103,7 @@ def shared_prefix_hidden(
             hidden = model.base_model(
                 input_ids=token_ids, past_key_values=repeated_cache(model, cache, prompt_of_row[picked]), use_cache=True
             ).last_hidden_state
-            # Column 0 of this part is token L, the first one of the completion: what it predicts comes after it.
+            # Column 0 of this part is token L, the first of the completion, which predicts the one after it.
             at, offsets = predicting_positions(experience.loss_mask[rows[picked], part.num_tokens : end + 1])
             yield rows[picked][at], offsets + part.num_tokens, hidden[at, offsets]
 
@@ -116,7 +116,7 @@ def new_cache(model: PreTrainedModel) -> Any:
 
 
 def repeated_cache(model: PreTrainedModel, cache: Any, prompt_of_row: Tensor) -> Any:
-    """The key-values of each row's prompt, as a cache of its own; gradients flow back to the prompt's."""
+    """The key-values of each row's prompt as a new cache; gradients flow back to the prompt's."""
     repeated = new_cache(model)
     for index, layer in enumerate(cache.layers):
         repeated.update(layer.keys.index_select(0, prompt_of_row), layer.values.index_select(0, prompt_of_row), index)

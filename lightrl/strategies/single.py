@@ -1,9 +1,8 @@
-"""SingleModel: one model in one process. Padding is removed before the forward, results come back as [B, T].
+"""SingleModel: one model in one process. Padding is removed before the forward; results come back as [B, T].
 
-Shapes: B trajectories, T tokens, N loss tokens, H hidden size, K tokens of a teacher. On the CPU trajectories of like
-length form right-padded rectangles, which a causal model needs no attention mask for, and a group's prompt is computed
-once where that is cheaper; on other devices a microbatch is one packed row with restarting positions. Logprobs come
-from hidden states at the N positions that predict a loss token, so no [B, T, V] ever exists.
+Shapes: B trajectories, T tokens, N loss tokens, H hidden size. On the CPU, trajectories of similar length form
+right-padded rectangles, and a group's prompt is computed once if that is cheaper; on other devices a microbatch is one
+packed row with restarting positions. Logprobs come from the hidden states at the N positions, so no [B, T, V] exists.
 """
 
 from __future__ import annotations
@@ -38,39 +37,44 @@ from lightrl.weights import Bucket, bucketed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Cost of one more forward over a rectangle, in tokens: below that, padding is cheaper than another call of every layer.
-RECTANGLE_OVERHEAD_TOKENS = 256
+# Cost in tokens of one more forward: below it, padding is cheaper than another call of every layer.
+CALL_OVERHEAD_TOKENS = 256
 
-# How the padding is removed; all give the same numbers.
+# How padding is removed; all forms give the same numbers.
 Form = Literal["rectangles", "shared_prefix", "packed"]
 
-# Rows [N], columns [N] and hidden states [N, H] of some predicting positions.
+# Rows [N], columns [N] and hidden states [N, H] of predicting positions.
 _Part = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class LogprobSettings:
-    """What the engine did to the logits before drawing, which the trainer's logprobs repeat."""
+    """What the engine does to the logits before sampling, which the trainer's logprobs repeat."""
 
     temperature: float = 1.0
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     entropy_needs_gradient: bool = True
-    num_ids: int | None = None  # of the policy's vocabulary, which a teacher's likeliest tokens are of; None: all
+    num_ids: int | None = None  # size of the policy's vocabulary, for a teacher's likeliest tokens; None for all
+
+    def masks(self, masked_rows: Tensor | None, device: torch.device) -> dict[str, Any]:
+        """The mask arguments of the logprob functions, if stop tokens could not be drawn in these rows."""
+        ids = None if masked_rows is None else torch.tensor(self.stop_token_ids, dtype=torch.int64, device=device)
+        return {"masked_ids": ids, "masked_rows": masked_rows}
 
 
 class SingleModel:
-    """A Hugging Face causal language model, untouched, as a ParallelModel of one process.
+    """An unmodified Hugging Face causal language model as the ParallelModel of one process.
 
     Args:
-        model: with a body (`base_model`) and an output head without further arithmetic, which a probe checks; for
+        model: with a body (`base_model`) and an output head that is only a matrix product, which a probe checks; for
             other models the logits come from the model itself, one rectangle at a time.
         settings: what the engine does to the logits.
-        value_head: a critic's, on the body of this policy; a critic of its own has its head, `score`, in the model.
-        form: how the padding is removed; None chooses, for each microbatch, the cheapest that is exact for this model.
+        value_head: a critic's head on this policy's body; a critic of its own has its head, `score`, in the model.
+        form: how padding is removed; None picks, for each microbatch, the cheapest that is exact for this model.
 
     Raises:
-        ValueError: if the model does not allow `form`, or no head on its body.
+        ValueError: if `form` is not exact for the model, or the model cannot have a head on its body.
     """
 
     def __init__(
@@ -90,21 +94,19 @@ class SingleModel:
         self.head_is_plain = not self.has_logprobs or head_is_plain(model)
         if self.value_head is not None and not self.head_is_plain:
             raise ValueError(
-                f"A critic cannot share the body of {type(model).__name__}, whose head is more than a matrix product, "
-                "expected a critic of its own. Give critic= a checkpoint."
+                f"A critic cannot share the body of {type(model).__name__}, whose output head is more than a matrix "
+                "product. Set critic to a checkpoint."
             )
         self.can_share_prefixes = self.head_is_plain and can_share_prefixes(model)
         self.can_pack = self.head_is_plain and can_pack(model)
-        allowed = {"rectangles": True, "shared_prefix": self.can_share_prefixes, "packed": self.can_pack}
-        if form is not None and not allowed[form]:
-            raise ValueError(
-                f"form={form!r} is not exact for {type(model).__name__}, expected one of "
-                f"{[name for name, is_allowed in allowed.items() if is_allowed]} or None. Use None to choose by itself."
-            )
+        is_exact = {"rectangles": True, "shared_prefix": self.can_share_prefixes, "packed": self.can_pack}
+        if form is not None and not is_exact[form]:
+            exact = [name for name in is_exact if is_exact[name]]
+            raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
-        """Logprobs and entropy of each microbatch, [B, T], 0 where the loss mask is False; without gradient."""
+        """Logprobs and entropy of each microbatch, [B, T], 0 outside the loss mask; without gradient."""
         return [self._outputs(microbatch, topk) for microbatch in microbatches]
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
@@ -119,43 +121,35 @@ class SingleModel:
 
     def _outputs(self, experience: Experience, more: More = 0) -> Outputs:
         if not self.head_is_plain:
-            rows, columns, said = self._read_logits(experience, more)
+            rows, columns, results = self._read_logits(experience, more)
         else:
             parts = list(self._hidden(experience))
             rows, columns, hidden = (torch.cat([part[index] for part in parts]) for index in range(3))
             zeros = torch.zeros(len(rows), device=hidden.device)
-            said = {"logprobs": zeros, "entropy": zeros}
+            results = {"logprobs": zeros, "entropy": zeros}
             if self.has_logprobs:
-                said = self._read_hidden(experience, rows, columns, hidden, more)
+                results = self._read_hidden(experience, rows, columns, hidden, more)
             if self.value_head is not None:
-                # What predicts a token is the state before it was drawn.
-                said["values"] = self.value_head(hidden)[:, 0].float()
+                # A token's value is that of the state before it was drawn.
+                results["values"] = self.value_head(hidden)[:, 0].float()
         shape = experience.token_ids.shape
-        return Outputs(**{name: aligned_to_tokens(value, rows, columns, shape) for name, value in said.items()})
+        return Outputs(**{name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()})
 
     def _read_hidden(
         self, experience: Experience, rows: Tensor, columns: Tensor, hidden: Tensor, more: More
     ) -> dict[str, Tensor]:
-        """What is said of the tokens that the positions (rows [N], columns [N]) predict, as fields of Outputs."""
-        head = self.model.get_output_embeddings()
-        masked = stops_are_masked(experience.weight_versions, self.settings.min_new_tokens)
-        masks: dict[str, Any] = {
-            "masked_ids": self._masked_ids(experience) if masked is not None else None,
-            "masked_rows": predicted_token_ids(masked, rows, columns) if masked is not None else None,
-        }
-        ids = asked_ids(
+        """Fields of Outputs for the tokens that the positions (rows [N], columns [N]) predict."""
+        head, settings = self.model.get_output_embeddings(), self.settings
+        masked = stops_are_masked(experience.weight_versions, settings.min_new_tokens)
+        masks = settings.masks(None if masked is None else predicted_token_ids(masked, rows, columns), hidden.device)
+        inputs = {"hidden": hidden, "weight": head.weight, "bias": head.bias, **masks}
+        ids = ids_to_read(
             predicted_token_ids(experience.token_ids, rows, columns),
             more if isinstance(more, int) else predicted_token_ids(more, rows, columns),
-            functools.partial(hidden_topk, hidden, head.weight, head.bias, num_ids=self.settings.num_ids, **masks),
+            lambda num: hidden_topk(num=num, num_ids=settings.num_ids, **inputs),
         )
         logprobs, entropy = hidden_logprobs(
-            hidden,
-            head.weight,
-            head.bias,
-            ids,
-            self.settings.temperature,
-            entropy_gradient=self.settings.entropy_needs_gradient,
-            **masks,
+            token_ids=ids, temperature=settings.temperature, entropy_gradient=settings.entropy_needs_gradient, **inputs
         )
         return as_outputs(logprobs, entropy, ids, more)
 
@@ -165,95 +159,78 @@ class SingleModel:
         if form == "packed":
             yield self._packed_hidden(experience)
         elif form == "shared_prefix":
-            yield from shared_prefix_hidden(
-                self.model, experience, shared, RECTANGLE_OVERHEAD_TOKENS, self._layer_input
-            )
+            yield from shared_prefix_hidden(self.model, experience, shared, CALL_OVERHEAD_TOKENS, self._layer_input)
         else:
             for picked, token_ids in self._token_rectangles(experience):
-                seen = self._layer_input(experience, picked, token_ids)
-                hidden = self.model.base_model(**seen, use_cache=False).last_hidden_state
+                inputs = self._layer_input(experience, picked, token_ids)
+                hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state
                 rows, columns = predicting_positions(experience.loss_mask[picked, : token_ids.shape[1] + 1])
                 yield picked[rows], columns, hidden[rows, columns]
 
     def _layer_input(self, experience: Experience, rows: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
-        """Token ids [b, T] of these rows [b] as the model takes them; with pictures, as embeddings [b, T, H]."""
+        """The model's arguments for token ids [b, T] of these rows [b]; with pictures, embeddings [b, T, H]."""
         if experience.pixel_values is None or experience.image_rows is None:
             return {"input_ids": token_ids}
-        shown = experience.image_rows[rows]
-        return {"inputs_embeds": input_embeddings(self.model, token_ids, experience.pixel_values, shown)}
+        pictures = experience.image_rows[rows]
+        return {"inputs_embeds": input_embeddings(self.model, token_ids, experience.pixel_values, pictures)}
 
     def _choose(self, experience: Experience) -> tuple[Form, list[SharedPrompt]]:
-        """The cheapest exact form for this microbatch, and its shared prompts if that is the form."""
+        """The cheapest exact form for this microbatch, and its prompts if it is `shared_prefix`."""
         form = self.form
         if form is None and self.can_pack and experience.token_ids.device.type != "cpu":
             form = "packed"
         if form in ("packed", "rectangles") or not self.can_share_prefixes:
             return form or "rectangles", []
         shared = find_shared_prompts(experience)
-        cost, plain_cost = sharing_costs(shared, experience.lengths.tolist(), RECTANGLE_OVERHEAD_TOKENS)
+        cost, plain_cost = sharing_costs(shared, experience.lengths.tolist(), CALL_OVERHEAD_TOKENS)
         if form == "shared_prefix" or cost < plain_cost:
             return "shared_prefix", shared
         return "rectangles", []
 
     def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of like length side by side, and their tokens; the last ones predict nothing and are left out."""
+        """Rows of similar length and their tokens, without the last column, which predicts nothing."""
         lengths = (experience.lengths - 1).clamp(min=1)
-        for members in rectangles(lengths.tolist(), RECTANGLE_OVERHEAD_TOKENS):
+        for members in rectangles(lengths.tolist(), CALL_OVERHEAD_TOKENS):
             picked = torch.tensor(members, device=experience.token_ids.device)
             yield picked, experience.token_ids[picked, : int(lengths[picked].max())]
 
     def _packed_hidden(self, experience: Experience) -> _Part:
-        """All trajectories end to end in one row, told apart by their restarting positions."""
+        """All trajectories end to end in one row, separated by their restarting positions."""
         packed = pack(experience.token_ids, experience.lengths)
-        every = torch.arange(len(experience), device=packed.rows.device)
-        seen = self._layer_input(experience, every, experience.token_ids)
-        if "input_ids" in seen:
-            seen = {"input_ids": packed.token_ids}
-        else:
-            seen = {"inputs_embeds": seen["inputs_embeds"][packed.rows, packed.columns][None]}
-        hidden = self.model.base_model(**seen, position_ids=packed.position_ids, use_cache=False).last_hidden_state[0]
+        all_rows = torch.arange(len(experience), device=packed.rows.device)
+        inputs = self._layer_input(experience, all_rows, experience.token_ids)
+        inputs = {name: value[packed.rows, packed.columns][None] for name, value in inputs.items()}
+        hidden = self.model.base_model(**inputs, position_ids=packed.position_ids, use_cache=False).last_hidden_state[0]
         place = torch.zeros_like(experience.token_ids)
         place[packed.rows, packed.columns] = torch.arange(len(packed.rows), device=place.device)
         rows, columns = predicting_positions(experience.loss_mask)
         return rows, columns, hidden[place[rows, columns]]
 
     def _read_logits(self, experience: Experience, more: More) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Rows [N], columns [N] and, as `_read_hidden`, what is said there, from the model's own logits: for heads that
-        do more than a matrix product."""
-        masked = stops_are_masked(experience.weight_versions, self.settings.min_new_tokens)
-        found: list[tuple[Tensor, ...]] = []
+        """Rows [N], columns [N] and fields of Outputs, from the model's logits: for heads that are not plain."""
+        settings = self.settings
+        masked = stops_are_masked(experience.weight_versions, settings.min_new_tokens)
+        parts: list[tuple[Tensor, ...]] = []
         for picked, token_ids in self._token_rectangles(experience):
             width = token_ids.shape[1] + 1
             logits = self.model(**self._layer_input(experience, picked, token_ids), use_cache=False).logits
             logits = torch.nn.functional.pad(logits, (0, 0, 0, 1))
-            masks: dict[str, Any] = {
-                "masked_ids": self._masked_ids(experience) if masked is not None else None,
-                "masked_rows": masked[picked, :width] if masked is not None else None,
-            }
-            ids = asked_ids(
+            masks = settings.masks(None if masked is None else masked[picked, :width], logits.device)
+            ids = ids_to_read(
                 experience.token_ids[picked, :width],
                 more if isinstance(more, int) else more[picked, :width],
-                functools.partial(token_topk, logits, num_ids=self.settings.num_ids, **masks),
+                functools.partial(token_topk, logits, num_ids=settings.num_ids, **masks),
             )
-            logprobs, entropy = token_logprobs(logits, ids, self.settings.temperature, **masks)
+            logprobs, entropy = token_logprobs(logits, ids, settings.temperature, **masks)
             rows, columns = predicting_positions(experience.loss_mask[picked, :width])
-            said = (predicted_token_ids(values, rows, columns) for values in (logprobs, entropy, ids))
-            found.append((picked[rows], columns, *said))
-        rows, columns, logprobs, entropy, ids = (torch.cat(parts) for parts in zip(*found, strict=True))
+            results = (predicted_token_ids(values, rows, columns) for values in (logprobs, entropy, ids))
+            parts.append((picked[rows], columns, *results))
+        rows, columns, logprobs, entropy, ids = (torch.cat(values) for values in zip(*parts, strict=True))
         return rows, columns, as_outputs(logprobs, entropy, ids, more)
 
-    def _masked_ids(self, experience: Experience) -> Tensor:
-        return torch.tensor(self.settings.stop_token_ids, dtype=torch.int64, device=experience.token_ids.device)
 
-
-def asked_ids(token_ids: Tensor, more: More, likeliest: Callable[[int], Tensor]) -> Tensor:
-    """The tokens of which the logprobs are read: the predicted ones [...], and behind each K more, [..., 1 + K].
-
-    Args:
-        token_ids: [...], predicted.
-        more: [..., K]; or how many of the likeliest, 0 for none.
-        likeliest: gives so many of them.
-    """
+def ids_to_read(token_ids: Tensor, more: More, likeliest: Callable[[int], Tensor]) -> Tensor:
+    """The predicted tokens [...], or [..., 1 + K] with K more at each position: `more`, or the `more` likeliest."""
     if isinstance(more, int):
         if more == 0:
             return token_ids
@@ -262,17 +239,17 @@ def asked_ids(token_ids: Tensor, more: More, likeliest: Callable[[int], Tensor])
 
 
 def as_outputs(logprobs: Tensor, entropy: Tensor, ids: Tensor, more: More) -> dict[str, Tensor]:
-    """The fields of Outputs, [N] or [N, K] each, from the logprobs of `asked_ids`."""
+    """The fields of Outputs, [N] or [N, K] each, from the logprobs of `ids_to_read`."""
     if logprobs.dim() == 1:
         return {"logprobs": logprobs, "entropy": entropy}
-    said = {"logprobs": logprobs[:, 0], "entropy": entropy, "teacher_topk": logprobs[:, 1:]}
-    return {**said, "teacher_topk_ids": ids[:, 1:]} if isinstance(more, int) else said
+    outputs = {"logprobs": logprobs[:, 0], "entropy": entropy, "teacher_topk": logprobs[:, 1:]}
+    return {**outputs, "teacher_topk_ids": ids[:, 1:]} if isinstance(more, int) else outputs
 
 
 def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:
     """[B, T], True where the engine could not draw a stop token: the first `min_new_tokens` of each turn.
 
-    From the versions, which tell what the policy wrote: a callback may have taken tokens out of the loss mask since.
+    Uses the versions, which mark what the policy wrote; a callback may have removed tokens from the loss mask since.
     """
     if min_new_tokens == 0:
         return None

@@ -1,16 +1,16 @@
-"""Stages: a Hugging Face model cut into this rank's part of it, by pipeline stage, tensor slice and data shard.
+"""Stages: a Hugging Face model reduced to this rank's part, by pipeline stage, tensor slice and data shard.
 
-The model object stays what it was, less the layers of other ranks, so every parameter keeps its global Hugging Face
-name. A Stage runs some of its layers in order; the last one turns hidden states into logprobs, entropies and values.
+The model object stays, without the layers of other ranks, so every parameter keeps its Hugging Face name. A Stage runs
+some of its layers in order; the last one turns hidden states into logprobs, entropies and values.
 
 Shapes: B trajectories, T tokens; R rows and W columns of a forward, W a multiple of tp; N predicting positions, K
-tokens of a teacher at each; H hidden size. Between stages goes [R, W / tp, H].
+tokens of a teacher at each; H hidden size. Stages send each other [R, W / tp, H].
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,11 @@ from torch.utils.checkpoint import checkpoint
 from lightrl.experience import Experience
 from lightrl.functional import hidden_logprobs, hidden_topk, pack, predicted_token_ids, predicting_positions
 from lightrl.models import ModelSpec, More, scalar_head
-from lightrl.strategies.empty_model import forget_role, parameter_reader, role_of
-from lightrl.strategies.inside import reshard
+from lightrl.strategies.empty_model import give_memory, parameter_reader, take_role
+from lightrl.strategies.fsdp2_model import reshard
 from lightrl.strategies.pipeline import Pipeline
-from lightrl.strategies.single import LogprobSettings, asked_ids, stops_are_masked
+from lightrl.strategies.role_mesh import empty_out
+from lightrl.strategies.single import LogprobSettings, ids_to_read, stops_are_masked
 from lightrl.strategies.tensor_parallel import (
     embed,
     local,
@@ -46,23 +47,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Feed:
-    """One microbatch as the stages take it: without the padding of other microbatches, the same on all its ranks."""
+    """One microbatch as input of the stages, without the padding of other microbatches; the same on all its ranks."""
 
     token_ids: Tensor  # int64 [R, W]
-    position_ids: Tensor  # int64 [R, W] or [1, W]; in a packed row they restart
+    position_ids: Tensor  # int64 [R, W] or [1, W]; restart in a packed row
     is_packed: bool
-    rows: Tensor  # [N], where in [R, W] the predicting positions are
+    rows: Tensor  # [N], the predicting positions in [R, W]
     columns: Tensor
-    places: tuple[Tensor, Tensor]  # [N] each, row and column of the same positions in the Experience
+    places: tuple[Tensor, Tensor]  # [N] each, row and column of these positions in the Experience
     targets: Tensor  # int64 [N], the tokens predicted there
-    masked_rows: Tensor | None  # bool [N], where stop tokens could not be drawn
-    more: More  # [N, K], whose logprobs are asked for too, or K of the likeliest
+    masked_rows: Tensor | None  # bool [N], True if stop tokens could not be drawn
+    more: More  # [N, K] further tokens to give the logprobs of, or K for the K likeliest
 
     @classmethod
     def of(
         cls, experience: Experience, settings: LogprobSettings, more: More, *, multiple: int, is_packed: bool
     ) -> Feed:
-        """Of a microbatch; W is a multiple of `multiple`."""
+        """The feed of a microbatch; W is a multiple of `multiple`."""
         rows, columns = places = predicting_positions(experience.loss_mask)
         device = experience.token_ids.device
         if is_packed:
@@ -73,7 +74,7 @@ class Feed:
             extra = -len(packed.rows) % multiple
             token_ids = nn.functional.pad(packed.token_ids, (0, extra))
             position_ids = torch.cat([packed.position_ids, torch.arange(extra, device=device)[None]], 1)
-        else:  # rows end in padding, which nothing before it sees; a row's last token predicts nothing
+        else:  # no token sees the padding at the end of its row; a row's last token predicts nothing
             width = max(1, int(experience.lengths.max()) - 1)
             width += -width % multiple
             token_ids = experience.token_ids[:, :width]
@@ -99,21 +100,21 @@ class Feed:
 
     @property
     def width(self) -> int:
-        """How many numbers the last stage says about each position."""
+        """How many numbers the last stage returns per position."""
         return 3 + self.num_more * (2 if isinstance(self.more, int) else 1)
 
 
 class Stage(nn.Module):
-    """Some consecutive layers of a model; shares its modules with the model, which keeps their names.
+    """Consecutive layers of a model; shares its modules with the model, which keeps their names.
 
     Args:
-        model: the Hugging Face model, already without what other ranks hold.
+        model: the Hugging Face model, already without the parts of other ranks.
         layers: which of its layers.
         is_first: takes token ids instead of hidden states.
-        is_last: gives [N, 3] instead of hidden states: logprob, entropy and value of each predicted token, 0 for what
-            the model has no head for; behind them the logprobs of the K more tokens, and the ids of the likeliest.
+        is_last: returns, instead of hidden states, logprob, entropy and value of each predicted token, [N, 3], 0 if the
+            model has no head for it; then the logprobs of the K further tokens, and the ids of the likeliest.
         tp: mesh of the tp axis.
-        value_head: a critic's, on the body of this policy; a critic of its own has its head, `score`, in the model.
+        value_head: the critic's head on this policy's body; a critic of its own has its head, `score`, in the model.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Stage(nn.Module):
         kinds = layer_kinds(model.config)
         self.kinds = [kinds[index] for index in layers]
         self.cap = logit_cap(model.config)
-        self.layers = nn.ModuleList([body.layers._modules[str(index)] for index in layers])
+        self.layers = nn.ModuleList([body.layers.get_submodule(str(index)) for index in layers])
         self.rotary = body.rotary_emb
         self.embedding = body.embed_tokens if is_first else None
         self.norm = body.norm if is_last else None
@@ -142,9 +143,9 @@ class Stage(nn.Module):
         own_head = scalar_head(model)
         self.value_head = (value_head if own_head is None else own_head) if is_last else None
 
-    def forward(self, given: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
-        """Hidden states [R, W / tp, H] from those of the stage before (None for the first); at the end [N, width]."""
-        hidden = self._embed(feed.token_ids) if self.is_first else given
+    def forward(self, hidden: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
+        """Hidden states [R, W / tp, H] from those of the previous stage, None for the first; at the end [N, width]."""
+        hidden = self._embed(feed.token_ids) if self.is_first else hidden
         assert hidden is not None
         masks = self._masks(feed, hidden)
         ropes = self._ropes(feed, hidden)
@@ -156,7 +157,7 @@ class Stage(nn.Module):
                 position_ids=feed.position_ids,
                 past_key_values=None,
             )
-        return self._say(hidden, feed, settings) if self.is_last else hidden
+        return self._results(hidden, feed, settings) if self.is_last else hidden
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         embedding: Any = self.embedding
@@ -169,7 +170,7 @@ class Stage(nn.Module):
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
         make = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        # Only its shape, dtype and device are read: here the whole width, of which `hidden` may be a part.
+        # Only its shape, dtype and device are read; `hidden` may be a part of the whole width.
         like = hidden.new_empty(1).expand(*feed.token_ids.shape, self.config.hidden_size)
         return {
             kind: make[kind](
@@ -187,7 +188,7 @@ class Stage(nn.Module):
             return {kind: self.rotary(hidden, feed.position_ids, kind) for kind in set(self.kinds)}
         return dict.fromkeys(self.kinds, self.rotary(hidden, feed.position_ids))
 
-    def _say(self, hidden: Tensor, feed: Feed, settings: LogprobSettings) -> Tensor:
+    def _results(self, hidden: Tensor, feed: Feed, settings: LogprobSettings) -> Tensor:
         assert self.norm is not None
         hidden = self.norm(hidden)
         is_split = self.tp.size() > 1
@@ -195,22 +196,18 @@ class Stage(nn.Module):
         logprobs, entropy, values = zeros, zeros, zeros
         more = zeros.expand(-1, feed.width - 3)
         if self.value_head is not None:
-            found = self.value_head(hidden)
-            found = whole_sequence(found, self.tp, gradients_add_up=False) if is_split else found
-            values = found[feed.rows, feed.columns].float()
+            scalars = self.value_head(hidden)
+            scalars = whole_sequence(scalars, self.tp, gradients_add_up=False) if is_split else scalars
+            values = scalars[feed.rows, feed.columns].float()
         if self.head is not None:
             whole = whole_sequence(hidden, self.tp, gradients_add_up=True) if is_split else hidden
             logprobs, entropy, more = self._logprobs(whole[feed.rows, feed.columns], feed, settings)
         return torch.cat([logprobs, entropy, values, more], 1)
 
     def _logprobs(self, hidden: Tensor, feed: Feed, settings: LogprobSettings) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the predicted tokens [N, 1], entropies [N, 1], and what else is asked [N, width - 3]."""
-        masked_ids = None
-        if feed.masked_rows is not None:
-            masked_ids = torch.tensor(settings.stop_token_ids, dtype=torch.int64, device=hidden.device)
-        masks: dict[str, Any] = {"masked_ids": masked_ids, "masked_rows": feed.masked_rows}
-        topk, read = self._readers(hidden, masks)
-        ids = asked_ids(feed.targets, feed.more, lambda num: topk(num=num, num_ids=settings.num_ids))
+        """Logprobs of the predicted tokens [N, 1], entropies [N, 1], and further results [N, width - 3]."""
+        topk, read = self._readers(hidden, settings.masks(feed.masked_rows, hidden.device))
+        ids = ids_to_read(feed.targets, feed.more, lambda num: topk(num=num, num_ids=settings.num_ids))
         logprobs, entropy = read(
             token_ids=ids, temperature=settings.temperature, entropy_gradient=settings.entropy_needs_gradient
         )
@@ -222,11 +219,11 @@ class Stage(nn.Module):
         return logprobs[:, :1], entropy[:, None], more
 
     def _readers(self, hidden: Tensor, masks: dict[str, Any]) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-        """What finds the likeliest tokens, and what reads logprobs, at these positions."""
+        """The functions that find the likeliest tokens and read logprobs at these positions."""
         head: Any = self.head
         if self.tp.size() == 1 and self.cap is None:
-            given = {"hidden": hidden, "weight": head.weight, "bias": head.bias, **masks}
-            return functools.partial(hidden_topk, **given), functools.partial(hidden_logprobs, **given)
+            plain = {"hidden": hidden, "weight": head.weight, "bias": head.bias, **masks}
+            return functools.partial(hidden_topk, **plain), functools.partial(hidden_logprobs, **plain)
         group = self.tp.get_group() if self.tp.size() > 1 else None
         split = {"hidden": hidden, "weight": local(head.weight), "group": group, "cap": self.cap, **masks}
         return functools.partial(vocab_parallel_topk, **split), functools.partial(vocab_parallel_logprobs, **split)
@@ -234,7 +231,7 @@ class Stage(nn.Module):
 
 @dataclass
 class SplitModel:
-    """A model of which this rank holds a part."""
+    """A model that this rank holds a part of."""
 
     model: PreTrainedModel
     mesh: DeviceMesh
@@ -242,8 +239,8 @@ class SplitModel:
     stages: dict[int, Stage]
     parameters: list[tuple[str, torch.Size, torch.dtype, int]]  # of the whole model: name, shape, dtype, stage
     has_logprobs: bool  # whether the model has a vocabulary head
-    has_values: bool  # whether it has a scalar head, or bears one
-    tied: Tensor | None  # this rank's copy of an embedding that is the output head of another rank too, or the reverse
+    has_values: bool  # whether it has a scalar head, its own or a critic's
+    tied: Tensor | None  # this rank's embedding if it is also the output head of another rank, or the reverse
     tied_group: dist.ProcessGroup | None
 
     def set_last_backward(self, stage: int, is_last: bool) -> None:
@@ -255,12 +252,12 @@ class SplitModel:
             module.set_requires_gradient_sync(is_last)
 
     def reshard(self) -> None:
-        """After forwards without a backward, which leave the parameters whole."""
+        """Frees gathered parameters after forwards without a backward."""
         for stage in self.stages.values():
             reshard(stage)
 
     def finish_gradients(self) -> None:
-        """After the last backward: what tp ranks hold as summands is summed, and so are the two ends of a tie."""
+        """After the last backward: sums the summands of tp ranks, and the two ends of a tied embedding."""
         for parameter in self.own_parameters():
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -271,12 +268,12 @@ class SplitModel:
             dist.all_reduce(local(self.tied.grad), group=self.tied_group)
 
     def own_parameters(self) -> Iterator[Tensor]:
-        """This rank's part of the model, and of a head on its body."""
+        """This rank's part of the model, with a critic's head on its body."""
         return (parameter for stage in self.stages.values() for parameter in stage.parameters())
 
     @property
     def copy(self) -> Tensor | None:
-        """The parameter of this rank that is another rank's too, which counts it in norms."""
+        """The parameter that this rank shares with another rank, which counts it in norms."""
         return self.tied if self.pipeline.rank != 0 else None
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -307,37 +304,64 @@ def split_model(
     checkpoint_activations: bool = False,
     value_head: nn.Linear | None = None,
 ) -> SplitModel:
-    """Cuts a whole model, the same on all ranks, to this rank's part of it, in place; collective.
+    """Reduces a model, the same on all ranks, to this rank's part, in place; collective.
 
     Args:
-        model: of one of the families in tensor_plans.py, with a vocabulary head, a scalar head or both.
-        mesh: with the axes pp, dp, tp.
-        ends: the `ends_group` of the mesh.
-        schedule: `1F1B` or `Interleaved1F1B`.
-        stages_per_rank: 1, or more with `Interleaved1F1B`.
-        device: where the part goes; the CPU if None.
-        checkpoint_activations: keep each layer's input only and compute the layer again in the backward pass.
-        value_head: a critic's, on the body of this model; only the last stage's ranks keep its parameters.
+        model: of a family in tensor_plans.py, with a vocabulary head, a scalar head or both.
+        mesh, ends: with the axes pp, dp, tp, and its `ends_group`.
+        schedule, stages_per_rank: as in Parallel3DStrategy.
+        device: of the part; None for the CPU.
+        checkpoint_activations: keep only each layer's input and recompute the layer in the backward.
+        value_head: the critic's head on this model's body; only the last stage's ranks keep its parameters.
 
     Raises:
-        ValueError: if the sizes do not fit, before anything is changed.
+        ValueError: if the sizes do not fit, before anything changes.
     """
-    pp, dp, tp = mesh["pp"], mesh["dp"], mesh["tp"]
+    pp, tp = mesh["pp"], mesh["tp"]
     check_sizes(model.config, pp.size(), tp.size(), schedule, stages_per_rank)
     device = torch.device("cpu") if device is None else device
-    group = pp.get_group() if pp.size() > 1 else None
-    pipeline = Pipeline(group, pp.size(), stages_per_rank, device)
+    pipeline = Pipeline(pp.get_group() if pp.size() > 1 else None, pp.size(), stages_per_rank, device)
     last = pipeline.num_stages - 1
     ranges = split_layers(model.config, pipeline.num_stages)
     parameters = [(name, value.shape, value.dtype, _stage_of(name, ranges)) for name, value in model.named_parameters()]
-    held = [stage for stage in range(pipeline.num_stages) if stage % pp.size() == pp.get_local_rank()]
     body: Any = model.base_model
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is body.embed_tokens.weight
     has_values = value_head is not None or scalar_head(model) is not None
-    kept = {str(index) for stage in held for index in ranges[stage]}
-    for name in [name for name in body.layers._modules if name not in kept]:
-        del body.layers._modules[name]
+
+    held = {stage: layers for stage, layers in enumerate(ranges) if stage % pp.size() == pp.get_local_rank()}
+    _drop_other_stages(model, value_head, held, last)
+    if value_head is not None:
+        value_head.to(device=device)
+    role = take_role(model)
+    if role is None:
+        model.to(device=device)
+    else:
+        _load_held(model, role.spec, device, is_tied=is_tied)
+    if tp.size() > 1:
+        _split_over_tp(model, value_head if last in held else None, tp)
+    if checkpoint_activations:
+        for layer in body.layers.children():
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    stages = {
+        stage: Stage(model, layers, is_first=stage == 0, is_last=stage == last, tp=tp, value_head=value_head)
+        for stage, layers in held.items()
+    }
+    _shard_over_dp(stages.values(), mesh)
+    tied: Tensor | None = None
+    if is_tied and pp.size() > 1 and (0 in held or last in held):
+        tied = body.embed_tokens.weight if 0 in held else model.get_output_embeddings().weight
+    return SplitModel(model, mesh, pipeline, stages, parameters, head is not None, has_values, tied, ends)
+
+
+def _drop_other_stages(
+    model: PreTrainedModel, value_head: nn.Linear | None, held: Mapping[int, range], last: int
+) -> None:
+    """Removes the parts of a model, and of the head on its body, that only other ranks need."""
+    body: Any = model.base_model
+    kept = {str(index) for layers in held.values() for index in layers}
+    for name in [name for name, _ in body.layers.named_children() if name not in kept]:
+        delattr(body.layers, name)
     if 0 not in held:
         body.embed_tokens = None
     if last not in held:
@@ -345,48 +369,33 @@ def split_model(
         for name in ("lm_head", "score"):
             if getattr(model, name, None) is not None:
                 setattr(model, name, None)
-    if value_head is not None:
-        value_head.to(device=device)
-        for name in list(value_head._parameters) if last not in held else ():
-            value_head.register_parameter(name, None)
-    role = role_of(model)
-    if role is None:
-        model.to(device=device)
-    else:
-        _load_held(model, role.spec, device, is_tied=is_tied)
+        if value_head is not None:
+            empty_out(value_head)
 
-    if tp.size() > 1:
-        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        split_parameters(body, model.get_output_embeddings() if last in held else None, family_of(model.config), tp)
-        for scalar in (scalar_head(model), value_head) if last in held else ():
-            if scalar is not None:
-                parallelize_module(scalar, tp, SequenceParallel(use_local_output=True))
-        for name, parameter in model.named_parameters():  # SequenceParallel makes a trained one of any
-            parameter.requires_grad_(name not in frozen)
-    if checkpoint_activations:
-        for layer in body.layers.children():
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    stages = {
-        stage: Stage(model, ranges[stage], is_first=stage == 0, is_last=stage == last, tp=tp, value_head=value_head)
-        for stage in held
-    }
-    if dp.size() > 1:
-        # With several stages each microbatch would gather the parameters again: they stay whole within an update.
-        for module in stages.values():
-            for layer in module.layers:
-                fully_shard(layer, mesh=dp, reshard_after_forward=pp.size() == 1)
-            fully_shard(module, mesh=dp, reshard_after_forward=False)
-    tied_group = ends if is_tied and pp.size() > 1 else None
-    tied: Tensor | None = None
-    if is_tied and pp.size() > 1 and 0 in held:
-        tied = body.embed_tokens.weight
-    elif is_tied and pp.size() > 1 and last in held:
-        tied = model.get_output_embeddings().weight
-    return SplitModel(model, mesh, pipeline, stages, parameters, head is not None, has_values, tied, tied_group)
+
+def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: DeviceMesh) -> None:
+    """Splits what this rank holds of the model, and the value head if it holds that, over the tp axis."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    split_parameters(model.base_model, model.get_output_embeddings(), family_of(model.config), tp)
+    for scalar in (scalar_head(model), value_head):
+        if scalar is not None:
+            parallelize_module(scalar, tp, SequenceParallel(use_local_output=True))
+    for name, parameter in model.named_parameters():  # SequenceParallel makes every parameter trainable
+        parameter.requires_grad_(name not in frozen)
+
+
+def _shard_over_dp(stages: Iterable[Stage], mesh: DeviceMesh) -> None:
+    if mesh["dp"].size() == 1:
+        return
+    # With several stages each microbatch would gather the parameters again: they stay whole within an update.
+    for stage in stages:
+        for layer in stage.layers:
+            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=mesh["pp"].size() == 1)
+        fully_shard(stage, mesh=mesh["dp"], reshard_after_forward=False)
 
 
 def _whole(value: DTensor) -> Tensor:
-    """Gathered over dp, then over tp: each in one collective, whichever way the parameter is split."""
+    """Gathers over dp, then over tp: one collective each, however the parameter is split."""
     for axis in range(len(value.placements)):
         placements = list(value.placements)
         placements[axis] = Replicate()
@@ -395,15 +404,8 @@ def _whole(value: DTensor) -> Tensor:
 
 
 def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *, is_tied: bool) -> None:
-    """Gives a model without memory the weights of the part that this rank holds, read by the rank itself."""
-    buffers = [
-        (module, name, buffer.to(device))
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    model.to_empty(device=device)
-    for module, name, buffer in buffers:
-        setattr(module, name, buffer)
+    """Gives the part that this rank holds of a model without memory its weights, which the rank reads itself."""
+    give_memory(model, device)
     body: Any = model.base_model
     head = model.get_output_embeddings()
     if is_tied and head is not None and body.embed_tokens is not None:
@@ -415,7 +417,6 @@ def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *,
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(read(sources[name]))
-    forget_role(model)
 
 
 def _stage_of(name: str, ranges: list[range]) -> int:
@@ -427,11 +428,11 @@ def _stage_of(name: str, ranges: list[range]) -> int:
 
 
 def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The first and the last rank of this rank's pipeline; None on other ranks. Collective over the run's ranks."""
-    found: dist.ProcessGroup | None = None
+    """The group of the first and last rank of a pipeline; None on the ranks between. Collective over the run."""
+    own_group: dist.ProcessGroup | None = None
     for ranks in mesh.mesh.flatten(1).T.tolist() if mesh.mesh.shape[0] > 1 else []:
         ends = [ranks[0], ranks[-1]]
         group = dist.new_group(ends)
         if dist.get_rank() in ends:
-            found = group
-    return found
+            own_group = group
+    return own_group

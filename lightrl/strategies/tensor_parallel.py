@@ -1,10 +1,9 @@
-"""Tensor parallelism: a model's parameters split over the tp axis, and the computations that need all of its ranks.
+"""Tensor parallelism: parameters split over the tp axis, and the computations that need all of its ranks.
 
-Shapes: N positions that predict a token, J tokens of which each of them gives the logprob, H hidden size, V vocabulary,
-of which each tp rank holds V / tp. Between the projections the hidden states are split along the sequence (`sequence
-parallel`), so norms and residuals cost each rank 1 / tp of the time and memory, and a pipeline sends as much less.
-Logits are never gathered: logprobs and entropies need one MAX and one SUM over the tp axis, of [N] and [2 + J, N]
-numbers.
+Shapes: N positions that predict a token, J tokens whose logprobs are read at each, H hidden size, V vocabulary; each tp
+rank holds V / tp. Between projections the hidden states are split along the sequence (`sequence parallel`), so
+norms and residuals cost each rank 1 / tp of the time and memory, and a pipeline sends as much less. Logits are never
+gathered: logprobs and entropies need one MAX and one SUM over the tp axis, of [N] and [2 + J, N] numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from lightrl.strategies.tensor_plans import Family
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Logits of this many tokens and ids are computed at a time (128 MiB in float32).
+# Logits computed at a time (128 MiB in float32).
 _CHUNK_LOGITS = 2**25
 
 
@@ -37,9 +36,9 @@ def split_parameters(body: nn.Module, head: nn.Linear | None, family: Family, me
     """Turns the parameters of a causal language model into DTensors on the tp mesh, in place.
 
     Args:
-        body: with `layers`, and `embed_tokens` and `norm` where this rank has them.
-        head: the output head, where this rank has it; its parameter is the embedding's again if it was before.
-        family: tells the names.
+        body: with `layers`, and with `embed_tokens` and `norm` if this rank has them.
+        head: the output head, if this rank has it; stays tied to the embedding if it was.
+        family: determines the names.
         mesh: of the tp axis.
     """
     embedding: Any = getattr(body, "embed_tokens", None)
@@ -73,7 +72,7 @@ def _layer_plan(family: Family) -> dict[str, ParallelStyle]:
     }
     plan |= {name: SequenceParallel(use_local_output=True) for name in family.norms}
     if family.head_norm_axis is not None:
-        for name in ("self_attn.q_norm", "self_attn.k_norm"):  # one weight for all heads, of which a rank has some
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):  # all heads share one weight; a rank has some heads
             plan[name] = SequenceParallel(sequence_dim=family.head_norm_axis, use_local_output=True)
     return plan
 
@@ -89,15 +88,15 @@ def embed(embedding: nn.Embedding, token_ids: Tensor, mesh: DeviceMesh) -> Tenso
     weight = local(embedding.weight)
     first = mesh.get_local_rank() * weight.shape[0]
     is_here = (token_ids >= first) & (token_ids < first + weight.shape[0])
-    padding = embedding.padding_idx  # its row gets no gradient, here as in one process
+    padding = embedding.padding_idx  # its row gets no gradient, as in one process
     if padding is not None:
         padding = padding - first if first <= padding < first + weight.shape[0] else None
-    found = nn.functional.embedding(torch.where(is_here, token_ids - first, 0), weight, padding)
-    found = torch.where(is_here[..., None], found, found.new_zeros(()))
+    rows = nn.functional.embedding(torch.where(is_here, token_ids - first, 0), weight, padding)
+    rows = torch.where(is_here[..., None], rows, rows.new_zeros(()))
     scale = getattr(embedding, "embed_scale", None)  # Gemma's
     if scale is not None:
-        found = found * scale.to(weight.dtype)
-    parts = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+        rows = rows * scale.to(weight.dtype)
+    parts = DTensor.from_local(rows, mesh, [Partial()], run_check=False)
     embedded: Tensor = parts.redistribute(mesh, [Shard(1)]).to_local()
     return embedded
 
@@ -105,11 +104,7 @@ def embed(embedding: nn.Embedding, token_ids: Tensor, mesh: DeviceMesh) -> Tenso
 def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) -> Tensor:
     """[B, T, ...] from each rank's part [B, T / tp, ...].
 
-    Args:
-        hidden: this rank's part of the sequence.
-        mesh: of the tp axis.
-        gradients_add_up: whether each rank computes a part of the gradient (from its part of the vocabulary), or all
-            compute the same.
+    `gradients_add_up`: each rank computes a part of the gradient, from its part of the vocabulary; else all the same.
     """
     split = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
     gradient = Partial() if gradients_add_up else Replicate()
@@ -118,7 +113,7 @@ def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; gradients flow back. Other tensors as they are."""
+    """This rank's part of a DTensor, with gradient; other tensors as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -137,13 +132,13 @@ def vocab_parallel_logprobs(
     """`functional.hidden_logprobs` where each rank of `group` holds an equal part of the head's rows, in rank order.
 
     Args:
-        hidden: [N, H], the same on all ranks; the gradient that comes back is this rank's summand of it.
+        hidden: [N, H], the same on all ranks; its gradient is this rank's summand.
         weight: [V / tp, H], this rank's rows of the head.
         token_ids: int64 [N], or [N, J] for several at each position.
-        temperature: divides the logits; more than 0.
+        temperature: divides the logits; above 0.
         group: of the tp axis; None for one rank.
         cap: logits are cap · tanh(logits / cap) before the temperature; None for no cap.
-        entropy_gradient: False returns the entropy detached.
+        entropy_gradient: False detaches the entropy.
         masked_ids: int64 [K], ids that could not be drawn at some positions.
         masked_rows: bool [N], True at those positions.
 
@@ -172,12 +167,12 @@ def vocab_parallel_topk(
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
 ) -> Tensor:
-    """`functional.hidden_topk` over the ranks of `group`: of each rank's likeliest the likeliest, int64 [N, num].
+    """`functional.hidden_topk` over the ranks of `group`, from the likeliest of each rank; int64 [N, num].
 
     Args:
-        hidden, weight, group, cap, masked_ids, masked_rows: as of `vocab_parallel_logprobs`.
+        hidden, weight, group, cap, masked_ids, masked_rows: as for `vocab_parallel_logprobs`.
         num: at most V.
-        num_ids: of these first ids only; None for all.
+        num_ids: only among this many first ids; None for all.
     """
     hidden, weight, first, mask = _prepared(hidden, weight, group, masked_ids, masked_rows)
     own = min(num, weight.shape[0])
@@ -185,17 +180,17 @@ def vocab_parallel_topk(
     ids = torch.empty(0, own, dtype=torch.int64, device=hidden.device)
     with torch.autocast(hidden.device.type, enabled=False):
         for chunk in _chunks(hidden, weight):
-            found, _ = _scores(hidden, weight, 1.0, cap, mask, chunk)
+            chunk_scores, _ = _scores(hidden, weight, 1.0, cap, mask, chunk)
             if num_ids is not None:
-                found[:, max(0, num_ids - first) :] = -torch.inf
-            largest = found.topk(own, dim=1)
+                chunk_scores[:, max(0, num_ids - first) :] = -torch.inf
+            largest = chunk_scores.topk(own, dim=1)
             scores, ids = torch.cat([scores, largest.values]), torch.cat([ids, largest.indices + first])
     if group is not None:
-        scores, ids = _beside_each_other(scores, group), _beside_each_other(ids, group)
+        scores, ids = _gathered(scores, group), _gathered(ids, group)
     return ids.gather(1, scores.topk(num, dim=1).indices)
 
 
-def _beside_each_other(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[N, tp · K] from each rank's [N, K]."""
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, values.contiguous(), group)
@@ -209,7 +204,7 @@ def _prepared(
     masked_ids: Tensor | None,
     masked_rows: Tensor | None,
 ) -> tuple[Tensor, Tensor, int, _Mask | None]:
-    """Hidden states and head in the dtype it is applied in, this rank's first id, and its part of the mask."""
+    """Hidden states and head in the head's compute dtype, this rank's first id, and its part of the mask."""
     rank = 0 if group is None else dist.get_rank(group)
     first = rank * weight.shape[0]
     mask = None
@@ -228,14 +223,14 @@ def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, max(1, hidden.shape[0]), step)]
 
 
-# (ids [K] of this rank's part that could not be drawn, bool [N] where), or None.
+# Ids [K] of this rank's part that could not be drawn, and bool [N], the positions; or None.
 _Mask = tuple[Tensor, Tensor]
 
 
 def _scores(
     hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, mask: _Mask | None, chunk: slice
 ) -> tuple[Tensor, Tensor | None]:
-    """[n, V / tp] in float32: what the softmax is over, and d score / d logit where it is not 1 / temperature."""
+    """[n, V / tp] in float32: the softmax's input, and with a cap d score / d logit times the temperature."""
     logits = nn.functional.linear(hidden[chunk], weight)
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     slope = None
@@ -251,7 +246,7 @@ def _scores(
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Keeps [N, J] numbers and the head; the backward pass computes each chunk's logits again."""
+    """Keeps [N, J] numbers and the head; the backward recomputes each chunk's logits."""
 
     @staticmethod
     def forward(
@@ -274,17 +269,17 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             largest = scores.amax(1)
             shifted = scores - largest[:, None]
             powers = shifted.exp()
-            said = torch.where(is_here[chunk], scores.gather(1, ids[chunk]), 0)
+            own_scores = torch.where(is_here[chunk], scores.gather(1, ids[chunk]), 0)
             numbers = torch.stack([largest, powers.sum(1), torch.linalg.vecdot(powers, shifted)])
-            parts.append(torch.cat([numbers, said.T]))
-        own_largest, total, weighted, *own_said = torch.cat(parts, 1)
+            parts.append(torch.cat([numbers, own_scores.T]))
+        own_largest, total, weighted, *token_scores = torch.cat(parts, 1)
         largest = own_largest
         if group is not None:
             largest = own_largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        # From sums around this rank's largest score to sums around the largest of all.
+        # Shift the sums from this rank's largest score to the largest of all ranks.
         shift = own_largest - largest
-        sums = torch.stack([total * shift.exp(), (weighted + total * shift) * shift.exp(), *own_said])
+        sums = torch.stack([total * shift.exp(), (weighted + total * shift) * shift.exp(), *token_scores])
         if group is not None:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group)
         total, weighted = sums[:2]
@@ -304,7 +299,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(ids, dtype=entropy.dtype)
         grad_hidden = torch.empty_like(hidden)
-        # Summed in float32 at least: hundreds of chunks added up in bfloat16 would lose most of the small ones.
+        # Summed in float32 at least: in bfloat16 hundreds of chunks would lose most small contributions.
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for chunk in ctx.chunks:
             scores, slope = _scores(hidden, weight, ctx.temperature, ctx.cap, ctx.mask, chunk)
@@ -318,8 +313,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 constant = constant + grad_entropy[chunk] * entropy[chunk]
                 inner = torch.addcmul(constant[:, None], log_probabilities, grad_entropy[chunk, None])
                 gradient = -probabilities * inner
-            said = torch.where(is_here[chunk], grad_logprobs[chunk], 0)
-            gradient.scatter_add_(1, ids[chunk], said)
+            gradient.scatter_add_(1, ids[chunk], torch.where(is_here[chunk], grad_logprobs[chunk], 0))
             gradient /= ctx.temperature
             if ctx.mask is not None:
                 places = (ctx.mask[1][chunk].nonzero(), ctx.mask[0])

@@ -1,7 +1,7 @@
-"""Which model families 3D parallelism knows, how their layers are split over tp and which layers make a pipeline stage.
+"""Model families of 3D parallelism: how their layers are split over tp, and which layers make a pipeline stage.
 
-Everything here is decided on paper, from a config: nothing touches a device or a process group. To add a family, add a
-line to FAMILIES; tests/strategies/test_tensor_plans.py then asks for equal logprobs under pp and tp.
+All functions work on a config alone, without devices or process groups. To add a family, add a line to FAMILIES;
+tests/strategies/test_tensor_plans.py then checks for equal logprobs under pp and tp.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightrl.strategies.ranks import divisors
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
 class Family:
-    """What tells a family's decoder layers from Llama's; all have q, k, v, o, gate, up and down projections."""
+    """How a family's decoder layers differ from Llama's; all have q, k, v, o, gate, up and down projections."""
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer, over the hidden states
-    head_norm_axis: int | None = None  # the axis of heads where q_norm and k_norm see [B, T, heads, head size]
-    ropes_by_kind: bool = False  # one rotary embedding for each kind of layer
-    window_everywhere: bool = False  # `sliding_window` holds for all layers, not for those that `layer_types` names
+    head_norm_axis: int | None = None  # of q_norm and k_norm's inputs, such as 2 for [B, T, heads, head size]
+    ropes_by_kind: bool = False  # one rotary embedding per kind of layer
+    window_everywhere: bool = False  # `sliding_window` applies to all layers, not those named in `layer_types`
 
 
 _GEMMA_NORMS = (*Family().norms, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -41,23 +43,19 @@ SCHEDULES = ("1F1B", "Interleaved1F1B")
 
 
 def family_of(config: PretrainedConfig) -> Family:
-    """The family of a model.
-
-    Raises:
-        ValueError: if the table does not have it.
-    """
+    """The family of a model; raises ValueError if FAMILIES lacks it."""
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise ValueError(
-            f"model_type={config.model_type!r} has no plan for tensor and pipeline parallelism, expected one of "
-            f"{', '.join(FAMILIES)}. Use FSDP2Strategy, which takes any model, or add the family to "
+            f"model_type={config.model_type!r} has no plan for tensor and pipeline parallelism. Use one of "
+            f"{', '.join(FAMILIES)}, or FSDP2Strategy, which takes any model, or add the family to "
             "lightrl/strategies/tensor_plans.py."
         )
     return family
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """Of each layer: `full_attention` or `sliding_attention`."""
+    """`full_attention` or `sliding_attention`, for each layer."""
     num: int = config.num_hidden_layers
     if family_of(config).window_everywhere:
         return ["full_attention" if config.sliding_window is None else "sliding_attention"] * num
@@ -66,32 +64,23 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
 
 
 def check_world(pp: int, dp: int, tp: int, world_size: int) -> None:
-    """Refuses sizes that do not make up the world.
-
-    Raises:
-        ValueError: with the product, the world size and sizes that fit.
-    """
+    """Raises ValueError, with sizes that fit, if pp · dp · tp is not the world size."""
     if min(pp, dp, tp) < 1:
-        raise ValueError(f"(pp, dp, tp) = {(pp, dp, tp)}, expected at least 1 each. Raise the smallest.")
+        raise ValueError(f"pp, dp and tp must be at least 1, got {pp}, {dp} and {tp}.")
     if pp * dp * tp == world_size:
         return
     if world_size % (pp * tp) == 0:
         advice = f"Set dp to {world_size // (pp * tp)}"
     else:
-        advice = f"Choose pp · tp among the divisors of {world_size}: {_listed(_divisors(world_size))}"
+        advice = f"Choose pp · tp among the divisors of {world_size}: {_listed(divisors(world_size))}"
     raise ValueError(
-        f"pp · dp · tp = {pp} · {dp} · {tp} = {pp * dp * tp} does not make up the world, expected {world_size}, "
-        f"the number of processes. {advice}, or start {pp * dp * tp} processes (trainer.devices · trainer.num_nodes)."
+        f"pp · dp · tp = {pp} · {dp} · {tp} = {pp * dp * tp} must equal the number of processes, {world_size}. "
+        f"{advice}, or start {pp * dp * tp} processes (trainer.devices · trainer.num_nodes)."
     )
 
 
 def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stages_per_rank: int) -> None:
-    """Refuses a model that cannot be split this way.
-
-    Raises:
-        ValueError: with the numbers and the nearest valid choice: family, schedule, heads against tp, layers against
-            the stages.
-    """
+    """Raises ValueError, with the nearest valid choice, for a model that cannot be split this way."""
     family_of(config)
     check_schedule(schedule, stages_per_rank)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
@@ -99,47 +88,39 @@ def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stage
         if count % tp:
             fitting = [
                 size
-                for size in _divisors(config.num_key_value_heads)
+                for size in divisors(config.num_key_value_heads)
                 if config.vocab_size % size == 0 and config.intermediate_size % size == 0
             ]
             nearest = min(fitting, key=lambda size: (abs(size - tp), size))
             raise ValueError(
-                f"tp={tp} does not divide the model's {name}={count}, expected a divisor of heads, key-value heads, "
-                f"intermediate and vocabulary size. Set tp to {nearest} (possible: {_listed(fitting)})."
+                f"tp={tp} must divide the model's {name}={count}, and all of heads, key-value heads, intermediate and "
+                f"vocabulary size. Set tp to {nearest} (possible: {_listed(fitting)})."
             )
     num_stages = pp * stages_per_rank
     if config.num_hidden_layers < num_stages:
         raise ValueError(
-            f"pp={pp} with {stages_per_rank} stages on each rank makes {num_stages} stages, but the model has "
-            f"{config.num_hidden_layers} layers, expected at least one layer for each stage. Set pp to at most "
+            f"pp={pp} with {stages_per_rank} stages per rank makes {num_stages} stages, but the model only has "
+            f"{config.num_hidden_layers} layers. Set pp to at most "
             f"{max(1, config.num_hidden_layers // stages_per_rank)}."
         )
 
 
 def check_schedule(schedule: str, stages_per_rank: int) -> None:
-    """Refuses schedules that are not exact and numbers of stages that do not belong to the schedule.
-
-    Raises:
-        ValueError: for any other schedule, zero-bubble ones first of all.
-    """
+    """Raises ValueError for schedules that are not exact, and for a number of stages that does not fit the schedule."""
     if schedule not in SCHEDULES:
         reason = ""
         if "zero" in schedule.lower() or "zbv" in schedule.lower() or "dualpipe" in schedule.lower():
-            reason = ": under nested fully_shard zero-bubble schedules give wrong gradients without any error"
-        raise ValueError(f"schedule={schedule!r}, expected one of {', '.join(SCHEDULES)}{reason}. Choose one of them.")
-    expected = "1" if schedule == "1F1B" else "at least 2"
+            reason = " Under nested fully_shard zero-bubble schedules give wrong gradients without any error."
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}.{reason}")
+    required = "1" if schedule == "1F1B" else "at least 2"
     if (stages_per_rank == 1) != (schedule == "1F1B") or stages_per_rank < 1:
-        raise ValueError(
-            f"stages_per_rank={stages_per_rank} with schedule={schedule!r}, expected {expected}. Leave it out for the "
-            "schedule's default."
-        )
+        raise ValueError(f"stages_per_rank must be {required} with schedule={schedule!r}, got {stages_per_rank}.")
 
 
 def split_layers(config: PretrainedConfig, num_stages: int) -> list[range]:
-    """The layers of each stage, in order, so that the heaviest stage is as light as can be.
+    """The layers of each stage, in order, so that the largest stage has as few parameters as possible.
 
-    Weights are parameters. The embedding counts on the first stage, which holds the most activations as well, the
-    output head on the last.
+    The embedding counts for the first stage, which also holds the most activations, and the output head for the last.
     """
     embedding = config.vocab_size * config.hidden_size / layer_parameters(config)
     load = [0.0] * num_stages
@@ -156,20 +137,16 @@ def split_layers(config: PretrainedConfig, num_stages: int) -> list[range]:
 
 
 def layer_parameters(config: PretrainedConfig) -> int:
-    """Parameters of one decoder layer, norms and biases left out."""
+    """Parameters of one decoder layer, without norms and biases."""
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 2 * config.hidden_size * head_size * (config.num_attention_heads + config.num_key_value_heads)
     return int(attention + 3 * config.hidden_size * config.intermediate_size)
 
 
 def logit_cap(config: PretrainedConfig) -> float | None:
-    """c where the logits are c · tanh(logits / c), as in Gemma 2; None without a cap."""
+    """c if the logits are c · tanh(logits / c), as in Gemma 2; None without a cap."""
     cap: Any = getattr(config, "final_logit_softcapping", None)
     return None if cap is None else float(cap)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _listed(sizes: list[int]) -> str:

@@ -28,7 +28,7 @@ def test_braces_in_the_data_are_text():
 
 
 def test_a_template_that_names_no_column_is_refused():
-    with pytest.raises(ValueError, match=r"prompt_template names 'difficulty', which Row 1 does not have.*'level'"):
+    with pytest.raises(ValueError, match=r"prompt_template uses 'difficulty', but Row 1 only has.*'level'"):
         messages_of(ROW, prompt_template="{difficulty}{prompt}")
 
 
@@ -67,7 +67,7 @@ def test_a_chat_template_file_that_is_missing_is_refused(plain_tokenizer: PreTra
 
 def test_a_template_that_rewrites_the_prompt_is_refused_for_completions(plain_tokenizer: PreTrainedTokenizerFast):
     renderer = ChatRenderer(plain_tokenizer, chat_template="{{ messages | length }}")
-    with pytest.raises(ValueError, match=r"renders the prompt as '1' but the chat as '2'"):
+    with pytest.raises(ValueError, match=r"renders the prompt as '1' but the whole chat as '2'"):
         renderer.completion_ids([{"role": "user", "content": "hi"}], "hello")
 
 

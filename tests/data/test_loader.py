@@ -3,7 +3,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from transformers import PreTrainedTokenizerFast
 
-from lightrl.data import wrap_train_loader, wrap_validation_loader
+from lightrl.data import prompts_of, wrap_train_loader
 from lightrl.trajectory import Prompt
 
 
@@ -50,32 +50,33 @@ def test_a_shuffling_loader_gives_a_shuffling_stream(plain_tokenizer: PreTrained
     assert not wrap_train_loader(DataLoader(ITEMS, batch_size=2), plain_tokenizer).shuffle
 
 
-def test_a_validation_loader_gives_lists_of_prompts(plain_tokenizer: PreTrainedTokenizerFast):
-    batches = list(wrap_validation_loader(DataLoader(ITEMS, batch_size=3), plain_tokenizer))
-    assert [[prompt.id for prompt in batch] for batch in batches] == [
-        ["mine", "validation-1", "7"],
-        ["validation-3", "validation-4"],
-    ]
+def test_a_batch_of_items_becomes_rendered_prompts(plain_tokenizer: PreTrainedTokenizerFast):
+    items = [ITEMS[index] for index in range(3)]
+    prompts = prompts_of(items, plain_tokenizer, name="validation-0", max_prompt_tokens=8)
+    assert [prompt.id for prompt in prompts] == ["mine", "validation-0-1", "7"]
+    assert all(prompt.token_ids for prompt in prompts)
 
 
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        pytest.param(DataLoader(Endless()), r"Endless, is not sized and addressable", id="unsized"),
-        pytest.param([["hi"]], r"The loader is a list, expected a torch DataLoader", id="no loader"),
+        pytest.param(DataLoader(Endless()), r"Endless, must have __len__ and __getitem__", id="unsized"),
+        pytest.param([["hi"]], r"must be a torch DataLoader over a map-style dataset, got a list", id="no loader"),
         pytest.param(DataLoader(ITEMS, batch_size=None), r"no batch_size", id="no batch size"),
         pytest.param(
             DataLoader(ITEMS, sampler=WeightedRandomSampler([1.0] * 5, 5)),
-            r"draws with a WeightedRandomSampler, expected each prompt once",
+            r"uses a WeightedRandomSampler, but each prompt must come once",
             id="another sampler",
         ),
-        pytest.param(DataLoader(Items([3, 4])), r"Item 0 of the train loader is a int", id="no prompt"),
+        pytest.param(DataLoader(Items([3, 4])), r"Item 0 of the train loader must be .* got a int", id="no prompt"),
         pytest.param(
-            DataLoader(Items([{"question": "hi"}])), r"is a dict with keys \['question'\]", id="a dict without a prompt"
+            DataLoader(Items([{"question": "hi"}])),
+            r"got a dict with keys \['question'\]",
+            id="a dict without a prompt",
         ),
         pytest.param(
             DataLoader(Items(["hi", "hello there"])),
-            r"Item 1 of the train loader .* has 11 prompt tokens, expected at most 8",
+            r"Item 1 of the train loader .* has 11 prompt tokens, but at most 8 fit",
             id="too long",
         ),
     ],

@@ -53,8 +53,8 @@ def test_a_chat_template_writes_the_image_token(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"image": "none.png", "question": "1"}, "has the picture '.*none.png', expected the path of a file"),
-        ({"image": "https://a/b.png", "question": "1"}, "Row 1 of .* is a web address"),
+        ({"image": "none.png", "question": "1"}, "picture '.*none.png' does not exist"),
+        ({"image": "https://a/b.png", "question": "1"}, "Row 1 of .* not a web address"),
         ({"question": "1"}, "image"),
     ],
     ids=["no file", "a web address", "no column"],

@@ -73,7 +73,7 @@ def test_the_train_loader_is_a_clock_and_prompts_come_from_the_stream(train_file
 
 def test_tokenizer_and_context_come_from_the_trainers_module(tmp_path: Path, train_file: str, plain_tokenizer):
     data = PromptDataModule(train_file, batch_size=2)
-    with pytest.raises(ValueError, match=r"Row 1 of '.*train.jsonl' .* has 6 prompt tokens, expected at most 5"):
+    with pytest.raises(ValueError, match=r"Row 1 of '.*train.jsonl' .* has 6 prompt tokens, but at most 5 fit"):
         make_trainer(tmp_path, max_steps=1).fit(CountingModule(plain_tokenizer, max_prompt_tokens=5), data)
 
 
@@ -221,7 +221,7 @@ def test_rows_need_no_answer_where_no_column_is_asked_for(tmp_path: Path, plain_
 def test_no_train_data_is_refused(plain_tokenizer):
     data = PromptDataModule(None, batch_size=1)
     data.attach(plain_tokenizer)
-    with pytest.raises(ValueError, match=r"has no train prompts \(train=None\).*Give train= a file or a hub name"):
+    with pytest.raises(ValueError, match=r"has no train prompts \(train=None\).*Set train to a file or a hub name"):
         data.setup("fit")
 
 

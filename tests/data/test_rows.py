@@ -36,13 +36,13 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, suffix: str):
 
 def test_a_missing_file_is_named_with_the_nearest_ones(tmp_path: Path):
     write(tmp_path / "train.jsonl")
-    with pytest.raises(ValueError, match=r"trian\.jsonl' does not exist.*there is train\.jsonl"):
+    with pytest.raises(ValueError, match=r"trian\.jsonl' does not exist.* contains train\.jsonl"):
         read_rows(str(tmp_path / "trian.jsonl"))
 
 
 def test_a_missing_folder_is_named_with_the_nearest_one_above(tmp_path: Path):
     (tmp_path / "gsm8k").mkdir()
-    with pytest.raises(ValueError, match=r"does not exist.*there is gsm8k"):
+    with pytest.raises(ValueError, match=r"does not exist.* contains gsm8k"):
         read_rows(str(tmp_path / "gsm9k" / "train.jsonl"))
 
 
@@ -61,9 +61,9 @@ def test_a_local_dataset_folder_is_read_by_datasets(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param('{"a": 1}\n{"a": \n', r"Line 2 of .* is not JSON", id="broken"),
-        pytest.param('{"a": 1}\n\n[1]\n', r"Line 3 of .* is a JSON list, expected an object", id="not an object"),
-        pytest.param("\n", r"has no rows, expected at least one", id="empty"),
+        pytest.param('{"a": 1}\n{"a": \n', r"Line 2 of .* is not valid JSON", id="broken"),
+        pytest.param('{"a": 1}\n\n[1]\n', r"Line 3 of .* must be a JSON object, got a list", id="not an object"),
+        pytest.param("\n", r"has no rows", id="empty"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path: Path, text: str, message: str):
@@ -76,7 +76,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, text: str, message: s
 def test_an_unknown_file_format_is_refused(tmp_path: Path):
     path = tmp_path / "train.txt"
     path.write_text("hello")
-    with pytest.raises(ValueError, match=r"ends in '\.txt', expected one of \.jsonl"):
+    with pytest.raises(ValueError, match=r"must end in one of \.jsonl.* not '\.txt'"):
         read_rows(str(path))
 
 

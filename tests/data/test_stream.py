@@ -48,17 +48,17 @@ def test_the_first_prompts_repeat_in_the_order_of_the_data():
 
 
 def test_fewer_prompts_than_an_iteration_takes_are_refused():
-    with pytest.raises(ValueError, match=r"There are 3 train prompts but batch_size=4.*Lower batch_size"):
+    with pytest.raises(ValueError, match=r"batch_size=4 exceeds the 3 train prompts.*Lower batch_size"):
         make_stream(3, batch_size=4)
 
 
 def test_equal_ids_are_refused():
-    with pytest.raises(ValueError, match=r"1 train prompts have an id that another one has"):
+    with pytest.raises(ValueError, match=r"1 train prompts have duplicate ids"):
         PromptStream([Prompt(id="a", token_ids=[1]), Prompt(id="a", token_ids=[2])], batch_size=1)
 
 
 def test_a_negative_position_is_refused():
-    with pytest.raises(IndexError, match=r"position=-1, expected 0 or more"):
+    with pytest.raises(IndexError, match=r"position must be >= 0, got -1"):
         make_stream()[-1]
 
 

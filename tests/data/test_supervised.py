@@ -74,8 +74,12 @@ def test_chats_of_like_length_share_a_batch(tmp_path: Path, plain_tokenizer):
     [
         pytest.param({"answer_column": "solution"}, r"Row 1 of '.*' has no column 'solution'", id="no such column"),
         pytest.param({"answer_pattern_remove": ".*"}, r"'train-0' has nothing left in 'answer'", id="nothing left"),
-        pytest.param({"answer_pattern_remove": "("}, r"answer_pattern_remove='\(' is no regular", id="bad pattern"),
-        pytest.param({"max_tokens": 12}, r"The chat of prompt 'train-0' has 21 tokens, expected at most 12", id="long"),
+        pytest.param(
+            {"answer_pattern_remove": "("},
+            r"answer_pattern_remove must be a regular expression, got '\('",
+            id="bad pattern",
+        ),
+        pytest.param({"max_tokens": 12}, r"The chat of prompt 'train-0' has 21 tokens, more than 12", id="long"),
         pytest.param({"max_tokens": 1}, r"max_tokens=1, expected at least 2", id="no room"),
         pytest.param(
             {"max_tokens": 12, "prompt_overflow": "drop"}, r"No train chat has at most 12 tokens", id="all dropped"
@@ -91,4 +95,4 @@ def test_long_chats_are_dropped_on_request(tmp_path: Path, plain_tokenizer):
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"question": "q", "answer": "a" * n}) + "\n" for n in (1, 9, 2, 1, 2)))
     data = make_data(str(path), plain_tokenizer, max_tokens=5, prompt_overflow="drop")
-    assert len(data.chats["train"]) == 4
+    assert len(data.completed["train"]) == 4

@@ -10,7 +10,9 @@ from tiny import tiny_model
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightrl.strategies import AtomicCheckpointIO, LogprobSettings, SingleModel, check_strategy, parallel_model
-from lightrl.strategies.checkpoint import load_optimizers, optimizer_state, publish
+from lightrl.strategies.atomic_write import publish
+from lightrl.strategies.checkpoint import load_optimizers
+from lightrl.strategies.checkpoint_folder import optimizer_state
 
 
 class DiesWhenWritten:
@@ -71,7 +73,7 @@ def test_a_folder_takes_the_place_of_what_was_there(
     old: str, can_swap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_swap:
-        monkeypatch.setattr("lightrl.strategies.checkpoint._swap", lambda left, right: False)
+        monkeypatch.setattr("lightrl.strategies.atomic_write._swap", lambda left, right: False)
     part, place = tmp_path / "last.ckpt.part", tmp_path / "last.ckpt"
     (tmp_path / "elsewhere").mkdir()
     part.mkdir()
@@ -124,18 +126,18 @@ def test_an_optimizer_without_state_is_resumed_by_parameter_name() -> None:
             id="another kind",
         ),
         pytest.param(
-            AdamW([FIRST]), AdamW([FIRST, SECOND]), r"its optimizer has not 1 of the parameters \(1.weight\)", id="more"
+            AdamW([FIRST]), AdamW([FIRST, SECOND]), r"its optimizer lacks 1 of the parameters \(1.weight\)", id="more"
         ),
         pytest.param(
             AdamW([{"params": [FIRST], "lr": 0.1}, {"params": [SECOND], "lr": 0.2}]),
             AdamW([FIRST, SECOND]),
-            "one of this run's parameter groups has 0.weight, whose lr is 0.1 there, and 1.weight, whose lr is 0.2",
+            "within one of this run's groups, its lr is 0.1 for 0.weight and 0.2 for 1.weight",
             id="other groups",
         ),
     ],
 )
 def test_another_optimizer_is_refused_with_what_differs(saved: Optimizer, own: Optimizer, difference: str) -> None:
-    with pytest.raises(ValueError, match=rf"The checkpoint does not fit .*: {difference}\. Expected .* Resume with"):
+    with pytest.raises(ValueError, match=rf"The checkpoint does not fit .*: {difference}\. Model, .* Resume with"):
         resumed(saved, own)
 
 
@@ -155,5 +157,5 @@ def test_a_single_device_gives_a_single_model() -> None:
 
 
 def test_a_strategy_that_would_train_wrongly_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Strategy DDPStrategy cannot train an RLModule.*trainer.devices to 1"):
+    with pytest.raises(ValueError, match=r"DDPStrategy cannot train an RLModule.*trainer.devices to 1"):
         check_strategy(DDPStrategy())

@@ -6,9 +6,14 @@ from itertools import product
 
 import pytest
 
-from lightrl.strategies.pipeline import Action, Slot, bubble_fraction, max_in_flight, plan
+from benchmarks.parallel import idle_fraction
+from lightrl.strategies.pipeline import Action, Slot, max_in_flight, plan
 
 SIZES = list(product((1, 2, 3, 4, 6), (1, 2, 3), (1, 2, 3, 4, 5, 8, 13)))
+
+
+def cost(action: Action) -> float:
+    return 2.0 if action.is_backward else 1.0
 
 
 def in_order(slots: list[Slot]) -> list[tuple[int, Action]]:
@@ -31,8 +36,7 @@ def test_nothing_is_computed_before_what_it_needs() -> None:
                 if action is None:
                     continue
                 assert action.stage % ranks == rank
-                before = Action(action.is_backward, action.stage + (1 if action.is_backward else -1), action.microbatch)
-                assert before in done or not 0 <= before.stage < ranks * stages
+                assert action.previous in done or not 0 <= action.previous.stage < ranks * stages
                 assert not action.is_backward or Action(False, action.stage, action.microbatch) in done
             done |= {action for action in slot if action is not None}
 
@@ -54,13 +58,13 @@ def test_a_forward_pass_has_no_backwards() -> None:
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (4, 8), (4, 2), (8, 32)])
 def test_1f1b_is_idle_for_p_minus_1_of_m_plus_p_minus_1(ranks: int, microbatches: int) -> None:
     expected = (ranks - 1) / (microbatches + ranks - 1)
-    assert bubble_fraction(plan(ranks, 1, microbatches)) == pytest.approx(expected)
+    assert idle_fraction(plan(ranks, 1, microbatches), cost) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("ranks", "stages", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 2, 16), (4, 3, 8)])
 def test_interleaved_stages_divide_the_idle_time(ranks: int, stages: int, microbatches: int) -> None:
     expected = (ranks - 1) / (stages * microbatches + ranks - 1)
-    assert bubble_fraction(plan(ranks, stages, microbatches)) == pytest.approx(expected)
+    assert idle_fraction(plan(ranks, stages, microbatches), cost) == pytest.approx(expected)
 
 
 def test_the_first_rank_of_two_runs_one_forward_ahead() -> None:

@@ -117,7 +117,7 @@ def test_the_rank_with_the_fewest_phases_and_then_steps_is_behind() -> None:
 
 def test_the_message_about_a_hang_says_who_waits_for_whom_and_where() -> None:
     text = hang_message(STATES, [], waiting=0, timeout_s=60)
-    assert text.startswith("Rank 0 made no step for hang_timeout_s=60, expected one. It waits for rank 1.")
+    assert text.startswith("Rank 0 made no progress for hang_timeout_s=60. It waits for rank 1.")
     assert "rank 1 in 'score' (phase 6, step 0) for 64 s" in text
 
 
@@ -245,4 +245,4 @@ def test_a_rank_whose_process_stands_still_is_named_by_one_that_waits(capsys: py
     waiting.enter("score: reference")
     assert ended.wait(30)
     waiting.close()
-    assert "Rank 1 made no step for hang_timeout_s=0.3, expected one. It waits for rank 0." in capsys.readouterr().err
+    assert "Rank 1 made no progress for hang_timeout_s=0.3. It waits for rank 0." in capsys.readouterr().err

@@ -49,9 +49,9 @@ def test_sizes_below_the_least_are_refused() -> None:
     ("made", "module", "message"),
     [
         (strategy(FSDP2Strategy, 4), ppo(critic=RoleMesh(4, 1)), "does not fit ranks 0 to 3"),
-        (strategy(FSDP2Strategy, 4), ppo(critic=RoleMesh(2, tp=2)), "The critic has mesh=.* expected pp=1 and tp=1"),
-        (strategy(FSDP2Strategy, 4), ppo(policy=RoleMesh(2)), "The policy has mesh.first_rank=2, expected 0"),
-        (strategy(Parallel3DStrategy, 4), ppo(critic=RoleMesh(0, tp=4)), "tp=4 does not divide"),
+        (strategy(FSDP2Strategy, 4), ppo(critic=RoleMesh(2, tp=2)), "The critic has mesh=.* Remove pp and tp"),
+        (strategy(FSDP2Strategy, 4), ppo(policy=RoleMesh(2)), "The policy's mesh.first_rank must be 0, got 2"),
+        (strategy(Parallel3DStrategy, 4), ppo(critic=RoleMesh(0, tp=4)), "tp=4 must divide"),
     ],
     ids=["outside", "tensor slices under FSDP2", "a policy without rank 0", "heads"],
 )

@@ -44,7 +44,7 @@ def test_tp_that_does_not_divide_the_vocabulary_is_refused() -> None:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"makes 12 stages, but the model has 8 layers.*at most 4"):
+    with pytest.raises(ValueError, match=r"makes 12 stages, but the model only has 8 layers.*at most 4"):
         check_sizes(config(), 6, 1, "Interleaved1F1B", 2)
 
 
@@ -54,14 +54,14 @@ def test_sizes_that_fit_pass() -> None:
 
 
 def test_a_size_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected at least 1 each"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         check_world(0, 1, 1, 1)
 
 
 def test_stages_per_rank_belong_to_the_interleaved_schedule() -> None:
-    with pytest.raises(ValueError, match="expected 1"):
+    with pytest.raises(ValueError, match="must be 1 with"):
         check_schedule("1F1B", 2)
-    with pytest.raises(ValueError, match="expected at least 2"):
+    with pytest.raises(ValueError, match="must be at least 2"):
         check_schedule("Interleaved1F1B", 1)
 
 

@@ -32,7 +32,7 @@ from lightrl import (
 )
 from lightrl.errors import LightRLError
 from lightrl.models.lora import merged_parameters
-from lightrl.strategies import AtomicCheckpointIO, fsdp2, whole
+from lightrl.strategies import AtomicCheckpointIO, checkpoint_folder, whole
 
 # Two layers and two key-value heads, so that it can be split both ways.
 SPEC = ModelSpec(
@@ -91,17 +91,17 @@ def play(
 @contextlib.contextmanager
 def slow_main_rank() -> Iterator[None]:
     """Rank 0 takes long before it makes a checkpoint's folder; the others would be at their parts of it long before."""
-    remove = fsdp2.remove_checkpoint
+    remove = checkpoint_folder.remove_checkpoint
 
     def remove_slowly(path: Path) -> None:
         remove(path)
         time.sleep(0.5)
 
-    fsdp2.remove_checkpoint = remove_slowly  # type: ignore[attr-defined]
+    checkpoint_folder.remove_checkpoint = remove_slowly  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        fsdp2.remove_checkpoint = remove  # type: ignore[attr-defined]
+        checkpoint_folder.remove_checkpoint = remove  # type: ignore[attr-defined]
 
 
 def weights_of(module: Any) -> dict[str, Tensor]:

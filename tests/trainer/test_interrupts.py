@@ -193,7 +193,7 @@ def test_kill_9_while_a_checkpoint_is_written_leaves_the_one_before_and_no_worke
 def test_a_file_size_limit_leaves_the_checkpoint_before(start: Any, whole: dict[str, torch.Tensor]) -> None:
     run = start("full_disk")
     assert run.exit_code() == 1
-    assert "could not be written: File too large. Expected a disk with room" in run.text()
+    assert "could not be written: File too large. The disk needs space" in run.text()
     assert "threads left: []" in run.text()
     assert not list(run.folder.glob("*.part"))
     assert_goes_on_from(run.folder, whole, 2)

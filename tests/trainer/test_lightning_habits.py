@@ -331,8 +331,8 @@ def test_default_callbacks_are_added_once(tmp_path: Path) -> None:
             {"accumulate_grad_batches": 2},
             r"accumulate_grad_batches must be 1 .*got 2.*Set model\.microbatch_tokens",
         ),
-        ({"strategy": "ddp"}, "DDPStrategy cannot train an RLModule, expected FSDP2Strategy.*trainer.devices to 1"),
-        ({"devices": 2}, "DDPStrategy cannot train an RLModule, expected FSDP2Strategy.*trainer.devices to 1"),
+        ({"strategy": "ddp"}, "DDPStrategy cannot train an RLModule. .*FSDP2Strategy.*trainer.devices to 1"),
+        ({"devices": 2}, "DDPStrategy cannot train an RLModule. .*FSDP2Strategy.*trainer.devices to 1"),
     ],
     ids=["two of a kind", "sync rarer than staleness allows", "accumulation", "ddp", "two devices"],
 )
@@ -521,7 +521,7 @@ def test_an_unsized_loader_is_refused(tmp_path: Path) -> None:
             while True:
                 yield "0 1"
 
-    with pytest.raises(ValueError, match=r"Endless, is not sized and addressable.*Use a map-style dataset"):
+    with pytest.raises(ValueError, match=r"Endless, must have __len__ and __getitem__.*Use a map-style dataset"):
         make_trainer(tmp_path).fit(TinyGRPO(), DataLoader(Endless(), batch_size=2))
 
 

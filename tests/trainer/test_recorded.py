@@ -201,16 +201,16 @@ def test_a_run_on_recorded_trajectories_can_be_checked_and_resumed(tmp_path: Pat
 
 def test_validation_without_an_engine_is_refused(tmp_path: Path) -> None:
     record(tmp_path)
-    with pytest.raises(ValueError, match=r"TrajectoryDataModule got stage 'validate', expected 'fit'"):
+    with pytest.raises(ValueError, match=r"only supports stage 'fit', got 'validate'"):
         make_trainer(tmp_path).validate(NoReward(), TrajectoryDataModule(str(tmp_path / "trajectories")))
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"Line 1 of .* is no trajectory \(JSONDecodeError"),
-        ('{"iteration": 0, "trajectory": {}}', r"Line 1 of .* is no trajectory \(KeyError"),
-        ("[]", r"Line 1 of .* is no trajectory \(AttributeError"),
+        ("{", r"Line 1 of .* is not a trajectory of TrajectoryLog \(JSONDecodeError"),
+        ('{"iteration": 0, "trajectory": {}}', r"Line 1 of .* is not a trajectory of TrajectoryLog \(KeyError"),
+        ("[]", r"Line 1 of .* is not a trajectory of TrajectoryLog \(AttributeError"),
     ],
     ids=["no JSON", "no prompt", "no object"],
 )
@@ -221,5 +221,5 @@ def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path, line: str, messag
 
 
 def test_a_path_without_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no file and holds no \.jsonl files"):
+    with pytest.raises(ValueError, match=r"is neither a file nor a folder with \.jsonl files"):
         list(read_iterations(tmp_path))

@@ -137,7 +137,7 @@ def test_failures_of_rank_0s_rollouts_are_raised_on_all_ranks(tmp_path: Path) ->
 
 def test_replicas_that_do_not_divide_the_processes_are_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, devices=4, strategy=FSDP2Strategy(num_replicas=3))
-    with pytest.raises(ValueError, match=r"num_replicas=3 does not divide the 4 processes.*Set it to 2 or 4"):
+    with pytest.raises(ValueError, match=r"num_replicas=3 must divide the 4 processes.*Set it to 2 or 4"):
         trainer.fit(TinyGRPO(), datamodule=Digits())
 
 

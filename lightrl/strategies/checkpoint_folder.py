@@ -1,0 +1,199 @@
+"""Checkpoint folders of several processes: every rank saves and loads its part, by the parameters' global names.
+
+The format is torch.distributed.checkpoint's, so any number of processes and any strategy can read it; `meta.pt` in the
+folder holds everything but weights and optimizers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils._pytree import tree_map_only
+
+from lightrl.checks.disk_errors import cause_to_show
+from lightrl.strategies.atomic_write import publish, remove_checkpoint, write_error
+from lightrl.strategies.checkpoint_fit import check_named_optimizer, check_optimizer_names, check_weights
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import ReadItem
+
+META_FILE = "meta.pt"
+# By parameter name: ranks may hold different parameters, so lists of states would not match.
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def folder_writer(
+    checkpoint: dict[str, Any], place: Path, *, group: dist.ProcessGroup, is_main: bool, copies: bool
+) -> Callable[[], None]:
+    """A function that writes this rank's part of a checkpoint; the folder gets its name once all ranks have written.
+
+    Args:
+        checkpoint: Lightning's; loses its weights and optimizer states.
+        place: of the folder, the same on all ranks.
+        group: all ranks; used only by the thread that writes.
+        is_main: whether this is rank 0.
+        copies: copy the tensors now, because training continues during the write.
+
+    Raises:
+        OSError: by the function, if the folder cannot be written.
+    """
+    part = place.with_name(f"{place.name}.part")
+    state = {"state_dict": checkpoint.pop("state_dict")}
+    for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
+        state[f"optimizer_{index}"] = optimizer
+    state = {name: values for name, values in state.items() if values}  # a rank may hold nothing
+    if copies:
+        state = tree_map_only(Tensor, torch.clone, state)
+    rest = io.BytesIO()
+    torch.save(checkpoint, rest)
+
+    def write() -> None:
+        try:
+            if is_main:
+                remove_checkpoint(part)
+                part.mkdir(parents=True)
+                (part / META_FILE).write_bytes(rest.getbuffer())
+            dist.barrier(group=group)  # or a faster rank would make the folder first
+            dcp.state_dict_saver.save(state, checkpoint_id=part, process_group=group)
+            if is_main:  # all ranks have written: a save ends with a reduction
+                publish(part, place)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            if is_main:
+                shutil.rmtree(part, ignore_errors=True)
+            raise write_error(error, place, "to be shared by all ranks") from cause_to_show(error)
+
+    return write
+
+
+def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
+    """Loads weights and optimizers in place, from any number of ranks; returns the rest. Collective.
+
+    Roles that were not saved stay as they are.
+
+    Raises:
+        ValueError: if the folder is incomplete, or holds other models or optimizers.
+    """
+    check_folder(path)
+    saved = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    state: dict[str, Any] = get_model_state_dict(model)
+    present = {name: value for name, value in state.items() if f"state_dict.{name}" in saved}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # Frozen roles are not saved, and other ranks may have models that this one does not.
+    needed = {name: value.shape for name, value in state.items() if name in trained | present.keys()}
+    sizes = {name: getattr(saved[f"state_dict.{name}"], "size", needed[name]) for name in present}
+    check_weights(sizes, needed, path)
+    _read(path, {"state_dict": present})
+    model.load_state_dict(present, strict=False)
+    for index, optimizer in enumerate(optimizers):
+        key = f"optimizer_{index}"
+        states = {key: optimizer_state(model, optimizer)}
+        saved_names = {name.removeprefix(f"{key}.") for name in saved if name.startswith(f"{key}.")}
+        check_optimizer_names(saved_names, states[key], optimizer, path)
+        _read(path, states)
+        load_optimizer_state(model, optimizer, states[key], path)
+    rest: dict[str, Any] = torch.load(path / META_FILE, weights_only=True)
+    return rest
+
+
+def _read(path: Path, state: dict[str, Any]) -> None:
+    """Fills the tensors of a state in place; collective, even for a rank that has none."""
+    state = {name: values for name, values in state.items() if values}
+    dcp.state_dict_loader.load(state, checkpoint_id=str(path), planner=SafeLoadPlanner())
+
+
+def read_folder(folder: Path) -> dict[str, Any]:
+    """The whole checkpoint in this process, however many saved it; optimizer states are by parameter name."""
+    check_folder(folder)
+    checkpoint: dict[str, Any] = torch.load(folder / META_FILE, map_location="cpu", weights_only=True)
+    checkpoint["state_dict"] = read_tensors(folder, "state_dict.")
+    optimizers: list[dict[str, Any]] = []
+    while state := read_tensors(folder, f"optimizer_{len(optimizers)}.", with_numbers=True):
+        optimizers.append(state)
+    checkpoint["optimizer_states"] = optimizers
+    return checkpoint
+
+
+def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> dict[str, Any]:
+    """The whole tensors whose names start with `prefix`, by the rest of the name; `with_numbers`, other values too."""
+    reader = FileSystemReader(folder)
+    tensors: dict[str, Any] = {}
+    for name, item in reader.read_metadata().state_dict_metadata.items():
+        if not name.startswith(prefix):
+            continue
+        if isinstance(item, TensorStorageMetadata):
+            tensors[name] = torch.empty(item.size, dtype=item.properties.dtype)
+        elif with_numbers:
+            tensors[name] = None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # on purpose
+        if tensors:
+            dcp.state_dict_loader.load(tensors, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
+    return {name.removeprefix(prefix): value for name, value in tensors.items()}
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ValueError unless this is a complete checkpoint of several processes."""
+    if not (folder / META_FILE).is_file() or not (folder / ".metadata").is_file():
+        raise ValueError(
+            f"Checkpoint folder {folder} lacks {META_FILE} or .metadata, so it is not a complete checkpoint of several "
+            "processes. Use one that is, or start from exported weights: model.policy=FOLDER."
+        )
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """Reads plain data only: loading a checkpoint runs no code."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The state by parameter name; empty on a rank where the optimizer has no parameters."""
+    with _without_empty_groups(optimizer) as plain:
+        return get_optimizer_state_dict(model, plain, options=_FLAT) if plain.param_groups else {}
+
+
+def load_optimizer_state(
+    model: torch.nn.Module, optimizer: Any, state: dict[str, Any], where: str | Path | None
+) -> None:
+    """The inverse of `optimizer_state`; raises ValueError for the state of another optimizer."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with _without_empty_groups(optimizer) as plain:
+        if plain.param_groups:
+            check_named_optimizer(state, plain, names, where)
+            set_optimizer_state_dict(model, plain, optim_state_dict=state, options=_FLAT)
+
+
+@contextlib.contextmanager
+def _without_empty_groups(optimizer: Any) -> Iterator[Any]:
+    """Torch's optimizer inside Lightning's, without the groups of roles on other ranks, which torch rejects."""
+    plain = getattr(optimizer, "optimizer", optimizer)
+    groups = plain.param_groups
+    plain.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield plain
+    finally:
+        filled = iter(plain.param_groups)  # loading makes new ones
+        plain.param_groups = [next(filled) if group["params"] else group for group in groups]

@@ -1,0 +1,95 @@
+"""Which strategies train an RLModule: one device, or one that SplitsModels; and what to ask them for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+
+from lightrl.models import ParallelModel
+from lightrl.strategies.fsdp2 import FSDP2Strategy
+from lightrl.strategies.parallel_3d import Parallel3DStrategy
+from lightrl.strategies.ranks import Ranks
+from lightrl.strategies.role_mesh import check_meshes
+from lightrl.strategies.single import LogprobSettings, SingleModel
+
+if TYPE_CHECKING:
+    import lightning as L
+    import torch
+    from transformers import PreTrainedModel
+
+_ALONE = Ranks()
+
+
+@runtime_checkable
+class SplitsModels(Protocol):
+    """A strategy that spreads models over ranks."""
+
+    ranks: Ranks
+
+    def check_sizes(self, module: L.LightningModule | None = None) -> None:
+        """Raises ValueError for sizes that do not fit the world or the module's models."""
+        ...
+
+    def parallel_model(
+        self,
+        model: PreTrainedModel,
+        settings: LogprobSettings,
+        *,
+        role: str = "policy",
+        value_head: torch.nn.Linear | None = None,
+    ) -> ParallelModel:
+        """The ParallelModel of a role's model that the strategy's `setup` has split."""
+        ...
+
+
+def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:
+    """Raises ValueError for anything but a single device or SplitsModels, and for models that do not fit."""
+    if isinstance(strategy, SingleDeviceStrategy):
+        check_meshes(module, 1)
+    elif isinstance(strategy, SplitsModels):
+        strategy.check_sizes(module)
+    else:
+        raise ValueError(
+            f"{type(strategy).__name__} cannot train an RLModule. Set trainer.strategy to FSDP2Strategy, which gives "
+            "the same gradients (if num_replicas is the number of processes, each has a whole copy, as in DDP), or set "
+            "trainer.devices to 1."
+        )
+
+
+def named_strategy(strategy: Strategy | str) -> Strategy | str:
+    """lightrl's strategy of this name, with defaults; other names are left to Lightning, unless they resemble ours."""
+    if not isinstance(strategy, str):
+        return strategy
+    ours: dict[str, Callable[[], Strategy]] = {kind.__name__: kind for kind in (FSDP2Strategy, Parallel3DStrategy)}
+    if strategy in ours:
+        return ours[strategy]()
+    near = difflib.get_close_matches(strategy.lower(), [name.lower() for name in ours], n=1, cutoff=0.7)
+    if near and strategy.lower() not in StrategyRegistry.available_strategies():
+        (similar,) = (name for name in ours if name.lower() in near)
+        raise ValueError(
+            f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or one of Lightning's. Did you mean {similar}?"
+        )
+    return strategy
+
+
+def parallel_model(
+    strategy: Strategy,
+    model: PreTrainedModel,
+    settings: LogprobSettings,
+    *,
+    role: str = "policy",
+    value_head: torch.nn.Linear | None = None,
+) -> ParallelModel:
+    """The ParallelModel of this role's model under this strategy; with `value_head` its body has a critic too."""
+    check_strategy(strategy)
+    if isinstance(strategy, SplitsModels):
+        return strategy.parallel_model(model, settings, role=role, value_head=value_head)
+    return SingleModel(model, settings, value_head=value_head)
+
+
+def ranks_of(strategy: Strategy) -> Ranks:
+    """The strategy's Ranks; those of one process if it does not split models."""
+    return strategy.ranks if isinstance(strategy, SplitsModels) else _ALONE
