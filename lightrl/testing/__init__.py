@@ -1,7 +1,7 @@
 """For tests of your own code: a tiny policy, made-up trajectories, and servers that behave and fail as SGLang does.
 
 Reading order:
-    tiny_policy.py          tiny_policy, its char_tokenizer, and QUIET, settings of a silent trainer
+    tiny_model.py           tiny_policy, its char_tokenizer, and QUIET, settings of a silent trainer
     trajectories.py         make_trajectory and make_groups, for rewards, losses and callbacks
     fake_server_process.py  FakeServerProcess starts a fake server and ends it
     fake_server.py          speaks SGLang's interface; fake_server_weights.py  its routes for weights
@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightrl.testing.fake_server_process import FakeServerProcess
-    from lightrl.testing.tiny_policy import QUIET, char_tokenizer, tiny_policy
+    from lightrl.testing.tiny_model import QUIET, char_tokenizer, tiny_policy
     from lightrl.testing.trajectories import make_groups, make_trajectory
 
 # Loaded on first use: a fake server with a script starts without torch.
 _HOMES = {
     "FakeServerProcess": "fake_server_process",
-    "QUIET": "tiny_policy",
-    "char_tokenizer": "tiny_policy",
+    "QUIET": "tiny_model",
+    "char_tokenizer": "tiny_model",
     "make_groups": "trajectories",
     "make_trajectory": "trajectories",
-    "tiny_policy": "tiny_policy",
+    "tiny_policy": "tiny_model",
 }
 
 __all__ = ["QUIET", "FakeServerProcess", "char_tokenizer", "make_groups", "make_trajectory", "tiny_policy"]  # fmt: skip
