@@ -17,6 +17,12 @@ from lightrl.engines.sglang.held_port import HeldPort
 
 TESTS = Path(__file__).parent
 
+# Bound on the difference between numbers of several ranks and of one process, relative to a tensor's largest number:
+# 170 roundings of float32, 2**-24 each. Sums of some hundred terms in another order are some ten apart; a token that is
+# counted twice makes a difference of 1e-3. After several updates it holds for optimizers that do not divide rounding by
+# itself: SGD, or Adam with an epsilon as large as its lr.
+ROUNDING = 1e-5
+
 
 def finished(script: Path, folder: Path, *args: str, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
     """The script's process after its end, whatever its exit code; Lightning starts the other ranks by itself.

@@ -51,10 +51,14 @@ def save_judge(folder: Path) -> None:
 
 
 class FirstGradients(Callback):
-    """Of each parameter before clipping, by name."""
+    """Of each parameter before clipping, by name; and an epsilon for Adam that divides no rounding by itself."""
 
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["eps"] = pl_module.lr
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if not self.found:

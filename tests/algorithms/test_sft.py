@@ -196,7 +196,7 @@ def test_decay_without_an_end_of_the_run_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr_decay": "sine"}, r"lr_decay='sine', expected constant"),
+        ({"lr_decay": "sine"}, "lr_decay must be constant, linear or cosine, got 'sine'"),
         ({"warmup_steps": -1}, "warmup_steps must be >= 0, got -1"),
         ({"lr": -1.0}, r"lr must be >= 0, got -1\.0"),
         ({"betas": (0.9,)}, r"betas must be two numbers .* got \(0\.9,\)"),

@@ -118,7 +118,7 @@ class TinyPPO(PPO):
     """
 
     def __init__(self, policy: str | ModelSpec = POLICY, *, is_adam: bool = False, **kwargs: Any) -> None:
-        settings = {"sampling": Sampling(max_new_tokens=6), "lr": ADAM_LR if is_adam else 0.3, **kwargs}
+        settings = {"sampling": Sampling(max_new_tokens=6), "lr": ADAM_LR if is_adam else 0.1, **kwargs}
         super().__init__(policy, group_size=4, microbatch_tokens=20, **settings)
         self.is_adam = is_adam
         self.judged = 0
@@ -159,7 +159,7 @@ class TinyPPO(PPO):
         self.experiences.append(experience)
 
     def configure_optimizers(self) -> Any:
-        # With its usual epsilon of 1e-8, Adam divides the rounding of a tiny gradient by that gradient.
+        # With its usual epsilon of 1e-8, Adam divides the rounding of a tiny gradient by itself.
         groups = self.parameter_groups()
         return torch.optim.AdamW(groups, eps=self.lr) if self.is_adam else torch.optim.SGD(groups)
 

@@ -49,7 +49,7 @@ class TinyPPO(PPO):
     """By default a policy and a critic of its own; keeps the metrics of each update.
 
     Trains by Adam, whose state has two tensors for each parameter, with an epsilon as large as lr: a weight is then off
-    by at most as much as its gradient. The usual 1e-8 divides the rounding of a tiny gradient by that gradient.
+    by at most as much as its gradient. The usual 1e-8 divides the rounding of a tiny gradient by itself.
     """
 
     def __init__(self, policy: ModelSpec | Role = SPEC, **settings: Any) -> None:

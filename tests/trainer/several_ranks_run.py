@@ -56,7 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Recorded(TinyGRPO):
-    """Keeps the metrics of each update. Trains by SGD: Adam divides the rounding of a tiny gradient by that gradient.
+    """Keeps the metrics of each update. Trains by SGD: Adam would divide the rounding of a tiny gradient by itself.
 
     `is_batch_wide` compares with the whole iteration instead of the group; with `loses_some` one reward of each
     iteration raises.

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_scripts import left_by, run
+from rank_scripts import ROUNDING, left_by, run
 from test_several_ranks import assert_close
 from world_3d_run import CASES
-
-TOLERANCE = 1e-5  # 170 roundings of float32 (6e-8) of a tensor's largest number: sums in another order, several updates
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +34,7 @@ def test_ranks_in_three_directions_learn_what_one_process_learns(name: str, runs
             assert_close(update[key], value, scale=1.0)
     assert found["weights"].keys() == expected["weights"].keys()
     for key, weight in expected["weights"].items():
-        assert (found["weights"][key] - weight).abs().max() <= TOLERANCE * weight.abs().max(), key
+        assert (found["weights"][key] - weight).abs().max() <= ROUNDING * weight.abs().max(), key
 
 
 @pytest.mark.parametrize("name", CASES)
