@@ -8,6 +8,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -87,9 +88,13 @@ def private_names_in(source: str) -> set[str]:
     return {name for name in foreign if is_private(name) and name in names_of_lightning()}
 
 
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
 @cache
 def overridden() -> frozenset[tuple[str, str]]:
-    """(file, name) of each private method or attribute of a Lightning class that a class of lightrl overrides."""
+    """(file, name) of each private method or attribute of a Lightning class that a class of lightrl overrides or reads."""
     pairs: set[tuple[str, str]] = set()
     for info in pkgutil.walk_packages([str(PACKAGE)], "lightrl."):
         if info.name.endswith("__main__") or info.name.startswith("lightrl.rewards.sandbox_guard"):
@@ -99,8 +104,15 @@ def overridden() -> frozenset[tuple[str, str]]:
             if not inspect.isclass(kind) or kind.__module__ != module.__name__:
                 continue
             theirs = [base for base in kind.__mro__[1:] if base.__module__.split(".")[0] == "lightning"]
-            for name in vars(kind):
-                if is_private(name) and not name.startswith("_abc_") and any(name in vars(base) for base in theirs):
+            source = "".join(inspect.getsource(base) for base in theirs)
+            tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+            own = {node.attr for node in ast.walk(tree) if is_self(node)}
+            for name in own | set(vars(kind)):
+                if (
+                    is_private(name)
+                    and name != "_abc_impl"
+                    and (f"self.{name}" in source or any(name in vars(base) for base in theirs))
+                ):
                     pairs.add((str(Path(str(module.__file__)).relative_to(PACKAGE)), name))
     return frozenset(pairs)
 
