@@ -60,7 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a critic of its own, a reward model, a fixed reference": {
         "policy": UNTIED,
         "num_minibatches": 2,
-        "critic": Role(JUDGE, lr=0.1, weight_decay=0.01),
+        "critic": Role(JUDGE, lr=0.03, weight_decay=0.01),
         "reference": AdaptiveKL(0.1, replace(UNTIED, seed=4)),
         "reward_model": JUDGE,
     },
