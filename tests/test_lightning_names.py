@@ -31,6 +31,8 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
         "trainer.py"
     },
     ("lightning.pytorch.cli:LightningCLI", "_subcommand_parsers"): {"commands/cli.py"},
+    ("lightning.pytorch.strategies:ModelParallelStrategy", "_data_parallel_size"): {"strategies/fsdp2.py"},
+    ("lightning.pytorch.strategies:ModelParallelStrategy", "_process_group_backend"): {"strategies/fsdp2.py"},
 }
 
 
@@ -94,7 +96,7 @@ def is_self(node: ast.AST) -> bool:
 
 @cache
 def overridden() -> frozenset[tuple[str, str]]:
-    """(file, name) of each private method or attribute of a Lightning class that a class of lightrl overrides or reads."""
+    """(file, name) of each private attribute of a Lightning class that a subclass in lightrl overrides or reads."""
     pairs: set[tuple[str, str]] = set()
     for info in pkgutil.walk_packages([str(PACKAGE)], "lightrl."):
         if info.name.endswith("__main__") or info.name.startswith("lightrl.rewards.sandbox_guard"):
@@ -107,12 +109,8 @@ def overridden() -> frozenset[tuple[str, str]]:
             source = "".join(inspect.getsource(base) for base in theirs)
             tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
             own = {node.attr for node in ast.walk(tree) if is_self(node)}
-            for name in own | set(vars(kind)):
-                if (
-                    is_private(name)
-                    and name != "_abc_impl"
-                    and (f"self.{name}" in source or any(name in vars(base) for base in theirs))
-                ):
+            for name in filter(is_private, own | set(vars(kind)) - {"_abc_impl"}):
+                if f"self.{name}" in source or any(name in vars(base) for base in theirs):
                     pairs.add((str(Path(str(module.__file__)).relative_to(PACKAGE)), name))
     return frozenset(pairs)
 

@@ -208,8 +208,8 @@ class PPO(GRPO):
                 rewards = rewards - self.kl_coef * torch.where(mask, divergence, 0.0)
             self._adapt_kl_coef(float(masked_mean(divergence, mask)), len(experience))
         advantages, returns = gae(rewards, values, mask, self.gamma, self.lam, bootstrap)
-        self._log("critic/explained_variance", explained_variance(values, returns, mask))
-        self._log("critic/return", float(masked_mean(returns, mask)))
+        self._log_if_attached("critic/explained_variance", explained_variance(values, returns, mask))
+        self._log_if_attached("critic/return", float(masked_mean(returns, mask)))
         if self.normalizer is not None:
             self.normalizer.update(returns[mask])
             returns = self.normalizer.normalize(returns)
@@ -230,12 +230,12 @@ class PPO(GRPO):
     def _adapt_kl_coef(self, kl_nats: float, num_trajectories: int) -> None:
         """Adapts the weight of the KL term, from the next iteration's rewards on."""
         assert self.kl_controller is not None
-        self._log("policy/kl_coef", self.kl_coef)
-        self._log("policy/kl_behavior_reference_nats", kl_nats)
+        self._log_if_attached("policy/kl_coef", self.kl_coef)
+        self._log_if_attached("policy/kl_behavior_reference_nats", kl_nats)
         self.kl_controller.update(kl_nats, num_trajectories)
         self.kl_coef = self.kl_controller.coef
 
-    def _log(self, name: str, value: float) -> None:
+    def _log_if_attached(self, name: str, value: float) -> None:
         if self.is_attached:
             self.log(name, value)
 
