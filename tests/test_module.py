@@ -181,7 +181,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused() -> None:
     spec = ModelSpec(config={**FAMILIES["qwen3"], "vocab_size": 11}, tokenizer="tiny.char_tokenizer")
     with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the policy has only 11"):
         module(policy=spec).configure_model()
-    with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the reference has 11"):
+    with pytest.raises(ValueError, match=f"has {VOCABULARY} tokens but the vocabulary of the reference has only 11"):
         GRPO(tiny_spec(), reward=judge, reference=ReferenceKL(0.1, spec)).configure_model()
 
 

@@ -80,7 +80,7 @@ def test_chats_of_like_length_share_a_batch(tmp_path: Path, plain_tokenizer):
             id="bad pattern",
         ),
         pytest.param({"max_tokens": 12}, r"The chat of prompt 'train-0' has 21 tokens, more than 12", id="long"),
-        pytest.param({"max_tokens": 1}, r"max_tokens=1, expected at least 2", id="no room"),
+        pytest.param({"max_tokens": 1}, "max_tokens must be >= 2, got 1", id="no room"),
         pytest.param(
             {"max_tokens": 12, "prompt_overflow": "drop"}, r"No train chat has at most 12 tokens", id="all dropped"
         ),

@@ -390,7 +390,7 @@ async def asks_too_much(prompt: Prompt, generate: Generate) -> None:
         (exits, "Playing.run raised SystemExit"),
         (gives_up, "the environment is gone"),
         (cancels_itself, "a cancellation of its own"),
-        (returns_nonsense, "returned 'nonsense'"),
+        (returns_nonsense, "must return a Trajectory, got 'nonsense'"),
         (asks_too_much, "exceed the context"),
     ],
 )

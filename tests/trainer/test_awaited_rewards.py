@@ -115,7 +115,7 @@ def test_a_call_that_reads_rewards_without_a_word_is_refused(tmp_path: Path) -> 
             call = ModelCall("doubled", outputs=("doubled",), run=lambda experience, _: 2 * experience.rewards)
             return [*super().score_calls(), call]
 
-    with pytest.raises(ValueError, match=r"'doubled' while rewards are still awaited, .* name 'rewards' in its inputs"):
+    with pytest.raises(ValueError, match=r"'doubled' before the rewards were there.*add 'rewards' to its inputs"):
         played(Silent(), tmp_path)
 
 

@@ -171,9 +171,9 @@ def test_a_hook_may_take_tokens_out_and_change_advantages(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (Change(rewards=lambda seen: seen.rewards + 1), "changed 'rewards', expected changes of loss_mask and adv"),
-        (Change(reference_logprobs=lambda seen: seen.behavior_logprobs), "changed 'reference_logprobs', expected"),
-        (Change(loss_mask=lambda seen: seen.loss_mask | True), "added [0-9]+ tokens to loss_mask, expected"),
+        (Change(rewards=lambda seen: seen.rewards + 1), "changed 'rewards', but may change only loss_mask and adv"),
+        (Change(reference_logprobs=lambda seen: seen.behavior_logprobs), "changed 'reference_logprobs', but may"),
+        (Change(loss_mask=lambda seen: seen.loss_mask | True), "added [0-9]+ tokens to loss_mask, but may only remove"),
     ],
     ids=["rewards", "a new field", "prompt tokens"],
 )

@@ -14,7 +14,7 @@ from pictures_cases import picture_spec
 from tiny_run import CONFIG, POLICY, Digits, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lightrl import PPO, HuggingFaceExport, LoRA, ModelSpec, Sampling, Trajectory
+from lightrl import PPO, HuggingFaceExport, LoRA, ModelSpec, Role, Sampling, Trajectory
 from lightrl.commands.export import export_checkpoint
 from lightrl.commands.main import main
 from lightrl.models.lora import merged_parameters
@@ -39,7 +39,7 @@ class TinyPPO(PPO):
 @dataclass
 class Finished:
     module: TinyPPO
-    spec: ModelSpec
+    policy: Role
     checkpoint: Path
     exported: Path  # the critic, by the callback
 
@@ -48,16 +48,15 @@ class Finished:
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run of three iterations, after which head and body are no longer what they were."""
     folder = tmp_path_factory.mktemp(request.param)
-    spec = ModelSpec(
-        config=CONFIG, tokenizer="tiny_run.tokenizer", seed=3, lora=LoRA() if request.param == "lora" else None
-    )
-    module = TinyPPO(spec)
+    spec = ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer", seed=3)
+    policy = Role(spec, lora=LoRA() if request.param == "lora" else None)
+    module = TinyPPO(policy)
     trainer = make_trainer(folder, callbacks=[HuggingFaceExport(str(folder / "critic"), role="critic")])
     trainer.fit(module, datamodule=Digits())
     trainer.save_checkpoint(folder / "run.ckpt")
     assert module.value_head is not None
     assert module.value_head.weight.abs().max() > 1e-3
-    return Finished(module, spec, folder / "run.ckpt", folder / "critic")
+    return Finished(module, policy, folder / "run.ckpt", folder / "critic")
 
 
 def values(model: Any, experience: Any, head: Any = None) -> torch.Tensor:
@@ -67,11 +66,11 @@ def values(model: Any, experience: Any, head: Any = None) -> torch.Tensor:
 
 
 def test_loading_a_checkpoint_brings_the_head_and_the_normalizer(finished: Finished) -> None:
-    loaded = TinyPPO.load_from_checkpoint(finished.checkpoint, policy=finished.spec, weights_only=True)
+    loaded = TinyPPO.load_from_checkpoint(finished.checkpoint, policy=finished.policy, weights_only=True)
     assert loaded.value_head is not None
     assert finished.module.value_head is not None
     assert torch.equal(loaded.value_head.weight, finished.module.value_head.weight)
-    assert loaded.normalizer == finished.module.normalizer != TinyPPO(finished.spec).normalizer
+    assert loaded.normalizer == finished.module.normalizer != TinyPPO(finished.policy).normalizer
 
 
 def test_the_policys_export_is_a_plain_language_model_and_says_where_the_head_is(
@@ -127,7 +126,7 @@ def test_a_critic_of_the_other_form_does_not_resume(
         trainer.save_checkpoint(checkpoint)
     with pytest.raises(ValueError, match=f"critic is {match}"):
         make_trainer(tmp_path, max_steps=9).fit(
-            TinyPPO(finished.spec, critic=critic), Digits(), ckpt_path=checkpoint, weights_only=True
+            TinyPPO(finished.policy, critic=critic), Digits(), ckpt_path=checkpoint, weights_only=True
         )
 
 
@@ -139,5 +138,5 @@ def test_a_family_without_a_scalar_head_saves_the_critic_and_exports_the_policy_
     assert "value_head.weight" in checkpoint["state_dict"]
     assert list(checkpoint["models"]) == ["policy"]
     export = HuggingFaceExport(str(tmp_path / "critic"), role="critic")
-    with pytest.raises(TypeError, match="a family with a model for sequence classification"):
+    with pytest.raises(TypeError, match="no sequence classification model of that family"):
         export.on_fit_start(make_trainer(tmp_path), module)
