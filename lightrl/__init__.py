@@ -31,9 +31,30 @@ Public names are loaded when they are first used, so that `import lightrl` costs
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+
+def loaded_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package that imports a public name's module when the name is first used.
+
+    Args:
+        package: its `__name__`.
+        homes: public name → module, relative to the package.
+    """
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load
+
 
 if TYPE_CHECKING:
     from lightrl.algorithms import (
@@ -125,14 +146,7 @@ __all__ = [
     "TrajectoryLog", "LearningCurve", "HuggingFaceExport",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'lightrl' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"lightrl.{home}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loaded_on_first_use(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

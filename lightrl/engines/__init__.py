@@ -12,8 +12,9 @@ an engine: implement RolloutEngine and those abilities that it has (docs/serve-w
 tests/engines/engine_contract.py on it.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightrl import loaded_on_first_use
 
 if TYPE_CHECKING:
     from lightrl.engines.engine import Completion, RolloutEngine
@@ -34,10 +35,4 @@ _HOMES = {
 
 __all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine", "Timeouts"]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loaded_on_first_use(__name__, _HOMES)

@@ -12,8 +12,9 @@ Reading order:
 engines. Nothing in lightrl imports this room.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightrl import loaded_on_first_use
 
 if TYPE_CHECKING:
     from lightrl.testing.fake_server_process import FakeServerProcess
@@ -32,10 +33,4 @@ _HOMES = {
 
 __all__ = ["QUIET", "FakeServerProcess", "char_tokenizer", "make_groups", "make_trajectory", "tiny_policy"]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loaded_on_first_use(__name__, _HOMES)

@@ -10,8 +10,9 @@ Reading order:
 May import: errors, checks, concurrency, trajectory, rewards, engines. To add one: subclass Workflow and write `run`.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightrl import loaded_on_first_use
 
 if TYPE_CHECKING:
     from lightrl.workflows.agent_workflow import AgentWorkflow
@@ -35,10 +36,4 @@ __all__ = [
     "AgentWorkflow", "Environment", "MultiTurn", "RetryWithFeedback", "SingleTurn", "ToolEnvironment", "Workflow",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loaded_on_first_use(__name__, _HOMES)
