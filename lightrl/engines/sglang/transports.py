@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -135,13 +136,13 @@ class _Streaming(WeightTransport):
     def holds(self, weight_version: int) -> bool:
         return self.copy.weight_version == weight_version
 
+    @abstractmethod
     async def _connect(self, fleet: Fleet) -> None:
         """Asks each server what the transfer depends on."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
         """Sends one bucket to all; `version` comes with the last one, which also flushes the cache."""
-        raise NotImplementedError
 
     async def _stream(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
         num_bytes = 0
