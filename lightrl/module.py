@@ -219,7 +219,9 @@ class RLModule(L.LightningModule):
         Returns:
             A float, or a dict with `reward` and further numbers to log by name, such as `accuracy`.
         """
-        return 0.0  # where the reward model's score is the whole reward
+        if self.has_rollout_reward:
+            raise NotImplementedError(f"{type(self).__name__} must define reward.")
+        return 0.0  # the reward model's score is the whole reward, and is added later
 
     def advantages(self, experience: Experience) -> Tensor | dict[str, Tensor]:
         """How much better than expected, [B] or [B, T], from the whole iteration; group advantages by default.
@@ -452,5 +454,6 @@ class RLModule(L.LightningModule):
         return {name: (getattr(self, name), role) for name, role in self.models().items() if role.spec.url is None}
 
     def _log_evaluation(self, stage: str, groups: list[Group]) -> None:
+        # Lightning demands the name of an attribute with each Metric that is no submodule.
         for name, metric in self._evaluation.update(groups, self.validation_metrics).items():
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, metric_attribute="validation_metrics")
