@@ -1,4 +1,4 @@
-"""Checks of a configuration, each with an error that names the setting, and errors in words.
+"""Checks of a configuration, whose errors name the setting, and errors of user code and disks, made readable.
 
 Reading order:
     bounds.py       numbers within their bounds

@@ -449,7 +449,7 @@ def _accepts(value: Any, hint: Any) -> bool:
 
 
 def _describe(hint: Any) -> str:
-    """A type in words: `a number`, `one of 'token', 'sequence', 'fixed'`."""
+    """A type as users call it: `a number`, `one of 'token', 'sequence', 'fixed'`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(item) for item in inner)

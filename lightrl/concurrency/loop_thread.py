@@ -85,7 +85,7 @@ class LoopThread(threading.Thread):
             while True:
                 concurrent.futures.wait([future], WAIT_S)
                 if future.cancelled():
-                    raise RolloutError(f"The controller was closed while {who} waited.")
+                    raise RolloutError(f"{who} waited, but the controller was closed.")
                 if future.done():
                     return future.result()
                 if has_answered.is_set():

@@ -142,7 +142,7 @@ class Connection:
         except asyncio.TimeoutError as error:
             raise EngineTimeout(
                 f"{self.url} did not answer {name} within {timeout_s:g} s; {self.describe()}. Check its log, or "
-                "increase engine.timeouts."
+                "increase the deadline in engine.timeouts."
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnreachable(
@@ -181,7 +181,7 @@ def _may_retry(error: EngineError) -> bool:
 
 
 def _reason(error: aiohttp.ClientError | OSError) -> str:
-    """Why the connection failed, in words."""
+    """Why the connection failed, for a message."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     address = f"{error.host} port {error.port}" if isinstance(error, aiohttp.ClientConnectorError) else "the server"
     if isinstance(cause, socket.gaierror):

@@ -190,7 +190,7 @@ class SGLangServer:
         return self._status_of("/model_info", within_s) is not None
 
     def exit_status(self) -> str:
-        """How the process ended, in words."""
+        """How the process ended, for a message."""
         code = None if self._process is None else self._process.poll()
         if code is None:
             return "running" if self._process is not None else "never started"
