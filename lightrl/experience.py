@@ -145,7 +145,7 @@ class Experience:
         return cast(Tensor, value)
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """With these fields set; names that are no fields become extras."""
+        """With these fields set; names that are not fields become extras."""
         return self._of({**self.tensors(), **tensors})
 
     @classmethod

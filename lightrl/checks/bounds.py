@@ -21,7 +21,7 @@ def check_positive(**settings: float | None) -> None:
     """Accepts finite numbers above 0, and None.
 
     Raises:
-        ValueError: with the name of the first setting that is none.
+        ValueError: with the name of the first setting that is not.
     """
     for name, value in settings.items():
         if value is not None and not 0 < value < math.inf:

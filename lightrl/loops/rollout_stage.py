@@ -241,7 +241,7 @@ def _configured(trainer: RLTrainer, module: RLModule, settings: RolloutSettings)
 
 
 def _of_rank_0(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
-    """Rank 0's on every rank, without what is no number or word (filter, curriculum), which rank 0 alone uses."""
+    """Rank 0's settings on every rank; other ranks get no filter and no curriculum, which only rank 0 uses."""
     plain = {name: value for name, value in vars(settings).items() if isinstance(value, int | float | str | None)}
     plain = ranks.broadcast_json(plain)
     others: dict[str, Any] = {} if ranks.is_main else dict.fromkeys(vars(settings).keys() - plain.keys())

@@ -94,7 +94,7 @@ def accept_changes(before: Experience, changed: Experience) -> Experience:
     """The Experience that an `on_experience_ready` hook returned, with its advantages masked.
 
     Raises:
-        TypeError: if it is no Experience with advantages.
+        TypeError: if it is not an Experience with advantages.
         ValueError: if it differs from `before` in more than loss mask and advantages, or trains tokens that the loss
             mask left out.
     """

@@ -50,7 +50,7 @@ class Judgment:
             trajectory: the one that was judged.
 
         Raises:
-            RewardError: reason `not_finite` for NaN and infinities, `raised` for everything else that is no judgment.
+            RewardError: reason `not_finite` for NaN and infinities, `raised` for everything else that is not a judgment.
         """
         if isinstance(value, cls):
             return value
