@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.engines.abilities import LivesOnLoop, NamesDtypes, ScoresTokens, SharesDevices
+from lightrl.engines.abilities import LivesOnLoop, NamesDtypes, Proof, ProvesWeights, ScoresTokens, SharesDevices
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
 from lightrl.engines.sglang.client import SGLangClient
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S = 5.0  # for started servers at the end: they hold nothing that must be saved
 
 
-class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, SharesDevices):
+class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, SharesDevices, ProvesWeights):
     """A rollout engine of one or many SGLang servers: token ids in, token ids out, a weight version on each.
 
     Where the servers are: `urls`; or `servers` of them, started on this machine and restarted when they die; or the
@@ -287,6 +287,10 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
     def dtypes(self) -> set[str]:
         """The dtypes of the weights that are sent, and of the servers as far as `server_args` tells."""
         return {self.weights_dtype or "float32", str(self.server_args.get("dtype", "auto"))}
+
+    def proofs(self) -> dict[str, Proof]:
+        """How the last load of each serving server was checked, by address."""
+        return self._loading.proofs() if self._loading is not None else {}
 
     def _assemble(self, config: PretrainedConfig, scratch: Path) -> Members:
         folder = Path(self.weight_folder) if self.weight_folder is not None else scratch / "weights"

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from lightrl.engines.abilities import Proof
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.memory import EngineMemory
@@ -42,6 +43,7 @@ class Loading:
     ) -> None:
         self.weight_version = -1  # of all routable servers
         self.last_report: SyncReport | None = None
+        self._proofs: dict[str, Proof] = {}  # of the latest load of each server
         self.lock = threading.Lock()  # one load at a time
         self._home = home
         self._members = members
@@ -84,6 +86,10 @@ class Loading:
             clients = [self._members.clients[url]]
             report = sync.load_from_thread(self._home.loop, clients, None, weight_version=self.weight_version)
             self._home.call(self._end([url], report), self._timeouts.request_s)
+
+    def proofs(self) -> dict[str, Proof]:
+        """How the weights of each routable server were checked."""
+        return {url: self._proofs.get(url, "version") for url in self._members.pool.urls("routable")}
 
     def make_room(self) -> None:
         """From another thread: servers release the memory of weights and key-values, until the next load.
@@ -141,6 +147,7 @@ class Loading:
 
     async def _end(self, urls: Sequence[str], report: SyncReport | None) -> None:
         for url in urls:
+            self._proofs[url] = report.proofs.get(url, "version") if report is not None else "version"
             if report is not None and url in report.lost:
                 self._members.lose(url, report.lost[url])
                 if self._memory is not None:

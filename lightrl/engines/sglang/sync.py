@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lightrl.engines.abilities import Proof
 from lightrl.engines.sglang.bucket_feed import BucketFeed, wait_while_running
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
@@ -142,7 +143,7 @@ class ServerSync:
             report.num_bytes = await self._transfer(fleet, buckets, report.weight_version)
         with _timed(report, "verify"):
             if self.verify:
-                await _verify(fleet, report.weight_version)
+                report.proofs = await _verify(fleet, report.weight_version)
                 fleet.check_some_left()
         with _timed(report, "resume"):
             report.versions = dict.fromkeys(await self._resume(fleet), report.weight_version)
@@ -194,7 +195,7 @@ class ServerSync:
         with contextlib.suppress(WeightSyncError):
             await self._pause(fleet)
             await self._transfer(fleet, None, previous_version)
-            await _verify(fleet, previous_version)
+            report.proofs = await _verify(fleet, previous_version)
             for url in await self._resume(fleet):
                 report.versions[url] = previous_version
                 report.rolled_back[url] = report.lost.pop(url)
@@ -218,14 +219,15 @@ async def _begin(client: SGLangClient) -> bool:
         return await client.begin_weight_update()
 
 
-async def _verify(fleet: Fleet, weight_version: int) -> None:
-    """Servers that report another version, or whose checksum is in the minority, leave the fleet."""
+async def _verify(fleet: Fleet, weight_version: int) -> dict[str, Proof]:
+    """How each server was checked; those that report another version, or whose checksum is in the minority, leave."""
     infos = await fleet.ask(lambda client: client.model_info(timeout_s=fleet.timeout_s))
     for url, info in infos.items():
         if str(info.get("weight_version")) != str(weight_version):
             fleet.lose(url, f"it reports version {info.get('weight_version')!r} instead of {weight_version}")
+    proofs: dict[str, Proof] = {client.url: "version" for client in fleet.clients}
     if len(fleet.clients) < 2:
-        return
+        return proofs
     checksums = {url: checksum for url, checksum in (await fleet.ask(_checksum)).items() if checksum is not None}
     for num_ranks in {num for num, _ in checksums.values()}:  # what a rank holds depends on the number of ranks
         votes = Counter(checksum for num, checksum in checksums.values() if num == num_ranks)
@@ -234,6 +236,9 @@ async def _verify(fleet: Fleet, weight_version: int) -> None:
         for url, (num, checksum) in checksums.items():
             if num == num_ranks and checksum != agreed:
                 fleet.lose(url, f"its weights have checksum {checksum[:12]}, unlike those of the other servers")
+            elif num == num_ranks and votes[checksum] > 1:
+                proofs[url] = "replicas"
+    return {client.url: proofs[client.url] for client in fleet.clients}
 
 
 async def _checksum(client: SGLangClient) -> tuple[int, str] | None:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from lightrl.engines.abilities import Proof
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError
 
@@ -22,6 +23,7 @@ class SyncReport:
     lost: dict[str, str] = field(default_factory=dict)  # why it is paused or gone; it must get no request
     absent: dict[str, str] = field(default_factory=dict)  # why it took no part: it was lost before
     rolled_back: dict[str, str] = field(default_factory=dict)  # why it serves the previous version again
+    proofs: dict[str, Proof] = field(default_factory=dict)  # how each server's weights were checked; see ProvesWeights
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # stage, pause, load, verify, resume
 
