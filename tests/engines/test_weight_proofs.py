@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qw
 from waits import until as until_true
 
 from lightrl.engines import Timeouts
+from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.engines.sglang.server_process import ServerProcess, other_model
+from lightrl.engines.sglang.sync_report import Fleet
 from lightrl.engines.sglang.weight_proofs import WeightProofs, target_digests
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.testing.fake_server_process import FakeServerProcess
@@ -108,14 +110,33 @@ def ignored(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**changed, "model.norm.weight": norm}
 
 
+def acknowledge_only(engine: SGLangEngine, url: str) -> None:
+    """From now on the server at `url` takes the number of each version, and loads nothing."""
+    assert engine._loading is not None
+    transport = engine._loading._sync.transport
+    load_held = transport.load_held
+
+    async def load(fleet: Fleet, weight_version: int) -> int:
+        others = Fleet([client for client in fleet.clients if client.url != url], fleet.timeout_s)
+        num_bytes = await load_held(others, weight_version) if others.clients else 0
+        await fleet.ask(lambda client: _renamed(client, weight_version) if client.url == url else client.is_ready())
+        return num_bytes
+
+    transport.load_held = load  # type: ignore[method-assign]
+
+
+async def _renamed(client: SGLangClient, weight_version: int) -> bool:
+    await client.set_weight_version(str(weight_version))
+    return True
+
+
 def test_one_server_that_acknowledges_and_ignores_the_smallest_update_is_noticed(folder, engines):
     with running(1, folder, dtype="bfloat16") as servers:
         engine = engines(servers, config_of())
         first = parameters_of(config_of())
         load(engine, first, 0)
-        servers[0].fault("lose_update", UPDATE)
-        asked(servers[0], "set_weight_version", weight_version="1")  # it claims the version
-        with pytest.raises(WeightSyncError, match=r"1 of its 25 parameters .* of version 1: model\.norm\.weight, on"):
+        acknowledge_only(engine, servers[0].url)
+        with pytest.raises(WeightSyncError, match=r"1 of its 19 parameters .* of version 1: model\.norm\.weight, on"):
             load(engine, ignored(first), 1)
 
 
@@ -151,7 +172,7 @@ def test_what_a_server_loads_wrongly_is_named(folder, engines, fault):
         proofs.begin = begin_right
         with pytest.raises(WeightSyncError) as caught:
             load(engine, wrong, 1)
-        named = {"missing": "1 of its 25", "swapped": "2 of its 25", "stale": "parameters are not the trainer's"}[fault]
+        named = {"missing": "1 of its 19", "swapped": "2 of its 19", "stale": "parameters are not the trainer's"}[fault]
         assert named in str(caught.value)
         assert fault == "stale" or "model.layers.0.mlp.gate_up_proj.weight" in str(caught.value)
 
@@ -160,8 +181,7 @@ def test_of_two_servers_that_disagree_the_one_that_agrees_with_the_trainer_stays
     with running(2, folder) as servers:
         engine = engines(servers, config_of())
         load(engine, parameters_of(config_of()), 0)
-        servers[0].fault("lose_update", UPDATE)
-        asked(servers[0], "set_weight_version", weight_version="1")
+        acknowledge_only(engine, servers[0].url)
         load(engine, parameters_of(config_of(), 1), 1)
         report = engine.last_sync
         assert report is not None
