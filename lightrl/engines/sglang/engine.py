@@ -17,13 +17,14 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.concurrency.call_all import call_all
 from lightrl.engines.abilities import LivesOnLoop, NamesDtypes, ScoresTokens, SharesDevices
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
@@ -216,21 +217,18 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         self._home.forget()
 
     def close(self) -> None:
-        """Ends the servers that were started here, and requests in flight."""
+        """Ends the servers that were started here, and requests in flight; each step whatever the others raise."""
         was_open, self._is_open = self._is_open, False
         if not was_open:
             return
-        fleet = self.fleet
-        if self._loading is not None:
-            with contextlib.suppress(EngineError):
-                self._loading.close()
-        self._home.close(self._leave_loop)
-        if fleet is not None:
-            fleet.stop(STOP_GRACE_S)
-        if self._loading is not None:
-            self._loading.close_transport()
-        if self._scratch is not None:
-            self._scratch.cleanup()
+        steps: list[Callable[[], object]] = [lambda: self._home.close(self._leave_loop)]
+        if (fleet := self.fleet) is not None:
+            steps.append(lambda: fleet.stop(STOP_GRACE_S))
+        if (loading := self._loading) is not None:
+            steps = [loading.close, *steps, loading.close_transport]
+        if (scratch := self._scratch) is not None:
+            steps.append(scratch.cleanup)
+        call_all(*steps)
 
     def queue_depths(self) -> dict[str, int]:
         writer = self._writer
@@ -357,9 +355,11 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
 
     async def _leave_loop(self) -> None:
         """Ends requests, watches and connections."""
-        await self._home.end_tasks()
-        if self._members is not None:
-            await self._members.disconnect()
+        try:
+            await self._home.end_tasks()
+        finally:
+            if self._members is not None:
+                await self._members.disconnect()
 
     def _on_new_loop(self) -> None:
         if self._members is not None:

@@ -7,6 +7,7 @@ colocated engine, `make_room` gives the servers' memory to the trainer until the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -56,7 +57,8 @@ class Loading:
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
         """From the thread that gathers the buckets: loads a version into all servers; returns when they have it."""
         with self.lock:
-            urls, absent = self._home.call(self._begin(), self._timeouts.sync_s + self._timeouts.request_s)
+            limit_s = self._timeouts.server_wait_s + self._timeouts.sync_s + self._timeouts.request_s
+            urls, absent = self._home.call(self._begin(), limit_s)
             report: SyncReport | None = None
             try:
                 report = self._sync.load_from_thread(
@@ -98,7 +100,8 @@ class Loading:
         """From another thread: ends loads; colocated servers that outlive the engine get their memory back."""
         self._is_over = True
         if self._memory is not None:
-            self._home.call(self._take_back(self._memory), self._timeouts.request_s)
+            with contextlib.suppress(EngineError):  # it is their end too, or `lose` has reported it
+                self._home.call(self._take_back(self._memory), self._timeouts.request_s)
 
     def close_transport(self) -> None:
         closing = threading.Thread(target=asyncio.run, args=(self._sync.transport.close(),), daemon=True)
@@ -131,9 +134,8 @@ class Loading:
 
     async def _begin(self) -> tuple[list[str], dict[str, str]]:
         """The servers that take part, and why the others do not."""
+        await self._members.wait_for_any()
         urls = self._members.pool.urls("starting", "routable", "syncing")
-        if not urls:
-            raise EngineError(f"No server is left to load weights into: {self._members.pool.describe()}.")
         self._writer.lend(urls)
         if self._is_aborting:
             await self._writer.hold(urls, is_aborting=True)

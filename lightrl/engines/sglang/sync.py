@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lightrl.engines.sglang.bucket_feed import BucketFeed, wait_while_running
+from lightrl.engines.sglang.bucket_feed import LOOP_ENDED, BucketFeed, wait_while_running
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.memory import EngineMemory
@@ -123,7 +123,10 @@ class ServerSync:
                 with contextlib.suppress(WeightSyncError):
                     _wait(future, loop)
         _wait(future, loop)
-        return future.result()
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise WeightSyncError(LOOP_ENDED) from error
 
     async def _load(self, fleet: Fleet, buckets: AsyncIterator[Bucket] | None, report: SyncReport) -> None:
         """All steps; raises WeightSyncError when no server is left."""
