@@ -17,9 +17,10 @@ import torch
 from transformers import Qwen3Config
 from waits import NUM_TOKENS, SLOWLY, until
 
+from lightrl import StalenessControl
 from lightrl.concurrency.loop_thread import LoopThread
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang import members
+from lightrl.engines.sglang import members, writer
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.testing.fake_server_process import FakeServerProcess
@@ -71,17 +72,14 @@ def test_a_close_while_the_loop_ends_all_its_tasks_ends_servers_and_scratch_too(
                 await asyncio.sleep(60)
 
     async def end_all() -> None:
-        while not is_over.is_set():
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
                 task.cancel()
             await asyncio.sleep(0.01)
 
     async def begin() -> None:
         engine._home.spawn(outlive_cancellations())
         tasks.append(asyncio.get_running_loop().create_task(end_all()))
-
-    async def others_ended() -> None:
-        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
 
     thread.call(begin())
     with caplog.at_level("WARNING"):
@@ -90,8 +88,7 @@ def test_a_close_while_the_loop_ends_all_its_tasks_ends_servers_and_scratch_too(
     assert "The event loop of SGLangEngine ended" in caplog.text
     assert not engine.fleet.servers[0].is_alive()
     assert not Path(engine._scratch.name).exists()
-    thread.call(others_ended())
-    thread.close(lambda: asyncio.sleep(0), 60)
+    thread.close(lambda: asyncio.wait(tasks), 60)
 
 
 def test_a_step_of_the_close_that_raises_skips_no_other_and_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +114,67 @@ def test_a_step_of_the_close_that_raises_skips_no_other_and_hides_no_error(monke
     assert not servers[0].is_alive()
     assert not Path(engine._scratch.name).exists()
     engine._home.close(engine._leave_loop)
+
+
+# ---------------------------------------------------------------------- a request that is lost, a server that returns
+
+
+def engine_on(server: FakeServerProcess, **arguments: Any) -> SGLangEngine:
+    engine = SGLangEngine(urls=[server.url], **{"probe_interval_s": 0.1, **arguments})
+    engine.start(CONFIG)
+    engine.load_weights(iter(WEIGHTS), weight_version=0)
+    return engine
+
+
+def generate(engine: SGLangEngine, num_tokens: int) -> Any:
+    sampling = Sampling(max_new_tokens=num_tokens, seed=3)
+    return asyncio.run(engine.generate([1], sampling, session="s"))[0]
+
+
+def test_by_default_a_lost_request_is_repeated_before_the_run_ends() -> None:
+    assert Timeouts().generate_s <= StalenessControl(0).rollout_timeout_s / 2
+
+
+def test_a_request_that_the_server_lost_is_sent_again_and_the_server_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "ABORT_TIMEOUT_S", 0.2)
+    with FakeServerProcess() as server:
+        engine = engine_on(server, timeouts=Timeouts(generate_s=0.3))
+        server.fault("hang", "/generate")
+        assert len(generate(engine, 5).token_ids) == 5
+        assert server.stats()["requests"]["/generate"] == 2
+        assert engine.pool.servers[server.url].state == "routable"
+        engine.close()
+
+
+def test_a_generation_longer_than_its_deadline_keeps_its_tokens() -> None:
+    with FakeServerProcess(seconds_per_token=0.02) as server:
+        engine = engine_on(server, timeouts=Timeouts(generate_s=0.3))
+        completion = generate(engine, 40)
+        assert len(completion.token_ids) == 40
+        requests = server.stats()["requests"]
+        assert requests["/generate"] == requests["/abort_request"] + 1 > 1
+        engine.close()
+
+
+def test_the_only_server_returns_when_it_answers_again() -> None:
+    with FakeServerProcess() as server:
+        engine = engine_on(server, timeouts=Timeouts(hang_s=0.3))
+
+        async def scenario() -> Any:
+            server.kill()
+            await until(lambda: engine.pool.servers[server.url].state == "lost")
+            request = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="s"))
+            loading = asyncio.create_task(asyncio.to_thread(engine.load_weights, iter(WEIGHTS), weight_version=1))
+            await asyncio.sleep(0.1)
+            assert not request.done()
+            server.start(server.port)  # as `lightrl serve` does
+            await loading
+            return (await request)[0]
+
+        assert asyncio.run(asyncio.wait_for(scenario(), 60)).token_ids
+        assert engine.weight_version == 1
+        assert engine.pool.servers[server.url].state == "routable"
+        engine.close()
 
 
 # ---------------------------------------------------------------------- an address that is wrong

@@ -175,7 +175,7 @@ def test_when_all_servers_are_dead_the_error_says_what_became_of_each(
     scripted: Callable[..., FakeServerProcess],
 ) -> None:
     servers = [scripted(**SLOWLY), scripted(**SLOWLY)]
-    engine = engine_on(servers)
+    engine = engine_on(servers, timeouts=Timeouts(server_wait_s=0.5))
 
     async def scenario() -> None:
         task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s", n=4))

@@ -199,6 +199,6 @@ class ServerFleet:
             self._on_started(server.url)
         except LightRLError as error:
             return str(error)
-        except Exception as error:  # a full disk, no more processes, threads or memory: nobody else watches this server
+        except Exception as error:  # noqa: BLE001  # a full disk, no more processes, threads or memory: nobody else watches this server
             return f"{type(error).__name__}: {error}"
         return None
