@@ -37,12 +37,13 @@ from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.request import RequestPictures
+from lightrl.engines.sglang.routes import remote_servers, trainer_address
 from lightrl.engines.sglang.sync import ServerSync
 from lightrl.engines.sglang.sync_report import SyncReport
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.transports import TransportName, make_transport
 from lightrl.engines.sglang.writer import Writer
-from lightrl.errors import EngineError
+from lightrl.errors import EngineError, EngineUnreachable
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
@@ -81,7 +82,10 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         token: the servers' API key; those we start get a random one. None reads LIGHTRL_SERVER_TOKEN.
         transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU) or `tensor` (same host; SGLang
             demands a pickle, see weights/shared_memory.py).
-        weight_folder: of the disk transport, visible to trainer and servers; None takes a temporary one.
+        weight_folder: of the disk transport, visible to trainer and servers under this path; None takes a temporary
+            one of this machine.
+        trainer_host: address of this machine that servers elsewhere connect to for `distributed`; None is that of the
+            route to them.
         weights_dtype: that the servers need, such as `bfloat16`; None sends the trainer's own.
         placement: `separate` from the trainer's devices, or `colocated` on them: servers release their memory while the
             trainer updates. This needs `enable_memory_saver: true` and `StalenessControl(0)`.
@@ -110,6 +114,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         token: str | None = None,
         transport: TransportName = "disk",
         weight_folder: str | None = None,
+        trainer_host: str | None = None,
         weights_dtype: str | None = None,
         placement: Literal["separate", "colocated"] = "separate",
         interrupt: Literal["retract", "abort"] = "retract",
@@ -145,6 +150,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         self.token = token
         self.transport = transport
         self.weight_folder = weight_folder
+        self.trainer_host = trainer_host
         self.weights_dtype = weights_dtype
         self.placement = placement
         self.interrupt = interrupt
@@ -187,6 +193,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         if self._is_open:
             raise EngineError("SGLangEngine is already started. Close it first.")
         urls = self.urls if self.urls is not None or self.num_servers is not None else addresses_from_environment()
+        self._check_routes([as_url(url) for url in urls or ()])
         self.weight_version = -1
         text_config = config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
@@ -286,11 +293,34 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         """The dtypes of the weights that are sent, and of the servers as far as `server_args` tells."""
         return {self.weights_dtype or "float32", str(self.server_args.get("dtype", "auto"))}
 
+    def _check_routes(self, urls: Sequence[str]) -> None:
+        """Refuses a transport that cannot reach these servers."""
+        try:
+            remote = remote_servers(urls)
+            if self.transport == "distributed":
+                trainer_address(urls, self.trainer_host)
+        except EngineUnreachable:
+            return  # `reach` waits for it, and reports it
+        if remote and self.transport == "tensor":
+            raise ValueError(f"transport: tensor needs servers on this machine; {remote[0]} is elsewhere. Use disk.")
+        if remote and self.transport == "disk" and self.weight_folder is None:
+            raise ValueError(
+                f"{remote[0]} is on another machine and cannot see this one's temporary folder. Set weight_folder to a "
+                "folder that both see under the same path, or use transport: distributed."
+            )
+
     def _assemble(self, config: PretrainedConfig, scratch: Path) -> Members:
         folder = Path(self.weight_folder) if self.weight_folder is not None else scratch / "weights"
         dtype = getattr(torch, self.weights_dtype) if self.weights_dtype is not None else None
         sync = ServerSync(
-            make_transport(self.transport, config, dtype=dtype, folder=folder, sync_s=self.timeouts.sync_s),
+            make_transport(
+                self.transport,
+                config,
+                dtype=dtype,
+                folder=folder,
+                sync_s=self.timeouts.sync_s,
+                trainer_host=self.trainer_host,
+            ),
             timeout_s=self.timeouts.sync_s,
             verify=self.verify_sync,
             memory=EngineMemory() if self.placement == "colocated" else None,

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
+import secrets
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.routes import interface_of, trainer_address
 from lightrl.engines.sglang.sync_report import Fleet
 from lightrl.engines.sglang.transports.streaming import Streaming, num_ranks
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm
 from lightrl.weights.broadcast import listen
 
-_HOST = "127.0.0.1"  # of the group's store
-_GROUP_NUMBERS = itertools.count()
 _SERVER_GRACE_S = 10.0  # a server's own deadline is the group's; its answer may come a little later
 
 
@@ -26,12 +25,21 @@ class BroadcastTransport(Streaming):
     The group is built at the first sync, and again whenever the set of servers changes. A server that dies half-way
     breaks it for all, a hanging one after `transfer_timeout_s`; the others then get everything from the copy, in a new
     group. The deadline holds for one bucket, and for the group to form.
+
+    The group meets at `trainer_host`, by default our address on the route to the servers, at a port of this address
+    alone and under a name that nobody can guess.
     """
 
     def __init__(
-        self, form: ServerForm | None = None, *, device: str = "cpu", transfer_timeout_s: float = 120.0
+        self,
+        form: ServerForm | None = None,
+        *,
+        device: str = "cpu",
+        transfer_timeout_s: float = 120.0,
+        trainer_host: str | None = None,
     ) -> None:
         super().__init__(form)
+        self.trainer_host = trainer_host
         self.device = device
         self.transfer_timeout_s = transfer_timeout_s
         self._group: BroadcastGroup | None = None
@@ -60,21 +68,25 @@ class BroadcastTransport(Streaming):
         fleet.check_some_left()
         offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
         world_size = 1 + sum(sizes.values())
-        name, listener = f"lightrl-{os.getpid()}-{next(_GROUP_NUMBERS)}", listen(_HOST)
+        try:
+            host = trainer_address(sizes, self.trainer_host)
+        except (ValueError, EngineError) as error:  # the network has changed since the start
+            raise WeightSyncError(str(error)) from error
+        name, listener = f"lightrl-{secrets.token_hex(16)}", listen(host)
         port = listener.getsockname()[1]
         backend = "gloo" if self.device == "cpu" else "nccl"
         joining = asyncio.ensure_future(
             in_thread(
                 lambda: BroadcastGroup(
-                    _HOST, port, rank=0, world_size=world_size, name=name, backend=backend,
-                    timeout_s=self.transfer_timeout_s, listener=listener,
+                    host, port, rank=0, world_size=world_size, name=name, backend=backend,
+                    timeout_s=self.transfer_timeout_s, listener=listener, interface=interface_of(host),
                 )
             )
         )  # fmt: skip
         trying = Fleet(fleet.clients, fleet.timeout_s)  # one that does not join makes all others fail
         await trying.ask(
             lambda client: client.init_weights_group(
-                name, master_address=_HOST, master_port=port, rank_offset=offsets[client.url],
+                name, master_address=host, master_port=port, rank_offset=offsets[client.url],
                 world_size=world_size, backend=backend, timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S,
             )
         )  # fmt: skip
