@@ -135,7 +135,7 @@ def test_the_address_is_by_default_that_of_the_route() -> None:
 
 
 def test_an_unknown_server_is_named() -> None:
-    with pytest.raises(EngineUnreachable, match="There is no route to http://no-such-host.invalid:1"):
+    with pytest.raises(EngineUnreachable, match=r"There is no route to http://no-such-host\.invalid:1"):
         trainer_address(["http://no-such-host.invalid:1"])
 
 

@@ -47,7 +47,7 @@ class Loading:
         self._home = home
         self._members = members
         self._writer = writer
-        self._sync = sync
+        self._sync = replace(sync, hold_requests=writer.close_gate)
         self._memory = sync.memory
         self._timeouts = timeouts
         self._is_aborting = is_aborting
@@ -82,7 +82,8 @@ class Loading:
         with self.lock:
             if self._is_over or self.weight_version < 0 or not self._sync.transport.holds(self.weight_version):
                 return
-            sync = replace(self._sync, memory=None)  # it has released nothing
+            # It has released nothing, and the others go on.
+            sync = replace(self._sync, memory=None, hold_requests=lambda: None)
             clients = [self._members.clients[url]]
             report = sync.load_from_thread(self._home.loop, clients, None, weight_version=self.weight_version)
             self._home.call(self._end([url], report), self._timeouts.request_s)

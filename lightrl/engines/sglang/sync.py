@@ -17,7 +17,7 @@ import concurrent.futures
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightrl.engines.sglang.bucket_feed import LOOP_ENDED, BucketFeed, wait_while_running
@@ -41,6 +41,7 @@ class ServerSync:
     timeout_s: float = 600.0  # for each request and each bucket
     verify: bool = True  # checks the version that each server reports, and that the checksums of several agree
     memory: EngineMemory | None = None  # of colocated servers: weights get theirs before the load, the rest after it
+    hold_requests: Callable[[], object] = lambda: None  # called before the pause, which would queue behind new ones
 
     async def load(
         self,
@@ -138,6 +139,7 @@ class ServerSync:
                 raise WeightSyncError("the transport no longer holds it, sync again")
             fleet.check_some_left()
         with _timed(report, "pause"):
+            self.hold_requests()
             await self._pause(fleet)
             fleet.check_some_left()
         with _timed(report, "load"):

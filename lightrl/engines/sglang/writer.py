@@ -111,9 +111,13 @@ class Writer:
         """Leaves it to a load to pause and resume these servers, until `release`."""
         self._lent_urls.update(urls)
 
-    async def hold(self, urls: Collection[str], *, is_aborting: bool) -> None:
-        """New requests wait until `release`. With `is_aborting`, those in flight return with what they have."""
+    def close_gate(self) -> None:
+        """New requests wait until `release`. A server reads a pause only after what was sent before it."""
         self.is_held = True
+
+    async def hold(self, urls: Collection[str], *, is_aborting: bool) -> None:
+        """Closes the gate. With `is_aborting`, requests in flight return with what they have."""
+        self.close_gate()
         deadline = time.monotonic() + self._timeouts.sync_s
         while is_aborting and self.num_running and time.monotonic() < deadline:
             for url in urls:
