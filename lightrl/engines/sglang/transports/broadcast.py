@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.client import SGLangClient
@@ -16,6 +18,7 @@ from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm
 from lightrl.weights.broadcast import listen
 
+_T = TypeVar("_T")
 _SERVER_GRACE_S = 10.0  # a server's own deadline is the group's; its answer may come a little later
 
 
@@ -48,7 +51,8 @@ class BroadcastTransport(Streaming):
     async def close(self) -> None:
         group, self._group, self._members = self._group, None, []
         if group is not None:
-            await in_thread(group.close)
+            with contextlib.suppress(asyncio.TimeoutError):  # NCCL may wait for a member that is gone
+                await asyncio.wait_for(in_thread(group.close), _SERVER_GRACE_S)
 
     async def _connect(self, fleet: Fleet) -> None:
         if self._group is not None and self._members == [client.url for client in fleet.clients]:
@@ -76,11 +80,14 @@ class BroadcastTransport(Streaming):
         port = listener.getsockname()[1]
         backend = "gloo" if self.device == "cpu" else "nccl"
         joining = asyncio.ensure_future(
-            in_thread(
-                lambda: BroadcastGroup(
-                    host, port, rank=0, world_size=world_size, name=name, backend=backend,
-                    timeout_s=self.transfer_timeout_s, listener=listener, interface=interface_of(host),
-                )
+            _within(
+                in_thread(
+                    lambda: BroadcastGroup(
+                        host, port, rank=0, world_size=world_size, name=name, backend=backend,
+                        timeout_s=self.transfer_timeout_s, listener=listener, interface=interface_of(host),
+                    )
+                ),
+                2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store has one deadline, the group another
             )
         )  # fmt: skip
         trying = Fleet(fleet.clients, fleet.timeout_s)  # one that does not join makes all others fail
@@ -128,7 +135,7 @@ class BroadcastTransport(Streaming):
                 failed.append(client.url)
                 raise
 
-        sending = asyncio.ensure_future(in_thread(send))
+        sending = asyncio.ensure_future(_within(in_thread(send), self.transfer_timeout_s + _SERVER_GRACE_S))
         telling = Fleet(fleet.clients, fleet.timeout_s)
         await telling.ask(tell)
         with contextlib.suppress(WeightSyncError):
@@ -143,3 +150,13 @@ class BroadcastTransport(Streaming):
         raise WeightSyncError(
             f"the group broke: {'; '.join(telling.lost.values()) or sending.exception()}"
         ) from sending.exception()
+
+
+async def _within(step: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+    """For what has a deadline of its own that it may not keep, such as NCCL on a device that hangs."""
+    try:
+        return await asyncio.wait_for(step, timeout_s)
+    except asyncio.TimeoutError as error:
+        raise WeightSyncError(
+            f"This process did not send within {timeout_s:g} s: its device or network hangs. Check the trainer's GPU."
+        ) from error
