@@ -41,6 +41,7 @@ class Hosts:
         self.num = num
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # 0 is the switch
         self._pids: dict[int, int] = {}
+        self._commands: list[subprocess.Popen[Any]] = []
 
     @staticmethod
     def address(number: int) -> str:
@@ -51,7 +52,8 @@ class Hosts:
         environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", **options.pop("env", {})}
         enter = ["nsenter", "-t", str(self._pids[number]), "-n", "-p", "-m"]
-        return subprocess.Popen([*enter, *command], env=environment, **options)
+        self._commands.append(subprocess.Popen([*enter, *command], env=environment, **options))
+        return self._commands[-1]
 
     def cut(self, number: int) -> None:
         self._on_switch(f"ip link set port{number} down")
@@ -77,9 +79,11 @@ class Hosts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
+        for process in [*self._processes.values(), *self._commands]:
             process.kill()
             process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
     def _start(self, number: int) -> None:
         process = subprocess.Popen([*_APART, "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE)
