@@ -46,9 +46,10 @@ def to_trainer(trainer: RLTrainer) -> None:
     engine, ranks = colocated_engine(trainer), ranks_of(trainer.strategy)
     if engine is None:
         return
-    if ranks.is_main:
-        engine.make_room()
-    ranks.broadcast_json(None)  # no rank takes memory before the engine has released it
+    with ranks.own_deadline():
+        if ranks.is_main:
+            engine.make_room()
+        ranks.broadcast_json(None)  # no rank takes memory before the engine has released it
     move_optimizer_state(trainer.optimizers, trainer.strategy.root_device)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from lightrl.callbacks import colocation, probe
@@ -15,7 +15,7 @@ from lightrl.errors import EngineTimeout, LightRLError, WeightSyncError
 from lightrl.module import RLModule
 from lightrl.rollout import Rollout
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import ranks_of
+from lightrl.strategies import Ranks, ranks_of
 from lightrl.weights import Bucket, HostCopy
 
 if TYPE_CHECKING:
@@ -151,14 +151,15 @@ class WeightSync(RLCallback):
         self._finish(trainer, module)
         start = time.perf_counter()
         scores = self._score(trainer, module, weight_version)
-        buckets = module.parallel_models["policy"].full_parameters(self.bucket_bytes)
+        ranks = ranks_of(trainer.strategy)
+        buckets = _gathered(module.parallel_models["policy"].full_parameters(self.bucket_bytes), ranks)
         if self.blocking:
-            trainer.rollout.load_weights(buckets, weight_version=weight_version)
-            self._acknowledge(trainer, module, weight_version, scores)
+            with ranks.own_deadline():  # the engine's
+                trainer.rollout.load_weights(buckets, weight_version=weight_version)
+                self._acknowledge(trainer, module, weight_version, scores)
         else:
-            is_main = ranks_of(trainer.strategy).is_main
             self._load = _BackgroundLoad(weight_version, scores)
-            self._load.start(trainer.rollout.local if is_main else None, self._copy, buckets)
+            self._load.start(trainer.rollout.local if ranks.is_main else None, self._copy, buckets)
         self.last_sync_s = time.perf_counter() - start
 
     def _finish(self, trainer: RLTrainer, module: RLModule) -> None:
@@ -166,8 +167,10 @@ class WeightSync(RLCallback):
         load, self._load = self._load, None
         if load is None:
             return
-        error = load.wait(self.sync_timeout_s)
-        message = ranks_of(trainer.strategy).broadcast_json(None if error is None else str(error))
+        ranks = ranks_of(trainer.strategy)
+        with ranks.own_deadline():
+            error = load.wait(self.sync_timeout_s)
+            message = ranks.broadcast_json(None if error is None else str(error))
         if error is not None:
             raise error
         if message is not None:
@@ -227,6 +230,18 @@ class WeightSync(RLCallback):
         if not self._has_logged_unprobed and trainer.is_global_zero:
             log.info("%s cannot score tokens: weight syncs are not probed.", type(trainer.rollout.engine).__name__)
         self._has_logged_unprobed = True
+
+
+def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:
+    """The buckets; the ranks watch each other while they gather one, not while the engine takes it."""
+    iterator = iter(buckets)
+    while True:
+        with ranks.own_deadline(False):
+            bucket = next(iterator, None)
+        if bucket is None:
+            return
+        yield bucket
+        del bucket  # else it stays alive while the next is gathered
 
 
 class _BackgroundLoad:

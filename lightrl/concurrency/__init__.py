@@ -5,6 +5,7 @@ Reading order:
     wake_up.py       calls and results for event loops, from other threads
     in_thread.py     a blocking function in a thread, awaited
     call_within.py   user code with a deadline, which never blocks the loop
+    call_all.py      every step of an end, whatever the others raise
     parent_guard.py  child processes that end with their parent, whatever happens to it
 
 May import: nothing of lightrl but errors.

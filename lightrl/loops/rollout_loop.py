@@ -255,7 +255,7 @@ class RolloutLoop(_AutomaticOptimization):
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        with self.trainer.profiler.profile(f"rl/{name}"), self.ranks.phase(name, has_own_deadline=name == "sync"):
+        with self.trainer.profiler.profile(f"rl/{name}"), self.ranks.phase(name):
             yield
         seconds = self.trainer.phase_seconds
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start

@@ -5,16 +5,17 @@ It checks their settings before a device is touched, logs what follows from them
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightrl.concurrency.call_all import call_all
 from lightrl.data import PromptStream, prompt_source
 from lightrl.dataflow import DataFlowGraph
 from lightrl.engines import LocalEngine
@@ -98,14 +99,14 @@ class RolloutStage:
         May be called again, after a Ctrl-C that cut the first call short.
         """
         vars(self.trainer.precision_plugin).pop("convert_input", None)
-        with contextlib.ExitStack() as stack:
-            if self._engine_is_open:
-                stack.callback(self._close_engine)
-            if self._judge is not None:
-                stack.callback(self._close_judge)
-            if self.trainer.open_rollout is not None:
-                stack.callback(self._close_rollout)
-                self.resume.keep_rollout()
+        steps: list[Callable[[], None]] = []
+        if self.trainer.open_rollout is not None:
+            steps += [self.resume.keep_rollout, self._close_rollout]
+        if self._judge is not None:
+            steps.append(self._close_judge)
+        if self._engine_is_open:
+            steps.append(self._close_engine)
+        call_all(*steps)
 
     def _close_rollout(self) -> None:
         self.trainer.rollout.close()

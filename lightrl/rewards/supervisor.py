@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import threading
 import time
 from collections import deque
@@ -30,11 +31,14 @@ from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome, killed_error, timeout_error
 from lightrl.trajectory import Trajectory
 
+log = logging.getLogger(__name__)
+
 _TICK_S = 0.1  # how often a waiting supervising thread checks whether it was closed
 _ASYNC_GRACE_S = 1.0  # the worker cancels an overdue async call itself; it is ended only if that fails
 _MAX_BATCH = 64
 _MAX_BATCH_BYTES = 1 << 20
 _MAX_RESTARTS = 3
+_RESTART_WAIT_S = 1.0
 _CLOSE_TIMEOUT_S = 10.0
 
 Request = TypeVar("Request")
@@ -183,6 +187,7 @@ class Supervisor(Generic[Request]):
     def _supervise(self) -> None:
         worker: Worker[Request] | None = None
         spare: Worker[Request] | None = None  # starts while the worker works; exists after the first replacement
+        batch: list[_Call[Request]] = []
         try:
             worker = self._new_worker()
             deaths = num_calls = 0
@@ -194,8 +199,8 @@ class Supervisor(Generic[Request]):
                     if is_usable and (self._recycle_after is None or num_calls < self._recycle_after):
                         continue
                     if is_usable:  # it works until its successor is ready
-                        spare = spare or self._make_worker()
-                        if not spare.is_ready(0.0):
+                        spare = spare or self._started_spare()
+                        if spare is None or not spare.is_ready(0.0):
                             continue
                 else:  # it died while idle: no trajectory is at fault
                     self._put_back(batch)
@@ -206,11 +211,13 @@ class Supervisor(Generic[Request]):
                 worker, spare = spare, None  # so that whatever is raised ends both
                 worker = self._new_worker(worker)
                 num_calls = 0
-                spare = self._make_worker() if self._refusal is None else None
-        except (ValueError, WorkerDied) as error:
+                spare = self._started_spare() if self._refusal is None else None
+        except Exception as error:  # noqa: BLE001  # nobody else answers the calls, which would wait for ever
             if not self._ready.done():
-                self._ready.set_exception(error)
-            self._refuse(f"Reward function {self._name} has no worker left: {error}")
+                self._ready.set_exception(error if isinstance(error, ValueError) else WorkerDied(str(error)))
+            what = str(error) if isinstance(error, (ValueError, WorkerDied)) else repr(error)
+            self._refuse(f"Reward function {self._name} has no worker left: {what}")
+            _settle((call, RewardError(str(self._refusal), reason="killed")) for call in batch)  # those not yet judged
         finally:
             for each in (worker, spare):
                 if each is not None:
@@ -221,15 +228,32 @@ class Supervisor(Generic[Request]):
     def _new_worker(self, worker: Worker[Request] | None = None) -> Worker[Request]:
         """A worker that is ready, this one if possible; if this is being closed, one that is still starting."""
         for attempt in range(1 + _MAX_RESTARTS):
-            worker = worker if worker is not None and attempt == 0 else self._make_worker()
             try:
+                worker = worker or self._started()
                 self._wait_until_ready(worker)
                 return worker
             except (ValueError, WorkerDied):
-                worker.end()
+                if worker is not None:
+                    worker.end()
                 if attempt == _MAX_RESTARTS or not self._ready.done():  # the very first one: fail at once
                     raise
+                worker = None
+                time.sleep(_RESTART_WAIT_S * attempt)  # a machine without processes or memory may have some soon
         raise AssertionError("the last attempt returns or raises")
+
+    def _started(self) -> Worker[Request]:
+        try:
+            return self._make_worker()
+        except (OSError, MemoryError, RuntimeError) as error:  # no more processes, threads, memory or disk
+            raise WorkerDied(f"its worker could not be started: {error!r}.") from error
+
+    def _started_spare(self) -> Worker[Request] | None:
+        """None if the machine cannot start one now; the next one may."""
+        try:
+            return self._started()
+        except WorkerDied as error:
+            log.warning("Reward function %s has no spare worker: %s", self._name, error)
+            return None
 
     def _wait_until_ready(self, worker: Worker[Request]) -> None:
         deadline = time.monotonic() + self._startup_timeout_s

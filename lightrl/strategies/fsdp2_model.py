@@ -101,7 +101,9 @@ class FSDP2Model(SingleModel):
 
     @torch.no_grad()
     def _full(self) -> Iterator[tuple[str, Tensor]]:
-        yield from merged_parameters(self.model, whole)
+        for named in merged_parameters(self.model, whole):
+            self.ranks.step()
+            yield named
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
         """How often to call the model for each microbatch: as often as the rank that needs most."""

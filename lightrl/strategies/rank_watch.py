@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -115,6 +115,18 @@ class RankWatch:
     def leave(self) -> None:
         self._phases.pop()
         self._restart_clock()
+
+    @contextlib.contextmanager
+    def own_deadline(self, is_on: bool) -> Iterator[None]:
+        """Within the current phase: whether what happens inside has its own timeout. No step and no new phase."""
+        phase, before = self._phases[-1]
+        self._phases[-1] = (phase, is_on)
+        self._stepped_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._phases[-1] = (phase, before)
+            self._stepped_s = time.monotonic()
 
     def step(self) -> None:
         self._num_steps += 1

@@ -140,6 +140,11 @@ class Ranks:
         """Names what this rank does inside, for the error about a rank that hangs."""
         yield
 
+    @contextlib.contextmanager
+    def own_deadline(self, is_on: bool = True) -> Iterator[None]:
+        """Within a phase: what happens inside has its own timeout, or no longer has one."""
+        yield
+
     def begin(self) -> None:
         """Startup, including engines, is over."""
 
@@ -189,6 +194,11 @@ class ProcessRanks(Ranks):
         self.watch.enter(name, has_own_deadline=has_own_deadline)
         yield
         self.watch.leave()  # not after an error: its report names the phase
+
+    @contextlib.contextmanager
+    def own_deadline(self, is_on: bool = True) -> Iterator[None]:
+        with self.watch.own_deadline(is_on):
+            yield
 
     def begin(self) -> None:
         self.watch.begin()

@@ -11,6 +11,7 @@ under a new name.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -21,6 +22,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from lightrl.errors import WeightSyncError
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class BroadcastGroup:
@@ -33,6 +36,7 @@ class BroadcastGroup:
         backend: `nccl` between GPUs, `gloo` for the CPU.
         timeout_s: for the others to join, and for each transfer.
         listener: rank 0's socket at this port, see `listen`; the store takes it over.
+        interface: of the network, for gloo, unless GLOO_SOCKET_IFNAME names one; NCCL reads NCCL_SOCKET_IFNAME.
     """
 
     def __init__(
@@ -46,14 +50,15 @@ class BroadcastGroup:
         backend: str = "gloo",
         timeout_s: float = 120.0,
         listener: socket.socket | None = None,
+        interface: str | None = None,
     ) -> None:
         self.name = name
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._where = f"Weight group {name!r} at {host}:{port} with {world_size} members"
+        self._where = f"The weight group at {host}:{port} with {world_size} members"  # its name is a secret
         group_name: Any = name  # torch's GroupName, a str
         timeout = timedelta(seconds=timeout_s)
-        with self._translated("did not form"):
+        with self._translated("did not form"), _gloo_interface(interface):
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True,
                 master_listen_fd=None if listener is None else listener.detach(),
@@ -97,13 +102,21 @@ class BroadcastGroup:
 
 
 def listen(host: str = "127.0.0.1") -> socket.socket:
-    """A socket of rank 0 at a free port: it listens before any member joins, and no other program takes the port.
+    """A socket of rank 0 at a free port of this address alone, one of this machine's.
 
-    On the loopback if `host` is there, else on all addresses of this machine, since `host` may be a name that only
-    other machines know.
+    It listens before any member joins, and no other program takes the port.
     """
-    if host in ("127.0.0.1", "localhost"):
-        return socket.create_server((host, 0))
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+@contextlib.contextmanager
+def _gloo_interface(name: str | None) -> Iterator[None]:
+    """Groups that form inside use this network interface; otherwise gloo uses that of the machine's own name."""
+    if name is None or _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(_GLOO_INTERFACE, None)

@@ -57,3 +57,16 @@ def test_a_loop_that_has_ended_is_an_error_not_a_wait(
     with pytest.raises(WeightSyncError, match="event loop of the engine's requests ended during a weight sync"), feed:
         feed.put(buckets[0])
     loop.close()
+
+
+def test_a_blocked_loop_is_an_error_that_says_so(
+    loop: asyncio.AbstractEventLoop, buckets: list[Bucket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_feed, "LOOK_S", 0.01)
+    monkeypatch.setattr(bucket_feed, "BLOCKED_S", 0.1)
+    unblocked = threading.Event()
+    loop.call_soon_threadsafe(unblocked.wait, 30)
+    feed = BucketFeed(loop)
+    with pytest.raises(WeightSyncError, match=r"did not answer for 0\.1 s during a weight sync"), feed:
+        feed.put(buckets[0])
+    unblocked.set()

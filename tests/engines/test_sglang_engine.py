@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,7 @@ def test_when_all_servers_are_dead_the_error_says_what_became_of_each(
     scripted: Callable[..., FakeServerProcess],
 ) -> None:
     servers = [scripted(**SLOWLY), scripted(**SLOWLY)]
-    engine = engine_on(servers)
+    engine = engine_on(servers, timeouts=Timeouts(server_wait_s=0.5))
 
     async def scenario() -> None:
         task = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=NUM_TOKENS), session="s", n=4))
@@ -228,6 +229,36 @@ def test_a_paused_server_goes_on_though_its_request_has_ended_meanwhile(
         await asyncio.gather(task, return_exceptions=True)
         await engine.resume()
         assert len((await engine.generate([1], Sampling(max_new_tokens=3), session="s"))[0].token_ids) == 3
+
+    run(scenario())
+    engine.close()
+
+
+def test_requests_are_sent_while_weights_are_staged_and_wait_from_the_pause_on(
+    scripted: Callable[..., FakeServerProcess],
+) -> None:
+    server = scripted()
+    engine = engine_on([server])
+    is_staging, may_go_on = threading.Event(), threading.Event()
+
+    def staged() -> Iterator[Bucket]:
+        is_staging.set()
+        may_go_on.wait(60)
+        yield from WEIGHTS
+
+    async def scenario() -> None:
+        loading = asyncio.create_task(asyncio.to_thread(engine.load_weights, staged(), weight_version=1))
+        await until(is_staging.is_set)
+        during = await engine.generate([1], Sampling(max_new_tokens=3), session="s")
+        assert during[0].weight_versions == [0, 0, 0]
+        server.fault("slow", "/pause_generation", seconds=2)
+        may_go_on.set()
+        await until(lambda: server.stats()["requests"]["/pause_generation"] == 2)
+        late = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="s"))
+        await until(lambda: engine.queue_depths()["waiting"] == 1)
+        assert server.stats()["requests"]["/generate"] == 1
+        await loading
+        assert (await late)[0].weight_versions == [1, 1, 1]
 
     run(scenario())
     engine.close()

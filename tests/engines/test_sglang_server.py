@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
@@ -497,6 +498,30 @@ def test_a_server_that_does_not_take_the_weights_is_tried_again(small_server, fl
     os.kill(ask(servers[0])["pid"], signal.SIGKILL)
     assert seen.is_there.wait(30)
     assert [what for what, _ in seen.events] == ["lost", "started"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EAGAIN, "no more processes"), OSError(errno.ENOSPC, "no space"), MemoryError()],
+    ids=["EAGAIN", "a full disk", "MemoryError"],
+)  # fmt: skip
+def test_a_restart_that_the_machine_cannot_do_now_is_tried_again(error, small_server, fleet, monkeypatch, caplog):
+    servers = [small_server()]
+    running, seen = fleet(servers)
+    running.start()
+    start, failures = servers[0].start, [error, error]
+
+    def start_later() -> None:
+        if failures:
+            raise failures.pop()
+        start()
+
+    monkeypatch.setattr(servers[0], "start", start_later)
+    os.kill(ask(servers[0])["pid"], signal.SIGKILL)
+    assert seen.is_there.wait(30)
+    assert [what for what, _ in seen.events] == ["lost", "started"]
+    said = [message for message in caplog.messages if "server 0 could not be restarted" in message]
+    assert len(said) == 2
+    assert type(error).__name__ in said[0] or "BlockingIOError" in said[0]
 
 
 def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(small_server, fleet):

@@ -52,6 +52,23 @@ def test_servers_take_the_version_and_go_on(folder, two_servers):
         assert "/flush_cache" not in stats["requests"]  # once, with the update
 
 
+def test_a_disk_that_hangs_pauses_no_server_and_is_named_at_the_deadline(folder, two_servers):
+    is_over = threading.Event()
+
+    class Hanging(WeightFolder):
+        """As a network folder whose server is gone."""
+
+        def begin(self, weight_version):
+            is_over.wait(60)
+            return super().begin(weight_version)
+
+    hanging = Hanging(folder.root, CONFIG, form=ServerForm(), is_durable=False)
+    with pytest.raises(SyncFailed, match=r"did not finish a step within engine.timeouts.sync_s=0\.5.*network folder"):
+        sync(two_servers, DiskTransport(hanging), weights(1), 1, timeout_s=0.5, previous_version=0)
+    is_over.set()
+    assert not any("/pause_generation" in server.stats()["requests"] for server in two_servers)
+
+
 def test_tokens_around_a_sync_carry_the_version_that_sampled_them(folder):
     with running(1, seconds_per_token=0.01) as servers:
         transport = DiskTransport(folder)

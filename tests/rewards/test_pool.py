@@ -17,7 +17,7 @@ import pytest
 from reward_functions import trajectory_that
 
 from lightrl.errors import RewardError
-from lightrl.rewards import Judgment, RewardPool
+from lightrl.rewards import Judgment, RewardPool, supervisor
 from lightrl.rewards.pool import encoded
 
 HERE = str(Path(__file__).parent)
@@ -248,6 +248,30 @@ def test_a_worker_that_was_killed_while_idle_costs_no_trajectory():
             os.kill(pid, signal.SIGKILL)
         assert wait_until_gone(killed)
         assert reasons(outcomes(pool, trajectory_that(), trajectory_that(give=2.0))) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("num_failures", [2, 1000], ids=["for a while", "for ever"])
+def test_a_machine_that_starts_no_processes_costs_no_trajectory_or_says_so(num_failures, monkeypatch):
+    monkeypatch.setattr(supervisor, "_RESTART_WAIT_S", 0.01)
+    with pool_of("obey") as pool:
+        make_worker, failures = pool._make_worker, [BlockingIOError(11, "no more processes")] * num_failures
+
+        def make_later():
+            if failures:
+                raise failures.pop()
+            return make_worker()
+
+        pool._make_worker = make_later
+        killed = descendants()
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        assert wait_until_gone(killed)
+        if num_failures == 2:
+            assert reasons(outcomes(pool, trajectory_that(), trajectory_that(give=2.0))) == [1.0, 2.0]
+        else:
+            results = outcomes(pool, trajectory_that(), trajectory_that())
+            assert all("has no worker left: its worker could not be started" in str(result) for result in results)
+            assert all("no more processes" in str(result) for result in results)
 
 
 def test_kill_9_of_the_trainer_ends_workers_and_what_they_started(tmp_path):

@@ -1,17 +1,20 @@
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from tiny import random_experience, random_trajectories
 
+from lightrl.callbacks.weight_sync import _gathered
 from lightrl.experience import Experience
 from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes, rewards_to_bytes, set_rewards
 from lightrl.strategies import rank_watch
 from lightrl.strategies.rank_watch import RankState, RankWatch, find_behind, hang_message
 from lightrl.strategies.ranks import Ranks, masked_row, nearest_divisors
 from lightrl.trajectory import Group, Turn
+from lightrl.weights import Bucket
 
 
 class OneOfSeveral(Ranks):
@@ -215,6 +218,54 @@ def test_a_phase_with_a_deadline_of_its_own_is_left_alone() -> None:
     watch.enter("sync", has_own_deadline=True)
     assert not ended.wait(0.6)
     watch.close()
+
+
+@pytest.mark.usefixtures("_quick_watch")
+def test_ranks_that_wait_for_the_engine_of_rank_0_are_left_alone() -> None:
+    store, ended = torch.distributed.HashStore(), threading.Event()
+    watches = [RankWatch(store, rank, 2, hang_timeout_s=0.1, end_process=ended.set) for rank in range(2)]
+    for watch in watches:
+        watch.begin()
+        watch.enter("sync")
+    watches[1].step()  # it has gathered the next parameter, and waits for rank 0 to do the same
+    with watches[0].own_deadline(True):
+        assert not ended.wait(0.6)
+    for watch in watches:
+        watch.close()
+
+
+@pytest.mark.usefixtures("_quick_watch")
+def test_a_rank_that_hangs_while_a_sync_gathers_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    store, ended = torch.distributed.HashStore(), threading.Event()
+    watches = [RankWatch(store, rank, 2, hang_timeout_s=0.3, end_process=ended.set) for rank in range(2)]
+    for watch in watches:
+        watch.begin()
+        watch.enter("sync")
+
+    def gathering(rank: int) -> Iterator[Bucket]:
+        watches[rank].step()
+        yield Bucket({}, is_last=False)
+        if rank == 0:  # rank 1 does not come
+            watches[rank].step()
+        ended.wait(30)
+
+    class Watched(Ranks):
+        def __init__(self, rank: int) -> None:
+            self.own_deadline = watches[rank].own_deadline  # type: ignore[method-assign,assignment]
+
+    def sync(rank: int) -> None:
+        with watches[rank].own_deadline(True):
+            for _ in _gathered(gathering(rank), Watched(rank)):
+                pass
+
+    threads = [threading.Thread(target=sync, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for watch in watches:
+        watch.close()
+    assert "It waits for rank 1." in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_quick_watch")

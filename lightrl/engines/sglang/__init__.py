@@ -2,6 +2,7 @@
 
 Reading order:
     engine.py        SGLangEngine and its settings; timeouts.py  its deadlines; addresses.py  servers started elsewhere
+      routes.py      which of them are on other machines, and our address for them
       home_loop.py   the event loop of everything below, and how other threads reach it
       members.py     which servers join, are lost, come back; pool.py  which one a request goes to
       writer.py      completions, request by request, whatever fails; request.py  the next request, and its answer

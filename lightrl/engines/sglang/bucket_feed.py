@@ -12,6 +12,11 @@ from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket
 
 LOOK_S = 1.0  # a waiting thread checks this often that the loop still runs
+BLOCKED_S = 60.0  # a loop that runs nothing for this long is blocked
+LOOP_ENDED = (
+    "The event loop of the engine's requests ended during a weight sync. The log says why; resume from the last "
+    "checkpoint."
+)
 
 
 class BucketFeed:
@@ -79,12 +84,24 @@ class BucketFeed:
 
 
 def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], object]) -> None:
-    """From another thread: calls `wait` with a number of seconds until it is true; raises if the loop has ended."""
-    num_silent = 0
+    """From another thread: calls `wait` with a number of seconds until it is true.
+
+    Raises:
+        WeightSyncError: if the loop has ended, or is blocked: then nothing on it keeps its deadline.
+    """
+    has_answered = threading.Event()
+    has_answered.set()
+    num_ended = num_silent = 0  # waits, not seconds: a stopped process is not a blocked loop
     while not wait(LOOK_S):
-        num_silent = 0 if loop.is_running() else num_silent + 1
-        if num_silent > 1:  # a loop that an exception has left may be restarting
+        num_ended = 0 if loop.is_running() else num_ended + 1
+        if num_ended > 1:  # a loop that an exception has left may be restarting
+            raise WeightSyncError(LOOP_ENDED)
+        num_silent = 0 if has_answered.is_set() else num_silent + 1
+        if num_silent * LOOK_S >= BLOCKED_S:
             raise WeightSyncError(
-                "The event loop of the engine's requests ended during a weight sync. The log says why; resume from the "
-                "last checkpoint."
+                f"The event loop of the engine's requests did not answer for {BLOCKED_S:g} s during a weight sync. A "
+                "workflow, environment or async reward blocks it: use await there, or move the work to a thread."
             )
+        if has_answered.is_set():
+            has_answered.clear()
+            wake_up(loop, has_answered.set)

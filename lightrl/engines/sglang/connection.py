@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
@@ -151,8 +152,8 @@ class Connection:
             ) from error
         self._last_path, self.last_answer_at = name, time.monotonic()
         if status >= 400:
-            hint = "Check the server's log." if status >= 500 else "Fix the request."
             text = _short(content.decode(errors="replace"))
+            hint = self._hint(status, name)
             raise ServerRefused(f"{self.url} answered {name} with HTTP {status}: {text}. {hint}", status=status)
         if read is None:
             return None
@@ -163,6 +164,15 @@ class Connection:
                 f"{self.url} answered {name} with {_short(content.decode(errors='replace'))!r}, which is not JSON. "
                 "Check that it is an SGLang server."
             ) from error
+
+    def _hint(self, status: int, path: str) -> str:
+        """What to do about an HTTP error."""
+        if status in (401, 403):
+            problem = "does not accept this token" if self._headers else "requires a token, and this run has none"
+            return f"The server {problem}. Set {TOKEN_VARIABLE}, or `token`, to the API key that it was started with."
+        if status == 404 and path == "/model_info":
+            return "This is not an SGLang server, or one older than 0.5. Fix the address."
+        return "Check the server's log." if status >= 500 else "Fix the request."
 
     def _session(self, kind: str) -> aiohttp.ClientSession:
         session = self._sessions.get(kind)

@@ -17,13 +17,14 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.concurrency.call_all import call_all
 from lightrl.engines.abilities import LivesOnLoop, NamesDtypes, Proof, ProvesWeights, ScoresTokens, SharesDevices
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
@@ -37,13 +38,14 @@ from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.request import RequestPictures
+from lightrl.engines.sglang.routes import remote_servers, trainer_address
 from lightrl.engines.sglang.sync import ServerSync
 from lightrl.engines.sglang.sync_report import SyncReport
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.transports import TransportName, make_transport
 from lightrl.engines.sglang.weight_proofs import WeightProofs
 from lightrl.engines.sglang.writer import Writer
-from lightrl.errors import EngineError
+from lightrl.errors import EngineError, EngineUnreachable
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, ServerForm
@@ -82,7 +84,10 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         token: the servers' API key; those we start get a random one. None reads LIGHTRL_SERVER_TOKEN.
         transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU) or `tensor` (same host; SGLang
             demands a pickle, see weights/shared_memory.py).
-        weight_folder: of the disk transport, visible to trainer and servers; None takes a temporary one.
+        weight_folder: of the disk transport, visible to trainer and servers under this path; None takes a temporary
+            one of this machine.
+        trainer_host: address of this machine that servers elsewhere connect to for `distributed`; None is that of the
+            route to them.
         weights_dtype: that the servers need, such as `bfloat16`; None sends the trainer's own.
         placement: `separate` from the trainer's devices, or `colocated` on them: servers release their memory while the
             trainer updates. This needs `enable_memory_saver: true` and `StalenessControl(0)`.
@@ -112,6 +117,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         token: str | None = None,
         transport: TransportName = "disk",
         weight_folder: str | None = None,
+        trainer_host: str | None = None,
         weights_dtype: str | None = None,
         placement: Literal["separate", "colocated"] = "separate",
         interrupt: Literal["retract", "abort"] = "retract",
@@ -147,6 +153,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         self.token = token
         self.transport = transport
         self.weight_folder = weight_folder
+        self.trainer_host = trainer_host
         self.weights_dtype = weights_dtype
         self.placement = placement
         self.interrupt = interrupt
@@ -189,6 +196,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         if self._is_open:
             raise EngineError("SGLangEngine is already started. Close it first.")
         urls = self.urls if self.urls is not None or self.num_servers is not None else addresses_from_environment()
+        self._check_routes([as_url(url) for url in urls or ()])
         self.weight_version = -1
         text_config = config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
@@ -222,21 +230,18 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         self._home.forget()
 
     def close(self) -> None:
-        """Ends the servers that were started here, and requests in flight."""
+        """Ends the servers that were started here, and requests in flight; each step whatever the others raise."""
         was_open, self._is_open = self._is_open, False
         if not was_open:
             return
-        fleet = self.fleet
-        if self._loading is not None:
-            with contextlib.suppress(EngineError):
-                self._loading.close()
-        self._home.close(self._leave_loop)
-        if fleet is not None:
-            fleet.stop(STOP_GRACE_S)
-        if self._loading is not None:
-            self._loading.close_transport()
-        if self._scratch is not None:
-            self._scratch.cleanup()
+        steps: list[Callable[[], object]] = [lambda: self._home.close(self._leave_loop)]
+        if (fleet := self.fleet) is not None:
+            steps.append(lambda: fleet.stop(STOP_GRACE_S))
+        if (loading := self._loading) is not None:
+            steps = [loading.close, *steps, loading.close_transport]
+        if (scratch := self._scratch) is not None:
+            steps.append(scratch.cleanup)
+        call_all(*steps)
 
     def queue_depths(self) -> dict[str, int]:
         writer = self._writer
@@ -298,6 +303,22 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         """How the last load of each serving server was checked, by address."""
         return self._loading.proofs() if self._loading is not None else {}
 
+    def _check_routes(self, urls: Sequence[str]) -> None:
+        """Refuses a transport that cannot reach these servers."""
+        try:
+            remote = remote_servers(urls)
+            if self.transport == "distributed":
+                trainer_address(urls, self.trainer_host)
+        except EngineUnreachable:
+            return  # `reach` waits for it, and reports it
+        if remote and self.transport == "tensor":
+            raise ValueError(f"transport: tensor needs servers on this machine; {remote[0]} is elsewhere. Use disk.")
+        if remote and self.transport == "disk" and self.weight_folder is None:
+            raise ValueError(
+                f"{remote[0]} is on another machine and cannot see this one's temporary folder. Set weight_folder to a "
+                "folder that both see under the same path, or use transport: distributed."
+            )
+
     def _assemble(self, config: PretrainedConfig, scratch: Path) -> Members:
         folder = Path(self.weight_folder) if self.weight_folder is not None else scratch / "weights"
         dtype = getattr(torch, self.weights_dtype) if self.weights_dtype is not None else None
@@ -311,7 +332,14 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
             probe_interval_s=self.probe_interval_s,
         )
         sync = ServerSync(
-            make_transport(self.transport, config, dtype=dtype, folder=folder, sync_s=self.timeouts.sync_s),
+            make_transport(
+                self.transport,
+                config,
+                dtype=dtype,
+                folder=folder,
+                sync_s=self.timeouts.sync_s,
+                trainer_host=self.trainer_host,
+            ),
             timeout_s=self.timeouts.sync_s,
             verify=self.verify_sync,
             proofs=WeightProofs(
@@ -385,9 +413,11 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
 
     async def _leave_loop(self) -> None:
         """Ends requests, watches and connections."""
-        await self._home.end_tasks()
-        if self._members is not None:
-            await self._members.disconnect()
+        try:
+            await self._home.end_tasks()
+        finally:
+            if self._members is not None:
+                await self._members.disconnect()
 
     def _on_new_loop(self) -> None:
         if self._members is not None:

@@ -174,20 +174,15 @@ class ServerFleet:
         while (delay_s := policy.delay_s(ran_s)) is not None:
             if self._stopping.wait(delay_s):
                 return False
-            try:
-                self._start_one(server)
-                server.wait_ready()
-                self._on_started(server.url)
-            except LightRLError as error:
-                if self._stopping.is_set():
-                    return False
-                reason = str(error)
-                log.warning("%s could not be restarted: %s", server.name, reason)
-                server.stop(grace_s=0)
-                ran_s = 0.0
-            else:
+            problem = self._try_to_start(server)
+            if problem is None:
                 log.info("%s is back at %s.", server.name, server.url)
                 return True
+            if self._stopping.is_set():
+                return False
+            reason, ran_s = problem, 0.0
+            log.warning("%s could not be restarted: %s", server.name, reason)
+            server.stop(grace_s=0)
         message = (
             f"{server.name} is given up after {policy.restarts} restarts in a row. Last reason: {reason}. "
             f"{server.last_output()}"
@@ -195,3 +190,15 @@ class ServerFleet:
         log.error("%s", message)
         self._on_given_up(server.url, message)
         return False
+
+    def _try_to_start(self, server: SGLangServer) -> str | None:
+        """Why it did not start or got no weights; None if it did."""
+        try:
+            self._start_one(server)
+            server.wait_ready()
+            self._on_started(server.url)
+        except LightRLError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001  # a full disk, no more processes, threads or memory: nobody else watches this server
+            return f"{type(error).__name__}: {error}"
+        return None

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from lightrl.concurrency.loop_thread import LoopThread
 from lightrl.concurrency.wake_up import wake_up
-from lightrl.errors import EngineTimeout
+from lightrl.errors import EngineError, EngineTimeout
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -60,22 +60,28 @@ class HomeLoop:
         self._loop = None
 
     def close(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """From another thread: runs `leave` on the loop, and ends our own loop."""
+        """From another thread: runs `leave` on the loop, and ends our own loop.
+
+        A loop that does not answer in time, or is ending itself, is left as it is: its requests end with it.
+        """
         loop, thread = self._loop, self._own_thread
-        if loop is not None and loop.is_running():
-            with contextlib.suppress(EngineTimeout):
+        try:
+            if loop is not None and loop.is_running():
                 self.call(leave(), self.timeout_s)
-        self._loop = self._own_thread = None
-        if thread is not None:
-            thread.close(lambda: asyncio.sleep(0), self.timeout_s)
+        except EngineError as error:
+            log.warning("SGLangEngine did not wait for the end of its requests: %s", error)
+        finally:
+            self._loop = self._own_thread = None
+            if thread is not None:
+                thread.close(lambda: asyncio.sleep(0), self.timeout_s)
 
     async def end_tasks(self) -> None:
         """On the loop: cancels all tasks and waits for them."""
         me = asyncio.current_task()
-        tasks = [task for task in self._tasks if task is not me]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := [task for task in self._tasks if task is not me and not task.done()]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)  # a cancelled request spawns one that aborts it
 
     def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -83,13 +89,17 @@ class HomeLoop:
         self._on_enter()
 
     def call(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-        """From another thread: the coroutine's result."""
+        """From another thread: the coroutine's result; EngineError if the loop ends meanwhile."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError as error:
             raise EngineTimeout(
                 f"The event loop did not answer SGLangEngine within {timeout_s:g} s. {self._describe()}."
+            ) from error
+        except concurrent.futures.CancelledError as error:
+            raise EngineError(
+                "The event loop of SGLangEngine ended. The log, or the error before, says why."
             ) from error
         finally:
             future.cancel()  # no effect if it is done

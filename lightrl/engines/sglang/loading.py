@@ -60,7 +60,7 @@ class Loading:
         self._home = home
         self._members = members
         self._writer = writer
-        self._sync = sync
+        self._sync = replace(sync, hold_requests=writer.close_gate)
         self._memory = sync.memory
         self._timeouts = timeouts
         self._is_aborting = is_aborting
@@ -75,7 +75,8 @@ class Loading:
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
         """From the thread that gathers the buckets: loads a version into all servers; returns when they have it."""
         with self.lock:
-            urls, absent = self._home.call(self._begin(), self._timeouts.sync_s + self._timeouts.request_s)
+            limit_s = self._timeouts.server_wait_s + self._timeouts.sync_s + self._timeouts.request_s
+            urls, absent = self._home.call(self._begin(), limit_s)
             report: SyncReport | None = None
             try:
                 report = self._sync.load_from_thread(
@@ -100,7 +101,8 @@ class Loading:
             if self._is_over or self.weight_version < 0 or not self._sync.transport.holds(self.weight_version):
                 return
             self._home.call(self._check_models([url]), self._timeouts.sync_s)
-            sync = replace(self._sync, memory=None)  # it has released nothing
+            # It has released nothing, and the others go on.
+            sync = replace(self._sync, memory=None, hold_requests=lambda: None)
             clients = [self._members.clients[url]]
             report = sync.load_from_thread(self._home.loop, clients, None, weight_version=self.weight_version)
             self._home.call(self._end([url], report), self._timeouts.request_s)
@@ -122,7 +124,8 @@ class Loading:
         """From another thread: ends loads; colocated servers that outlive the engine get their memory back."""
         self._is_over = True
         if self._memory is not None:
-            self._home.call(self._take_back(self._memory), self._timeouts.request_s)
+            with contextlib.suppress(EngineError):  # it is their end too, or `lose` has reported it
+                self._home.call(self._take_back(self._memory), self._timeouts.request_s)
 
     def close_transport(self) -> None:
         closing = threading.Thread(target=asyncio.run, args=(self._sync.transport.close(),), daemon=True)
@@ -162,9 +165,8 @@ class Loading:
 
     async def _begin(self) -> tuple[list[str], dict[str, str]]:
         """The servers that take part, and why the others do not."""
+        await self._members.wait_for_any()
         urls = self._members.pool.urls("starting", "routable", "syncing")
-        if not urls:
-            raise EngineError(f"No server is left to load weights into: {self._members.pool.describe()}.")
         is_known = all(url in self._members.processes for url in urls)
         identifying = asyncio.gather(*(self._identify(url) for url in urls))
         if not is_known:  # else the answer, of a busy scheduler, is needed only for the log

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
+
+from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.server_process import ServerProcess
 from lightrl.engines.sglang.timeouts import Timeouts
-from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
+from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, LightRLError
 
 if TYPE_CHECKING:
     from lightrl.engines.sglang.fleet import ServerFleet
@@ -25,7 +30,9 @@ log = logging.getLogger(__name__)
 MAX_REJOINS = 3  # in a row, of a server given by address
 _SHORT_S = 5.0
 _IDENTIFY_EVERY = 5  # health checks: the question reaches the scheduler, so it costs more than a sign of life
-_WARN_AFTER_S = 3.0  # a wrong address looks like a server that is starting
+_WARN_AFTER_S = 3.0  # a wrong port looks like a server that is starting
+_WARN_EVERY_S = 30.0
+_NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class Members:
@@ -88,12 +95,40 @@ class Members:
 
     def lose(self, url: str, reason: str) -> None:
         """Fails the server's requests at once; they continue elsewhere."""
-        if self.pool.lose(url, reason, comes_back=self.fleet is not None):
+        may_return = self.fleet is None and self._rejoins.get(url, 0) < MAX_REJOINS
+        if self.pool.lose(url, reason, comes_back=self.fleet is not None, may_return=may_return):
             log.warning("The server at %s is lost: %s", url, reason)
+            if not self.pool.urls("starting", "routable", "syncing") and self.pool.has_hope():
+                log.warning(
+                    "No server is left now; requests wait up to engine.timeouts.server_wait_s=%g s for one to return.",
+                    self._timeouts.server_wait_s,
+                )
             if self.fleet is not None:
                 self.fleet.report(url, reason)
             self._home.spawn(self.clients[url].close())
         self._home.wake()
+
+    def check_hope(self, since: float) -> None:
+        """Raises if no server will become routable, or none did for `server_wait_s` after `since`, monotonic."""
+        limit_s = self._timeouts.server_wait_s
+        is_late = time.monotonic() - since > limit_s
+        if not self.pool.has_hope() or (is_late and not self.pool.urls("starting", "routable", "syncing")):
+            waited = f"none returned within engine.timeouts.server_wait_s={limit_s:g}; " if is_late else ""
+            raise EngineError(
+                f"No server is left: {waited}{self.pool.describe()}. Check their logs; resume from the last checkpoint."
+            )
+        if is_late:
+            raise EngineTimeout(
+                f"A request waited engine.timeouts.server_wait_s={limit_s:g} s for a routable server: "
+                f"{self.pool.describe()}."
+            )
+
+    async def wait_for_any(self) -> None:
+        """Waits for a server that may get weights, at most `server_wait_s`."""
+        since = time.monotonic()
+        while not self.pool.urls("starting", "routable", "syncing"):
+            self.check_hope(since)
+            await self._home.wait_for_change(1.0)
 
     async def look(self, url: str) -> None:
         """Checks a server after one of its requests failed."""
@@ -125,19 +160,20 @@ class Members:
                 self._home.soon(lambda url=url: self._home.spawn(self._watch(url)))  # type: ignore[misc]
 
     async def _reach(self, client: SGLangClient) -> None:
+        """Waits while the server may be starting; raises within seconds if its address is wrong."""
         start = time.monotonic()
-        has_warned = False
+        warn_after_s = _WARN_AFTER_S
         while True:
             try:
                 await client.model_info(timeout_s=min(_SHORT_S, self._timeouts.request_s), num_retries=0)
                 return
             except EngineError as error:
                 waited_s = time.monotonic() - start
-                is_refused = isinstance(error, ServerRefused) and not error.is_server_error
-                if is_refused or waited_s > self._timeouts.startup_s:
+                is_fatal = _is_other_program(error) or (_is_nowhere(error) and waited_s > _WARN_AFTER_S)
+                if is_fatal or waited_s > self._timeouts.startup_s:
                     raise
-                if self.fleet is None and not has_warned and waited_s > _WARN_AFTER_S:
-                    has_warned = True
+                if self.fleet is None and waited_s > warn_after_s:
+                    warn_after_s += _WARN_EVERY_S
                     log.warning(
                         "No answer yet; waiting up to engine.timeouts.startup_s=%g s: %s",
                         self._timeouts.startup_s,
@@ -174,13 +210,14 @@ class Members:
                     self.lose(url, f"it reports version {info.get('weight_version')!r}: it was restarted or changed")
                     continue
                 self._rejoins.pop(url, None)
-            elif state == "lost" and self._rejoins.get(url, 0) < MAX_REJOINS and self.pool.urls("routable"):
+            elif state == "lost" and self._rejoins.get(url, 0) < MAX_REJOINS:
                 self._rejoins[url] = self._rejoins.get(url, 0) + 1
                 self.pool.join(url)
+                self._home.wake()  # a sync may wait for it
                 try:
-                    await asyncio.to_thread(self._give_weights, url)
-                except EngineError as error:
-                    self.lose(url, str(error))
+                    await in_thread(self._give_weights, url)
+                except (LightRLError, OSError, MemoryError, RuntimeError) as error:  # also no thread, no memory
+                    self.lose(url, str(error) or repr(error))
 
     def _reports_another(self, url: str, info: Mapping[str, Any], version: int | None) -> bool:
         """Whether it reports another version than `version`, which it had when it was asked; None during a load."""
@@ -210,3 +247,17 @@ class Members:
         """Gives a restarted server the weights; then it gets requests."""
         self._home.call(self._replace(url), self._timeouts.request_s)
         self._give_weights(url)
+
+
+def _is_other_program(error: EngineError) -> bool:
+    """Whether what answered is not our SGLang server: it refuses the request or the token, or speaks no JSON."""
+    if isinstance(error, ServerRefused):
+        return not error.is_server_error
+    return isinstance(error.__cause__, (ValueError, aiohttp.ClientResponseError))
+
+
+def _is_nowhere(error: EngineError) -> bool:
+    """Whether the address leads to no machine: its name is unknown, or there is no route."""
+    cause = error.__cause__
+    cause = cause.os_error if isinstance(cause, aiohttp.ClientConnectorError) else cause
+    return isinstance(cause, socket.gaierror) or getattr(cause, "errno", None) in _NO_ROUTE

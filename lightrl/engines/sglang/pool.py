@@ -26,6 +26,7 @@ class PooledServer:
     outstanding_tokens: int = 0  # of its requests: prompts and what may still be written
     num_requests: int = 0
     reason: str = ""  # why it is not routable
+    may_return: bool = False  # it is lost, and admitted again if it answers
 
 
 class ServerPool:
@@ -48,7 +49,7 @@ class ServerPool:
     def admit(self, url: str, weight_version: int) -> None:
         """Makes a server routable that has acknowledged these weights."""
         server = self.servers[url]
-        server.state, server.weight_version, server.reason = "routable", weight_version, ""
+        server.state, server.weight_version, server.reason, server.may_return = "routable", weight_version, "", False
 
     def hold(self, url: str, reason: str) -> None:
         """Sends no new requests to a server while it gets weights."""
@@ -56,14 +57,15 @@ class ServerPool:
         if server.state == "routable":
             server.state, server.reason = "syncing", reason
 
-    def lose(self, url: str, reason: str, *, comes_back: bool = False) -> bool:
+    def lose(self, url: str, reason: str, *, comes_back: bool = False, may_return: bool = False) -> bool:
         """Marks a server that is gone, or whose weights are unknown; False if it was marked before.
 
-        Requests wait for one that `comes_back`.
+        Requests wait for one that `comes_back`, since it is being restarted, or `may_return`.
         """
         server = self.servers.get(url)
         if server is None:
             return False
+        server.may_return = may_return
         was_marked = server.state in ("restarting", "lost")
         if not was_marked or (server.state == "restarting" and not comes_back):
             server.state, server.reason = ("restarting" if comes_back else "lost"), reason
@@ -109,7 +111,7 @@ class ServerPool:
 
     def has_hope(self) -> bool:
         """Whether a server is routable or may become routable by itself."""
-        return bool(self.urls("starting", "routable", "syncing", "restarting"))
+        return any(item.state != "lost" or item.may_return for item in self.servers.values())
 
     def describe(self) -> str:
         """One clause per server, for messages."""

@@ -151,6 +151,9 @@ class SGLangServer:
                     start_new_session=True,
                     env=self._server_environment(),
                 )
+            except OSError:
+                secrets_file.unlink()  # the guard would have
+                raise
             finally:
                 os.close(log_descriptor)
             self._started_at = time.monotonic()

@@ -17,13 +17,13 @@ import concurrent.futures
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.abilities import Proof
-from lightrl.engines.sglang.bucket_feed import BucketFeed, wait_while_running
+from lightrl.engines.sglang.bucket_feed import LOOP_ENDED, BucketFeed, wait_while_running
 from lightrl.engines.sglang.cache_canary import CacheCanary
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
@@ -48,6 +48,7 @@ class ServerSync:
     proofs: WeightProofs | None = None  # of the versions sent; None compares the servers with each other only
     canary: CacheCanary | None = None  # shows whether the load has emptied the prefix caches
     memory: EngineMemory | None = None  # of colocated servers: weights get theirs before the load, the rest after it
+    hold_requests: Callable[[], object] = lambda: None  # called before the pause, which would queue behind new ones
 
     async def load(
         self,
@@ -131,7 +132,10 @@ class ServerSync:
                 with contextlib.suppress(WeightSyncError):
                     _wait(future, loop)
         _wait(future, loop)
-        return future.result()
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise WeightSyncError(LOOP_ENDED) from error
 
     async def _load(self, fleet: Fleet, buckets: AsyncIterator[Bucket] | None, report: SyncReport) -> None:
         """All steps; raises WeightSyncError when no server is left."""
@@ -144,6 +148,7 @@ class ServerSync:
                     raise WeightSyncError("the transport no longer holds it, sync again")
             fleet.check_some_left()
         with _timed(report, "pause"):
+            self.hold_requests()
             await self._pause(fleet)
             fleet.check_some_left()
         with _timed(report, "load"):

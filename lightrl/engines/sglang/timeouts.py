@@ -10,16 +10,18 @@ class Timeouts:
     """How long an `SGLangEngine` waits for its servers, in seconds. In YAML: `timeouts: {generate_s: 600}`.
 
     Args:
-        generate_s: for one generation, from the request to its last token.
+        generate_s: for one generation; then the server is told to return what it has written, and the rest is requested
+            again. Below StalenessControl's rollout_timeout_s, so that a request that got lost in a server is repeated
+            before the run ends.
         request_s: for the answer to any other request that should be quick.
         connect_s: for a connection; a stopped server accepts none.
         sync_s: for each step of a weight sync.
         startup_s: from a server's start to its first answer.
-        server_wait_s: how long a request waits for a server that is starting or syncing.
+        server_wait_s: how long requests and weight syncs wait for a server if all are starting, syncing or lost.
         hang_s: a server that answers nothing for this long is lost.
     """
 
-    generate_s: float = 3600.0
+    generate_s: float = 900.0
     request_s: float = 60.0
     connect_s: float = 60.0
     sync_s: float = 600.0

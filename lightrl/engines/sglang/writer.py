@@ -111,9 +111,13 @@ class Writer:
         """Leaves it to a load to pause and resume these servers, until `release`."""
         self._lent_urls.update(urls)
 
-    async def hold(self, urls: Collection[str], *, is_aborting: bool) -> None:
-        """New requests wait until `release`. With `is_aborting`, those in flight return with what they have."""
+    def close_gate(self) -> None:
+        """New requests wait until `release`. A server reads a pause only after what was sent before it."""
         self.is_held = True
+
+    async def hold(self, urls: Collection[str], *, is_aborting: bool) -> None:
+        """Closes the gate. With `is_aborting`, requests in flight return with what they have."""
+        self.close_gate()
         deadline = time.monotonic() + self._timeouts.sync_s
         while is_aborting and self.num_running and time.monotonic() < deadline:
             for url in urls:
@@ -162,9 +166,7 @@ class Writer:
             raise error
         failures.num += 1
         failures.urls.add(url)
-        if isinstance(error, EngineTimeout):
-            self._members.lose(url, str(error))
-        elif isinstance(error, EngineUnreachable):
+        if isinstance(error, (EngineTimeout, EngineUnreachable)):  # it may have lost only this request
             self._home.spawn(self._members.look(url))
         if failures.num > self._max_retries:
             raise EngineError(
@@ -178,14 +180,16 @@ class Writer:
         client = self._members.clients[url]
         server = self._members.pool.start_request(url, draft.max_tokens)
         self.num_running += 1
+        limit_s = self._timeouts.generate_s  # then the server returns what it has, unless it lost the request
+        overdue = asyncio.get_running_loop().call_later(limit_s, lambda: self._home.spawn(_abort(client, rid)))
         try:
-            answer = await client.generate(
-                draft.body(rid, self._members.cache_key(url)), num_retries=0, read=read_answer
-            )
+            body = draft.body(rid, self._members.cache_key(url))
+            answer = await client.generate(body, num_retries=0, timeout_s=limit_s + ABORT_TIMEOUT_S, read=read_answer)
         except asyncio.CancelledError:
             self._home.spawn(_abort(client, rid))
             raise
         finally:
+            overdue.cancel()
             self.num_running -= 1
             self._members.pool.end_request(server, draft.max_tokens)
         draft.add(answer, url)
@@ -204,15 +208,7 @@ class Writer:
                 if not is_waiting:
                     is_waiting = True
                     self.num_waiting += 1
-                if not pool.has_hope():
-                    raise EngineError(
-                        f"No server is left: {pool.describe()}. Check their logs; resume from the last checkpoint."
-                    )
-                if time.monotonic() - since > self._timeouts.server_wait_s:
-                    raise EngineTimeout(
-                        f"A request waited engine.timeouts.server_wait_s={self._timeouts.server_wait_s:g} s for a "
-                        f"routable server: {pool.describe()}."
-                    )
+                self._members.check_hope(since)
                 await self._home.wait_for_change(1.0)
         finally:
             self.num_waiting -= is_waiting

@@ -37,13 +37,20 @@ TRANSFER_TIMEOUT_S = 120.0  # for one bucket in a broadcast
 
 
 def make_transport(
-    name: TransportName, config: PretrainedConfig, *, dtype: torch.dtype | None, folder: Path, sync_s: float
+    name: TransportName,
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype | None,
+    folder: Path,
+    sync_s: float,
+    trainer_host: str | None = None,
 ) -> WeightTransport:
     """The transport of this name; it sends `dtype`, or the trainer's own if None."""
     form = ServerForm.of(config, dtype)
     if name == "distributed":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return BroadcastTransport(form, device=device, transfer_timeout_s=min(TRANSFER_TIMEOUT_S, sync_s))
+        timeout_s = min(TRANSFER_TIMEOUT_S, sync_s)
+        return BroadcastTransport(form, device=device, transfer_timeout_s=timeout_s, trainer_host=trainer_host)
     if name == "tensor":
         return SharedMemoryTransport(form)
     return DiskTransport(WeightFolder(folder, config, form=form, is_durable=False))

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
+import secrets
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.routes import interface_of, trainer_address
 from lightrl.engines.sglang.sync_report import Fleet
 from lightrl.engines.sglang.transports.streaming import Streaming, num_ranks
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm
 from lightrl.weights.broadcast import listen
 
-_HOST = "127.0.0.1"  # of the group's store
-_GROUP_NUMBERS = itertools.count()
+_T = TypeVar("_T")
 _SERVER_GRACE_S = 10.0  # a server's own deadline is the group's; its answer may come a little later
 
 
@@ -26,12 +28,21 @@ class BroadcastTransport(Streaming):
     The group is built at the first sync, and again whenever the set of servers changes. A server that dies half-way
     breaks it for all, a hanging one after `transfer_timeout_s`; the others then get everything from the copy, in a new
     group. The deadline holds for one bucket, and for the group to form.
+
+    The group meets at `trainer_host`, by default our address on the route to the servers, at a port of this address
+    alone and under a name that nobody can guess.
     """
 
     def __init__(
-        self, form: ServerForm | None = None, *, device: str = "cpu", transfer_timeout_s: float = 120.0
+        self,
+        form: ServerForm | None = None,
+        *,
+        device: str = "cpu",
+        transfer_timeout_s: float = 120.0,
+        trainer_host: str | None = None,
     ) -> None:
         super().__init__(form)
+        self.trainer_host = trainer_host
         self.device = device
         self.transfer_timeout_s = transfer_timeout_s
         self._group: BroadcastGroup | None = None
@@ -40,7 +51,8 @@ class BroadcastTransport(Streaming):
     async def close(self) -> None:
         group, self._group, self._members = self._group, None, []
         if group is not None:
-            await in_thread(group.close)
+            with contextlib.suppress(asyncio.TimeoutError):  # NCCL may wait for a member that is gone
+                await asyncio.wait_for(in_thread(group.close), _SERVER_GRACE_S)
 
     async def _connect(self, fleet: Fleet) -> None:
         if self._group is not None and self._members == [client.url for client in fleet.clients]:
@@ -60,21 +72,28 @@ class BroadcastTransport(Streaming):
         fleet.check_some_left()
         offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
         world_size = 1 + sum(sizes.values())
-        name, listener = f"lightrl-{os.getpid()}-{next(_GROUP_NUMBERS)}", listen(_HOST)
+        try:
+            host = trainer_address(sizes, self.trainer_host)
+        except (ValueError, EngineError) as error:  # the network has changed since the start
+            raise WeightSyncError(str(error)) from error
+        name, listener = f"lightrl-{secrets.token_hex(16)}", listen(host)
         port = listener.getsockname()[1]
         backend = "gloo" if self.device == "cpu" else "nccl"
         joining = asyncio.ensure_future(
-            in_thread(
-                lambda: BroadcastGroup(
-                    _HOST, port, rank=0, world_size=world_size, name=name, backend=backend,
-                    timeout_s=self.transfer_timeout_s, listener=listener,
-                )
+            _within(
+                in_thread(
+                    lambda: BroadcastGroup(
+                        host, port, rank=0, world_size=world_size, name=name, backend=backend,
+                        timeout_s=self.transfer_timeout_s, listener=listener, interface=interface_of(host),
+                    )
+                ),
+                2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store has one deadline, the group another
             )
         )  # fmt: skip
         trying = Fleet(fleet.clients, fleet.timeout_s)  # one that does not join makes all others fail
         await trying.ask(
             lambda client: client.init_weights_group(
-                name, master_address=_HOST, master_port=port, rank_offset=offsets[client.url],
+                name, master_address=host, master_port=port, rank_offset=offsets[client.url],
                 world_size=world_size, backend=backend, timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S,
             )
         )  # fmt: skip
@@ -116,7 +135,7 @@ class BroadcastTransport(Streaming):
                 failed.append(client.url)
                 raise
 
-        sending = asyncio.ensure_future(in_thread(send))
+        sending = asyncio.ensure_future(_within(in_thread(send), self.transfer_timeout_s + _SERVER_GRACE_S))
         telling = Fleet(fleet.clients, fleet.timeout_s)
         await telling.ask(tell)
         with contextlib.suppress(WeightSyncError):
@@ -131,3 +150,13 @@ class BroadcastTransport(Streaming):
         raise WeightSyncError(
             f"the group broke: {'; '.join(telling.lost.values()) or sending.exception()}"
         ) from sending.exception()
+
+
+async def _within(step: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+    """For what has a deadline of its own that it may not keep, such as NCCL on a device that hangs."""
+    try:
+        return await asyncio.wait_for(step, timeout_s)
+    except asyncio.TimeoutError as error:
+        raise WeightSyncError(
+            f"This process did not send within {timeout_s:g} s: its device or network hangs. Check the trainer's GPU."
+        ) from error

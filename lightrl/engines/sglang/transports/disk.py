@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.sync_report import Fleet
@@ -10,6 +13,8 @@ from lightrl.engines.sglang.transports.transport import WeightTransport
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, WeightFolder
 from lightrl.weights.disk import is_whole
+
+_T = TypeVar("_T")
 
 
 class DiskTransport(WeightTransport):
@@ -21,21 +26,24 @@ class DiskTransport(WeightTransport):
         self.folder = folder
 
     async def stage(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
-        writer = await in_thread(self.folder.begin, weight_version)
+        writer = await self._on_disk(fleet, self.folder.begin, weight_version)
         try:
             async for bucket in buckets:
-                await in_thread(writer.add, bucket)
+                await self._on_disk(fleet, writer.add, bucket)
                 del bucket  # else it stays alive while the next is gathered
-            await in_thread(writer.finish)
+            await self._on_disk(fleet, writer.finish)
         finally:
-            writer.discard()
+            with contextlib.suppress(WeightSyncError):
+                await self._on_disk(fleet, writer.discard)
 
     async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
         return await self.load_held(fleet, weight_version)
 
     async def load_held(self, fleet: Fleet, weight_version: int) -> int:
         place = self.folder.path_of(weight_version)
-        if not is_whole(place):  # SGLang's own rollback reads the same folder again, and dies
+        if not await self._on_disk(
+            fleet, is_whole, place
+        ):  # SGLang's own rollback reads the same folder again, and dies
             raise WeightSyncError(f"The folder {str(place)!r} is incomplete: a file is missing or truncated.")
         await fleet.ask(
             lambda client: client.update_weights_from_disk(
@@ -43,6 +51,16 @@ class DiskTransport(WeightTransport):
             )
         )
         return sum(file.stat().st_size for file in place.glob("*.safetensors"))
+
+    async def _on_disk(self, fleet: Fleet, step: Callable[..., _T], *arguments: Any) -> _T:
+        """A network folder may hang for ever; its thread is then abandoned."""
+        try:
+            return await asyncio.wait_for(in_thread(step, *arguments), fleet.timeout_s)
+        except asyncio.TimeoutError as error:
+            raise WeightSyncError(
+                f"the disk of {str(self.folder.root)!r} did not finish a step within engine.timeouts.sync_s="
+                f"{fleet.timeout_s:g}. It may be a network folder that hangs. Check it, or set another weight_folder."
+            ) from error
 
     def holds(self, weight_version: int) -> bool:
         return is_whole(self.folder.path_of(weight_version))

@@ -1,0 +1,157 @@
+"""Servers on other hosts: network namespaces with addresses of their own, a link that is cut, a host that dies.
+
+Needs root; where there is none, the reason is in pytest's summary of skipped tests.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts import Hosts, why_not
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from lightrl.engines.sglang.routes import interface_of, remote_servers, trainer_address
+from lightrl.errors import EngineUnreachable
+
+WHY_NOT = why_not()
+IN_A_BOX = pytest.mark.skipif(WHY_NOT is not None, reason=f"hosts in a box: {WHY_NOT}")
+RUN = str(Path(__file__).with_name("hosts_run.py"))
+PORT = 30000
+TRANSPORTS = pytest.mark.parametrize("transport", ["disk", "distributed"])
+ENDS = {"cut": Hosts.cut, "kill": Hosts.kill}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    config = Qwen3Config(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts(3) as made:
+        yield made
+
+
+def serve(hosts: Hosts, number: int, model_folder: str) -> str:
+    """Starts a fake server on a host; its address."""
+    address = hosts.address(number)
+    command = [sys.executable, "-m", "lightrl.testing.fake_server", "--host", address, "--port", str(PORT)]
+    process = hosts.popen(number, [*command, "--model-path", model_folder], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["port"] == PORT
+    return f"http://{address}:{PORT}"
+
+
+class Trainer:
+    """hosts_run.py on host 1, line by line."""
+
+    def __init__(self, hosts: Hosts, transport: str, model_folder: str, weight_folder: object, *urls: str) -> None:
+        command = [sys.executable, RUN, transport, model_folder, str(weight_folder), *urls]
+        # gloo finds the interface by itself here, from the address that the servers are told
+        self.process = hosts.popen(1, command, stdout=subprocess.PIPE, text=True, env={"GLOO_SOCKET_IFNAME": ""})
+
+    def line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+
+@IN_A_BOX
+@TRANSPORTS
+def test_a_server_on_another_host_gets_the_weights(
+    transport: str, hosts: Hosts, model_folder: str, tmp_path: Path
+) -> None:
+    url = serve(hosts, 2, model_folder)
+    trainer = Trainer(hosts, transport, model_folder, tmp_path, url)
+    assert trainer.line() == {"versions": {url: 0}}
+    assert trainer.line() == {"is_right": True}
+    assert trainer.process.wait(60) == 0
+
+
+@IN_A_BOX
+@pytest.mark.parametrize("end", ENDS)
+@TRANSPORTS
+def test_a_host_that_is_lost_amid_a_sync_is_named_and_the_other_gets_the_weights(
+    transport: str, end: str, hosts: Hosts, model_folder: str, tmp_path: Path, record_property: Any
+) -> None:
+    doomed, left = serve(hosts, 2, model_folder), serve(hosts, 3, model_folder)
+    trainer = Trainer(hosts, transport, model_folder, tmp_path, doomed, left)
+    assert trainer.line() == {"versions": {doomed: 0, left: 0}}
+    assert trainer.line() == {"amid": True}
+    ENDS[end](hosts, 2)
+    result = trainer.line()
+    assert result["versions"] == {left: 1}
+    assert list(result["lost"]) == [doomed]
+    assert doomed in result["lost"][doomed]
+    record_property("synced_s", result["seconds"])
+    assert trainer.process.wait(60) == 0
+
+
+@IN_A_BOX
+def test_the_default_folder_is_refused_for_a_server_on_another_host(hosts: Hosts, model_folder: str) -> None:
+    trainer = Trainer(hosts, "disk", model_folder, "", f"http://{hosts.address(2)}:{PORT}")
+    refused = trainer.line()["refused"]
+    assert f"http://{hosts.address(2)}:{PORT} is on another machine" in refused
+    assert "Set weight_folder" in refused
+
+
+@IN_A_BOX
+def test_an_address_without_a_route_fails_within_seconds(hosts: Hosts, model_folder: str, tmp_path: Path) -> None:
+    """`Timeouts.startup_s` is the default, 15 minutes."""
+    trainer = Trainer(hosts, "disk", model_folder, tmp_path, "http://192.168.9.9:30000")
+    assert "192.168.9.9 port 30000: Network is unreachable" in trainer.line()["refused"]
+    assert trainer.process.wait(60) == 0
+
+
+def test_a_loopback_address_for_a_server_elsewhere_is_refused() -> None:
+    here = own_address()
+    assert trainer_address([f"http://{here}:1"]) == "127.0.0.1"  # it is this machine's own
+    with pytest.raises(ValueError, match=r"trainer_host='localhost' is 127\.0\.0\.1, which leads http.* to itself"):
+        trainer_address(["http://198.51.100.7:30000"], "localhost")
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"trainer_host='198\.51\.100\.7' .*is not an address of this machine"):
+        trainer_address(["http://127.0.0.1:30000"], "198.51.100.7")
+
+
+def test_the_address_is_by_default_that_of_the_route() -> None:
+    assert trainer_address(["http://127.0.0.1:1", "http://localhost:2"]) == "127.0.0.1"
+    assert trainer_address(["http://127.0.0.1:1", "http://198.51.100.7:2"]) == own_address()
+    assert remote_servers(["http://127.0.0.1:1", "http://198.51.100.7:2"]) == ["http://198.51.100.7:2"]
+
+
+def test_an_unknown_server_is_named() -> None:
+    with pytest.raises(EngineUnreachable, match=r"There is no route to http://no-such-host\.invalid:1"):
+        trainer_address(["http://no-such-host.invalid:1"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_an_interface_is_found_by_its_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("198.51.100.7") is None
+
+
+def own_address() -> str:
+    """Of the route to an address that is elsewhere; a machine without a network has none."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.7", 9))
+        except OSError:
+            pytest.skip("this machine has no route to another one")
+        return str(probe.getsockname()[0])

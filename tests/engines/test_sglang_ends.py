@@ -1,0 +1,256 @@
+"""How an SGLangEngine ends, and how it fails to start: in order, with the cause, and with nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+from waits import NUM_TOKENS, SLOWLY, until
+
+from lightrl import StalenessControl
+from lightrl.concurrency.loop_thread import LoopThread
+from lightrl.engines import Timeouts
+from lightrl.engines.sglang import members, writer
+from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.errors import EngineError
+from lightrl.testing.fake_server_process import FakeServerProcess
+from lightrl.trajectory import Sampling
+from lightrl.weights import Bucket
+
+CONFIG = Qwen3Config(vocab_size=1000, max_position_embeddings=100_000)
+WEIGHTS = [Bucket({"weight": torch.zeros(3)}, is_last=True)]
+
+
+# ---------------------------------------------------------------------- the end
+
+
+def test_a_close_amid_a_thousand_requests_is_orderly() -> None:
+    num = 1024
+    with FakeServerProcess(**SLOWLY) as server:
+        engine = SGLangEngine(urls=[server.url])
+        engine.start(CONFIG)
+        engine.load_weights(iter(WEIGHTS), weight_version=0)
+        sampling = Sampling(max_new_tokens=NUM_TOKENS)
+
+        async def scenario() -> set[str]:
+            tasks = [asyncio.create_task(engine.generate([1], sampling, session=str(one))) for one in range(num)]
+            await until(lambda: server.stats()["running"] == num)
+            await asyncio.to_thread(engine.close)
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+            await until(lambda: not server.stats()["running"])
+            return {repr(error) for error in errors}
+
+        errors = asyncio.run(scenario())
+    assert errors == {"EngineError('SGLangEngine was closed before the completion was finished.')"}
+
+
+def test_a_close_while_the_loop_ends_all_its_tasks_ends_servers_and_scratch_too(caplog: Any) -> None:
+    """As a controller does that needs longer for it than its own deadline."""
+    engine = SGLangEngine(servers=1, command=[sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"])
+    thread = LoopThread(loop_timeout_s=60, on_exit=print)
+    thread.start()
+    engine.start(CONFIG)
+    thread.call(engine.attach())
+    assert engine.fleet is not None
+    assert engine._scratch is not None
+    is_over = threading.Event()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def outlive_cancellations() -> None:
+        while not is_over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    async def end_all() -> None:
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.sleep(0.01)
+
+    async def begin() -> None:
+        engine._home.spawn(outlive_cancellations())
+        tasks.append(asyncio.get_running_loop().create_task(end_all()))
+
+    thread.call(begin())
+    with caplog.at_level("WARNING"):
+        engine.close()
+    is_over.set()
+    assert "The event loop of SGLangEngine ended" in caplog.text
+    assert not engine.fleet.servers[0].is_alive()
+    assert not Path(engine._scratch.name).exists()
+    thread.close(lambda: asyncio.wait(tasks), 60)
+
+
+def test_a_step_of_the_close_that_raises_skips_no_other_and_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SGLangEngine(servers=1, command=[sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"])
+    engine.start(CONFIG)
+    assert engine.fleet is not None
+    assert engine._scratch is not None
+    servers = engine.fleet.servers
+
+    def fail(*_: object) -> None:
+        raise OSError("the loop cannot be closed")
+
+    def stage() -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(engine.close)
+            raise EngineError("the first cause")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._home, "close", fail)
+        with pytest.raises(OSError, match="the loop cannot be closed") as caught:
+            stage()
+    assert "the first cause" in str(caught.value.__context__)
+    assert not servers[0].is_alive()
+    assert not Path(engine._scratch.name).exists()
+    engine._home.close(engine._leave_loop)
+
+
+# ---------------------------------------------------------------------- a request that is lost, a server that returns
+
+
+def engine_on(server: FakeServerProcess, **arguments: Any) -> SGLangEngine:
+    engine = SGLangEngine(urls=[server.url], **{"probe_interval_s": 0.1, **arguments})
+    engine.start(CONFIG)
+    engine.load_weights(iter(WEIGHTS), weight_version=0)
+    return engine
+
+
+def generate(engine: SGLangEngine, num_tokens: int) -> Any:
+    sampling = Sampling(max_new_tokens=num_tokens, seed=3)
+    return asyncio.run(engine.generate([1], sampling, session="s"))[0]
+
+
+def test_by_default_a_lost_request_is_repeated_before_the_run_ends() -> None:
+    assert Timeouts().generate_s <= StalenessControl(0).rollout_timeout_s / 2
+
+
+def test_a_request_that_the_server_lost_is_sent_again_and_the_server_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "ABORT_TIMEOUT_S", 0.2)
+    with FakeServerProcess() as server:
+        engine = engine_on(server, timeouts=Timeouts(generate_s=0.3))
+        server.fault("hang", "/generate")
+        assert len(generate(engine, 5).token_ids) == 5
+        assert server.stats()["requests"]["/generate"] == 2
+        assert engine.pool.servers[server.url].state == "routable"
+        engine.close()
+
+
+def test_a_generation_longer_than_its_deadline_keeps_its_tokens() -> None:
+    with FakeServerProcess(seconds_per_token=0.02) as server:
+        engine = engine_on(server, timeouts=Timeouts(generate_s=0.3))
+        completion = generate(engine, 40)
+        assert len(completion.token_ids) == 40
+        requests = server.stats()["requests"]
+        assert requests["/generate"] == requests["/abort_request"] + 1 > 1
+        engine.close()
+
+
+def test_the_only_server_returns_when_it_answers_again() -> None:
+    with FakeServerProcess() as server:
+        engine = engine_on(server, timeouts=Timeouts(hang_s=0.3))
+
+        async def scenario() -> Any:
+            server.kill()
+            await until(lambda: engine.pool.servers[server.url].state == "lost")
+            request = asyncio.create_task(engine.generate([1], Sampling(max_new_tokens=3), session="s"))
+            loading = asyncio.create_task(asyncio.to_thread(engine.load_weights, iter(WEIGHTS), weight_version=1))
+            await asyncio.sleep(0.1)
+            assert not request.done()
+            server.start(server.port)  # as `lightrl serve` does
+            await loading
+            return (await request)[0]
+
+        assert asyncio.run(asyncio.wait_for(scenario(), 60)).token_ids
+        assert engine.weight_version == 1
+        assert engine.pool.servers[server.url].state == "routable"
+        engine.close()
+
+
+# ---------------------------------------------------------------------- an address that is wrong
+
+
+@contextlib.contextmanager
+def answering(status: int, body: str) -> Iterator[str]:
+    """The address of a program that gives every request this answer."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@contextlib.contextmanager
+def speaking_another_protocol() -> Iterator[str]:
+    def greet() -> None:
+        with listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=greet)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+def start_error(url: str, **arguments: Any) -> str:
+    with pytest.raises(EngineError) as caught:
+        SGLangEngine(urls=[url], **arguments).start(CONFIG)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (404, "not found", "This is not an SGLang server"),
+        (200, "<html>welcome</html>", "Check that it is an SGLang server"),
+        (401, "{}", "requires a token, and this run has none. Set LIGHTRL_SERVER_TOKEN"),
+    ],
+    ids=["404", "a web page", "401"],
+)
+def test_another_program_at_the_address_is_an_error_at_once(status: int, body: str, words: str) -> None:
+    with answering(status, body) as url:
+        message = start_error(url)
+    assert url in message
+    assert words in message
+
+
+def test_another_protocol_at_the_address_is_an_error_at_once() -> None:
+    with speaking_another_protocol() as url:
+        assert url in start_error(url)
+
+
+def test_a_wrong_token_names_the_variable() -> None:
+    with FakeServerProcess(api_key="right") as server:
+        assert "does not accept this token. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url, token="wrong")
+
+
+def test_an_unknown_name_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`startup_s` is longer than the test may take."""
+    monkeypatch.setattr(members, "_WARN_AFTER_S", 0.1)
+    message = start_error("http://no-such-host.invalid:30000", timeouts=Timeouts(startup_s=3600))
+    assert "no machine named 'no-such-host.invalid' is known" in message
