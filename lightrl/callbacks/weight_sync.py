@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 from lightrl.callbacks import colocation, probe
+from lightrl.callbacks.rank_shares import RankShares
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.engines.abilities import ScoresTokens
 from lightrl.errors import EngineTimeout, LightRLError, WeightSyncError
@@ -85,6 +86,7 @@ class WeightSync(RLCallback):
         self.max_probe_nats = max_probe_nats
         self.sync_timeout_s = sync_timeout_s
         self._copy = HostCopy()
+        self._shares = RankShares()
         self._load: _BackgroundLoad | None = None
         self._acknowledged_version = -1
         self._has_logged_unprobed = False
@@ -151,12 +153,13 @@ class WeightSync(RLCallback):
         self._finish(trainer, module)
         start = time.perf_counter()
         scores = self._score(trainer, module, weight_version)
-        buckets = module.parallel_models["policy"].full_parameters(self.bucket_bytes)
         if self.blocking:
+            buckets = self._shares.buckets(trainer, module, self.bucket_bytes)
             trainer.rollout.load_weights(buckets, weight_version=weight_version)
             self._acknowledge(trainer, module, weight_version, scores)
         else:
             is_main = ranks_of(trainer.strategy).is_main
+            buckets = module.parallel_models["policy"].full_parameters(self.bucket_bytes)
             self._load = _BackgroundLoad(weight_version, scores)
             self._load.start(trainer.rollout.local if is_main else None, self._copy, buckets)
         self.last_sync_s = time.perf_counter() - start

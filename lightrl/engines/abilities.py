@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, runtime_checkable
 
+from lightrl.weights import SharedFolder
+
 
 @runtime_checkable
 class LivesOnLoop(Protocol):
@@ -63,4 +65,13 @@ class SharesDevices(Protocol):
 
     def make_room(self) -> None:
         """Releases the memory of weights and key-values; the next `load_weights` takes it back."""
+        ...
+
+
+@runtime_checkable
+class SharesFolder(Protocol):
+    """Loads weights from a folder into which every rank of the trainer may write its share."""
+
+    def shared_folder(self) -> SharedFolder | None:
+        """The folder, which exists; None if weights travel in another way."""
         ...

@@ -4,7 +4,9 @@ Reading order:
     bucket.py         Bucket, and the generator that cuts parameters into buckets
     server_form.py    the dtype and the names that a server needs
     host_copy.py      a whole model in host memory
+    gather_plan.py    which rank gets each parameter whole, and who sends it what
     disk.py           versions as safetensors folders, complete or absent
+    rank_share.py     one rank's files of a version that several ranks write
     broadcast.py      a process group of trainer and servers, outside the default one
     shared_memory.py  a bucket for servers of the same host
 
@@ -15,10 +17,21 @@ one and needs at most one more bucket of memory; its requests in engines/sglang/
 """
 
 from lightrl.weights.broadcast import BroadcastGroup
-from lightrl.weights.bucket import Bucket, bucketed
+from lightrl.weights.bucket import Bucket, WrittenFile, bucketed
 from lightrl.weights.disk import WeightFolder
 from lightrl.weights.host_copy import HostCopy
+from lightrl.weights.rank_share import SharedFolder
 from lightrl.weights.server_form import ServerForm
 from lightrl.weights.shared_memory import SharedBucket
 
-__all__ = ["BroadcastGroup", "Bucket", "HostCopy", "ServerForm", "SharedBucket", "WeightFolder", "bucketed"]
+__all__ = [
+    "BroadcastGroup",
+    "Bucket",
+    "HostCopy",
+    "ServerForm",
+    "SharedBucket",
+    "SharedFolder",
+    "WeightFolder",
+    "WrittenFile",
+    "bucketed",
+]

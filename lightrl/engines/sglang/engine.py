@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.engines.abilities import LivesOnLoop, NamesDtypes, ScoresTokens, SharesDevices
+from lightrl.engines.abilities import LivesOnLoop, NamesDtypes, ScoresTokens, SharesDevices, SharesFolder
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
 from lightrl.engines.sglang.client import SGLangClient
@@ -44,7 +44,7 @@ from lightrl.engines.sglang.writer import Writer
 from lightrl.errors import EngineError
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Sampling
-from lightrl.weights import Bucket
+from lightrl.weights import Bucket, SharedFolder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S = 5.0  # for started servers at the end: they hold nothing that must be saved
 
 
-class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, SharesDevices):
+class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, SharesDevices, SharesFolder):
     """A rollout engine of one or many SGLang servers: token ids in, token ids out, a weight version on each.
 
     Where the servers are: `urls`; or `servers` of them, started on this machine and restarted when they die; or the
@@ -283,6 +283,12 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         self._open_writer()
         assert self._loading is not None
         self._loading.make_room()
+
+    def shared_folder(self) -> SharedFolder | None:
+        """Of the disk transport."""
+        self._open_writer()
+        assert self._loading is not None
+        return self._loading.shared_folder()
 
     def dtypes(self) -> set[str]:
         """The dtypes of the weights that are sent, and of the servers as far as `server_args` tells."""

@@ -21,7 +21,7 @@ from lightrl.engines.sglang.sync_report import Fleet, SyncFailed, SyncReport
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.writer import Writer
 from lightrl.errors import EngineError, WeightSyncError
-from lightrl.weights import Bucket
+from lightrl.weights import Bucket, SharedFolder
 
 
 class Loading:
@@ -50,7 +50,7 @@ class Loading:
         self._memory = sync.memory
         self._timeouts = timeouts
         self._is_aborting = is_aborting
-        self._shapes: dict[str, torch.Size] | None = None  # of the first load
+        self._shapes: dict[str, list[int]] | None = None  # of the first load
         self._is_over = False
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
@@ -85,6 +85,15 @@ class Loading:
             report = sync.load_from_thread(self._home.loop, clients, None, weight_version=self.weight_version)
             self._home.call(self._end([url], report), self._timeouts.request_s)
 
+    def shared_folder(self) -> SharedFolder | None:
+        """Into which all ranks may write; None if the transport takes no files of others."""
+        folder = self._sync.transport.shared_folder()
+        if folder is None:
+            return None
+        folder.root.mkdir(parents=True, exist_ok=True)
+        dtype = None if folder.form.dtype is None else str(folder.form.dtype).removeprefix("torch.")
+        return SharedFolder(str(folder.root), dtype, sorted(folder.form.skip_names), self._timeouts.sync_s)
+
     def make_room(self) -> None:
         """From another thread: servers release the memory of weights and key-values, until the next load.
 
@@ -107,7 +116,7 @@ class Loading:
 
     def _checked(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         """The buckets; raises if they are not the parameters of the first load, or not finite."""
-        shapes: dict[str, torch.Size] = {}
+        shapes: dict[str, list[int]] = {}
         for bucket in buckets:
             self._check_tensors(bucket, shapes)
             # The last one carries the version: it is sent only if all is right.
@@ -117,17 +126,18 @@ class Loading:
             del bucket  # else it stays alive while the next is gathered
         self._shapes = shapes
 
-    def _check_tensors(self, bucket: Bucket, shapes: dict[str, torch.Size]) -> None:
+    def _check_tensors(self, bucket: Bucket, shapes: dict[str, list[int]]) -> None:
         """Rejects tensors that the first load did not have; adds the shapes to those of this load."""
-        for name, tensor in bucket.tensors.items():
-            if name in shapes or (self._shapes is not None and self._shapes.get(name) != tensor.shape):
+        for name, shape in bucket.shapes.items():
+            if name in shapes or (self._shapes is not None and self._shapes.get(name) != shape):
                 raise WeightSyncError(
-                    f"Parameter {name!r} of shape {list(tensor.shape)} arrived twice, or was not in the first load in "
-                    "this shape. Every load must have the same parameters."
+                    f"Parameter {name!r} of shape {shape} arrived twice, or was not in the first load in this shape. "
+                    "Every load must have the same parameters."
                 )
+            shapes[name] = shape
+        for name, tensor in bucket.tensors.items():  # the ranks that wrote the others have checked them
             if not torch.isfinite(tensor).all():
                 raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
-            shapes[name] = tensor.shape
 
     async def _begin(self) -> tuple[list[str], dict[str, str]]:
         """The servers that take part, and why the others do not."""

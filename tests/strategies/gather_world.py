@@ -1,0 +1,106 @@
+"""Four processes that gather a sharded tiny model; prints a JSON line for each case, from rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+from tiny import tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing import get_context
+
+from lightrl.models.lora import LoRA, exported_parameters, merge
+from lightrl.strategies.planned_gather import PlannedGather
+
+SIZE = 4
+BUCKET = 2000
+
+
+def make_model(case: str) -> Any:
+    model = tiny_model("qwen3", num_hidden_layers=4)
+    if case == "lora":
+        LoRA(rank=2).add_to(model)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".lora_B." in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def counted_receives() -> list[int]:
+    """A list with one number, the bytes that this process receives point to point from now on."""
+    total = [0]
+    receive = dist.irecv
+
+    def irecv(tensor: torch.Tensor, *args: Any, **settings: Any) -> Any:
+        total[0] += tensor.numel() * tensor.element_size()
+        return receive(tensor, *args, **settings)
+
+    dist.irecv = irecv
+    return total
+
+
+def gather(case: str, part: Any, gather_of: PlannedGather, model: Any, alone: Any, received: list[int]) -> None:
+    sources = exported_parameters(model, part)
+    whole = dict(alone.named_parameters())
+    expected = {name: merge(alone, name, [whole[source] for source in names]) for name, names in sources.items()}
+    for is_spread in (False, True):
+        received[0] = 0
+        held = dict(model.named_parameters())
+        settings: dict[str, Any] = {"bucket_bytes": BUCKET, "is_spread": is_spread}
+        buckets = list(gather_of.buckets(held, sources, combine=partial(merge, model), **settings))
+        assert [bucket.is_last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
+        mine = {name: value for bucket in buckets for name, value in bucket.tensors.items()}
+        equal = all(torch.equal(value, expected[name]) for name, value in mine.items())
+        found: list[Any] = [None] * SIZE
+        dist.all_gather_object(found, (len(mine), received[0], equal, sorted(mine)))
+        planned = gather_of.plan(sources, bucket_bytes=BUCKET, is_spread=is_spread).received_bytes()
+        if dist.get_rank() == 0:
+            line = {
+                "case": f"{case} {part} {'spread' if is_spread else 'first'}",
+                "equal": all(item[2] for item in found)
+                and sorted(sum((item[3] for item in found), [])) == sorted(sources),
+                "ranks": [item[:2] for item in found],
+                "planned": [planned[rank] for rank in range(SIZE)],
+                "total": len(sources),
+            }
+            os.write(1, (json.dumps(line) + "\n").encode())
+
+
+def work(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    received = counted_receives()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE)
+    for case in ("plain", "lora", "replicas"):
+        model, alone = make_model(case), make_model(case)
+        mesh = init_device_mesh("cpu", (2, 2) if case == "replicas" else (SIZE,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        held = dict(model.named_parameters())
+        gather_of = PlannedGather({name: (value.shape, value.dtype) for name, value in held.items()}, held)
+        for part in ("merged", "base", "adapters"):
+            gather(case, part, gather_of, model, alone, received)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [get_context("fork").Process(target=work, args=(rank, f"{folder}/store")) for rank in range(SIZE)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in processes))
