@@ -6,13 +6,16 @@ gathers all of them and hands them to the engine.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightrl.engines.abilities import SharesFolder
+from lightrl.engines.abilities import ServesAdapters, SharesFolder
 from lightrl.errors import WeightSyncError
+from lightrl.models import ParallelModel
+from lightrl.models.lora import Part
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Ranks, ranks_of
@@ -31,17 +34,42 @@ class RankShares:
         self._folder: SharedFolder | None = None
         self._engine: object = None  # that `_folder` was decided for
 
-    def buckets(self, trainer: RLTrainer, module: RLModule, bucket_bytes: int) -> Iterator[Bucket]:
-        """For `rollout.load_weights`; collective, each rank must read them to the end."""
+    def buckets(
+        self, trainer: RLTrainer, module: RLModule, bucket_bytes: int, *, is_blocking: bool
+    ) -> Iterator[Bucket]:
+        """For `rollout.load_weights`; collective, each rank must read them to the end.
+
+        An engine that serves adapters gets these, and after them the base if it needs that. A load in the background
+        takes everything from rank 0, which copies it first.
+        """
         model = module.parallel_models["policy"]
         holders = ranks_of(trainer.strategy).of_role("policy")
-        if holders.size == 1 or not holders.is_here:
+        if not holders.is_here:
             return model.full_parameters(bucket_bytes)
+        engine: object = trainer.rollout.engine
+        needs_base: bool | None = None
+        if isinstance(engine, ServesAdapters) and engine.adapters == "served":
+            needs_base = engine.needs_base()
+        needs_base = holders.broadcast_json(needs_base)  # None: the adapters are merged
+        if needs_base is None:
+            return self._whole(trainer, model, bucket_bytes, "merged", holders, is_blocking)
+        adapters = model.full_parameters(bucket_bytes, part="adapters")
+        if not needs_base:
+            return adapters
+        base = self._whole(trainer, model, bucket_bytes, "base", holders, is_blocking)
+        return itertools.chain(adapters, base)
+
+    def _whole(
+        self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks, is_blocking: bool
+    ) -> Iterator[Bucket]:
+        """All parameters, from every rank or from rank 0."""
+        if holders.size == 1 or not is_blocking:
+            return model.full_parameters(bucket_bytes, part=part)
         if self._engine is not trainer.rollout.engine:
             self._engine, self._folder = trainer.rollout.engine, _shared_folder(trainer.rollout.engine, holders)
         if self._folder is None:
-            return model.full_parameters(bucket_bytes)
-        return shared(model.full_parameters(bucket_bytes, is_spread=True), self._folder, holders)
+            return model.full_parameters(bucket_bytes, part=part)
+        return shared(model.full_parameters(bucket_bytes, part=part, is_spread=True), self._folder, holders)
 
 
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:

@@ -153,13 +153,12 @@ class WeightSync(RLCallback):
         self._finish(trainer, module)
         start = time.perf_counter()
         scores = self._score(trainer, module, weight_version)
+        buckets = self._shares.buckets(trainer, module, self.bucket_bytes, is_blocking=self.blocking)
         if self.blocking:
-            buckets = self._shares.buckets(trainer, module, self.bucket_bytes)
             trainer.rollout.load_weights(buckets, weight_version=weight_version)
             self._acknowledge(trainer, module, weight_version, scores)
         else:
             is_main = ranks_of(trainer.strategy).is_main
-            buckets = module.parallel_models["policy"].full_parameters(self.bucket_bytes)
             self._load = _BackgroundLoad(weight_version, scores)
             self._load.start(trainer.rollout.local if is_main else None, self._copy, buckets)
         self.last_sync_s = time.perf_counter() - start

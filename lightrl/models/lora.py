@@ -121,7 +121,7 @@ def adapter_reader(lora: LoRA, seed: int) -> Callable[[str, torch.Size], Tensor]
     from safetensors.torch import load_file
 
     tensors = load_file(Path(lora.adapter) / "adapter_model.safetensors")
-    return lambda name, shape: tensors[_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".")]
+    return lambda name, shape: tensors[peft_name(name)]
 
 
 _PEFT_PREFIX = "base_model.model."  # before the names of the model's own parameters, in peft's files
@@ -204,6 +204,53 @@ def base_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
+@dataclass(frozen=True)
+class AdapterShape:
+    """What a server must know of a policy's adapters before it starts, and with each of them.
+
+    Args:
+        rank: of the adapters.
+        target_modules: names of the layers that have adapters, such as `q_proj`.
+        config: content of peft's `adapter_config.json`.
+    """
+
+    rank: int
+    target_modules: tuple[str, ...]
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> AdapterShape:
+        """Of a model with adapters; raises ValueError for one without."""
+        if not has_adapters(model):
+            raise ValueError("engine.adapters='served' needs a policy with lora. Add lora to it, or set 'merged'.")
+        names = [name for name, _ in model.named_parameters() if ".lora_A." in name]
+        targets = {name.partition(".lora_A.")[0].rpartition(".")[2] for name in names}
+        config = json.loads(adapter_config(model, None))
+        return cls(config["r"], tuple(sorted(targets)), config)
+
+    def server_args(self, num_versions: int) -> dict[str, Any]:
+        """SGLang's arguments for so many adapters at once."""
+        return {
+            "enable_lora": True,
+            "max_lora_rank": self.rank,
+            "lora_target_modules": list(self.target_modules),
+            "max_loras_per_batch": num_versions + 1,  # SGLang counts requests without an adapter as one more
+        }
+
+    @property
+    def how_to_serve(self) -> str:
+        """For messages."""
+        return (
+            f"Start the servers with --enable-lora --max-lora-rank {self.rank} --lora-target-modules "
+            f"{' '.join(self.target_modules)}, or set engine.adapters to merged."
+        )
+
+
+def peft_name(name: str) -> str:
+    """The name of an adapter's parameter in peft's files."""
+    return _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".")
+
+
 def adapter_config(model: torch.nn.Module, base: str | None) -> str:
     """The content of `adapter_config.json`.
 
@@ -229,9 +276,7 @@ def save_adapter(tensors: Mapping[str, Tensor], config: str, folder: Path) -> No
     from safetensors.torch import save_file
 
     adapters = {
-        _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.detach().cpu().contiguous()
-        for name, tensor in tensors.items()
-        if is_adapter(name)
+        peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if is_adapter(name)
     }
     save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(config, encoding="utf-8")

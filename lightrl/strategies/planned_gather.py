@@ -73,6 +73,8 @@ class PlannedGather:
             combine: makes the exported tensor of them.
         """
         plan = self.plan(sources, bucket_bytes=bucket_bytes, is_spread=is_spread)
+        if not plan.rounds:
+            yield Bucket({}, is_last=True)
         for index, names in enumerate(plan.rounds):
             with torch.no_grad():
                 tensors = self._round(plan, names, held, sources, combine)

@@ -1,15 +1,16 @@
 """SharedBucket: a bucket in shared memory, which servers of the same host read without a copy.
 
-**This is the only place where a pickle leaves the process**: SGLang's `/update_weights_from_tensor` takes nothing else.
-It is off by default. SGLang's allow-listed unpickler reads the pickle; lightrl unpickles nothing. The pickle holds the
-name of a shared-memory file instead of the tensors.
+**This is the only place where a pickle leaves the process**: SGLang's `/update_weights_from_tensor` and
+`/load_lora_adapter_from_tensors` take nothing else. It is off by default. SGLang's allow-listed unpickler reads the
+pickle; lightrl unpickles nothing. The pickle of a bucket holds the name of a shared-memory file instead of the tensors.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -41,14 +42,7 @@ class SharedBucket:
 
     def fill(self, bucket: Bucket) -> None:
         """Copies the bucket in, over the previous one."""
-        entries: list[SimpleNamespace] = []
-        start = 0
-        for name, dtype, shape in self.form.layout(bucket):
-            end = start + shape.numel() * dtype.itemsize
-            entries.append(
-                SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=shape.numel())
-            )
-            start = end + -end % ALIGNMENT_BYTES
+        entries, start = _entries(self.form.layout(bucket))
         if self._block is None or self._block.numel() < start:
             self._block = None  # freed before the next one is allocated
             block: Any = torch.empty(max(1, start), dtype=torch.uint8)
@@ -66,6 +60,29 @@ class SharedBucket:
         """
         with _shared_by_name():
             return base64.b64encode(ForkingPickler.dumps(self._content)).decode()
+
+
+def payload_of(tensors: Mapping[str, Tensor]) -> str:
+    """Tensors by value, in the same format, for receivers on any host."""
+    layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    entries, num_bytes = _entries(layout)
+    flat = torch.zeros(num_bytes, dtype=torch.uint8)
+    for entry, tensor in zip(entries, tensors.values(), strict=True):
+        flat[entry.start_idx : entry.end_idx].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    return base64.b64encode(pickle.dumps({"flattened_tensor": flat, "metadata": entries})).decode()
+
+
+def _entries(layout: Sequence[tuple[str, torch.dtype, torch.Size]]) -> tuple[list[SimpleNamespace], int]:
+    """SGLang's description of each tensor in a block, and the size of the block in bytes."""
+    entries: list[SimpleNamespace] = []
+    start = 0
+    for name, dtype, shape in layout:
+        end = start + shape.numel() * dtype.itemsize
+        entries.append(
+            SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=shape.numel())
+        )
+        start = end + -end % ALIGNMENT_BYTES
+    return entries, start
 
 
 @contextlib.contextmanager

@@ -41,13 +41,13 @@ def make_model(case: str) -> Any:
 def counted_receives() -> list[int]:
     """A list with one number, the bytes that this process receives point to point from now on."""
     total = [0]
-    receive = dist.irecv
+    start = dist.batch_isend_irecv
 
-    def irecv(tensor: torch.Tensor, *args: Any, **settings: Any) -> Any:
-        total[0] += tensor.numel() * tensor.element_size()
-        return receive(tensor, *args, **settings)
+    def counted(operations: list[Any]) -> Any:
+        total[0] += sum(one.tensor.numel() * one.tensor.element_size() for one in operations if one.op is dist.irecv)
+        return start(operations)
 
-    dist.irecv = irecv
+    dist.batch_isend_irecv = counted
     return total
 
 
@@ -70,7 +70,7 @@ def gather(case: str, part: Any, gather_of: PlannedGather, model: Any, alone: An
             line = {
                 "case": f"{case} {part} {'spread' if is_spread else 'first'}",
                 "equal": all(item[2] for item in found)
-                and sorted(sum((item[3] for item in found), [])) == sorted(sources),
+                and sorted(name for item in found for name in item[3]) == sorted(sources),
                 "ranks": [item[:2] for item in found],
                 "planned": [planned[rank] for rank in range(SIZE)],
                 "total": len(sources),
@@ -84,7 +84,8 @@ def work(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZE)
     for case in ("plain", "lora", "replicas"):
         model, alone = make_model(case), make_model(case)
-        mesh = init_device_mesh("cpu", (2, 2) if case == "replicas" else (SIZE,))
+        shape = {"replica": 2, "shard": 2} if case == "replicas" else {"shard": SIZE}
+        mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

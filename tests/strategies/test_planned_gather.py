@@ -36,7 +36,7 @@ def test_spread_over_the_ranks_each_parameter_is_on_one_of_them(case: str, part:
     found = world[f"{case} {part} spread"]
     assert found["equal"]
     assert sum(num for num, _ in found["ranks"]) == found["total"]
-    assert part == "adapters" and case != "lora" or all(num for num, _ in found["ranks"])
+    assert part == "adapters" or all(num for num, _ in found["ranks"])  # adapters of rank 2 lie on two ranks
 
 
 def test_the_bytes_on_the_wire_are_those_of_the_plan(world: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -43,6 +44,9 @@ class Loading:
         self.weight_version = -1  # of all routable servers
         self.last_report: SyncReport | None = None
         self.lock = threading.Lock()  # one load at a time
+        self.before_admit: Callable[[str], Coroutine[Any, Any, None]] | None = (
+            None  # what a server that is back needs besides
+        )
         self._home = home
         self._members = members
         self._writer = writer
@@ -83,6 +87,8 @@ class Loading:
             sync = replace(self._sync, memory=None)  # it has released nothing
             clients = [self._members.clients[url]]
             report = sync.load_from_thread(self._home.loop, clients, None, weight_version=self.weight_version)
+            if self.before_admit is not None:
+                self._home.call(self.before_admit(url), self._timeouts.sync_s)
             self._home.call(self._end([url], report), self._timeouts.request_s)
 
     def shared_folder(self) -> SharedFolder | None:
