@@ -225,7 +225,7 @@ class AdapterShape:
             raise ValueError("engine.adapters='served' needs a policy with lora. Add lora to it, or set 'merged'.")
         names = [name for name, _ in model.named_parameters() if ".lora_A." in name]
         targets = {name.partition(".lora_A.")[0].rpartition(".")[2] for name in names}
-        config = json.loads(adapter_config(model, None))
+        config = json.loads(adapter_config(model, None)) | {"target_modules": sorted(targets)}  # peft may have paths
         return cls(config["r"], tuple(sorted(targets)), config)
 
     def server_args(self, num_versions: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from lightrl.weights.bucket import Bucket
 from lightrl.weights.server_form import ServerForm
@@ -33,10 +35,12 @@ class SharedBucket:
 
     Args:
         form: dtype and names that the servers need.
+        device: `cpu`, or a GPU whose memory the servers open (CUDA IPC).
     """
 
-    def __init__(self, form: ServerForm | None = None) -> None:
+    def __init__(self, form: ServerForm | None = None, *, device: str = "cpu") -> None:
         self.form = form or ServerForm()
+        self.device = torch.device(device)
         self._block: Tensor | None = None  # [bytes] uint8
         self._content: dict[str, Any] = {}
 
@@ -45,12 +49,14 @@ class SharedBucket:
         entries, start = _entries(self.form.layout(bucket))
         if self._block is None or self._block.numel() < start:
             self._block = None  # freed before the next one is allocated
-            block: Any = torch.empty(max(1, start), dtype=torch.uint8)
+            block: Any = torch.empty(max(1, start), dtype=torch.uint8, device=self.device)
             with _shared_by_name():
-                self._block = block.share_memory_()
+                self._block = block if self.device.type == "cuda" else block.share_memory_()
         assert self._block is not None
         for entry, (_, tensor) in zip(entries, self.form.tensors(bucket), strict=True):
             self._block[entry.start_idx : entry.end_idx].copy_(tensor.reshape(-1).view(torch.uint8))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the servers do not wait for our stream
         self._content = {"flattened_tensor": self._block[:start], "metadata": entries}
 
     def payload(self) -> str:
@@ -59,7 +65,30 @@ class SharedBucket:
         Torch counts the receivers that will open the memory; two that open one payload would free it for all.
         """
         with _shared_by_name():
-            return base64.b64encode(ForkingPickler.dumps(self._content)).decode()
+            content = io.BytesIO()
+            _DevicesByUuid(content).dump(self._content)
+            return base64.b64encode(content.getvalue()).decode()
+
+
+class _DevicesByUuid(ForkingPickler):
+    """Names a CUDA tensor's device by UUID: its number differs between processes with other CUDA_VISIBLE_DEVICES.
+
+    SGLang replaces torch's `rebuild_cuda_tensor` by one that takes a UUID (srt/utils/patch_torch.py).
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_cuda:
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(value)
+        return rebuild, with_uuid(arguments, str(torch.cuda.get_device_properties(value.device).uuid))
+
+
+_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor
+
+
+def with_uuid(arguments: Sequence[Any], uuid: str) -> tuple[Any, ...]:
+    """The arguments of torch's `rebuild_cuda_tensor`, with the device's UUID in place of its number."""
+    return (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
 def payload_of(tensors: Mapping[str, Tensor]) -> str:

@@ -87,8 +87,8 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         devices: GPUs of the started servers, `tp` for each in turn; None numbers them from 0, or uses none.
         seed: of the started servers; each adds its number.
         token: the servers' API key; those we start get a random one. None reads LIGHTRL_SERVER_TOKEN.
-        transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU) or `tensor` (same host; SGLang
-            demands a pickle, see weights/shared_memory.py).
+        transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU), `tensor` (same host; SGLang
+            demands a pickle, see weights/shared_memory.py) or `cuda_ipc` (same GPUs; likewise, and not run yet).
         weight_folder: of the disk transport, visible to trainer and servers; None takes a temporary one.
         weights_dtype: that the servers need, such as `bfloat16`; None sends the trainer's own.
         placement: `separate` from the trainer's devices, or `colocated` on them: servers release their memory while the
@@ -135,7 +135,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
             raise ValueError(f"Set urls or servers, not both (urls={urls}, servers={servers}).")
         check_bounds(1, servers=servers, tp=tp, max_connections=max_connections)
         for name, value, choices in (
-            ("transport", transport, ("disk", "distributed", "tensor")),
+            ("transport", transport, ("disk", "distributed", "tensor", "cuda_ipc")),
             ("placement", placement, ("separate", "colocated")),
             ("adapters", adapters, ("merged", "served")),
             ("interrupt", interrupt, ("retract", "abort")),
