@@ -32,7 +32,7 @@ class RankShares:
 
     def __init__(self) -> None:
         self._folder: SharedFolder | None = None
-        self._engine: object = None  # that `_folder` was decided for
+        self._rollout: object = None  # that `_folder` was decided for
 
     def buckets(
         self, trainer: RLTrainer, module: RLModule, bucket_bytes: int, *, is_blocking: bool
@@ -65,8 +65,8 @@ class RankShares:
         """All parameters, from every rank or from rank 0."""
         if holders.size == 1 or not is_blocking:
             return model.full_parameters(bucket_bytes, part=part)
-        if self._engine is not trainer.rollout.engine:
-            self._engine, self._folder = trainer.rollout.engine, _shared_folder(trainer.rollout.engine, holders)
+        if self._rollout is not trainer.rollout:  # new on every rank whenever it is opened
+            self._rollout, self._folder = trainer.rollout, _shared_folder(trainer.rollout.engine, holders)
         if self._folder is None:
             return model.full_parameters(bucket_bytes, part=part)
         return shared(model.full_parameters(bucket_bytes, part=part, is_spread=True), self._folder, holders)

@@ -79,7 +79,7 @@ class _DevicesByUuid(ForkingPickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_cuda:
             return NotImplemented
-        rebuild, arguments = reductions.reduce_tensor(value)
+        rebuild, arguments = reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
         return rebuild, with_uuid(arguments, str(torch.cuda.get_device_properties(value.device).uuid))
 
 

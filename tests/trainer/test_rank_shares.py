@@ -10,7 +10,6 @@ import torch
 from rank_scripts import finished, left_by, run
 from rank_shares_run import RUNS
 
-
 from lightrl.weights.disk import is_whole
 
 SCRIPT = Path(__file__).with_name("rank_shares_run.py")
