@@ -279,7 +279,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
                 sampling.top_p,
                 sampling.top_k,
             )
-        pictures = self._request_pictures(images, token_ids) if images else None
+        pictures = _request_pictures(self._pictures, images, token_ids) if images else None
         try:
             return await self._home.across(writer.write(token_ids, sampling, session, n, pictures))
         except asyncio.CancelledError:
@@ -396,13 +396,6 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
             probe_interval_s=self.probe_interval_s,
         )
 
-    def _request_pictures(self, images: tuple[str, ...], token_ids: list[int]) -> RequestPictures:
-        if self._pictures is None:
-            raise ValueError(refusal(len(images)))
-        self._pictures.check(images, token_ids)
-        prompt = self._pictures.collapsed(token_ids, len(images))
-        return RequestPictures(prompt, [data_url(image) for image in images])
-
     def _open_writer(self) -> Writer:
         if not self._is_open or self._writer is None:
             raise EngineError("SGLangEngine is closed. Start it, or create a new one.")
@@ -417,3 +410,11 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
     def _on_new_loop(self) -> None:
         if self._members is not None:
             self._members.watch_all()
+
+
+def _request_pictures(pictures: Pictures | None, images: tuple[str, ...], token_ids: list[int]) -> RequestPictures:
+    if pictures is None:
+        raise ValueError(refusal(len(images)))
+    pictures.check(images, token_ids)
+    prompt = pictures.collapsed(token_ids, len(images))
+    return RequestPictures(prompt, [data_url(image) for image in images])

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.loading import Loading
@@ -147,7 +148,8 @@ class ServedAdapters:
     async def _load(self, adapter: _Adapter, weight_version: int) -> SyncReport:
         urls = self._members.pool.urls("routable")
         fleet = Fleet([self._members.clients[url] for url in urls], self._timeouts.sync_s)
-        await fleet.ask(lambda client: self._give(client, weight_version, adapter))
+        payload = await in_thread(payload_of, adapter.tensors)
+        await fleet.ask(lambda client: self._give(client, weight_version, adapter, payload))
         for url, reason in fleet.lost.items():
             self._members.lose(url, reason)
         if not fleet.clients:
@@ -163,29 +165,21 @@ class ServedAdapters:
         for version in old:
             del self._kept[version]
         stopped = [version for version in self._in_use if version in old or self._is_aborting]
-        for version in stopped:
-            for rid, client in list(self._in_use[version].items()):
-                with contextlib.suppress(EngineError):
-                    await client.abort(rid)
+        requests = [request for version in stopped for request in self._in_use[version].items()]
+        await asyncio.gather(*(client.abort(rid) for rid, client in requests), return_exceptions=True)
         for version in old:
             self._home.spawn(self._retire(version))
         versions = {client.url: weight_version for client in fleet.clients}
         num_bytes = adapter.num_bytes * len(fleet.clients)
         return SyncReport(weight_version, versions=versions, lost=fleet.lost, num_bytes=num_bytes)
 
-    async def _give(self, client: SGLangClient, version: int, adapter: _Adapter) -> None:
+    async def _give(self, client: SGLangClient, version: int, adapter: _Adapter, payload: str) -> None:
         """Afterwards the server has this adapter under the version's name, and lists it."""
-        name, num = name_of(version), await num_ranks(client)
-        payloads = [payload_of(adapter.tensors)] * num
-
-        async def load() -> None:
-            await client.load_adapter(
-                name, self._shape.config, payloads, adapter.checksums, timeout_s=self._timeouts.sync_s
-            )
-
+        name, timeout_s = name_of(version), self._timeouts.sync_s
         if name in await client.adapters():  # of an earlier run, or of this one before it was resumed
-            await client.unload_adapter(name, timeout_s=self._timeouts.sync_s)
-        await load()
+            await client.unload_adapter(name, timeout_s=timeout_s)
+        payloads = [payload] * await num_ranks(client)
+        await client.load_adapter(name, self._shape.config, payloads, adapter.checksums, timeout_s=timeout_s)
         if name not in await client.adapters():
             raise EngineError(f"{client.url} acknowledged the adapter {name} but does not list it in /v1/models.")
 
@@ -196,7 +190,7 @@ class ServedAdapters:
             if name.startswith(_PREFIX):
                 await client.unload_adapter(name, timeout_s=self._timeouts.sync_s)
         for version, adapter in list(self._kept.items()):
-            await self._give(client, version, adapter)
+            await self._give(client, version, adapter, await in_thread(payload_of, adapter.tensors))
 
     async def _retire(self, version: int) -> None:
         """Unloads a version when its last request has ended: a server would hold other updates back until then."""
