@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +19,15 @@ from waits import until
 
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang import command, server
+from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import flags
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.errors import WeightSyncError
-from lightrl.models.lora import AdapterShape, LoRA, exported_parameters, merge
+from lightrl.errors import EngineError, WeightSyncError
+from lightrl.models.lora import AdapterShape, LoRA, exported_parameters, merge, peft_name
 from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, bucketed
+from lightrl.weights.shared_memory import payload_of
 
 CONFIG = tiny_config()
 CONFIG.intermediate_size = 64  # on a CPU SGLang pads others, and then no adapter fits down_proj
@@ -262,6 +265,55 @@ def test_a_name_that_an_earlier_run_left_is_replaced(case, servers):
         check_tokens(later, 0)
     finally:
         later.engine.close()
+
+
+def load_into(server: FakeServerProcess, tensors: dict[str, torch.Tensor], **config: Any) -> None:
+    shape = AdapterShape.of(MODELS[0])
+
+    async def scenario() -> None:
+        client = SGLangClient(server.url, num_retries=0)
+        try:
+            await client.load_adapter("policy-v5", {**shape.config, **config}, [payload_of(tensors)], CHECKSUMS)
+        finally:
+            await client.close()
+
+    run(scenario())
+
+
+TENSORS = {peft_name(name): value.detach() for name, value in MODELS[1].named_parameters() if ".lora_" in name}
+CHECKSUMS = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in TENSORS.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"r": 2 * RANK}, "incompatible"), ({"target_modules": ["lm_head"]}, "incompatible")],
+    ids=["a larger rank", "another layer"],
+)
+def test_the_fake_server_refuses_the_adapters_that_sglang_refuses(config, message, servers):
+    with pytest.raises(EngineError, match=message):
+        load_into(servers[0], TENSORS, **config)
+    load_into(servers[0], TENSORS)
+    with pytest.raises(EngineError, match="already loaded"):
+        load_into(servers[0], TENSORS)
+
+
+def test_the_fake_server_refuses_a_request_for_an_adapter_that_it_does_not_have(servers):
+    async def scenario() -> None:
+        client = SGLangClient(servers[0].url, num_retries=0)
+        try:
+            await client.generate({"input_ids": PROMPT, "sampling_params": {}, "lora_path": "policy-v9"})
+        finally:
+            await client.close()
+
+    with pytest.raises(EngineError, match="LoRA adapter that has never been loaded: policy-v9"):
+        run(scenario())
+
+
+def test_a_tensor_that_differs_from_its_checksum_ends_the_server(servers):
+    changed = TENSORS | {name: value + 1e-7 for name, value in list(TENSORS.items())[:1]}
+    with pytest.raises(EngineError):
+        load_into(servers[0], changed)
+    run(until(lambda: not servers[0].is_alive()))
 
 
 def test_colocated_servers_cannot_serve_adapters():

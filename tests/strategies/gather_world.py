@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import get_context
 
+from lightrl.callbacks.rank_shares import shared
+from lightrl.errors import WeightSyncError
 from lightrl.models.lora import LoRA, exported_parameters, merge
 from lightrl.strategies.planned_gather import PlannedGather
+from lightrl.strategies.ranks import ProcessRanks
+from lightrl.weights import Bucket, SharedFolder
 
 SIZE = 4
 BUCKET = 2000
@@ -94,7 +99,23 @@ def work(rank: int, store: str) -> None:
         for part in ("merged", "base", "adapters"):
             gather(case, part, gather_of, model, alone, received)
     dist.barrier()
-    dist.destroy_process_group()
+    wait_for_the_last_rank(rank, store)
+    os._exit(0)  # the group cannot be left in order after its deadline
+
+
+def wait_for_the_last_rank(rank: int, store: str) -> None:
+    """The last rank does not come to report its share."""
+    ranks = ProcessRanks(
+        dp_group=dist.group.WORLD, control_group=dist.group.WORLD, device=torch.device("cpu"), watch=None
+    )  # type: ignore[arg-type]
+    if rank == SIZE - 1:
+        time.sleep(3)  # its connections stay open until the others' deadline
+        return
+    try:
+        list(shared(iter([Bucket({}, is_last=True)]), SharedFolder(store, None, [], timeout_s=1.0), ranks))
+    except WeightSyncError as error:
+        if rank == 0:
+            os.write(1, (json.dumps({"case": "late", "error": str(error)}) + "\n").encode())
 
 
 if __name__ == "__main__":

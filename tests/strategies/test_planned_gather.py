@@ -40,5 +40,10 @@ def test_spread_over_the_ranks_each_parameter_is_on_one_of_them(case: str, part:
 
 
 def test_the_bytes_on_the_wire_are_those_of_the_plan(world: dict[str, Any]) -> None:
-    for found in world.values():
+    for found in (found for found in world.values() if "ranks" in found):
         assert [received for _, received in found["ranks"]] == found["planned"]
+
+
+def test_a_rank_that_does_not_report_its_share_is_named_at_the_deadline(world: dict[str, Any]) -> None:
+    assert "engine.timeouts.sync_s=1" in world["late"]["error"]
+    assert "Ranks 3" in world["late"]["error"]
