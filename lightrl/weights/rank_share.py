@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from lightrl.checks.disk_errors import is_disk_full
 from lightrl.errors import WeightSyncError
@@ -92,6 +94,12 @@ def files_of(records: list[dict[str, Any]]) -> tuple[WrittenFile, ...]:
     if problems:
         raise WeightSyncError(f"{' '.join(problems)} The servers keep the old weights.")
     return tuple(WrittenFile(**file) for record in records for file in record["files"])
+
+
+def read_back(files: Iterable[WrittenFile]) -> Iterator[Bucket]:
+    """The files' tensors, file by file, as they are in the folder now: for digests of what servers will load."""
+    for file in files:
+        yield Bucket(load_file(file.path))
 
 
 def share_place(root: str | Path, rank: int) -> Path:

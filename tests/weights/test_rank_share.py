@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, SharedFolder, WeightFolder
-from lightrl.weights.rank_share import ShareWriter, files_of, leave_mark, unmarked_ranks
+from lightrl.weights.rank_share import ShareWriter, files_of, leave_mark, read_back, unmarked_ranks
 
 
 def folder_of(root: Path) -> SharedFolder:
@@ -37,6 +37,13 @@ def test_rank_0_makes_one_version_of_all_files_in_the_servers_form(tmp_path):
     assert {name: value.float().sum().item() for name, value in tensors.items()} == {"a": 0.0, "b": 6.0, "c": 10.0}
     assert {value.dtype for value in tensors.values()} == {torch.bfloat16}
     assert not list((tmp_path / ".share-1").iterdir())
+
+
+def test_what_a_rank_wrote_can_be_read_back_before_rank_0_takes_it_over(tmp_path):
+    other = share(tmp_path, 1, {"b": torch.ones(2, 3)}, {"c": torch.full((5,), 2.0)})
+    read = [bucket.tensors for bucket in read_back(files_of([other.record()]))]
+    assert [list(tensors) for tensors in read] == [["b"], ["c"]]
+    assert torch.equal(read[1]["c"], torch.full((5,), 2.0).bfloat16())
 
 
 def test_values_that_are_not_finite_stop_the_version_and_name_the_parameter(tmp_path):
