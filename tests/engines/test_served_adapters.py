@@ -88,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def servers(folder: Path) -> Iterator[list[FakeServerProcess]]:
     processes = [FakeServerProcess(str(folder), piece_tokens=4, **LORA) for _ in range(2)]
     try:
@@ -134,14 +134,16 @@ def test_tokens_and_scores_are_those_of_the_adapters_that_were_loaded_last(case)
 
 
 def test_the_base_is_loaded_once_and_then_only_adapters_travel_without_a_pause(case, servers):
+    before = [one.stats()["requests"] for one in servers]
     for version in range(3):
         case.load(version)
     adapters = sum(value.numel() * 4 for name, value in MODELS[0].named_parameters() if ".lora_" in name)
     assert case.engine.last_sync.num_bytes == 2 * adapters
-    for one in servers:
+    for one, old in zip(servers, before, strict=True):
         requests = one.stats()["requests"]
-        assert requests["/update_weights_from_disk"] == requests["/pause_generation"] == 1
-        assert requests["/load_lora_adapter_from_tensors"] == 3
+        made = {path: requests[path] - old.get(path, 0) for path in requests}
+        assert made["/update_weights_from_disk"] == made["/pause_generation"] == 1
+        assert made["/load_lora_adapter_from_tensors"] == 3
 
 
 def in_flight_over_a_load(case: AdapterCase) -> list[list[int]]:
@@ -292,7 +294,10 @@ CHECKSUMS = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name,
 def test_the_fake_server_refuses_the_adapters_that_sglang_refuses(config, message, servers):
     with pytest.raises(EngineError, match=message):
         load_into(servers[0], TENSORS, **config)
-    load_into(servers[0], TENSORS)
+
+
+def test_the_fake_server_refuses_a_second_adapter_of_a_name(case, servers):
+    case.load(5)
     with pytest.raises(EngineError, match="already loaded"):
         load_into(servers[0], TENSORS)
 
@@ -309,11 +314,12 @@ def test_the_fake_server_refuses_a_request_for_an_adapter_that_it_does_not_have(
         run(scenario())
 
 
-def test_a_tensor_that_differs_from_its_checksum_ends_the_server(servers):
+def test_a_tensor_that_differs_from_its_checksum_ends_the_server(folder):
     changed = TENSORS | {name: value + 1e-7 for name, value in list(TENSORS.items())[:1]}
-    with pytest.raises(EngineError):
-        load_into(servers[0], changed)
-    run(until(lambda: not servers[0].is_alive()))
+    with FakeServerProcess(str(folder), **LORA) as one:
+        with pytest.raises(EngineError):
+            load_into(one, changed)
+        run(until(lambda: not one.is_alive()))
 
 
 def test_colocated_servers_cannot_serve_adapters():

@@ -174,10 +174,12 @@ class ServedAdapters:
         return SyncReport(weight_version, versions=versions, lost=fleet.lost, num_bytes=num_bytes)
 
     async def _give(self, client: SGLangClient, version: int, adapter: _Adapter, payload: str) -> None:
-        """Afterwards the server has this adapter under the version's name, and lists it."""
+        """Afterwards the server has this adapter under the version's name, and lists it; others of ours are removed."""
         name, timeout_s = name_of(version), self._timeouts.sync_s
-        if name in await client.adapters():  # of an earlier run, or of this one before it was resumed
-            await client.unload_adapter(name, timeout_s=timeout_s)
+        known = {name_of(one) for one in (*self._kept, *self._in_use)} - {name}
+        for other in await client.adapters():
+            if other.startswith(_PREFIX) and other not in known:  # of an earlier run, or of this one before a resume
+                await client.unload_adapter(other, timeout_s=timeout_s)
         payloads = [payload] * await num_ranks(client)
         await client.load_adapter(name, self._shape.config, payloads, adapter.checksums, timeout_s=timeout_s)
         if name not in await client.adapters():
@@ -186,9 +188,6 @@ class ServedAdapters:
     async def _equip(self, url: str) -> None:
         """Gives a server that is back all kept versions, before it gets requests."""
         client = self._members.clients[url]
-        for name in await client.adapters():
-            if name.startswith(_PREFIX):
-                await client.unload_adapter(name, timeout_s=self._timeouts.sync_s)
         for version, adapter in list(self._kept.items()):
             await self._give(client, version, adapter, await in_thread(payload_of, adapter.tensors))
 
