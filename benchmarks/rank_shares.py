@@ -1,6 +1,6 @@
 """Weights of a model sharded over 2 and 4 processes, into a folder: three ways, the bytes each rank receives, the time.
 
-    python -m benchmarks.rank_shares [--rounds 5]
+    python -m benchmarks.rank_shares [--quick]
 
 `all_gather` makes every parameter whole on every rank and rank 0 writes all of them; `to_rank_0` sends the parts to
 rank 0 only; `shares` gives each rank a share, which it writes. Prints a JSON line for each way and number of ranks.
@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,11 @@ from lightrl.weights import Bucket, SharedFolder, WeightFolder, bucketed
 from lightrl.weights.rank_share import ShareWriter, files_of
 
 BUCKET_BYTES = 2**25
-CONFIG = Qwen3Config(
-    vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-    num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
-)  # fmt: skip
+SIZES = {
+    "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+QUICK = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 WAYS = ("all_gather", "to_rank_0", "shares")
 
 
@@ -80,18 +81,19 @@ def received(way: str, size: int, gather: PlannedGather, model: Any) -> list[int
     return [plan.received_bytes()[rank] for rank in range(size)]
 
 
-def work(rank: int, size: int, folder: str, rounds: int) -> None:
+def work(rank: int, size: int, folder: str, rounds: int, is_quick: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{size}", rank=rank, world_size=size)
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(CONFIG)
+    config = Qwen3Config(**(SIZES | QUICK if is_quick else SIZES))
+    model: Any = AutoModelForCausalLM.from_config(config)
     mesh = init_device_mesh("cpu", (size,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     held = dict(model.named_parameters())
     gather = PlannedGather({name: (value.shape, value.dtype) for name, value in held.items()}, held)
-    weights = WeightFolder(Path(folder) / "weights", CONFIG, is_durable=False)
+    weights = WeightFolder(Path(folder) / "weights", config, is_durable=False)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(rounds + 1):
         for way in WAYS:
@@ -117,15 +119,16 @@ def work(rank: int, size: int, folder: str, rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    rounds, sizes = vars(parser.parse_args()).values()
-    for size in sizes:
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to test this program")
+    options = parser.parse_args(arguments)
+    for size in (2, 4):
         with tempfile.TemporaryDirectory() as folder:
             fork = get_context("fork")
-            ranks = [fork.Process(target=work, args=(rank, size, folder, rounds)) for rank in range(size)]
+            settings = (size, folder, options.rounds, options.quick)
+            ranks = [fork.Process(target=work, args=(rank, *settings)) for rank in range(size)]
             for process in ranks:
                 process.start()
             for process in ranks:
