@@ -5,6 +5,8 @@ import importlib.util
 import json
 import math
 import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -35,6 +37,21 @@ def _threads_as_before():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+def test_with_shares_the_ranks_receive_together_what_rank_0_would_alone():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.rank_shares", "--quick", "--rounds", "1"],
+        capture_output=True, text=True, timeout=170, check=True,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(row["way"], row["ranks"]) for row in rows] == [
+        (way, size) for size in (2, 4) for way in ("all_gather", "to_rank_0", "shares")
+    ]
+    for row in rows:
+        assert len(row["received_mib"]) == row["ranks"]
+        assert row["seconds"] > 0
+        assert row["way"] != "to_rank_0" or set(row["received_mib"][1:]) == {0}
 
 
 def printed(capsys) -> list[dict]:

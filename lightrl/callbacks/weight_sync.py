@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from lightrl.callbacks import colocation, probe
+from lightrl.callbacks.rank_shares import RankShares
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.engines.abilities import ScoresTokens
 from lightrl.errors import EngineTimeout, LightRLError, WeightSyncError
@@ -85,6 +86,7 @@ class WeightSync(RLCallback):
         self.max_probe_nats = max_probe_nats
         self.sync_timeout_s = sync_timeout_s
         self._copy = HostCopy()
+        self._shares = RankShares()
         self._load: _BackgroundLoad | None = None
         self._acknowledged_version = -1
         self._has_logged_unprobed = False
@@ -152,7 +154,8 @@ class WeightSync(RLCallback):
         start = time.perf_counter()
         scores = self._score(trainer, module, weight_version)
         ranks = ranks_of(trainer.strategy)
-        buckets = _gathered(module.parallel_models["policy"].full_parameters(self.bucket_bytes), ranks)
+        shares = self._shares.buckets(trainer, module, self.bucket_bytes, is_blocking=self.blocking)
+        buckets = _gathered(shares, ranks)
         if self.blocking:
             with ranks.own_deadline():  # the engine's
                 trainer.rollout.load_weights(buckets, weight_version=weight_version)

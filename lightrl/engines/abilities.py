@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, runtime_checkable
 
+from lightrl.models.lora import AdapterShape
+from lightrl.weights import SharedFolder
+
 Proof = Literal["digests", "replicas", "version"]
 
 
@@ -78,4 +81,31 @@ class ProvesWeights(Protocol):
         `digests`: each of its parameters equals the trainer's, bit by bit. `replicas`: its checksum equals that of the
         other servers, which all may be wrong. `version`: it only reports the version's number.
         """
+        ...
+
+
+@runtime_checkable
+class SharesFolder(Protocol):
+    """Loads weights from a folder into which every rank of the trainer may write its share."""
+
+    def shared_folder(self) -> SharedFolder | None:
+        """The folder, which exists; None if weights travel in another way."""
+        ...
+
+
+@runtime_checkable
+class ServesAdapters(Protocol):
+    """May serve a policy's adapters beside its base, instead of weights with the adapters merged."""
+
+    adapters: Literal["merged", "served"]
+
+    def expect_adapters(self, shape: AdapterShape, *, num_versions: int) -> None:
+        """Called before `start` if `adapters` is `served`: keep this many versions.
+
+        `load_weights` then gets the adapters under their names in the model, and after them the base if `needs_base`.
+        """
+        ...
+
+    def needs_base(self) -> bool:
+        """Whether the next load must bring the base."""
         ...

@@ -19,11 +19,12 @@ from lightrl.concurrency.call_all import call_all
 from lightrl.data import PromptStream, prompt_source
 from lightrl.dataflow import DataFlowGraph
 from lightrl.engines import LocalEngine
-from lightrl.engines.abilities import DecodesInThreads, LimitsContext
+from lightrl.engines.abilities import DecodesInThreads, LimitsContext, ServesAdapters
 from lightrl.loops.refused_callbacks import check_callbacks
 from lightrl.loops.resume import Resume
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.models import ParallelModel
+from lightrl.models.lora import AdapterShape
 from lightrl.models.stop_tokens import with_stop_tokens
 from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, Judge, make_judge
@@ -157,6 +158,9 @@ class RolloutStage:
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()
         engine = self.trainer.engine
+        if isinstance(engine, ServesAdapters) and engine.adapters == "served":
+            policy: Any = module.policy
+            engine.expect_adapters(AdapterShape.of(policy), num_versions=settings.max_staleness + 1)
         engine.start(module.policy_config)
         self._engine_is_open = True
         workflow = module.configure_workflow()

@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _ADAPTER = "default"  # peft's name of the only adapter
 _HEAD = "score"  # of critics and reward models: trained itself, without an adapter
+
+# What leaves the trainer: weights with the adapters in them, weights without them, or the adapters alone.
+Part = Literal["merged", "base", "adapters"]
 
 # Settings of peft that change the weights in other ways than by B A → their value when off.
 _OFF: dict[str, Any] = {
@@ -118,7 +121,7 @@ def adapter_reader(lora: LoRA, seed: int) -> Callable[[str, torch.Size], Tensor]
     from safetensors.torch import load_file
 
     tensors = load_file(Path(lora.adapter) / "adapter_model.safetensors")
-    return lambda name, shape: tensors[_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".")]
+    return lambda name, shape: tensors[peft_name(name)]
 
 
 _PEFT_PREFIX = "base_model.model."  # before the names of the model's own parameters, in peft's files
@@ -157,32 +160,38 @@ def merged_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """The parameters under their Hugging Face names, adapters merged into the weights they belong to.
 
-    One at a time, so it needs the memory of one merged weight beside the model. Merges as peft does: in the adapters'
-    dtype, then cast to the weight's.
+    One at a time, so it needs the memory of one merged weight beside the model.
 
     Args:
         model: with or without adapters.
         whole: maps a shard to its whole tensor; called once per parameter, in the same order on every rank.
     """
-    if not has_adapters(model):
-        for name, parameter in model.named_parameters():
-            yield name, whole(parameter)
-        return
     parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if is_adapter(name):
-            continue
-        if ".base_layer." not in name:
-            yield name, whole(parameter)
-            continue
-        layer_name, _, rest = name.partition(".base_layer.")
-        weight = whole(parameter).detach()
-        if rest == "weight":
-            layer: Any = model.get_submodule(layer_name)
-            down = whole(parameters[f"{layer_name}.lora_A.{_ADAPTER}.weight"]).detach()
-            up = whole(parameters[f"{layer_name}.lora_B.{_ADAPTER}.weight"]).detach()
-            weight = weight + (up @ down * layer.scaling[_ADAPTER]).to(weight.dtype)
-        yield f"{layer_name}.{rest}", weight
+    for name, sources in exported_parameters(model).items():
+        yield name, merge(model, name, [whole(parameters[source]) for source in sources])
+
+
+def exported_parameters(model: torch.nn.Module, part: Part = "merged") -> dict[str, list[str]]:
+    """What leaves the trainer, by Hugging Face name: the parameters that it is made of, one or W, A and B."""
+    names = [name for name, _ in model.named_parameters()]
+    if part == "adapters":
+        return {name: [name] for name in names if is_adapter(name)}
+    sources = {base_name(name): [name] for name in names if not is_adapter(name)}
+    if part == "merged":
+        for down in (name for name in names if ".lora_A." in name):
+            layer_name = down.partition(".lora_A.")[0]
+            sources[f"{layer_name}.weight"] += [down, down.replace(".lora_A.", ".lora_B.")]
+    return sources
+
+
+def merge(model: torch.nn.Module, name: str, tensors: Sequence[Tensor]) -> Tensor:
+    """The exported tensor from its whole parameters; merges as peft does: in the adapters' dtype, then cast."""
+    if len(tensors) == 1:
+        return tensors[0]
+    weight, down, up = (tensor.detach() for tensor in tensors)
+    layer: Any = model.get_submodule(name.removesuffix(".weight"))
+    change: Tensor = up @ down * layer.scaling[_ADAPTER]
+    return weight + change.to(weight.dtype)
 
 
 def is_adapter(name: str) -> bool:
@@ -193,6 +202,53 @@ def is_adapter(name: str) -> bool:
 def base_name(name: str) -> str:
     """The Hugging Face name of a parameter outside adapters."""
     return name.replace(".base_layer.", ".")
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """What a server must know of a policy's adapters before it starts, and with each of them.
+
+    Args:
+        rank: of the adapters.
+        target_modules: names of the layers that have adapters, such as `q_proj`.
+        config: content of peft's `adapter_config.json`.
+    """
+
+    rank: int
+    target_modules: tuple[str, ...]
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> AdapterShape:
+        """Of a model with adapters; raises ValueError for one without."""
+        if not has_adapters(model):
+            raise ValueError("engine.adapters='served' needs a policy with lora. Add lora to it, or set 'merged'.")
+        names = [name for name, _ in model.named_parameters() if ".lora_A." in name]
+        targets = {name.partition(".lora_A.")[0].rpartition(".")[2] for name in names}
+        config = json.loads(adapter_config(model, None)) | {"target_modules": sorted(targets)}  # peft may have paths
+        return cls(config["r"], tuple(sorted(targets)), config)
+
+    def server_args(self, num_versions: int) -> dict[str, Any]:
+        """SGLang's arguments for so many adapters at once."""
+        return {
+            "enable_lora": True,
+            "max_lora_rank": self.rank,
+            "lora_target_modules": list(self.target_modules),
+            "max_loras_per_batch": num_versions + 1,  # SGLang counts requests without an adapter as one more
+        }
+
+    @property
+    def how_to_serve(self) -> str:
+        """For messages."""
+        return (
+            f"Start the servers with --enable-lora --max-lora-rank {self.rank} --lora-target-modules "
+            f"{' '.join(self.target_modules)}, or set engine.adapters to merged."
+        )
+
+
+def peft_name(name: str) -> str:
+    """The name of an adapter's parameter in peft's files."""
+    return _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", ".")
 
 
 def adapter_config(model: torch.nn.Module, base: str | None) -> str:
@@ -220,9 +276,7 @@ def save_adapter(tensors: Mapping[str, Tensor], config: str, folder: Path) -> No
     from safetensors.torch import save_file
 
     adapters = {
-        _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.detach().cpu().contiguous()
-        for name, tensor in tensors.items()
-        if is_adapter(name)
+        peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if is_adapter(name)
     }
     save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(config, encoding="utf-8")

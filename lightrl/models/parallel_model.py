@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrl.experience import Experience
+from lightrl.models.lora import Part
 from lightrl.weights import Bucket
 
 
@@ -60,8 +61,15 @@ class ParallelModel(Protocol):
         """
         ...
 
-    def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """All parameters with their Hugging Face names, in buckets of about `bucket_bytes`; collective."""
+    def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
+        """All parameters with their Hugging Face names, whole, in buckets of about `bucket_bytes`; collective.
+
+        Rank 0 gets all of them; with `is_spread` each rank gets a share, and no two ranks the same parameter. The
+        others get one empty bucket. Every rank must read its buckets to the end.
+
+        Args:
+            part: of a model with adapters: weights with the adapters merged, the `base` without them, or `adapters`.
+        """
         ...
 
     def move_to(self, device: torch.device) -> None:

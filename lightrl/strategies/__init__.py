@@ -13,7 +13,7 @@ Reading order:
     role_mesh.py          a role on its own ranks
     rank_watch.py         a rank that fails ends all; one that hangs is named
     fsdp2.py              FSDP2Strategy: sharded models
-    fsdp2_model.py        one sharded model, and code that reads its parameters
+    fsdp2_model.py        one sharded model; planned_gather.py  its parameters whole, each on one rank
     parallel_3d.py        Parallel3DStrategy: pipeline x data x tensor parallelism
     stages.py             this rank's part of a model; pipeline.py: schedules and what runs them
     tensor_plans.py       model families and how to split them; tensor_parallel.py: parameters split over tp

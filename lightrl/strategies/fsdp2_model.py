@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy
-from lightrl.models.lora import merged_parameters
-from lightrl.strategies.ranks import Ranks
+from lightrl.models.lora import Part, exported_parameters, merge
+from lightrl.strategies.planned_gather import PlannedGather
+from lightrl.strategies.ranks import ProcessRanks, Ranks
 from lightrl.strategies.shared_prefix import SharedPrompt
 from lightrl.strategies.single import CALL_OVERHEAD_TOKENS, Form, LogprobSettings, SingleModel
-from lightrl.weights import Bucket, bucketed
+from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,6 +57,7 @@ class FSDP2Model(SingleModel):
         self.is_offloaded = is_offloaded
         self._root: Any = model
         self._num_calls = 0  # for the current microbatch
+        self._gather: PlannedGather | None = None
         add_run_inside(model)
         with torch.no_grad():
             self._root.run_inside(functools.partial(super().__init__, model, settings, value_head=value_head))
@@ -86,24 +88,28 @@ class FSDP2Model(SingleModel):
             backward(loss_fn(microbatch, self._outputs(microbatch, asked_of_policy(microbatch))))
             self.ranks.step()
 
-    def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Collective; ranks other than rank 0 keep nothing."""
-        if self.ranks.is_main:
-            yield from bucketed(self._full(), bucket_bytes)
-            return
-        for _ in self._full():
-            pass
-        yield Bucket({}, is_last=True)
+    def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
+        reshard(self._root)
+        parameters = dict(self.model.named_parameters())
+        if self._gather is None:
+            assert isinstance(self.ranks, ProcessRanks)
+            whole_of = {name: (value.shape, value.dtype) for name, value in parameters.items()}
+            self._gather = PlannedGather(whole_of, parameters, group=self.ranks.control_group)
+        buckets = self._gather.buckets(
+            parameters,
+            exported_parameters(self.model, part),
+            combine=functools.partial(merge, self.model),
+            bucket_bytes=bucket_bytes,
+            is_spread=is_spread,
+        )
+        for bucket in buckets:
+            self.ranks.step()
+            yield bucket
+            del bucket  # else it stays alive while the next is gathered
 
     def move_to(self, device: torch.device) -> None:
         if not self.is_offloaded:
             super().move_to(device)
-
-    @torch.no_grad()
-    def _full(self) -> Iterator[tuple[str, Tensor]]:
-        for named in merged_parameters(self.model, whole):
-            self.ranks.step()
-            yield named
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
         """How often to call the model for each microbatch: as often as the rank that needs most."""

@@ -22,14 +22,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens
 from lightrl.models import Backward, LossFunction, More, Outputs, RoleMesh, asked_of_policy
+from lightrl.models.lora import Part
 from lightrl.strategies.fsdp2 import FSDP2Strategy
+from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
 from lightrl.strategies.role_mesh import Place, check_meshes, make_place, roles_of
 from lightrl.strategies.single import LogprobSettings
 from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
 from lightrl.strategies.tensor_parallel import local
 from lightrl.strategies.tensor_plans import check_schedule, check_sizes, check_world
-from lightrl.weights import Bucket, bucketed
+from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
     import lightning as L
@@ -180,7 +182,8 @@ class Parallel3DStrategy(FSDP2Strategy):
     def _model_here(
         self, model: PreTrainedModel, settings: LogprobSettings, ranks: Ranks, value_head: torch.nn.Linear | None
     ) -> Parallel3DModel:
-        return Parallel3DModel(self._splits[model], settings)
+        assert isinstance(ranks, ProcessRanks)
+        return Parallel3DModel(self._splits[model], settings, group=ranks.control_group)
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Over all axes: each rank scales its parts by the norm of the whole gradient."""
@@ -200,10 +203,20 @@ class Parallel3DModel:
         settings: what the engine does to the logits.
         is_packed: each microbatch as one row with restarting positions; None for all devices but the CPU, where
             separate rows are faster.
+        group: all ranks that share the model; None for all of the run.
     """
 
-    def __init__(self, split: SplitModel, settings: LogprobSettings, *, is_packed: bool | None = None) -> None:
+    def __init__(
+        self,
+        split: SplitModel,
+        settings: LogprobSettings,
+        *,
+        is_packed: bool | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.split = split
+        self.group = group
+        self._gather: PlannedGather | None = None
         self.settings = settings
         self.is_packed = split.pipeline.device.type != "cpu" if is_packed is None else is_packed
 
@@ -259,9 +272,15 @@ class Parallel3DModel:
                 if not has_last:
                     loss_fn(microbatch, self._outputs(result, feed, microbatch))
 
-    def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """All parameters on every rank; holds a bucket and one whole parameter at a time."""
-        return bucketed(self.split.whole_parameters(), bucket_bytes)
+    def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
+        assert part == "merged", "check_sizes refuses adapters"
+        self.split.reshard()
+        held = self.split.held_parameters()
+        if self._gather is None:
+            whole_of = {name: (shape, dtype) for name, shape, dtype, _ in self.split.parameters}
+            self._gather = PlannedGather(whole_of, held, group=self.group)
+        sources = {name: [name] for name, *_ in self.split.parameters}
+        return self._gather.buckets(held, sources, bucket_bytes=bucket_bytes, is_spread=is_spread)
 
     def move_to(self, device: torch.device) -> None:
         for stage in self.split.stages.values():  # not the model: FSDP holds its parts by stage

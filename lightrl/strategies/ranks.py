@@ -11,6 +11,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -131,6 +132,14 @@ class Ranks:
             return value
         return json.loads(self.receive().payload)
 
+    def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
+        """On rank 0 every rank's value, by rank; empty on the others; plain JSON.
+
+        Raises:
+            RuntimeError: at the deadline; it names the ranks that have not come.
+        """
+        return [value]
+
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
         """The tensors of rank `source` on every rank, on its device."""
         return dict(tensors)
@@ -183,7 +192,7 @@ class ProcessRanks(Ranks):
         self.copies: list[Tensor] = []  # parameters of this rank that another rank counts in norms
         self.roles: dict[str, Ranks] = {}  # those with their own mesh
         self._dp_group = dp_group
-        self._control_group = control_group
+        self.control_group = control_group
         self._device = device
 
     def of_role(self, role: str) -> Ranks:
@@ -226,13 +235,19 @@ class ProcessRanks(Ranks):
 
     def max_each(self, values: list[int]) -> list[int]:
         largest = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control_group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.control_group)
         return largest.tolist()
 
     def total_norm(self, gradients: Sequence[Tensor]) -> float:
         total = square_norm(gradients, self.copies, self._device)
         dist.all_reduce(total)
         return float(total.sqrt())
+
+    def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
+        dist.monitored_barrier(self.control_group, timedelta(seconds=timeout_s), wait_all_ranks=True)
+        values: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(json.dumps(value), values, group=self.control_group, group_dst=0)
+        return [json.loads(text) for text in values or []]
 
     def gather_rows(self, values: Tensor, experience: Experience, unit: LossUnit = "trajectory") -> Tensor:
         if self.dp_size == 1:
@@ -263,18 +278,18 @@ class ProcessRanks(Ranks):
     def send(self, message: Message, source: int = 0) -> None:
         kinds = get_args(Kind)
         header = torch.tensor([kinds.index(message.kind), message.done, message.total, len(message.payload)])
-        dist.broadcast(header, group=self._control_group, group_src=source)
+        dist.broadcast(header, group=self.control_group, group_src=source)
         if message.payload:
             body = torch.frombuffer(bytearray(message.payload), dtype=torch.uint8)
-            dist.broadcast(body, group=self._control_group, group_src=source)
+            dist.broadcast(body, group=self.control_group, group_src=source)
 
     def receive(self, source: int = 0) -> Message:
         header = torch.zeros(4, dtype=torch.int64)
-        dist.broadcast(header, group=self._control_group, group_src=source)
+        dist.broadcast(header, group=self.control_group, group_src=source)
         kind, done, total, num_bytes = header.tolist()
         body = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes:
-            dist.broadcast(body, group=self._control_group, group_src=source)
+            dist.broadcast(body, group=self.control_group, group_src=source)
         kinds: tuple[Kind, ...] = get_args(Kind)
         return Message(kinds[kind], done, total, body.numpy().tobytes())
 

@@ -28,7 +28,7 @@ from lightrl.functional import (
     token_topk,
 )
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy, scalar_head
-from lightrl.models.lora import merged_parameters
+from lightrl.models.lora import Part, exported_parameters, merge
 from lightrl.models.pictures import input_embeddings
 from lightrl.strategies.probes import can_pack, can_share_prefixes, head_is_plain
 from lightrl.strategies.shared_prefix import SharedPrompt, find_shared_prompts, shared_prefix_hidden, sharing_costs
@@ -113,8 +113,13 @@ class SingleModel:
         for microbatch in microbatches:
             backward(loss_fn(microbatch, self._outputs(microbatch, asked_of_policy(microbatch))))
 
-    def full_parameters(self, bucket_bytes: int) -> Iterator[Bucket]:
-        return bucketed(merged_parameters(self.model), bucket_bytes)
+    def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
+        parameters = dict(self.model.named_parameters())
+        sources = exported_parameters(self.model, part)
+        exported = (
+            (name, merge(self.model, name, [parameters[source] for source in names])) for name, names in sources.items()
+        )
+        return bucketed(exported, bucket_bytes)
 
     def move_to(self, device: torch.device) -> None:
         self.model.to(device)

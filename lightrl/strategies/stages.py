@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -276,21 +276,11 @@ class SplitModel:
         """The parameter that this rank shares with another rank, which counts it in norms."""
         return self.tied if self.pipeline.rank != 0 else None
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the model under its name, whole, on every rank; collective, one at a time."""
+    def held_parameters(self) -> dict[str, Tensor]:
+        """This rank's parts of the model's parameters, by name; without the copy of a tied embedding."""
         mine = dict(self.model.named_parameters())
-        group = self.mesh["pp"].get_group()
-        for name, shape, dtype, stage in self.parameters:
-            owner = stage % self.pipeline.num_ranks
-            if owner == self.pipeline.rank:
-                value = mine[name].detach()
-                value = _whole(value) if isinstance(value, DTensor) else value
-            else:
-                value = torch.empty(shape, dtype=dtype, device=self.pipeline.device)
-            if self.pipeline.num_ranks > 1:
-                value = value.contiguous()
-                dist.broadcast(value, group=group, group_src=owner)
-            yield name, value
+        ranks = {name: stage % self.pipeline.num_ranks for name, _, _, stage in self.parameters}
+        return {name: mine[name] for name, rank in ranks.items() if rank == self.pipeline.rank}
 
 
 def split_model(
@@ -392,15 +382,6 @@ def _shard_over_dp(stages: Iterable[Stage], mesh: DeviceMesh) -> None:
         for layer in stage.layers:
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=mesh["pp"].size() == 1)
         fully_shard(stage, mesh=mesh["dp"], reshard_after_forward=False)
-
-
-def _whole(value: DTensor) -> Tensor:
-    """Gathers over dp, then over tp: one collective each, however the parameter is split."""
-    for axis in range(len(value.placements)):
-        placements = list(value.placements)
-        placements[axis] = Replicate()
-        value = value.redistribute(placements=placements)
-    return value.to_local()
 
 
 def _load_held(model: PreTrainedModel, spec: ModelSpec, device: torch.device, *, is_tied: bool) -> None:

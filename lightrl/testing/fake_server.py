@@ -32,6 +32,7 @@ from aiohttp import web
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.testing.fake_server_faults import Fault, Faults, faulty_answer
+from lightrl.testing.fake_server_lora import LoraRoutes
 from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
 from lightrl.testing.fake_server_weights import Route, WeightRoutes
 
@@ -57,6 +58,13 @@ class FakeServer:
         self._prefixes: dict[str, set[tuple[int, ...]]] = {}  # prompts in the prefix cache, by `extra_key`
         self._runs: dict[str, Run] = {}
         self._released: Counter[str] = Counter()
+        self._lora = LoraRoutes(
+            model,
+            arguments=arguments,
+            faults=self.faults,
+            in_use=lambda: {run.lora for run in self._runs.values()},
+            die=_die,
+        )
         self._is_paused = False  # with requests retracted
         self._unpaused = asyncio.Event()
         self._unpaused.set()
@@ -83,9 +91,11 @@ class FakeServer:
             "/fake/faults": self._add_fault,
             "/fake/pace": self._set_pace,
             **self._weights.routes(),
+            **self._lora.routes(),
         }
         for path, route in routes.items():
             app.router.add_post(path, _json_handler(route))
+        app.router.add_get("/v1/models", self._models)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/ready", self._health)
@@ -114,19 +124,21 @@ class FakeServer:
             raise Refused("the fake server writes one completion per request")
         prompt: list[int] = body.get("input_ids") or []
         self._check(prompt, int(params["max_new_tokens"]))
+        lora = body.get("lora_path")
+        self._lora.check(lora)
         if params["temperature"] < 0:
             raise Refused("temperature must be non-negative")
         rid = body.get("rid") or secrets.token_hex(16)
         if rid in self._runs:
             raise Refused(f"Duplicate request ID detected: {rid}")
         has_logprobs = bool(body.get("return_logprob"))
-        answer = await self._one(Run(rid, prompt, params), has_logprobs)
+        answer = await self._one(Run(rid, prompt, params, lora), has_logprobs)
         # Whole prompts only: enough to tell whether the cache was emptied.
         cached = self._prefixes.setdefault(str(body.get("extra_key") or ""), set())
         answer["meta_info"]["cached_tokens"] = len(prompt) - 1 if tuple(prompt) in cached else 0
         cached.add(tuple(prompt))
         if has_logprobs and body.get("logprob_start_len") == 0:
-            scores = await asyncio.to_thread(self.model.score, prompt)
+            scores = await asyncio.to_thread(self.model.score, prompt, lora)
             answer["meta_info"]["input_token_logprobs"] = [
                 [None if index == 0 else score, prompt[index], None] for index, score in enumerate(scores)
             ]
@@ -270,6 +282,13 @@ class FakeServer:
             "max_total_num_tokens": 2**20, "internal_states": [{}],
         })  # fmt: skip
 
+    async def _models(self, request: web.Request) -> web.Response:
+        base = self._weights.model_path
+        names = [name for name, is_loaded in self._lora.names.items() if is_loaded]
+        entries = [{"id": base, "root": base, "parent": None}]
+        entries += [{"id": name, "root": "__tensor__", "parent": base} for name in names]
+        return web.json_response({"object": "list", "data": entries})
+
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self._unpaused.is_set() else 503)
 
@@ -328,6 +347,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", help="of the model")
     parser.add_argument("--delay-s", type=float, default=0.0, help="of the script, before the first token")
     parser.add_argument("--seconds-per-token", type=float, default=0.0, help="of the script")
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--max-lora-rank", type=int)
+    parser.add_argument("--lora-target-modules", nargs="*", action="extend")
     parser.add_argument("--piece-tokens", type=int, default=16, help="of the model, between two checks for aborts")
     parser.add_argument("--fault", action="append", default=[], type=Fault.parse, help="KIND[:PATH[:COUNT[:SECONDS]]]")
     return parser

@@ -76,6 +76,44 @@ class EmbeddedModel(ScriptedModel):
         if getattr(config, "tie_word_embeddings", False):
             tensors.pop("lm_head.weight", None)
         self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
+        self._config = config
+        self._adapters: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}  # config and tensors, by name
+        self._adapted: dict[str, LocalEngine] = {}  # the base with an adapter merged, by name
+
+    def load_adapter(self, name: str, config: Any, payload: str, checksums: Any, die: Any) -> None:
+        tensors = dict(unpacked(payload))
+        sums = {
+            key: hashlib.sha256(value.view(torch.uint8).numpy().tobytes()).hexdigest() for key, value in tensors.items()
+        }
+        if checksums is not None and sums != checksums:
+            die("RuntimeError: [LORA-CHECK] adapter sync MISMATCH")
+        self._adapters[name] = (config, tensors)
+        engine = LocalEngine(max_batch=64, threads=1)
+        engine.start(self._config)
+        try:
+            engine.load_weights([Bucket(self._with_adapter(name), is_last=True)], weight_version=0)
+        except (EngineError, RuntimeError, KeyError) as error:
+            engine.close()
+            del self._adapters[name]
+            raise Refused(f"{error}") from error
+        self._adapted[name] = engine
+
+    def unload_adapter(self, name: str) -> None:
+        del self._adapters[name]
+        self._adapted.pop(name).close()
+
+    def _with_adapter(self, name: str) -> dict[str, Tensor]:
+        """The base's weights with an adapter added."""
+        config, tensors = self._adapters[name]
+        weights = {key: value.clone() for key, value in self._engine.read_weights().items()}
+        for key in (key for key in tensors if ".lora_A." in key):
+            layer = key.removeprefix("base_model.model.").partition(".lora_A.")[0]
+            change = tensors[key.replace(".lora_A.", ".lora_B.")] @ tensors[key]
+            weights[f"{layer}.weight"] += config["lora_alpha"] / config["r"] * change
+        return weights
+
+    def _engine_of(self, lora: str | None) -> LocalEngine:
+        return self._engine if lora is None else self._adapted[lora]
 
     def rename(self, version: str) -> None:
         self.version = self._versions[self._engine.weight_version] = version
@@ -104,25 +142,30 @@ class EmbeddedModel(ScriptedModel):
                 min_new_tokens=max(0, min(size, int(params["min_new_tokens"]) - written)),
                 seed=_mixed(seed, written),
             )
-            (completion,) = await self._engine.generate(run.prompt + run.token_ids, piece, session=run.rid)
+            (completion,) = await self._engine_of(run.lora).generate(run.prompt + run.token_ids, piece, session=run.rid)
             run.token_ids += completion.token_ids
             run.logprobs += completion.logprobs
-            run.versions += [self._versions[number] for number in completion.weight_versions]
+            if run.lora is None:
+                run.versions += [self._versions[number] for number in completion.weight_versions]
+            else:  # the base's
+                run.versions += [self.version] * len(completion.token_ids)
             if completion.finish_reason == "stop":
                 return "stop"
         return "length"
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        return self._engine.score(token_ids)
+    def score(self, token_ids: list[int], lora: str | None = None) -> list[float]:
+        return self._engine_of(lora).score(token_ids)
 
     def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
         return self._engine.likeliest(token_ids, num)
 
     async def pause(self) -> None:
-        await self._engine.pause()
+        for engine in [self._engine, *self._adapted.values()]:
+            await engine.pause()
 
     async def resume(self) -> None:
-        await self._engine.resume()
+        for engine in [self._engine, *self._adapted.values()]:
+            await engine.resume()
 
     async def load_folder(self, folder: str, version: str | None) -> None:
         tensors = await asyncio.to_thread(self._read, folder)
@@ -149,6 +192,8 @@ class EmbeddedModel(ScriptedModel):
         except EngineError as error:
             raise Refused(f"{error} Rolling back.") from error
         self.version = self._versions[number]
+        for name, engine in self._adapted.items():
+            engine.load_weights([Bucket(self._with_adapter(name), is_last=True)], weight_version=number)
 
     def _read(self, folder: str) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}

@@ -31,6 +31,7 @@ class Run:
     rid: str
     prompt: list[int]
     params: Mapping[str, Any]  # SGLang's sampling_params, with its defaults filled in
+    lora: str | None = None  # name of the adapter
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
@@ -96,7 +97,7 @@ class ScriptedModel:
                 return "stop"
         return "length"
 
-    def score(self, token_ids: list[int]) -> list[float]:
+    def score(self, token_ids: list[int], lora: str | None = None) -> list[float]:
         """Logprobs of a prompt's tokens, 0 for the first; empty if there are none."""
         return []
 
@@ -122,6 +123,13 @@ class ScriptedModel:
     async def load_tensors(self, tensors: Any, version: str | None) -> None:
         """Loads (name, tensor) pairs, possibly not all, or raises Refused."""
         raise Refused("A fake server with a script takes no tensors. Start it with --model-path.")
+
+    def load_adapter(self, name: str, config: Any, payload: str, checksums: Any, die: Any) -> None:
+        """Adds an adapter, or raises Refused."""
+        raise Refused("A fake server with a script takes no adapters. Start it with --model-path.")
+
+    def unload_adapter(self, name: str) -> None:
+        raise Refused("A fake server with a script has no adapters.")
 
     def rename(self, version: str) -> None:
         """Changes the name of the weights."""

@@ -9,6 +9,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class WrittenFile:
+    """A safetensors file of parameters that another rank has written already; see rank_share.py."""
+
+    path: str
+    num_bytes: int
+    shapes: dict[str, list[int]]  # by Hugging Face name
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Some parameters under their Hugging Face names, each whole (not sharded).
 
@@ -17,6 +26,15 @@ class Bucket:
 
     tensors: dict[str, Tensor]
     is_last: bool = False
+    written: tuple[WrittenFile, ...] = ()  # further parameters, for an engine that loads files (`SharesFolder`)
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Of all its parameters, the written ones too."""
+        shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
+        for file in self.written:
+            shapes |= file.shapes
+        return shapes
 
     @property
     def num_bytes(self) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightrl.checks.disk_errors import is_disk_full
 from lightrl.errors import WeightSyncError
-from lightrl.weights.bucket import Bucket
+from lightrl.weights.bucket import Bucket, WrittenFile
 from lightrl.weights.server_form import ServerForm
 
 if TYPE_CHECKING:
@@ -123,18 +123,18 @@ class VersionWriter:
         self._place = folder.root / f".unfinished-{weight_version:08d}-{os.getpid()}"
 
     def add(self, bucket: Bucket) -> None:
-        """Writes the bucket as a file."""
+        """Writes the bucket as a file, and takes over the files that other ranks have written."""
+        for written in bucket.written:
+            self._adopt(written)
         layout = self.folder.form.layout(bucket)
         if not layout:
             return
         name = f"model-{len(self._files) + 1:05d}.safetensors"
-        twice = [parameter for parameter, _, _ in layout if parameter in self._file_of]
-        if twice:
-            raise WeightSyncError(f"Parameter {twice[0]!r} arrived twice in version {self.weight_version}.")
+        self._check_new([parameter for parameter, _, _ in layout])
         try:
             self._place.mkdir(exist_ok=True)
             with (self._place / name).open("wb", buffering=0) as file:
-                self._files[name] = _write_safetensors(file, layout, self.folder.form.tensors(bucket))
+                self._files[name] = write_safetensors(file, layout, self.folder.form.tensors(bucket))
                 if self.folder.is_durable:
                     os.fsync(file.fileno())
         except OSError as error:
@@ -168,6 +168,29 @@ class VersionWriter:
     def discard(self) -> None:
         shutil.rmtree(self._place, ignore_errors=True)
 
+    def _adopt(self, file: WrittenFile) -> None:
+        path = Path(file.path)
+        self._check_new(file.shapes)
+        try:
+            num_bytes = path.stat().st_size
+            if num_bytes != file.num_bytes:
+                raise WeightSyncError(
+                    f"{file.path!r} has {num_bytes} bytes, but the rank that wrote it reported {file.num_bytes}: the "
+                    "folder is not the same on all hosts of the trainer. The servers keep the old weights."
+                )
+            self._place.mkdir(exist_ok=True)
+            path.rename(self._place / path.name)
+        except OSError as error:
+            raise _disk_error(error, self.folder.root, self.weight_version, self.num_bytes) from error
+        self._files[path.name] = num_bytes
+        self.num_bytes += num_bytes
+        self._file_of.update(dict.fromkeys(file.shapes, path.name))
+
+    def _check_new(self, parameters: Iterable[str]) -> None:
+        twice = [parameter for parameter in parameters if parameter in self._file_of]
+        if twice:
+            raise WeightSyncError(f"Parameter {twice[0]!r} arrived twice in version {self.weight_version}.")
+
     def _config(self) -> dict[str, object]:
         config: dict[str, object] = json.loads(self.folder.config.to_json_string(use_diff=False))
         if self.folder.form.dtype is not None:
@@ -191,7 +214,7 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def _write_safetensors(
+def write_safetensors(
     file: BinaryIO, layout: list[tuple[str, torch.dtype, torch.Size]], tensors: Iterable[tuple[str, Tensor]]
 ) -> int:
     """Writes the safetensors format tensor by tensor; returns the file's size in bytes.

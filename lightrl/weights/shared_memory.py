@@ -1,21 +1,24 @@
 """SharedBucket: a bucket in shared memory, which servers of the same host read without a copy.
 
-**This is the only place where a pickle leaves the process**: SGLang's `/update_weights_from_tensor` takes nothing else.
-It is off by default. SGLang's allow-listed unpickler reads the pickle; lightrl unpickles nothing. The pickle holds the
-name of a shared-memory file instead of the tensors.
+**This is the only place where a pickle leaves the process**: SGLang's `/update_weights_from_tensor` and
+`/load_lora_adapter_from_tensors` take nothing else. It is off by default. SGLang's allow-listed unpickler reads the
+pickle; lightrl unpickles nothing. The pickle of a bucket holds the name of a shared-memory file instead of the tensors.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Iterator
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from lightrl.weights.bucket import Bucket
 from lightrl.weights.server_form import ServerForm
@@ -32,31 +35,28 @@ class SharedBucket:
 
     Args:
         form: dtype and names that the servers need.
+        device: `cpu`, or a GPU whose memory the servers open (CUDA IPC).
     """
 
-    def __init__(self, form: ServerForm | None = None) -> None:
+    def __init__(self, form: ServerForm | None = None, *, device: str = "cpu") -> None:
         self.form = form or ServerForm()
+        self.device = torch.device(device)
         self._block: Tensor | None = None  # [bytes] uint8
         self._content: dict[str, Any] = {}
 
     def fill(self, bucket: Bucket) -> None:
         """Copies the bucket in, over the previous one."""
-        entries: list[SimpleNamespace] = []
-        start = 0
-        for name, dtype, shape in self.form.layout(bucket):
-            end = start + shape.numel() * dtype.itemsize
-            entries.append(
-                SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=shape.numel())
-            )
-            start = end + -end % ALIGNMENT_BYTES
+        entries, start = _entries(self.form.layout(bucket))
         if self._block is None or self._block.numel() < start:
             self._block = None  # freed before the next one is allocated
-            block: Any = torch.empty(max(1, start), dtype=torch.uint8)
+            block: Any = torch.empty(max(1, start), dtype=torch.uint8, device=self.device)
             with _shared_by_name():
-                self._block = block.share_memory_()
+                self._block = block if self.device.type == "cuda" else block.share_memory_()
         assert self._block is not None
         for entry, (_, tensor) in zip(entries, self.form.tensors(bucket), strict=True):
             self._block[entry.start_idx : entry.end_idx].copy_(tensor.reshape(-1).view(torch.uint8))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the servers do not wait for our stream
         self._content = {"flattened_tensor": self._block[:start], "metadata": entries}
 
     def payload(self) -> str:
@@ -65,7 +65,53 @@ class SharedBucket:
         Torch counts the receivers that will open the memory; two that open one payload would free it for all.
         """
         with _shared_by_name():
-            return base64.b64encode(ForkingPickler.dumps(self._content)).decode()
+            content = io.BytesIO()
+            _DevicesByUuid(content).dump(self._content)
+            return base64.b64encode(content.getvalue()).decode()
+
+
+class _DevicesByUuid(ForkingPickler):
+    """Names a CUDA tensor's device by UUID: its number differs between processes with other CUDA_VISIBLE_DEVICES.
+
+    SGLang replaces torch's `rebuild_cuda_tensor` by one that takes a UUID (srt/utils/patch_torch.py).
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_cuda:
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(value)  # type: ignore[no-untyped-call]
+        return rebuild, with_uuid(arguments, str(torch.cuda.get_device_properties(value.device).uuid))
+
+
+_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor
+
+
+def with_uuid(arguments: Sequence[Any], uuid: str) -> tuple[Any, ...]:
+    """The arguments of torch's `rebuild_cuda_tensor`, with the device's UUID in place of its number."""
+    return (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
+
+
+def payload_of(tensors: Mapping[str, Tensor]) -> str:
+    """Tensors by value, in the same format, for receivers on any host."""
+    layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    entries, num_bytes = _entries(layout)
+    flat = torch.zeros(num_bytes, dtype=torch.uint8)
+    for entry, tensor in zip(entries, tensors.values(), strict=True):
+        flat[entry.start_idx : entry.end_idx].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    return base64.b64encode(pickle.dumps({"flattened_tensor": flat, "metadata": entries})).decode()
+
+
+def _entries(layout: Sequence[tuple[str, torch.dtype, torch.Size]]) -> tuple[list[SimpleNamespace], int]:
+    """SGLang's description of each tensor in a block, and the size of the block in bytes."""
+    entries: list[SimpleNamespace] = []
+    start = 0
+    for name, dtype, shape in layout:
+        end = start + shape.numel() * dtype.itemsize
+        entries.append(
+            SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=shape.numel())
+        )
+        start = end + -end % ALIGNMENT_BYTES
+    return entries, start
 
 
 @contextlib.contextmanager

@@ -141,8 +141,17 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
         for optimizer in optimizers:
             optimizer.step()
     expected = dict(single.named_parameters())
-    whole = {name: value for bucket in spread.full_parameters(2000) for name, value in bucket.tensors.items()}
-    assert list(whole) == list(expected)
+    first = {name: value for bucket in spread.full_parameters(2000) for name, value in bucket.tensors.items()}
+    assert list(first) == (list(expected) if dist.get_rank() == 0 else [])
+    share = {
+        name: value for bucket in spread.full_parameters(2000, is_spread=True) for name, value in bucket.tensors.items()
+    }
+    shares: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(shares, share)
+    whole = {name: value for part in shares for name, value in part.items()}
+    assert sorted(whole) == sorted(name for part in shares for name in part) == sorted(expected)
+    assert all(torch.equal(value, whole[name]) for name, value in first.items())
+    assert len([part for part in shares if part]) > 1 or len(shares) == 1
     largest = max(float(value.detach().abs().max()) for value in expected.values())
     found["weights"] = max(float((whole[name] - expected[name]).abs().max()) / largest for name in expected)
     spread.move_to(torch.device("meta"))

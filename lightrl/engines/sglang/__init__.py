@@ -10,6 +10,7 @@ Reading order:
       loading.py     weight versions, checked, to all servers or to one that is back
     sync.py          new weights into paused servers, verified; sync_report.py  what happened to each server
       transports/     how the bytes get there: disk, broadcast, shared memory; bucket_feed.py  from thread to loop
+      served_adapters.py  adapters beside their base, one per version
       memory.py      what a colocated server has released
     server.py        one server process; command.py  its command line; held_port.py  its port
       fleet.py       several of them, restarted when they die

@@ -154,6 +154,34 @@ class SGLangClient(Connection):
         body = {"serialized_named_tensors": list(serialized_named_tensors), "load_format": LOAD_FORMAT}
         await self._update("/update_weights_from_tensor", body | _version(weight_version), timeout_s)
 
+    async def adapters(self) -> list[str]:
+        """Names of the LoRA adapters it has."""
+        models = await self.request("GET", "/v1/models")
+        return [entry["id"] for entry in models["data"] if entry.get("parent") is not None]
+
+    async def load_adapter(
+        self,
+        name: str,
+        config: dict[str, Any],
+        serialized_named_tensors: Sequence[str],
+        checksums: dict[str, str],
+        *,
+        timeout_s: float = 0.0,
+    ) -> None:
+        """Adds a LoRA adapter, by value: one payload per tp rank. A tensor of another SHA-256 kills the server."""
+        body = {
+            "lora_name": name,
+            "config_dict": config,
+            "serialized_named_tensors": list(serialized_named_tensors),
+            "load_format": LOAD_FORMAT,
+            "expected_checksums": checksums,
+        }
+        await self._update("/load_lora_adapter_from_tensors", body, timeout_s)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float = 0.0) -> None:
+        """Removes a LoRA adapter when no request uses it; the server holds other adapter updates back until then."""
+        await self._update("/unload_lora_adapter", {"lora_name": name}, timeout_s)
+
     async def set_weight_version(self, weight_version: str) -> None:
         """Renames the weights without changing them; aborts nothing."""
         body = {"new_version": weight_version, "abort_all_requests": False}
@@ -174,3 +202,8 @@ class SGLangClient(Connection):
 
 def _version(weight_version: str | None) -> dict[str, Any]:
     return {"weight_version": weight_version, "flush_cache": weight_version is not None}
+
+
+def is_unknown_adapter(error: EngineError) -> bool:
+    """Whether a server refused a request because it does not have the adapter: somebody restarted it."""
+    return isinstance(error, ServerRefused) and "LoRA adapter" in str(error)

@@ -41,6 +41,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "dtype": "float32",
+    "lora_backend": "torch_native",
     "mem_fraction_static": 0.1,
     "max_total_tokens": 16384,
     "sleep_on_idle": True,  # else an idle server uses a core

@@ -25,7 +25,16 @@ import torch
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.call_all import call_all
-from lightrl.engines.abilities import LivesOnLoop, NamesDtypes, Proof, ProvesWeights, ScoresTokens, SharesDevices
+from lightrl.engines.abilities import (
+    LivesOnLoop,
+    NamesDtypes,
+    Proof,
+    ProvesWeights,
+    ScoresTokens,
+    ServesAdapters,
+    SharesDevices,
+    SharesFolder,
+)
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
 from lightrl.engines.sglang.cache_canary import CacheCanary
@@ -39,6 +48,7 @@ from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.request import RequestPictures
 from lightrl.engines.sglang.routes import remote_servers, trainer_address
+from lightrl.engines.sglang.served_adapters import ServedAdapters
 from lightrl.engines.sglang.sync import ServerSync
 from lightrl.engines.sglang.sync_report import SyncReport
 from lightrl.engines.sglang.timeouts import Timeouts
@@ -46,9 +56,10 @@ from lightrl.engines.sglang.transports import TransportName, make_transport
 from lightrl.engines.sglang.weight_proofs import WeightProofs
 from lightrl.engines.sglang.writer import Writer
 from lightrl.errors import EngineError, EngineUnreachable
+from lightrl.models.lora import AdapterShape
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Sampling
-from lightrl.weights import Bucket, ServerForm
+from lightrl.weights import Bucket, ServerForm, SharedFolder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -60,7 +71,16 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S = 5.0  # for started servers at the end: they hold nothing that must be saved
 
 
-class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, SharesDevices, ProvesWeights):
+class SGLangEngine(
+    RolloutEngine,
+    LivesOnLoop,
+    ScoresTokens,
+    NamesDtypes,
+    SharesDevices,
+    ProvesWeights,
+    SharesFolder,
+    ServesAdapters,
+):
     """A rollout engine of one or many SGLang servers: token ids in, token ids out, a weight version on each.
 
     Where the servers are: `urls`; or `servers` of them, started on this machine and restarted when they die; or the
@@ -82,8 +102,8 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         devices: GPUs of the started servers, `tp` for each in turn; None numbers them from 0, or uses none.
         seed: of the started servers; each adds its number.
         token: the servers' API key; those we start get a random one. None reads LIGHTRL_SERVER_TOKEN.
-        transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU) or `tensor` (same host; SGLang
-            demands a pickle, see weights/shared_memory.py).
+        transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU), `tensor` (same host; SGLang
+            demands a pickle, see weights/shared_memory.py) or `cuda_ipc` (same GPUs; likewise, and not run yet).
         weight_folder: of the disk transport, visible to trainer and servers under this path; None takes a temporary
             one of this machine.
         trainer_host: address of this machine that servers elsewhere connect to for `distributed`; None is that of the
@@ -91,6 +111,8 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         weights_dtype: that the servers need, such as `bfloat16`; None sends the trainer's own.
         placement: `separate` from the trainer's devices, or `colocated` on them: servers release their memory while the
             trainer updates. This needs `enable_memory_saver: true` and `StalenessControl(0)`.
+        adapters: with LoRA, `merged` sends whole weights with the adapters in them; `served` sends the base once and
+            then only adapters, one per version, which a request keeps until its end; see served_adapters.py.
         interrupt: how requests in flight stop for a sync: `retract` (the server continues them) or `abort` (the engine
             sends them again with what was written).
         verify_sync: compares models at the start, and after a sync each server's version and parameters with the
@@ -120,6 +142,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         trainer_host: str | None = None,
         weights_dtype: str | None = None,
         placement: Literal["separate", "colocated"] = "separate",
+        adapters: Literal["merged", "served"] = "merged",
         interrupt: Literal["retract", "abort"] = "retract",
         verify_sync: bool = True,
         max_connections: int = 4096,
@@ -132,12 +155,18 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
             raise ValueError(f"Set urls or servers, not both (urls={urls}, servers={servers}).")
         check_bounds(1, servers=servers, tp=tp, max_connections=max_connections)
         for name, value, choices in (
-            ("transport", transport, ("disk", "distributed", "tensor")),
+            ("transport", transport, ("disk", "distributed", "tensor", "cuda_ipc")),
             ("placement", placement, ("separate", "colocated")),
+            ("adapters", adapters, ("merged", "served")),
             ("interrupt", interrupt, ("retract", "abort")),
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}.")
+        if adapters == "served" and placement == "colocated":
+            raise ValueError(
+                "adapters='served' needs placement='separate': colocated servers give up their base before each "
+                "update, so a load of the adapters alone is not enough. Set adapters to merged."
+            )
         if weights_dtype is not None and not isinstance(getattr(torch, weights_dtype, None), torch.dtype):
             raise ValueError(f"weights_dtype must be a torch dtype such as bfloat16, or None, got {weights_dtype!r}.")
         if probe_interval_s <= 0:
@@ -156,6 +185,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         self.trainer_host = trainer_host
         self.weights_dtype = weights_dtype
         self.placement = placement
+        self.adapters: Literal["merged", "served"] = adapters
         self.interrupt = interrupt
         self.verify_sync = verify_sync
         self.max_connections = max_connections
@@ -168,6 +198,8 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         self._members: Members | None = None  # these three live from `start` to the next `start`
         self._writer: Writer | None = None
         self._loading: Loading | None = None
+        self._expected_adapters: tuple[AdapterShape, int] | None = None  # shape, number of versions
+        self._served: ServedAdapters | None = None  # None: the policy is merged
         self._token: str | None = None
         self._vocab_size = 0
         self._max_context: int | None = None
@@ -190,6 +222,13 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
     def fleet(self) -> ServerFleet | None:
         """The processes of servers that were started here."""
         return self._members.fleet if self._members is not None else None
+
+    def expect_adapters(self, shape: AdapterShape, *, num_versions: int) -> None:
+        """Servers that are started here get SGLang's arguments for these adapters."""
+        self._expected_adapters = (shape, num_versions)
+
+    def needs_base(self) -> bool:
+        return self._served is not None and self._served.needs_base
 
     def start(self, config: PretrainedConfig) -> None:
         """Starts servers or connects to running ones, and waits until all answer."""
@@ -262,7 +301,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
                 sampling.top_p,
                 sampling.top_k,
             )
-        pictures = self._request_pictures(images, token_ids) if images else None
+        pictures = _request_pictures(self._pictures, images, token_ids) if images else None
         try:
             return await self._home.across(writer.write(token_ids, sampling, session, n, pictures))
         except asyncio.CancelledError:
@@ -284,16 +323,23 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         """Raises WeightSyncError only if no server has the new weights; `last_sync` tells about each server."""
         self._open_writer()
         assert self._loading is not None
+        loading = self._served or self._loading
         try:
-            self._loading.load(buckets, weight_version)
+            loading.load(buckets, weight_version)
         finally:
-            self.weight_version = self._loading.weight_version
+            self.weight_version = loading.weight_version
 
     def make_room(self) -> None:
         """Colocated servers give their memory to the trainer until the next load; others do nothing."""
         self._open_writer()
         assert self._loading is not None
         self._loading.make_room()
+
+    def shared_folder(self) -> SharedFolder | None:
+        """Of the disk transport."""
+        self._open_writer()
+        assert self._loading is not None
+        return self._loading.shared_folder()
 
     def dtypes(self) -> set[str]:
         """The dtypes of the weights that are sent, and of the servers as far as `server_args` tells."""
@@ -367,6 +413,19 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
             config=config,
         )
         self._members, self._writer, self._loading = members, writer, loading
+        self._served = None
+        if self.adapters == "served" and self._expected_adapters is not None:
+            shape, num_versions = self._expected_adapters
+            writer.adapters = self._served = ServedAdapters(
+                self._home,
+                members,
+                loading,
+                shape=shape,
+                num_versions=num_versions,
+                form=ServerForm(dtype),
+                timeouts=self.timeouts,
+                is_aborting=self.interrupt == "abort",
+            )
         return members
 
     def _make_fleet(self, config: PretrainedConfig, scratch: Path, members: Members) -> ServerFleet:
@@ -375,7 +434,12 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
 
         assert self.num_servers is not None
         self._token = usable_token(self._token)
-        saver = {"enable_memory_saver": True} if self.placement == "colocated" and torch.cuda.is_available() else {}
+        more: dict[str, Any] = {}
+        if self.placement == "colocated" and torch.cuda.is_available():
+            more["enable_memory_saver"] = True
+        if self._served is not None and self._expected_adapters is not None:
+            shape, num_versions = self._expected_adapters
+            more |= shape.server_args(num_versions)
         devices = self.devices if self.devices is not None else list(range(torch.cuda.device_count())) or None
         servers = make_servers(
             write_model_folder(config, scratch / "model"),
@@ -383,7 +447,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
             tp=self.tp,
             devices=devices,
             seed=self.seed,
-            args={"load_format": "dummy", **saver, **self.server_args},
+            args={"load_format": "dummy", **more, **self.server_args},
             python=self.sglang_python,
             token=self._token,
             command=self.command,
@@ -398,13 +462,6 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
             hang_timeout_s=self.timeouts.hang_s,
             probe_interval_s=self.probe_interval_s,
         )
-
-    def _request_pictures(self, images: tuple[str, ...], token_ids: list[int]) -> RequestPictures:
-        if self._pictures is None:
-            raise ValueError(refusal(len(images)))
-        self._pictures.check(images, token_ids)
-        prompt = self._pictures.collapsed(token_ids, len(images))
-        return RequestPictures(prompt, [data_url(image) for image in images])
 
     def _open_writer(self) -> Writer:
         if not self._is_open or self._writer is None:
@@ -422,3 +479,11 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
     def _on_new_loop(self) -> None:
         if self._members is not None:
             self._members.watch_all()
+
+
+def _request_pictures(pictures: Pictures | None, images: tuple[str, ...], token_ids: list[int]) -> RequestPictures:
+    if pictures is None:
+        raise ValueError(refusal(len(images)))
+    pictures.check(images, token_ids)
+    prompt = pictures.collapsed(token_ids, len(images))
+    return RequestPictures(prompt, [data_url(image) for image in images])

@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,8 @@ from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.weight_proofs import target_digests
 from lightrl.engines.sglang.writer import Writer
 from lightrl.errors import EngineError, WeightSyncError
-from lightrl.weights import Bucket
+from lightrl.weights import Bucket, SharedFolder
+from lightrl.weights.rank_share import read_back
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -57,6 +58,9 @@ class Loading:
         self.last_report: SyncReport | None = None
         self._proofs: dict[str, Proof] = {}  # of the latest load of each server
         self.lock = threading.Lock()  # one load at a time
+        self.before_admit: Callable[[str], Coroutine[Any, Any, None]] | None = (
+            None  # what a server that is back needs besides
+        )
         self._home = home
         self._members = members
         self._writer = writer
@@ -65,7 +69,7 @@ class Loading:
         self._timeouts = timeouts
         self._is_aborting = is_aborting
         self._config = config  # of the trainer's model; None compares no models
-        self._shapes: dict[str, torch.Size] | None = None  # of the first load
+        self._shapes: dict[str, list[int]] | None = None  # of the first load
         self._is_over = False
 
     def check_models(self) -> None:
@@ -105,11 +109,22 @@ class Loading:
             sync = replace(self._sync, memory=None, hold_requests=lambda: None)
             clients = [self._members.clients[url]]
             report = sync.load_from_thread(self._home.loop, clients, None, weight_version=self.weight_version)
+            if self.before_admit is not None:
+                self._home.call(self.before_admit(url), self._timeouts.sync_s)
             self._home.call(self._end([url], report), self._timeouts.request_s)
 
     def proofs(self) -> dict[str, Proof]:
         """How the weights of each routable server were checked."""
         return {url: self._proofs.get(url, "version") for url in self._members.pool.urls("routable")}
+
+    def shared_folder(self) -> SharedFolder | None:
+        """Into which all ranks may write; None if the transport takes no files of others."""
+        folder = self._sync.transport.shared_folder()
+        if folder is None:
+            return None
+        folder.root.mkdir(parents=True, exist_ok=True)
+        dtype = None if folder.form.dtype is None else str(folder.form.dtype).removeprefix("torch.")
+        return SharedFolder(str(folder.root), dtype, sorted(folder.form.skip_names), self._timeouts.sync_s)
 
     def make_room(self) -> None:
         """From another thread: servers release the memory of weights and key-values, until the next load.
@@ -135,9 +150,9 @@ class Loading:
     def _checked(self, buckets: Iterable[Bucket], weight_version: int, urls: Sequence[str]) -> Iterator[Bucket]:
         """The buckets; raises if they are not the parameters of the first load, or not finite.
 
-        Their digests are computed meanwhile.
+        Their digests are computed meanwhile, those of files that other ranks wrote from the files.
         """
-        shapes: dict[str, torch.Size] = {}
+        shapes: dict[str, list[int]] = {}
         proofs = self._sync.proofs if self._sync.verify else None
         digests = proofs.begin(weight_version, urls) if proofs is not None else None
         for bucket in buckets:
@@ -146,22 +161,24 @@ class Loading:
             if bucket.is_last and self._shapes is not None and (missing := sorted(set(self._shapes) - set(shapes))):
                 raise WeightSyncError(f"Parameters {missing[:4]} are missing; the first load had them.")
             if digests is not None:
-                digests.add(bucket)
+                for part in (*read_back(bucket.written), bucket):
+                    digests.add(part)
             yield bucket
             del bucket  # else it stays alive while the next is gathered
         self._shapes = shapes
 
-    def _check_tensors(self, bucket: Bucket, shapes: dict[str, torch.Size]) -> None:
+    def _check_tensors(self, bucket: Bucket, shapes: dict[str, list[int]]) -> None:
         """Rejects tensors that the first load did not have; adds the shapes to those of this load."""
-        for name, tensor in bucket.tensors.items():
-            if name in shapes or (self._shapes is not None and self._shapes.get(name) != tensor.shape):
+        for name, shape in bucket.shapes.items():
+            if name in shapes or (self._shapes is not None and self._shapes.get(name) != shape):
                 raise WeightSyncError(
-                    f"Parameter {name!r} of shape {list(tensor.shape)} arrived twice, or was not in the first load in "
-                    "this shape. Every load must have the same parameters."
+                    f"Parameter {name!r} of shape {shape} arrived twice, or was not in the first load in this shape. "
+                    "Every load must have the same parameters."
                 )
+            shapes[name] = shape
+        for name, tensor in bucket.tensors.items():  # the ranks that wrote the others have checked them
             if not torch.isfinite(tensor).all():
                 raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
-            shapes[name] = tensor.shape
 
     async def _begin(self) -> tuple[list[str], dict[str, str]]:
         """The servers that take part, and why the others do not."""

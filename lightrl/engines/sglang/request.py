@@ -41,6 +41,15 @@ class RequestPictures:
     image_data: list[str]  # data: URLs, for servers on other machines
 
 
+@dataclass(frozen=True)
+class AdapterVersion:
+    """The adapter that a request is sent to; its tokens are of this version."""
+
+    version: int
+    name: str
+    base_version: int  # that the server must report
+
+
 @dataclass
 class CompletionDraft:
     """One completion in progress."""
@@ -53,6 +62,7 @@ class CompletionDraft:
     weight_versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     pictures: RequestPictures | None = None
+    adapter: AdapterVersion | None = None  # of the latest request
 
     @property
     def last_version(self) -> int:
@@ -88,6 +98,8 @@ class CompletionDraft:
         }
         if pictures is not None:
             body["image_data"] = pictures.image_data
+        if self.adapter is not None:
+            body["lora_path"] = self.adapter.name
         return body
 
     def add(self, answer: Answer, server: str) -> None:
@@ -97,6 +109,13 @@ class CompletionDraft:
             raise MalformedAnswer(
                 f"{server} answered /generate with {answer.problem}. Check that this run loaded its weights."
             )
+        if self.adapter is not None:
+            if other := sorted(set(versions) - {self.adapter.base_version}):
+                raise MalformedAnswer(
+                    f"{server} wrote with base {other} below adapter {self.adapter.name}, which belongs to base "
+                    f"{self.adapter.base_version}."
+                )
+            versions = [self.adapter.version] * len(token_ids)
         if len(self.token_ids) + len(token_ids) > self.sampling.max_new_tokens:
             raise MalformedAnswer(
                 f"{server} wrote {len(token_ids)} tokens after {len(self.token_ids)}, more than "

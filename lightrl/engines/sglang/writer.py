@@ -13,11 +13,12 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lightrl.engines.engine import Completion
-from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.client import SGLangClient, is_unknown_adapter
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
@@ -25,6 +26,9 @@ from lightrl.engines.sglang.request import CompletionDraft, MalformedAnswer, Req
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 from lightrl.trajectory import Sampling
+
+if TYPE_CHECKING:
+    from lightrl.engines.sglang.served_adapters import ServedAdapters
 
 ABORT_TIMEOUT_S = 5.0
 MAX_BACKOFF_S = 5.0
@@ -46,6 +50,7 @@ class Writer:
         self.num_waiting = 0  # completions that wait for the gate or for a server
         self.is_held = False  # requests wait for the end of a load
         self.is_paused = False
+        self.adapters: ServedAdapters | None = None  # None: the policy is merged
         self._paused_urls: set[str] = set()  # servers paused by `pause` and not resumed since
         self._lent_urls: set[str] = set()  # servers that a load pauses and resumes
         self._home = home
@@ -72,6 +77,8 @@ class Writer:
         """Logprobs at temperature 1 of a prompt's tokens, 0 for the first; empty if the server gives none."""
         params = {"max_new_tokens": 0, "temperature": 1.0}
         body = {"input_ids": token_ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        if self.adapters is not None:
+            body["lora_path"] = self.adapters.choose(None).name
         failures = _Failures()
         with self._home.counted():
             while True:
@@ -148,7 +155,9 @@ class Writer:
         """Sends requests until the completion is finished: again after an abort, elsewhere after a loss."""
         failures = _Failures()
         while draft.finish_reason is None:
-            url = await self._find_server(session, failures.urls, min_version=draft.last_version)
+            # Every routable server has every adapter; the version of its base says nothing.
+            min_version = draft.last_version if self.adapters is None else -1
+            url = await self._find_server(session, failures.urls, min_version=min_version)
             before = len(draft.token_ids)
             try:
                 await self._request(url, draft)
@@ -162,6 +171,9 @@ class Writer:
     async def _wait_to_retry(self, url: str, error: EngineError, failures: _Failures) -> None:
         """Returns after a while if the request may be sent again; else raises."""
         is_refused = isinstance(error, ServerRefused) and not error.is_server_error
+        if is_refused and self.adapters is not None and is_unknown_adapter(error):
+            self._members.lose(url, str(error))
+            is_refused = False
         if is_refused or not isinstance(error, (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer)):
             raise error
         failures.num += 1
@@ -183,8 +195,9 @@ class Writer:
         limit_s = self._timeouts.generate_s  # then the server returns what it has, unless it lost the request
         overdue = asyncio.get_running_loop().call_later(limit_s, lambda: self._home.spawn(_abort(client, rid)))
         try:
-            body = draft.body(rid, self._members.cache_key(url))
-            answer = await client.generate(body, num_retries=0, timeout_s=limit_s + ABORT_TIMEOUT_S, read=read_answer)
+            with self._adapter(draft, rid, client):
+                body, timeout_s = draft.body(rid, self._members.cache_key(url)), limit_s + ABORT_TIMEOUT_S
+                answer = await client.generate(body, num_retries=0, timeout_s=timeout_s, read=read_answer)
         except asyncio.CancelledError:
             self._home.spawn(_abort(client, rid))
             raise
@@ -193,6 +206,16 @@ class Writer:
             self.num_running -= 1
             self._members.pool.end_request(server, draft.max_tokens)
         draft.add(answer, url)
+
+    @contextlib.contextmanager
+    def _adapter(self, draft: CompletionDraft, rid: str, client: SGLangClient) -> Iterator[None]:
+        """Inside, the draft's next request runs under an adapter, if adapters are served."""
+        if self.adapters is None:
+            yield
+            return
+        draft.adapter = self.adapters.choose(draft.adapter)
+        with self.adapters.used(draft.adapter.version, rid, client):
+            yield
 
     async def _find_server(self, session: str, failed: set[str], *, min_version: int = -1) -> str:
         """Waits for the gate and for a routable server; a change of either wakes it."""

@@ -5,6 +5,7 @@ disk.py           a folder that trainer and servers see; written while they gene
 streaming.py      bucket by bucket, what the next two have in common
 broadcast.py      a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
 shared_memory.py  servers of the same host; not the default, since SGLang demands a pickle
+cuda_ipc.py       the same in GPU memory, for servers on the trainer's GPUs; not run yet
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from lightrl.engines.sglang.transports.broadcast import BroadcastTransport
+from lightrl.engines.sglang.transports.cuda_ipc import CudaIpcTransport
 from lightrl.engines.sglang.transports.disk import DiskTransport
 from lightrl.engines.sglang.transports.shared_memory import SharedMemoryTransport
 from lightrl.engines.sglang.transports.transport import WeightTransport
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BroadcastTransport",
+    "CudaIpcTransport",
     "DiskTransport",
     "SharedMemoryTransport",
     "TransportName",
@@ -32,7 +35,7 @@ __all__ = [
     "make_transport",
 ]
 
-TransportName = Literal["disk", "distributed", "tensor"]
+TransportName = Literal["disk", "distributed", "tensor", "cuda_ipc"]
 TRANSFER_TIMEOUT_S = 120.0  # for one bucket in a broadcast
 
 
@@ -51,6 +54,10 @@ def make_transport(
         device = "cuda" if torch.cuda.is_available() else "cpu"
         timeout_s = min(TRANSFER_TIMEOUT_S, sync_s)
         return BroadcastTransport(form, device=device, transfer_timeout_s=timeout_s, trainer_host=trainer_host)
+    if name == "cuda_ipc":
+        if not torch.cuda.is_available():
+            raise ValueError("transport='cuda_ipc' needs a GPU, and torch sees none here. Set tensor or disk.")
+        return CudaIpcTransport(form)
     if name == "tensor":
         return SharedMemoryTransport(form)
     return DiskTransport(WeightFolder(folder, config, form=form, is_durable=False))

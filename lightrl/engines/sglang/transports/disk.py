@@ -64,3 +64,6 @@ class DiskTransport(WeightTransport):
 
     def holds(self, weight_version: int) -> bool:
         return is_whole(self.folder.path_of(weight_version))
+
+    def shared_folder(self) -> WeightFolder:
+        return self.folder

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from lightrl.engines.sglang.sync_report import Fleet
-from lightrl.weights import Bucket
+from lightrl.weights import Bucket, WeightFolder
 
 
 class WeightTransport(Protocol):
@@ -27,6 +27,10 @@ class WeightTransport(Protocol):
         ...
 
     def holds(self, weight_version: int) -> bool: ...
+
+    def shared_folder(self) -> WeightFolder | None:
+        """Into which other ranks of the trainer may write files that `stage` takes over; None if it takes none."""
+        return None
 
     async def close(self) -> None:
         return None

@@ -1,0 +1,134 @@
+"""The policy's parameters on their way to the engine when several ranks hold them.
+
+If the engine loads files from a folder that every rank sees, each rank writes its share there; otherwise rank 0
+gathers all of them and hands them to the engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightrl.engines.abilities import ServesAdapters, SharesFolder
+from lightrl.errors import WeightSyncError
+from lightrl.models import ParallelModel
+from lightrl.models.lora import Part
+from lightrl.module import RLModule
+from lightrl.rollout.rl_trainer import RLTrainer
+from lightrl.strategies import Ranks, ranks_of
+from lightrl.weights import Bucket, SharedFolder
+from lightrl.weights.rank_share import ShareWriter, files_of, leave_mark, unmarked_ranks
+
+log = logging.getLogger(__name__)
+
+VISIBLE_WITHIN_S = 10.0  # a new file on a network file system, on another host
+
+
+class RankShares:
+    """Makes the buckets of each sync; decides at the first one who writes, the same on every rank."""
+
+    def __init__(self) -> None:
+        self._folder: SharedFolder | None = None
+        self._rollout: object = None  # that `_folder` was decided for
+
+    def buckets(
+        self, trainer: RLTrainer, module: RLModule, bucket_bytes: int, *, is_blocking: bool
+    ) -> Iterator[Bucket]:
+        """For `rollout.load_weights`; collective, each rank must read them to the end.
+
+        An engine that serves adapters gets these, and after them the base if it needs that. A load in the background
+        takes everything from rank 0, which copies it first.
+        """
+        model = module.parallel_models["policy"]
+        holders = ranks_of(trainer.strategy).of_role("policy")
+        if not holders.is_here:
+            return model.full_parameters(bucket_bytes)
+        engine: object = trainer.rollout.engine
+        needs_base: bool | None = None
+        if isinstance(engine, ServesAdapters) and engine.adapters == "served":
+            needs_base = engine.needs_base()
+        needs_base = holders.broadcast_json(needs_base)  # None: the adapters are merged
+        if needs_base is None:
+            return self._whole(trainer, model, bucket_bytes, "merged", holders, is_blocking)
+        adapters = model.full_parameters(bucket_bytes, part="adapters")
+        if not needs_base:
+            return adapters
+        base = self._whole(trainer, model, bucket_bytes, "base", holders, is_blocking)
+        return itertools.chain(adapters, base)
+
+    def _whole(
+        self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks, is_blocking: bool
+    ) -> Iterator[Bucket]:
+        """All parameters, from every rank or from rank 0."""
+        if holders.size == 1 or not is_blocking:
+            return model.full_parameters(bucket_bytes, part=part)
+        if self._rollout is not trainer.rollout:  # new on every rank whenever it is opened
+            self._rollout, self._folder = trainer.rollout, _shared_folder(trainer.rollout.engine, holders)
+        if self._folder is None:
+            return model.full_parameters(bucket_bytes, part=part)
+        return shared(model.full_parameters(bucket_bytes, part=part, is_spread=True), self._folder, holders)
+
+
+def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
+    """On rank 0 its own share and then the files of the others, which write theirs meanwhile.
+
+    Raises:
+        WeightSyncError: on rank 0 if a rank could not write its share, or has not within `folder.timeout_s`.
+    """
+    if not holders.is_main:
+        writer = ShareWriter(folder, holders.rank)
+        for bucket in buckets:
+            writer.add(bucket)
+            del bucket  # else it stays alive while the next is gathered
+        _gathered(writer.record(), folder, holders)
+        yield Bucket({}, is_last=True)
+        return
+    for bucket in buckets:
+        if not bucket.is_last:
+            yield bucket
+            continue
+        records = _gathered({"problem": None, "files": []}, folder, holders)
+        yield Bucket(bucket.tensors, is_last=True, written=files_of(records))
+
+
+def _gathered(record: dict[str, object], folder: SharedFolder, holders: Ranks) -> list[dict[str, object]]:
+    try:
+        return holders.gather_json(record, timeout_s=folder.timeout_s)
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"Not every rank has written its share of the weights to {folder.root!r} within engine.timeouts.sync_s="
+            f"{folder.timeout_s:g}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _shared_folder(engine: object, holders: Ranks) -> SharedFolder | None:
+    """Rank 0's folder if every rank sees it and can write there; else None, which is logged."""
+    folder = engine.shared_folder() if isinstance(engine, SharesFolder) else None
+    mark = f".seen-by-all-{secrets.token_hex(8)}"
+    if holders.is_main and folder is not None:
+        (Path(folder.root) / mark).touch()
+    told = holders.broadcast_json(None if folder is None else [vars(folder), mark])
+    if told is None:
+        return None
+    folder, mark = SharedFolder(**told[0]), told[1]
+    sees = leave_mark(folder, holders.rank, mark, wait_s=VISIBLE_WITHIN_S)
+    holders.max_each([0])  # every rank has looked
+    missing: list[int] = []
+    if holders.is_main:
+        missing = unmarked_ranks(folder, holders.size, mark, wait_s=VISIBLE_WITHIN_S if sees else 0)
+    missing = holders.broadcast_json(missing)
+    if holders.is_main:
+        (Path(folder.root) / mark).unlink(missing_ok=True)
+    if not missing:
+        return folder
+    if holders.is_main:
+        log.warning(
+            "weight_folder=%s is not visible and writable for ranks %s, so rank 0 gathers and writes all weights. Set "
+            "engine.weight_folder to a folder that all hosts of the trainer share.",
+            folder.root,
+            ", ".join(map(str, missing)),
+        )
+    return None

@@ -1,0 +1,155 @@
+"""PlannedGather: carries out a GatherPlan between the ranks that share a model, point to point.
+
+Only what an owner lacks is sent, and only to the owner: unlike `full_tensor`, which gathers every parameter on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightrl.weights import Bucket
+from lightrl.weights.gather_plan import Box, GatherPlan, Layout, make_plan
+
+Combine = Callable[[str, Sequence[Tensor]], Tensor]
+
+
+class PlannedGather:
+    """Gathers the parameters of one sharded model; its layout must not change. Every call is collective over `group`.
+
+    A rank holds at most one bucket beside its own part of the model. With NCCL the first transfer creates connections,
+    for which the run's default group must have been used before, as Lightning's setup does.
+
+    Args:
+        whole_of: shape and dtype of every parameter of the model, the same on all ranks.
+        held: this rank's parts, DTensors or whole tensors.
+        group: the ranks that share the model; None for all of the run.
+    """
+
+    def __init__(
+        self,
+        whole_of: Mapping[str, tuple[torch.Size, torch.dtype]],
+        held: Mapping[str, Tensor],
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._dtypes = {name: dtype for name, (_, dtype) in whole_of.items()}
+        self._shapes = {name: shape for name, (shape, _) in whole_of.items()}
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._device = next((value.device for value in held.values()), torch.device("cpu"))
+        boxes: list[dict[str, Box]] = [{} for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(boxes, {name: _box(held[name]) for name in whole_of if name in held}, group=group)
+        self._layouts = [
+            Layout(
+                name,
+                tuple(shape),
+                dtype.itemsize,
+                {rank: boxes[rank][name] for rank in range(len(boxes)) if name in boxes[rank]},
+            )
+            for name, (shape, dtype) in whole_of.items()
+        ]
+        self._plans: dict[Any, GatherPlan] = {}
+
+    def buckets(
+        self,
+        held: Mapping[str, Tensor],
+        sources: Mapping[str, Sequence[str]],
+        *,
+        bucket_bytes: int,
+        combine: Combine = lambda name, tensors: tensors[0],
+        is_spread: bool = False,
+    ) -> Iterator[Bucket]:
+        """The exported tensors that this rank owns: all on rank 0, or with `is_spread` a share on each rank.
+
+        Args:
+            held: this rank's parts, as they are now.
+            sources: exported name → the parameters that it is made of.
+            combine: makes the exported tensor of them.
+        """
+        plan = self.plan(sources, bucket_bytes=bucket_bytes, is_spread=is_spread)
+        if not plan.rounds:
+            yield Bucket({}, is_last=True)
+        for index, names in enumerate(plan.rounds):
+            with torch.no_grad():
+                tensors = self._round(plan, names, held, sources, combine)
+            is_last = index + 1 == len(plan.rounds)
+            if tensors or is_last:
+                yield Bucket(tensors, is_last=is_last)
+            del tensors  # else they stay alive while the next are gathered
+
+    def plan(self, sources: Mapping[str, Sequence[str]], *, bucket_bytes: int, is_spread: bool) -> GatherPlan:
+        key = (tuple(sources.items()).__repr__(), bucket_bytes, is_spread)
+        if key not in self._plans:
+            ranks = list(range(dist.get_world_size(self._group))) if is_spread else [0]
+            self._plans[key] = make_plan(self._layouts, sources, ranks=ranks, bucket_bytes=bucket_bytes)
+        return self._plans[key]
+
+    def _round(
+        self,
+        plan: GatherPlan,
+        names: Sequence[str],
+        held: Mapping[str, Tensor],
+        sources: Mapping[str, Sequence[str]],
+        combine: Combine,
+    ) -> dict[str, Tensor]:
+        """Sends and receives what this round moves; the exported tensors that this rank owns."""
+        own = [name for name in names if plan.owners[name] == self._rank]
+        whole = {source: self._begun(source, held.get(source)) for name in own for source in sources[name]}
+        operations: list[dist.P2POp] = []
+        unpacked: list[tuple[Tensor, Tensor]] = []  # (part, where it belongs)
+        for send in (send for name in names for send in plan.sends[name]):
+            if send.source == self._rank:
+                operations.append(self._operation(dist.isend, _local(held[send.name]).contiguous(), send.owner))
+            elif send.owner == self._rank:
+                place = _view(whole[send.name], send.box)
+                part = place
+                if not place.is_contiguous():
+                    part = torch.empty_like(place, memory_format=torch.contiguous_format)
+                    unpacked.append((part, place))
+                operations.append(self._operation(dist.irecv, part, send.source))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for part, place in unpacked:
+            place.copy_(part)
+        return {name: combine(name, [whole[source] for source in sources[name]]) for name in own}
+
+    def _begun(self, name: str, held: Tensor | None) -> Tensor:
+        """The whole parameter with what this rank holds of it; the held tensor itself if that is all."""
+        shape = self._shapes[name]
+        if held is None:
+            return torch.empty(shape, dtype=self._dtypes[name], device=self._device)
+        part = _local(held)
+        if part.shape == shape:
+            return part
+        begun = torch.empty(shape, dtype=part.dtype, device=part.device)
+        _view(begun, _box(held)).copy_(part)
+        return begun
+
+    def _operation(self, kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, peer if self._group is None else dist.get_global_rank(self._group, peer))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    value = tensor.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _box(tensor: Tensor) -> Box:
+    """Where this rank's part of a parameter is in the whole."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    sharded: Any = tensor
+    (chunk,) = sharded.__create_chunk_list__()  # as torch's distributed checkpoints do
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def _view(whole: Tensor, box: Box) -> Tensor:
+    for axis, (start, size) in enumerate(zip(*box, strict=True)):
+        whole = whole.narrow(axis, start, size)
+    return whole

@@ -1,0 +1,163 @@
+"""GatherPlan: which rank gets each parameter whole, and who sends which part of it. Pure; no process group.
+
+    parameter   held by                          owner   sent
+    q_proj      ranks 0, 1, 2, 3, a quarter each     2   ranks 0, 1 and 3 send their quarters to rank 2
+    norm        ranks 0 to 3, each all of it         1   nothing
+    layer 7     ranks 4 to 7 (a pipeline stage)      5   ranks 4, 6 and 7 send to rank 5
+
+No owner receives what it holds, and nothing is sent twice: the plan reaches the lower bound of bytes for its owners.
+What a server fuses, such as q, k and v, has one owner, so that this rank can make the digest of the fused tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes, one of each per dimension
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One parameter: its whole shape, and the part of it that each rank holds.
+
+    Example:
+        Layout("lm_head.weight", (100, 8), 4, {0: ((0, 0), (50, 8)), 1: ((50, 0), (50, 8))})
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    item_bytes: int
+    boxes: Mapping[int, Box]  # by rank; ranks with equal boxes hold copies, all others hold disjoint parts
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.item_bytes
+
+
+@dataclass(frozen=True)
+class Send:
+    """One part of a parameter on its way to the owner."""
+
+    name: str
+    source: int
+    owner: int
+    box: Box
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """The same on every rank.
+
+    `rounds` are lists of tensors to export. Within a round each owner gets at most a bucket of them, or one that is
+    larger; all ranks finish a round before the next begins.
+    """
+
+    owners: Mapping[str, int]  # by name of the exported tensor
+    sends: Mapping[str, Sequence[Send]]  # by name of the exported tensor: those of all parameters that it is made of
+    rounds: Sequence[Sequence[str]]
+
+    def received_bytes(self) -> Counter[int]:
+        """By rank."""
+        total: Counter[int] = Counter()
+        for send in (send for sends in self.sends.values() for send in sends):
+            total[send.owner] += send.num_bytes
+        return total
+
+
+def make_plan(
+    layouts: Iterable[Layout], sources: Mapping[str, Sequence[str]], *, ranks: Sequence[int], bucket_bytes: int
+) -> GatherPlan:
+    """Assigns each exported tensor one of `ranks`, balanced by bytes, and lists what the others send it.
+
+    Args:
+        layouts: of the parameters.
+        sources: exported tensor → the parameters that it is made of, such as a weight and its adapters; in order.
+        ranks: that may own tensors; [0] gathers everything on rank 0.
+        bucket_bytes: most that a rank gathers at a time, counted over the parameters.
+
+    Raises:
+        ValueError: if the parts of a parameter overlap or leave a gap.
+    """
+    by_name = {layout.name: layout for layout in layouts}
+    owner_of_unit = _owners(by_name, sources, ranks)
+    owners = {name: owner_of_unit[_unit(name)] for name in sources}
+    sent: Counter[int] = Counter()
+    sends = {
+        name: [send for part in parts for send in _sends_of(by_name[part], owners[name], sent)]
+        for name, parts in sources.items()
+    }
+    sizes = {name: sum(by_name[part].num_bytes for part in parts) for name, parts in sources.items()}
+    return GatherPlan(owners, sends, _rounds(owners, sizes, bucket_bytes))
+
+
+def _unit(name: str) -> str:
+    """What must stay on one rank: the attention or the MLP of a layer, whose projections a server fuses."""
+    parts = name.split(".")
+    index = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    return name if index is None else ".".join(parts[: index + 2])
+
+
+def _owners(
+    layouts: Mapping[str, Layout], sources: Mapping[str, Sequence[str]], ranks: Sequence[int]
+) -> dict[str, int]:
+    """Largest unit first, to the least loaded of the ranks that hold most of it."""
+    held: dict[str, Counter[int]] = {}
+    size: Counter[str] = Counter()
+    for name, parts in sources.items():
+        unit = _unit(name)
+        for layout in (layouts[part] for part in parts):
+            size[unit] += layout.num_bytes
+            for rank, (_, sizes) in layout.boxes.items():
+                held.setdefault(unit, Counter())[rank] += math.prod(sizes) * layout.item_bytes
+    load = dict.fromkeys(ranks, 0)
+    owners: dict[str, int] = {}
+    for unit in sorted(size, key=lambda unit: (-size[unit], unit)):
+        most = max(held[unit][rank] for rank in ranks)
+        # Shards of uneven size still share the work; a rank of another pipeline stage does not take part.
+        near = [rank for rank in ranks if 2 * held[unit][rank] >= most]
+        owner = min(near, key=lambda rank: (load[rank], rank))
+        owners[unit] = owner
+        load[owner] += size[unit]
+    return owners
+
+
+def _sends_of(layout: Layout, owner: int, sent: Counter[int]) -> list[Send]:
+    """What the owner lacks, each part from the holder that has sent least so far; updates `sent`."""
+    holders: dict[Box, list[int]] = {}
+    for rank, box in sorted(layout.boxes.items()):
+        if math.prod(box[1]):
+            holders.setdefault(box, []).append(rank)
+    if sum(math.prod(sizes) for _, sizes in holders) != math.prod(layout.shape):
+        raise ValueError(
+            f"The parts of {layout.name} {list(layout.shape)} overlap or leave a gap: {dict(layout.boxes)}. Every "
+            "element must be on one rank, or on ranks that hold the same part."
+        )
+    sends = []
+    for box, ranks in holders.items():
+        if owner in ranks:
+            continue
+        num_bytes = math.prod(box[1]) * layout.item_bytes
+        source = min(ranks, key=lambda rank: (sent[rank], rank))
+        sent[source] += num_bytes
+        sends.append(Send(layout.name, source, owner, box, num_bytes))
+    return sends
+
+
+def _rounds(owners: Mapping[str, int], sizes: Mapping[str, int], bucket_bytes: int) -> list[list[str]]:
+    """Each owner's tensors in order, cut into buckets; round i has everyone's bucket i."""
+    rounds: list[list[str]] = []
+    index: Counter[int] = Counter()
+    filled: Counter[int] = Counter()
+    for name, owner in owners.items():
+        if filled[owner] and filled[owner] + sizes[name] > bucket_bytes:
+            index[owner] += 1
+            filled[owner] = 0
+        filled[owner] += sizes[name]
+        while len(rounds) <= index[owner]:
+            rounds.append([])
+        rounds[index[owner]].append(name)
+    return rounds

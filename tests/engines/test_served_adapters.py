@@ -1,0 +1,351 @@
+"""Adapters served beside their base: which version wrote each token, what travels, and what servers keep."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_contract import EngineCase, after_a_sync_amid_a_generation_each_token_is_that_of_its_version, run
+from engine_contract import recomputed_logprobs as recomputed
+from real_sglang import sglang_python, tiny_config
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from waits import until
+
+from lightrl.engines import Timeouts
+from lightrl.engines.sglang import command, server
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.command import flags
+from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.errors import EngineError, WeightSyncError
+from lightrl.models.lora import AdapterShape, LoRA, exported_parameters, merge, peft_name
+from lightrl.testing.fake_server_process import FakeServerProcess
+from lightrl.trajectory import Sampling
+from lightrl.weights import Bucket, bucketed
+from lightrl.weights.shared_memory import payload_of
+
+CONFIG = tiny_config()
+CONFIG.intermediate_size = 64  # on a CPU SGLang pads others, and then no adapter fits down_proj
+RANK = 4
+PROMPT = [3, 1, 4, 1, 5]
+SAMPLING = Sampling(max_new_tokens=12, seed=3)
+NUM_VERSIONS = 2
+
+
+def adapted(version: int) -> PreTrainedModel:
+    """The same base for every version, with adapters of its own."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).eval()
+        LoRA(rank=RANK).add_to(model)
+        torch.manual_seed(100 + version)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".lora_B." in name:
+                    parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+MODELS = [adapted(version) for version in range(4)]
+
+
+def buckets(model: PreTrainedModel, part: Any) -> Iterator[Bucket]:
+    parameters = dict(model.named_parameters())
+    sources = exported_parameters(model, part)
+    return bucketed(
+        ((name, merge(model, name, [parameters[one] for one in names])) for name, names in sources.items()), 20_000
+    )
+
+
+class AdapterCase(EngineCase):
+    def buckets(self, version: int) -> Iterator[Bucket]:
+        engine: Any = self.engine
+        yield from buckets(self.models[version % len(self.models)], "adapters")
+        if engine.needs_base():
+            yield from buckets(self.models[0], "base")
+
+
+def started(engine: SGLangEngine) -> AdapterCase:
+    engine.expect_adapters(AdapterShape.of(MODELS[0]), num_versions=NUM_VERSIONS)
+    engine.start(CONFIG)
+    return AdapterCase(engine, MODELS, is_exact=False)
+
+
+TARGETS = list(AdapterShape.of(MODELS[0]).target_modules)
+LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": TARGETS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without weights."""
+    place = tmp_path_factory.mktemp("model")
+    CONFIG.save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path) -> Iterator[list[FakeServerProcess]]:
+    processes = [FakeServerProcess(str(folder), piece_tokens=4, **LORA) for _ in range(2)]
+    try:
+        yield [process.start() for process in processes]
+    finally:
+        for process in processes:
+            process.stop()
+
+
+@pytest.fixture
+def case(servers: list[FakeServerProcess]) -> Iterator[AdapterCase]:
+    made = started(SGLangEngine(urls=[one.url for one in servers], adapters="served", timeouts=Timeouts(sync_s=30)))
+    yield made
+    made.engine.close()
+
+
+def check_tokens(case: AdapterCase, version: int) -> None:
+    (completion,) = run(case.generate(PROMPT, SAMPLING))
+    assert completion.weight_versions == [version] * 12
+    expected = recomputed(case.models[version], PROMPT, completion.token_ids, SAMPLING)
+    assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def check_scores(case: AdapterCase, version: int) -> None:
+    engine: Any = case.engine
+    row = list(range(2, 30))
+    expected = recomputed(case.models[version], row[:1], row[1:], Sampling())
+    assert engine.score(row)[1:] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def listed(case: AdapterCase) -> list[list[str]]:
+    """The adapters of each server."""
+    engine: Any = case.engine
+    clients = engine._members.clients.values()
+    return [sorted(engine._home.call(client.adapters(), 10)) for client in clients]
+
+
+def test_tokens_and_scores_are_those_of_the_adapters_that_were_loaded_last(case):
+    for version in range(3):
+        case.load(version)
+        check_tokens(case, version)
+        check_scores(case, version)
+
+
+def test_the_base_is_loaded_once_and_then_only_adapters_travel_without_a_pause(case, servers):
+    before = [one.stats()["requests"] for one in servers]
+    for version in range(3):
+        case.load(version)
+    adapters = sum(value.numel() * 4 for name, value in MODELS[0].named_parameters() if ".lora_" in name)
+    assert case.engine.last_sync.num_bytes == 2 * adapters
+    for one, old in zip(servers, before, strict=True):
+        requests = one.stats()["requests"]
+        made = {path: requests[path] - old.get(path, 0) for path in requests}
+        assert made["/update_weights_from_disk"] == made["/pause_generation"] == 1
+        assert made["/load_lora_adapter_from_tensors"] == 3
+
+
+def in_flight_over_a_load(case: AdapterCase) -> list[list[int]]:
+    """The weight versions of completions that were being written while version 1 was loaded."""
+    case.load(0)
+    sampling = Sampling(max_new_tokens=200, seed=1)
+
+    async def scenario() -> Any:
+        writing = [asyncio.ensure_future(case.generate([number], sampling)) for number in range(2, 10)]
+        while (await case.depth()) < 8 or not case.engine.queue_depths()["running"]:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(case.load, 1)
+        return [(await one)[0] for one in writing]
+
+    completions = run(scenario())
+    for number, completion in zip(range(2, 10), completions, strict=True):
+        expected = {
+            version: recomputed(case.models[version], [number], completion.token_ids, sampling).tolist()
+            for version in (0, 1)
+        }
+        wanted = [expected[version][place] for place, version in enumerate(completion.weight_versions)]
+        assert completion.logprobs == pytest.approx(wanted, abs=1e-4)
+    return [completion.weight_versions for completion in completions]
+
+
+def test_a_completion_finishes_under_the_version_that_it_began_with(case):
+    assert in_flight_over_a_load(case) == [[0] * 200] * 8
+    check_tokens(case, 1)
+
+
+def test_with_abort_completions_in_flight_continue_under_the_new_version(servers):
+    case = started(SGLangEngine(urls=[one.url for one in servers], adapters="served", interrupt="abort"))
+    try:
+        after_a_sync_amid_a_generation_each_token_is_that_of_its_version(case)
+        assert any(set(versions) == {0, 1} for versions in in_flight_over_a_load_of(servers))
+    finally:
+        case.engine.close()
+
+
+def in_flight_over_a_load_of(servers: list[FakeServerProcess]) -> list[list[int]]:
+    case = started(SGLangEngine(urls=[one.url for one in servers], adapters="served", interrupt="abort"))
+    try:
+        return in_flight_over_a_load(case)
+    finally:
+        case.engine.close()
+
+
+def test_servers_keep_as_many_versions_as_the_staleness_allows(case):
+    for version in range(4):
+        case.load(version)
+    run(until(lambda: listed(case) == [["policy-v2", "policy-v3"]] * 2))
+
+
+def test_a_request_under_a_version_that_is_dropped_continues_under_the_newest(case):
+    case.load(0)
+
+    async def scenario() -> Any:
+        writing = asyncio.ensure_future(case.generate([7], Sampling(max_new_tokens=220, seed=1)))
+        while not case.engine.queue_depths()["running"]:
+            await asyncio.sleep(0.01)
+        for version in (1, 2):
+            await asyncio.to_thread(case.load, version)
+        return (await writing)[0]
+
+    completion = run(scenario())
+    assert len(completion.token_ids) == 220
+    assert set(completion.weight_versions) <= {0, 2}
+    run(until(lambda: listed(case) == [["policy-v1", "policy-v2"]] * 2))
+
+
+def test_a_server_that_acknowledges_an_adapter_and_does_not_load_it_is_lost(case, servers):
+    case.load(0)
+    servers[0].fault("lose_update", "/load_lora_adapter_from_tensors")
+    case.load(1)
+    assert "does not list it" in case.engine.last_sync.lost[servers[0].url]
+    check_tokens(case, 1)
+
+
+def test_without_enable_lora_the_error_names_the_arguments(folder):
+    with FakeServerProcess(str(folder)) as one:
+        case = started(SGLangEngine(urls=[one.url], adapters="served"))
+        try:
+            with pytest.raises(
+                WeightSyncError, match="--enable-lora --max-lora-rank 4 --lora-target-modules down_proj"
+            ):
+                case.load(0)
+        finally:
+            case.engine.close()
+
+
+def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(case):
+    case.load(0)
+    wrong = {name: torch.cat([value, value]) for name, value in MODELS[1].named_parameters() if ".lora_" in name}
+    with pytest.raises(WeightSyncError, match="in the same shapes"):
+        case.engine.load_weights([Bucket(wrong, is_last=True)], weight_version=1)
+    check_tokens(case, 0)
+
+
+def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(folder):
+    words = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}", "--model-path", str(folder)]
+    case = started(SGLangEngine(servers=1, command=[*words, *flags(LORA)], adapters="served", probe_interval_s=0.1))
+    try:
+        for version in range(3):
+            case.load(version)
+        engine: Any = case.engine
+        old = engine.fleet.urls
+        engine.fleet.report(old[0], "on purpose")
+        run(until(lambda: engine.fleet.urls != old and engine.pool.urls("routable") == engine.fleet.urls))
+        assert listed(case) == [["policy-v1", "policy-v2"]]
+        check_tokens(case, 2)
+    finally:
+        case.engine.close()
+
+
+def test_a_name_that_an_earlier_run_left_is_replaced(case, servers):
+    case.load(0)
+    later = started(SGLangEngine(urls=[one.url for one in servers], adapters="served"))
+    try:
+        later.models = [MODELS[3]]
+        later.load(0)
+        check_tokens(later, 0)
+    finally:
+        later.engine.close()
+
+
+def load_into(server: FakeServerProcess, tensors: dict[str, torch.Tensor], **config: Any) -> None:
+    shape = AdapterShape.of(MODELS[0])
+
+    async def scenario() -> None:
+        client = SGLangClient(server.url, num_retries=0)
+        try:
+            await client.load_adapter("policy-v5", {**shape.config, **config}, [payload_of(tensors)], CHECKSUMS)
+        finally:
+            await client.close()
+
+    run(scenario())
+
+
+TENSORS = {peft_name(name): value.detach() for name, value in MODELS[1].named_parameters() if ".lora_" in name}
+CHECKSUMS = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in TENSORS.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"r": 2 * RANK}, "incompatible"), ({"target_modules": ["lm_head"]}, "incompatible")],
+    ids=["a larger rank", "another layer"],
+)
+def test_the_fake_server_refuses_the_adapters_that_sglang_refuses(config, message, servers):
+    with pytest.raises(EngineError, match=message):
+        load_into(servers[0], TENSORS, **config)
+
+
+def test_the_fake_server_refuses_a_second_adapter_of_a_name(case, servers):
+    case.load(5)
+    with pytest.raises(EngineError, match="already loaded"):
+        load_into(servers[0], TENSORS)
+
+
+def test_the_fake_server_refuses_a_request_for_an_adapter_that_it_does_not_have(servers):
+    async def scenario() -> None:
+        client = SGLangClient(servers[0].url, num_retries=0)
+        try:
+            await client.generate({"input_ids": PROMPT, "sampling_params": {}, "lora_path": "policy-v9"})
+        finally:
+            await client.close()
+
+    with pytest.raises(EngineError, match="LoRA adapter that has never been loaded: policy-v9"):
+        run(scenario())
+
+
+def test_a_tensor_that_differs_from_its_checksum_ends_the_server(folder):
+    changed = TENSORS | {name: value + 1e-7 for name, value in list(TENSORS.items())[:1]}
+    with FakeServerProcess(str(folder), **LORA) as one:
+        with pytest.raises(EngineError):
+            load_into(one, changed)
+        run(until(lambda: not one.is_alive()))
+
+
+def test_colocated_servers_cannot_serve_adapters():
+    with pytest.raises(ValueError, match="needs placement='separate'"):
+        SGLangEngine(adapters="served", placement="colocated")
+
+
+@pytest.mark.real_sglang
+def test_the_real_sglang_serves_each_version_within_rounding(tmp_path, monkeypatch):
+    """SGLang 0.5.23 pins memory for adapters, which a CPU build of torch cannot: sglang_without_pinned_memory.py."""
+    sglang_python()
+    launcher = str(Path(__file__).with_name("sglang_without_pinned_memory.py"))
+
+    def with_launcher(*args: Any, **settings: Any) -> list[str]:
+        words = command.command_line(*args, **settings)
+        place = words.index("-m")
+        return [*words[:place], launcher, *words[place + 2 :]]
+
+    monkeypatch.setattr(server, "command_line", with_launcher)
+    case = started(SGLangEngine(servers=1, adapters="served", timeouts=Timeouts(startup_s=170)))
+    try:
+        for version in range(3):
+            case.load(version)
+            check_tokens(case, version)
+            check_scores(case, version)
+        run(until(lambda: listed(case) == [["policy-v1", "policy-v2"]]))
+        assert case.engine.last_sync.seconds["load"] < case.engine.timeouts.sync_s
+    finally:
+        case.engine.close()

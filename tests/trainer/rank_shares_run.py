@@ -1,0 +1,113 @@
+"""What test_rank_shares.py runs: two ranks and a server that the run starts, weights written by both or by rank 0.
+
+python rank_shares_run.py FOLDER run | kills | hides
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_scripts import leave
+from safetensors.torch import load_file
+from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
+from transformers import AutoConfig
+
+from lightrl import FSDP2Strategy, LoRA, Role, SGLangEngine
+from lightrl.callbacks import rank_shares
+from lightrl.engines import Timeouts
+from lightrl.models.lora import AdapterShape, merged_parameters
+from lightrl.strategies import whole
+from lightrl.weights import Bucket, SharedFolder
+from lightrl.weights.rank_share import ShareWriter
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "merged": {"lora": LoRA(rank=2)},
+    "served": {"lora": LoRA(rank=2), "adapters": "served"},
+    "in the background": {"blocking": False},
+}
+
+
+def server(folder: Path, policy: Any) -> list[str]:
+    """The fake server's command, with a model of the policy's config."""
+    AutoConfig.for_model(**CONFIG).save_pretrained(folder / "model")
+    words = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
+    words += ["--model-path", str(folder / "model"), "--enable-lora", "--max-lora-rank", "2", "--lora-target-modules"]
+    return [*words, *AdapterShape.of(Role(POLICY, lora=LoRA(rank=2)).load_model()).target_modules]
+
+
+def play(folder: Path, *, lora: Any = None, adapters: Any = "merged", blocking: bool = True) -> dict[str, Any]:
+    """Trains; gives the trainer's weights, the files of the last version, and the probe's difference."""
+    folder.mkdir(exist_ok=True)
+    module = TinyGRPO(Role(POLICY, lora=lora))
+    engine = SGLangEngine(
+        servers=1, command=server(folder, module), adapters=adapters, weight_folder=str(folder / "weights"),
+        timeouts=Timeouts(sync_s=20),
+    )  # fmt: skip
+    from lightrl import StalenessControl, WeightSync
+
+    staleness = 0 if blocking else 1
+    trainer = make_trainer(
+        folder, engine=engine, devices=2, strategy=FSDP2Strategy(),
+        callbacks=[WeightSync(blocking=blocking, bucket_mib=1), StalenessControl(staleness)],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Digits())
+    last = sorted((folder / "weights").glob("version-*"))[-1]
+    parts = {path.name: load_file(path) for path in sorted(last.glob("*.safetensors"))}
+    return {
+        "version": last.name,
+        "files": {name: sorted(tensors) for name, tensors in parts.items()},
+        "written": {name: value for tensors in parts.values() for name, value in tensors.items()},
+        "weights": {name: value.detach().clone() for name, value in merged_parameters(module.policy, whole)},
+        "probe": float(trainer.callback_metrics["sync/probe_abs_dlogp_nats"]),
+        "versions": [experience.weight_versions.max().item() for experience in module.experiences],
+    }
+
+
+def kill_rank_1_amid_a_write() -> None:
+    """Of version 2; an export of a rank then has bytes on the disk, but no index."""
+    add, added = ShareWriter.add, [0]
+
+    def add_and_die(self: ShareWriter, bucket: Bucket) -> None:
+        add(self, bucket)
+        added[0] += 1
+        if added[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ.get("LOCAL_RANK") == "1":
+        ShareWriter.add = add_and_die  # type: ignore[method-assign]
+
+
+def hide_the_folder_from_rank_1() -> None:
+    leave_mark = rank_shares.leave_mark
+
+    def see(folder: SharedFolder, rank: int, mark: str, *, wait_s: float) -> bool:
+        return rank != 1 and leave_mark(folder, rank, mark, wait_s=wait_s)
+
+    rank_shares.leave_mark = see  # type: ignore[assignment]
+    rank_shares.VISIBLE_WITHIN_S = 0.5
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, how = Path(sys.argv[1]), sys.argv[2]
+    if how == "kills":
+        kill_rank_1_amid_a_write()
+        play(folder)
+        return
+    if how == "hides":
+        logging.basicConfig(level=logging.WARNING)
+        hide_the_folder_from_rank_1()
+        leave(play(folder), folder)
+        return
+    leave({name: play(folder / name, **settings) for name, settings in RUNS.items()}, folder)
+
+
+if __name__ == "__main__":
+    main()
