@@ -22,9 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError
+from lightrl.testing.fake_server_faults import Fault
 from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
+from lightrl.testing.fake_server_wrong_loads import LoadHistory, Tensors
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
+from lightrl.weights.server_form import OUTPUT_HEAD
 
 ALL_TOKENS = 2**30  # SGLang's top_k without a bound
 
@@ -46,20 +49,50 @@ class EmbeddedModel(ScriptedModel):
         config = AutoConfig.from_pretrained(folder)
         self.piece_tokens = piece_tokens
         self._versions = {0: version}  # names of the engine's numbers
+        self._config = config
         self._is_tied = bool(getattr(config, "tie_word_embeddings", False))
-        self._engine = LocalEngine(max_batch=64, threads=1)
-        self._engine.start(config)
+        self._history: LoadHistory | None = None
+        self._stale: LocalEngine | None = None  # with the weights of stale key-values
+        self._engine = self._make_engine()
         super().__init__(
             vocab_size=int(config.vocab_size), max_context=int(self._engine.max_context or 2**20), version=version
         )
         eos = config.eos_token_id
         self.eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
         if list(Path(folder).glob("*.safetensors")):
-            tensors = self._read(folder)
+            tensors = {name: tensor for file in self._read(folder) for name, tensor in file.items()}
         else:
             model = AutoModelForCausalLM.from_config(config)
             tensors = dict(model.named_parameters())
         self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
+
+    def _make_engine(self) -> LocalEngine:
+        engine = LocalEngine(max_batch=64, threads=1)
+        engine.start(self._config)
+        return engine
+
+    def keep_history(self) -> None:
+        if self._history is None:
+            self._history = LoadHistory(self._engine.read_weights())
+
+    def forget_history(self) -> None:
+        self._history = None
+
+    def keep_stale(self) -> None:
+        if self._stale is None:
+            self._stale = self._make_engine()
+            self._stale.load_weights([Bucket(self._engine.read_weights(), is_last=True)], weight_version=0)
+
+    def forget_stale(self) -> None:
+        if self._stale is not None:
+            self._stale.close()
+        self._stale = None
+
+    async def revert(self, fault: Fault) -> None:
+        assert self._history is not None
+        versions = self._history.versions
+        self._put(versions[max(0, len(versions) - 1 - fault.versions_back)], self.version)
+        fault.num_wrong_values += self._history.num_wrong(self._engine.read_weights())
 
     def rename(self, version: str) -> None:
         self.version = self._versions[self._engine.weight_version] = version
@@ -88,10 +121,14 @@ class EmbeddedModel(ScriptedModel):
                 min_new_tokens=max(0, min(size, int(params["min_new_tokens"]) - written)),
                 seed=_mixed(seed, written),
             )
-            (completion,) = await self._engine.generate(run.prompt + run.token_ids, piece, session=run.rid)
+            engine = self._stale if run.is_stale and self._stale is not None else self._engine
+            (completion,) = await engine.generate(run.prompt + run.token_ids, piece, session=run.rid)
             run.token_ids += completion.token_ids
             run.logprobs += completion.logprobs
-            run.versions += [self._versions[number] for number in completion.weight_versions]
+            run.versions += [
+                self._versions[number] if engine is self._engine else self.version
+                for number in completion.weight_versions
+            ]
             if completion.finish_reason == "stop":
                 return "stop"
         return "length"
@@ -108,12 +145,14 @@ class EmbeddedModel(ScriptedModel):
     async def resume(self) -> None:
         await self._engine.resume()
 
-    async def load_folder(self, folder: str, version: str | None) -> None:
-        tensors = await asyncio.to_thread(self._read, folder)
-        await asyncio.to_thread(self._load, tensors, version)
+    async def load_folder(self, folder: str, version: str | None, fault: Fault | None = None) -> None:
+        files = await asyncio.to_thread(self._read, folder)
+        await asyncio.to_thread(self._load, files, version, fault)
 
-    async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], version: str | None) -> None:
-        await asyncio.to_thread(self._load, {**self._engine.read_weights(), **dict(tensors)}, version)
+    async def load_tensors(
+        self, tensors: Iterable[tuple[str, Tensor]], version: str | None, fault: Fault | None = None
+    ) -> None:
+        await asyncio.to_thread(self._load, [dict(tensors)], version, fault)
 
     def checksums(self) -> dict[str, str]:
         return {
@@ -121,25 +160,37 @@ class EmbeddedModel(ScriptedModel):
             for name, tensor in self._engine.read_weights().items()
         }
 
-    def _load(self, tensors: dict[str, Tensor], version: str | None) -> None:
-        number = self._engine.weight_version + 1
-        self._versions[number] = self.version if version is None else version
+    def _load(self, files: Sequence[Tensors], version: str | None, fault: Fault | None) -> None:
+        """As SGLang, leaves alone what is not sent."""
+        held = self._engine.read_weights()
         if self._is_tied:
-            tensors.pop("lm_head.weight", None)
+            files = [{name: tensor for name, tensor in file.items() if name != OUTPUT_HEAD} for file in files]
+        loaded = {name: tensor for file in files for name, tensor in file.items()}
+        if self._history is not None:
+            loaded = self._history.load(files, held, fault, is_last=version is not None)
+        self._put(held | loaded, self.version if version is None else version)
+        if self._history is not None and fault is not None:
+            fault.num_wrong_values += self._history.num_wrong(self._engine.read_weights())
+
+    def _put(self, tensors: Tensors, version: str) -> None:
+        number = self._engine.weight_version + 1
+        self._versions[number] = version
         try:
             self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=number)
         except EngineError as error:
             raise Refused(f"{error} Rolling back.") from error
-        self.version = self._versions[number]
+        self.version = version
+        self.num_loads = number
 
-    def _read(self, folder: str) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
+    def _read(self, folder: str) -> list[Tensors]:
+        """The tensors of each file."""
+        tensors: list[Tensors] = []
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
             raise Refused(f"{folder} has no safetensors file.")
         for file in files:
             try:
-                tensors |= load_file(file)
+                tensors.append(load_file(file))
             except (SafetensorError, OSError) as error:
                 raise Refused(f"{file} cannot be read: {error}") from error
         return tensors
