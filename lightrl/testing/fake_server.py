@@ -155,6 +155,9 @@ class FakeServer:
         num_cached, load = self._cache.look_up(run.prompt, extra_key, self.model.num_loads)
         if not scores_prompt:
             run.num_cached, run.is_stale = num_cached, num_cached > 0 and load < self.model.num_loads
+        if run.is_stale:
+            for fault in self.faults:
+                fault.num_wrong_values += fault.kind == "keep_cache"
 
     async def _classify(self, body: dict[str, Any]) -> Any:
         if not self.arguments.get("is_embedding"):
@@ -302,6 +305,7 @@ class FakeServer:
     async def _reset(self, body: dict[str, Any]) -> Any:
         self.faults.clear()
         self.model.forget_history()
+        self.model.keep_history()
         self._is_paused = False
         self._unpaused.set()
         await self.model.resume()
@@ -354,6 +358,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--api-key", default=os.environ.get("LIGHTRL_SERVER_TOKEN"))
     parser.add_argument("--admin-api-key")
     parser.add_argument("--weight-version", default="default")
+    parser.add_argument("--dtype", default="auto", help="of the model's weights; auto is float32")
     parser.add_argument("--vocab-size", type=int, default=1000, help="of the script")
     parser.add_argument("--context-length", type=int, default=2**20, help="of the script")
     parser.add_argument("--delay-s", type=float, default=0.0, help="of the script, before the first token")
@@ -392,7 +397,12 @@ async def _serve(options: argparse.Namespace) -> None:
         model = (
             JudgingModel(options.model_path, version=options.weight_version)
             if options.is_embedding
-            else EmbeddedModel(options.model_path, version=options.weight_version, piece_tokens=options.piece_tokens)
+            else EmbeddedModel(
+                options.model_path,
+                version=options.weight_version,
+                piece_tokens=options.piece_tokens,
+                dtype=options.dtype,
+            )
         )
     arguments = {name: value for name, value in vars(options).items() if name != "fault"}
     await serve(FakeServer(model, arguments=arguments, faults=options.fault), options.host, options.port)

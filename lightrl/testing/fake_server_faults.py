@@ -13,7 +13,7 @@ from aiohttp import web
 
 OF_ANSWERS = ("slow", "drop", "error", "garbage", "hang", "die")
 OF_LOADS = (
-    "ignore_update", "keep", "drop_file", "zero", "swap", "swap_halves", "transpose", "untie", "old_version",
+    "ignore_update", "keep", "drop_file", "zero", "swap", "swap_halves", "transpose", "other_tie", "old_version",
     "delta_twice", "delta_on_wrong_base", "torn_file", "old_rank", "flip_bit", "truncate", "round", "through_float16",
 )  # fmt: skip
 OF_SERVED_WEIGHTS = ("revert", "restart")
@@ -43,7 +43,7 @@ class Fault:
     names: str = ""  # a regular expression of the parameters that are wrong; empty for all
     versions_back: int = 1
     num_fired: int = 0
-    num_wrong_values: int = 0  # that the server then held, where they were not those that it was sent
+    num_wrong_values: int = 0  # that the server then held and was not sent; of `keep_cache` stale answers
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

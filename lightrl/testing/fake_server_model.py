@@ -41,15 +41,17 @@ class EmbeddedModel(ScriptedModel):
     Args:
         folder: a Hugging Face model folder; random weights if it has none.
         piece_tokens: per piece.
+        dtype: of the weights, as LocalEngine's.
     """
 
     takes_tensors = True
 
-    def __init__(self, folder: str, *, version: str = "default", piece_tokens: int = 16) -> None:
+    def __init__(self, folder: str, *, version: str = "default", piece_tokens: int = 16, dtype: str = "auto") -> None:
         config = AutoConfig.from_pretrained(folder)
         self.piece_tokens = piece_tokens
         self._versions = {0: version}  # names of the engine's numbers
         self._config = config
+        self._dtype = dtype
         self._is_tied = bool(getattr(config, "tie_word_embeddings", False))
         self._history: LoadHistory | None = None
         self._stale: LocalEngine | None = None  # with the weights of stale key-values
@@ -67,7 +69,7 @@ class EmbeddedModel(ScriptedModel):
         self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
 
     def _make_engine(self) -> LocalEngine:
-        engine = LocalEngine(max_batch=64, threads=1)
+        engine = LocalEngine(max_batch=64, threads=1, dtype=self._dtype)
         engine.start(self._config)
         return engine
 
@@ -163,11 +165,11 @@ class EmbeddedModel(ScriptedModel):
     def _load(self, files: Sequence[Tensors], version: str | None, fault: Fault | None) -> None:
         """As SGLang, leaves alone what is not sent."""
         held = self._engine.read_weights()
-        if self._is_tied:
-            files = [{name: tensor for name, tensor in file.items() if name != OUTPUT_HEAD} for file in files]
         loaded = {name: tensor for file in files for name, tensor in file.items()}
         if self._history is not None:
             loaded = self._history.load(files, held, fault, is_last=version is not None)
+        if self._is_tied:
+            loaded.pop(OUTPUT_HEAD, None)
         self._put(held | loaded, self.version if version is None else version)
         if self._history is not None and fault is not None:
             fault.num_wrong_values += self._history.num_wrong(self._engine.read_weights())

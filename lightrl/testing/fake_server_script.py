@@ -120,7 +120,11 @@ class ScriptedModel:
 
     async def load_folder(self, folder: str, version: str | None, fault: Fault | None = None) -> None:
         """Loads the weights of a safetensors folder, or raises Refused."""
-        self._sums = await asyncio.to_thread(_read_sums, folder)
+        sums = await asyncio.to_thread(_read_sums, folder)
+        if fault is None:
+            self._sums = sums
+        elif fault.kind != "ignore_update":
+            raise Refused(f"A fake server with a script cannot {fault.kind}. Start it with --model-path.")
         self.version = version or self.version
         self.num_loads += 1
 
@@ -130,7 +134,6 @@ class ScriptedModel:
 
     def keep_history(self) -> None:
         """From now on keeps every version, for faults that need them."""
-        raise Refused("A fake server with a script has no weights that could be wrong. Start it with --model-path.")
 
     def forget_history(self) -> None:
         """Undoes `keep_history`."""
@@ -143,7 +146,7 @@ class ScriptedModel:
 
     async def revert(self, fault: Fault) -> None:
         """Brings back the weights of some versions ago, under the present version's name."""
-        self.keep_history()
+        raise Refused("A fake server with a script has no weights that could be wrong. Start it with --model-path.")
 
     def rename(self, version: str) -> None:
         """Changes the name of the weights."""

@@ -29,7 +29,7 @@ class Load:
 
     files: Sequence[Tensors]  # as sent: the files of a folder, or one bucket
     held: Tensors  # before
-    versions: Sequence[Tensors]  # that were sent before, oldest first; one is complete
+    versions: Sequence[Tensors]  # what it should have held: before any version was sent, then after each
     fault: Fault
 
     @property
@@ -42,7 +42,7 @@ class Load:
 
     def version_back(self, num: int) -> Tensors:
         """What was sent `num` versions before this one; the first version if there are not so many."""
-        return self.versions[max(0, len(self.versions) - num)]
+        return self.versions[max(min(1, len(self.versions) - 1), len(self.versions) - num)]
 
     def changed(self, change: Callable[[str, Tensor], Tensor]) -> Tensors:
         """`sent`, with each chosen tensor as `change` returns it."""
@@ -113,7 +113,7 @@ WRONG_LOADS: dict[str, Callable[[Load], Tensors]] = {
     "swap": _swap,
     "swap_halves": lambda load: load.changed(_swapped_halves),
     "transpose": lambda load: load.changed(lambda name, tensor: tensor.T.contiguous()),
-    "untie": lambda load: load.sent,  # a head of its own, which is never sent, is the fault of the server's start
+    "other_tie": lambda load: load.sent,  # the server was started with a head tied otherwise than the trainer's
     "old_version": lambda load: load.changed(lambda name, tensor: load.version_back(load.fault.versions_back)[name]),
     "delta_twice": lambda load: _delta(load, load.sent),
     "delta_on_wrong_base": lambda load: _delta(load, load.version_back(2)),
@@ -138,12 +138,14 @@ class LoadHistory:
     def __init__(self, held: Tensors) -> None:
         self.versions = [held]
         self._coming = dict(held)  # the version of which some tensors have arrived
+        self._is_head_sent = False
 
     def load(self, files: Sequence[Tensors], held: Tensors, fault: Fault | None, *, is_last: bool) -> Tensors:
         """The tensors that the server loads: those that were sent, unless there is a fault."""
-        sent = {name: tensor.to(held[name].dtype) for file in files for name, tensor in file.items() if name in held}
-        self._coming |= sent
-        if fault is not None and fault.kind == "untie":
+        sent = {name: tensor for file in files for name, tensor in file.items()}
+        self._coming |= {name: tensor.to(held.get(name, tensor).dtype) for name, tensor in sent.items()}
+        self._is_head_sent |= OUTPUT_HEAD in sent
+        if OUTPUT_HEAD in held and not self._is_head_sent:  # the trainer's is tied
             self._coming[OUTPUT_HEAD] = self._coming[_EMBEDDING]
         loaded = sent if fault is None else WRONG_LOADS[fault.kind](Load(files, held, self.versions, fault))
         if is_last:
@@ -152,4 +154,7 @@ class LoadHistory:
 
     def num_wrong(self, held: Tensors) -> int:
         """How many values differ from those that were sent."""
-        return sum(int((tensor != held[name]).sum()) for name, tensor in self._coming.items())
+        return sum(
+            int((tensor != held[_EMBEDDING if name == OUTPUT_HEAD and name not in held else name]).sum())
+            for name, tensor in self._coming.items()
+        )
