@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal, Protocol, runtime_checkable
 
+Proof = Literal["digests", "replicas", "version"]
+
 
 @runtime_checkable
 class LivesOnLoop(Protocol):
@@ -63,4 +65,17 @@ class SharesDevices(Protocol):
 
     def make_room(self) -> None:
         """Releases the memory of weights and key-values; the next `load_weights` takes it back."""
+        ...
+
+
+@runtime_checkable
+class ProvesWeights(Protocol):
+    """Tells how the last load of each serving server was checked."""
+
+    def proofs(self) -> dict[str, Proof]:
+        """By address of each server that may get requests.
+
+        `digests`: each of its parameters equals the trainer's, bit by bit. `replicas`: its checksum equals that of the
+        other servers, which all may be wrong. `version`: it only reports the version's number.
+        """
         ...

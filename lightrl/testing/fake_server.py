@@ -266,7 +266,8 @@ class FakeServer:
     async def _flush(self, body: dict[str, Any]) -> Any:
         if self._runs and not self._is_paused:
             raise Refused("Flush cache failed: there are running or waiting requests.")
-        self._weights.flush_cache()
+        if self.faults.next("/flush_cache", ("keep_cache",)) is None:
+            self._weights.flush_cache()
 
     async def _release(self, body: dict[str, Any]) -> Any:
         if self._runs and not self._is_paused:
@@ -280,14 +281,17 @@ class FakeServer:
             self._released[tag] = 0
 
     async def _model_info(self, request: web.Request) -> web.Response:
+        config = self.model.config
         return web.json_response({
             "model_path": self._weights.model_path, "weight_version": self.model.version, "is_generation": True,
+            "model_type": config and config.model_type, "architectures": config and config.architectures,
         })  # fmt: skip
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
             **{name: value for name, value in self.arguments.items() if not name.endswith("key")},
-            "version": "fake", "startup_time": self.started_at, "max_total_num_tokens": 2**20, "internal_states": [{}],
+            "startup_time": {"scheduler_e2e": self.started_at}, "device": "cpu", "version": "fake",
+            "max_total_num_tokens": 2**20, "internal_states": [{}],
         })  # fmt: skip
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -358,9 +362,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--api-key", default=os.environ.get("LIGHTRL_SERVER_TOKEN"))
     parser.add_argument("--admin-api-key")
     parser.add_argument("--weight-version", default="default")
-    parser.add_argument("--dtype", default="auto", help="of the model's weights; auto is float32")
     parser.add_argument("--vocab-size", type=int, default=1000, help="of the script")
     parser.add_argument("--context-length", type=int, default=2**20, help="of the script")
+    parser.add_argument("--tp-size", type=int, default=1, help="of the model: how many ranks its checksums tell")
+    parser.add_argument("--dtype", default="float32", help="of the model")
     parser.add_argument("--delay-s", type=float, default=0.0, help="of the script, before the first token")
     parser.add_argument("--seconds-per-token", type=float, default=0.0, help="of the script")
     parser.add_argument("--piece-tokens", type=int, default=16, help="of the model, between two checks for aborts")
@@ -402,6 +407,7 @@ async def _serve(options: argparse.Namespace) -> None:
                 version=options.weight_version,
                 piece_tokens=options.piece_tokens,
                 dtype=options.dtype,
+                num_ranks=options.tp_size,
             )
         )
     arguments = {name: value for name, value in vars(options).items() if name != "fault"}

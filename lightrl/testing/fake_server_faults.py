@@ -30,7 +30,8 @@ class Fault:
     process, `seconds` into the request), `lose_update` (a weight update is acknowledged, not done), `wrong_version`
     (done, as another version).
 
-    Silent kinds answer success, and the version is as requested. `keep_cache`: an update does not flush the cache.
+    Silent kinds answer success, and the version is as requested. `keep_cache`: an update, or a flush, leaves the
+    key-values of the old weights in the prefix cache.
     Those of fake_server_wrong_loads.py load other weights than were sent. At any path, `revert` brings back the weights
     of `versions_back` versions ago, and `restart` does so with an empty cache and a new start time.
     """

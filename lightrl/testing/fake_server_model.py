@@ -18,11 +18,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError
 from lightrl.testing.fake_server_faults import Fault
+from lightrl.testing.fake_server_layout import checksums
 from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
 from lightrl.testing.fake_server_wrong_loads import LoadHistory, Tensors
 from lightrl.trajectory import Sampling
@@ -41,24 +42,34 @@ class EmbeddedModel(ScriptedModel):
     Args:
         folder: a Hugging Face model folder; random weights if it has none.
         piece_tokens: per piece.
-        dtype: of the weights, as LocalEngine's.
+        dtype: of its weights.
+        num_ranks: whose shares of the weights its checksums tell; it computes without ranks.
     """
 
     takes_tensors = True
 
-    def __init__(self, folder: str, *, version: str = "default", piece_tokens: int = 16, dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        folder: str,
+        *,
+        version: str = "default",
+        piece_tokens: int = 16,
+        dtype: str = "float32",
+        num_ranks: int = 1,
+    ) -> None:
         config = AutoConfig.from_pretrained(folder)
         self.piece_tokens = piece_tokens
         self._versions = {0: version}  # names of the engine's numbers
-        self._config = config
         self._dtype = dtype
+        self._num_ranks = num_ranks
         self._is_tied = bool(getattr(config, "tie_word_embeddings", False))
         self._history: LoadHistory | None = None
         self._stale: LocalEngine | None = None  # with the weights of stale key-values
-        self._engine = self._make_engine()
+        self._engine = self._make_engine(config)
         super().__init__(
             vocab_size=int(config.vocab_size), max_context=int(self._engine.max_context or 2**20), version=version
         )
+        self.config = config
         eos = config.eos_token_id
         self.eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
         if list(Path(folder).glob("*.safetensors")):
@@ -68,9 +79,9 @@ class EmbeddedModel(ScriptedModel):
             tensors = dict(model.named_parameters())
         self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
 
-    def _make_engine(self) -> LocalEngine:
+    def _make_engine(self, config: PretrainedConfig) -> LocalEngine:
         engine = LocalEngine(max_batch=64, threads=1, dtype=self._dtype)
-        engine.start(self._config)
+        engine.start(config)
         return engine
 
     def keep_history(self) -> None:
@@ -82,7 +93,7 @@ class EmbeddedModel(ScriptedModel):
 
     def keep_stale(self) -> None:
         if self._stale is None:
-            self._stale = self._make_engine()
+            self._stale = self._make_engine(self.config)
             self._stale.load_weights([Bucket(self._engine.read_weights(), is_last=True)], weight_version=0)
 
     def forget_stale(self) -> None:
@@ -156,11 +167,8 @@ class EmbeddedModel(ScriptedModel):
     ) -> None:
         await asyncio.to_thread(self._load, [dict(tensors)], version, fault)
 
-    def checksums(self) -> dict[str, str]:
-        return {
-            name: hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
-            for name, tensor in self._engine.read_weights().items()
-        }
+    def checksums(self) -> list[dict[str, str]]:
+        return checksums(self._engine.read_weights(), self.config, self._num_ranks)
 
     def _load(self, files: Sequence[Tensors], version: str | None, fault: Fault | None) -> None:
         """As SGLang, leaves alone what is not sent."""

@@ -159,6 +159,11 @@ class WeightRoutes:
         if body.get("action") != "checksum":
             raise Refused(f"the fake server does not know the action {body.get('action')!r}")
         sums = await asyncio.to_thread(self._model.checksums)
-        digest = hashlib.blake2b(json.dumps(sums, sort_keys=True).encode(), digest_size=16).hexdigest()
-        ranks = [{"checksums": sums, "per_gpu_checksum": digest, "parallelism_info": {}}]
-        return {"success": True, "message": "", "ranks": ranks, "per_engine_checksum": digest}
+        digests = [hashlib.blake2b(json.dumps(one, sort_keys=True).encode(), digest_size=16) for one in sums]
+        ranks = [
+            {"checksums": one, "per_gpu_checksum": digest.hexdigest(), "parallelism_info": [
+                {"role": "target", "tp_rank": rank, "tp_size": len(sums), "pp_rank": 0, "pp_size": 1}]}
+            for rank, (one, digest) in enumerate(zip(sums, digests, strict=True))
+        ]  # fmt: skip
+        whole = hashlib.blake2b(b"".join(digest.digest() for digest in digests), digest_size=16).hexdigest()
+        return {"success": True, "message": "", "ranks": ranks, "per_engine_checksum": whole}

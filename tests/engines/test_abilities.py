@@ -4,7 +4,15 @@ import pytest
 
 from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine, abilities
 
-ALL = {"LivesOnLoop", "ScoresTokens", "LimitsContext", "DecodesInThreads", "NamesDtypes", "SharesDevices"}
+ALL = {
+    "LivesOnLoop",
+    "ScoresTokens",
+    "LimitsContext",
+    "DecodesInThreads",
+    "NamesDtypes",
+    "SharesDevices",
+    "ProvesWeights",
+}
 
 
 @pytest.mark.parametrize(
@@ -13,7 +21,9 @@ ALL = {"LivesOnLoop", "ScoresTokens", "LimitsContext", "DecodesInThreads", "Name
         pytest.param(FakeEngine(), set(), id="fake"),
         pytest.param(LocalEngine(), {"ScoresTokens", "LimitsContext", "DecodesInThreads"}, id="local"),
         pytest.param(
-            SGLangEngine(servers=1), {"LivesOnLoop", "ScoresTokens", "NamesDtypes", "SharesDevices"}, id="sglang"
+            SGLangEngine(servers=1),
+            {"LivesOnLoop", "ScoresTokens", "NamesDtypes", "SharesDevices", "ProvesWeights"},
+            id="sglang",
         ),
     ],
 )
