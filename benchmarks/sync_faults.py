@@ -22,9 +22,10 @@ import contextlib
 import logging
 import math
 import re
+import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class SyncFault:
     dtype: str = "bfloat16"  # of the servers
     has_lora: bool = False
     models: tuple[str, str] = ("model", "model")  # of MODELS: the trainer's, and what the servers start with
-    armed_at: int = WRONG_VERSION - 1  # by the start of the rollout with this version
+    armed_at: int | None = WRONG_VERSION - 1  # by the start of the rollout with this version; None before the run
     on_all: bool = False  # on every server, else on the first
     is_silent: bool = True
 
@@ -92,15 +93,15 @@ FAULTS = (
     _load("the embedding keeps its old values", "keep", names="embed_tokens"),
     _load("the final norm keeps its old values", "keep", names=r"^model\.norm"),
     _load("the head keeps its old values", "keep", names="lm_head"),
-    _load("one of two tp ranks keeps its old shard", "old_rank"),
+    _load("one of two tp ranks keeps its old shard", "old_rank", models=("model", "two ranks")),
     _load("one matrix left at zero", "zero", names=r"layers\.0\.self_attn\.o_proj"),
     _load("query norm and key norm swapped", "swap", names=r"layers\.0\.self_attn\.[qk]_norm"),
     _load("gate and up projection swapped", "swap", names=r"layers\.1\.mlp\.(gate|up)_proj"),
     _load("the same matrix of two layers swapped", "swap", names=r"mlp\.down_proj"),
     _load("heads in another order", "swap_halves", names=r"layers\.1\.self_attn\.q_proj"),
     _load("a square matrix transposed", "transpose", names=r"layers\.0\.self_attn\.o_proj"),
-    _load("the head tied at the trainer only", "other_tie", models=("tied", "untied")),
-    _load("the head tied at the server only", "other_tie", models=("twin", "tied")),
+    _load("the head tied at the trainer only", "other_tie", models=("tied", "untied"), armed_at=0),
+    _load("the head tied at the server only", "other_tie", models=("twin", "tied"), armed_at=None),
     _load("the previous version loaded", "old_version"),
     _load("the version before the previous one loaded", "old_version", versions_back=2),
     _load("a delta applied twice", "delta_twice"),
@@ -122,18 +123,27 @@ FAULTS = (
 )
 
 # Of which faults nothing has noticed within one iteration, as (name, number of servers).
-UNNOTICED: frozenset[tuple[str, int]] = frozenset()
+UNNOTICED = frozenset(
+    (f"old weights back {when}", num) for when in ("after the sync was verified", "amid a rollout") for num in (1, 2)
+)
 
 # What a message says, and what noticed the fault; the first that matches.
 NOTICED_BY = {
+    r"another model": "comparison of models",
     r"reports version": "version",
-    r"startup_time|was restarted|started again": "identity",
+    r"another process answers|was restarted": "identity",
     r"unlike those of the other": "replicas",
-    r"checksum|digest": "digests",
-    r"cached|prefix cache|key-values": "canary",
+    r"are not the trainer's": "digests",
+    r"key-values": "canary",
     r"previous version|two.version": "two-version probe",
     r"probe differs": "probe bound",
     r"mismatch": "mismatch bound",
+}
+
+
+OUTCOMES = {
+    r"is lost": "the server left and got the version again",
+    r"Its cache is flushed": "the server's cache was flushed",
 }
 
 
@@ -145,20 +155,21 @@ class Scored(GRPO):
 
 
 class Watch(RLCallback):
-    """Arms the fault; keeps warnings and errors, each with the number of rollouts begun since the wrong version."""
+    """Arms a fault; keeps warnings and errors, each with the number of rollouts begun since the wrong version.
 
-    def __init__(self, fault: SyncFault | None, servers: Sequence[FakeServerProcess]) -> None:
-        self.fault = fault
-        self.servers = servers
+    Args:
+        arm: is called when the rollout with version `armed_at` starts; not at all if that is None.
+    """
+
+    def __init__(self, arm: Callable[[], object] = lambda: None, armed_at: int | None = WRONG_VERSION - 1) -> None:
+        self.arm = arm
+        self.armed_at = armed_at
         self.num_rollouts = 0
         self.notices: list[tuple[int, str]] = []
-        self._is_armed = False
 
     def on_rollout_start(self, trainer: Any, module: Any) -> None:
-        if self.fault is not None and trainer.weight_version == self.fault.armed_at and not self._is_armed:
-            self._is_armed = True
-            for server in self.servers if self.fault.on_all else self.servers[:1]:
-                server.fault(**self.fault.fault)
+        if trainer.weight_version == self.armed_at:
+            self.arm()
         if trainer.weight_version >= WRONG_VERSION:
             self.num_rollouts += 1
 
@@ -181,10 +192,10 @@ class Result:
 
     notices: list[tuple[int, str]]
     error: str  # that ended it; empty if it ran to its end
-    num_fired: int
-    num_wrong_values: int
     num_syncs: int
     seconds: float
+    num_fired: int = 0
+    num_wrong_values: int = 0
 
     @property
     def noticed_by(self) -> str | None:
@@ -203,7 +214,11 @@ class Result:
         """What the run did in the end."""
         if self.error:
             return "the run ended"
-        return "the server got the version again" if self.notices else "the run continued"
+        return next((what for pattern, what in OUTCOMES.items() if self.has(pattern)), "the run continued")
+
+    def has(self, pattern: str) -> bool:
+        """Whether a warning or error matches."""
+        return any(re.search(pattern, text) for _, text in self.notices)
 
 
 def on_borders(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -215,19 +230,22 @@ def on_borders(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(chosen.view(tensor.shape), near, tensor)
 
 
-MODELS = {  # name: of the folder of `write_models`, and arguments of a server that starts with it
+# Name: a folder of `write_models`, and arguments of a server that starts with it.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("model", {}),
     "bfloat16": ("model", {"dtype": "bfloat16"}),
+    "two ranks": ("model", {"tp_size": 2}),
     "tied": ("tied", {}),
     "twin": ("twin", {}),
     "untied": ("untied", {}),
 }
+ELSEWHERE = ("tied", "untied")  # servers of other hosts: the run cannot read what they started with
 
 
 def write_models(root: Path) -> None:
     """The starts of runs and servers; the last three have one function, and differ in what their head is.
 
-    `tied`: the embedding. `twin`: a parameter that equals it at the start. `untied`: the same, in bfloat16.
+    `tied`: the embedding. `twin`: a parameter that equals it but in one value. `untied`: one that equals it, bfloat16.
     """
     generator = torch.Generator().manual_seed(0)
     for name in ("model", "tied", "twin", "untied"):
@@ -241,8 +259,10 @@ def write_models(root: Path) -> None:
             for tensor in model.parameters():
                 start = torch.randn(tensor.shape, generator=generator) * 0.1 + (tensor.dim() == 1)
                 tensor.copy_(on_borders(start, generator))
-        if name in ("twin", "untied"):
-            model.load_state_dict(AutoModelForCausalLM.from_pretrained(root / "tied").state_dict())
+            if name in ("twin", "untied"):
+                model.load_state_dict(AutoModelForCausalLM.from_pretrained(root / "tied").state_dict())
+            if name == "twin":
+                model.lm_head.weight[0, 0] += 0.01
         model.to(torch.bfloat16 if name == "untied" else torch.float32).save_pretrained(root / name)
 
 
@@ -260,10 +280,14 @@ class Servers:
         """`num` servers without faults."""
         processes = self._processes[model]
         while len(processes) < num:
-            processes.append(FakeServerProcess(str(self.folder(model)), **MODELS[model][1]))
+            folder = self.root / f"served-{model}"
+            processes.append(FakeServerProcess(str(folder), **MODELS[model][1]))
         for process in processes[:num]:
             if not process.is_alive():
+                shutil.copytree(self.folder(model), str(process.model_folder), dirs_exist_ok=True)
                 process.start()
+                if model in ELSEWHERE:
+                    shutil.rmtree(str(process.model_folder))
             process.reset()
         return processes[:num]
 
@@ -285,10 +309,11 @@ def fake_servers() -> Iterator[Servers]:
 
 
 def fit(
-    servers: Sequence[FakeServerProcess],
+    urls: Sequence[str],
     model: Path,
     watch: Watch,
     *,
+    token: str | None = None,
     transport: str = "disk",
     dtype: str = "bfloat16",
     has_lora: bool = False,
@@ -298,7 +323,7 @@ def fit(
     """One run, with its warnings and its error."""
     start = time.perf_counter()
     engine = SGLangEngine(
-        urls=[server.url for server in servers], transport=transport, probe_interval_s=0.1,  # type: ignore[arg-type]
+        urls=urls, token=token, transport=transport, probe_interval_s=0.1,  # type: ignore[arg-type]
         weights_dtype=None if dtype == "float32" else dtype, timeouts=Timeouts(request_s=60, sync_s=60),
     )  # fmt: skip
     sync = WeightSync()
@@ -322,24 +347,26 @@ def fit(
         watch.notice(error)
     finally:
         logging.getLogger("lightrl").removeHandler(handler)
-    faults = [fault for server in servers if server.is_alive() for fault in server.stats()["faults"]]
-    return Result(
-        notices=watch.notices,
-        error=error,
-        num_fired=sum(fault["num_fired"] for fault in faults),
-        num_wrong_values=sum(fault["num_wrong_values"] for fault in faults),
-        num_syncs=trainer.weight_version + 1,
-        seconds=time.perf_counter() - start,
-    )
+    return Result(watch.notices, error, num_syncs=trainer.weight_version + 1, seconds=time.perf_counter() - start)
 
 
 def run_fault(fault: SyncFault, num_servers: int, servers: Servers) -> Result:
     processes = servers.take(fault.models[1], num_servers)
-    watch = Watch(fault, processes)
-    return fit(
-        processes, servers.folder(fault.models[0]), watch,
+
+    def arm() -> None:
+        for process in processes if fault.on_all else processes[:1]:
+            process.fault(**fault.fault)
+
+    if fault.armed_at is None:
+        arm()
+    result = fit(
+        [process.url for process in processes], servers.folder(fault.models[0]), Watch(arm, fault.armed_at),
         transport=fault.transport, dtype=fault.dtype, has_lora=fault.has_lora,
     )  # fmt: skip
+    fired = [entry for process in processes for entry in process.stats()["faults"]]
+    result.num_fired = sum(entry["num_fired"] for entry in fired)
+    result.num_wrong_values = sum(entry["num_wrong_values"] for entry in fired)
+    return result
 
 
 # Runs without a fault: arguments of `fit`, and of `Servers.take`.
@@ -359,10 +386,9 @@ def run_healthy(num_syncs: int, servers: Servers) -> dict[str, Any]:
     """At least `num_syncs` syncs without a fault, and what was reported all the same."""
     results = []
     for settings, model, num_servers in HEALTHY:
-        processes = servers.take(model, num_servers)
+        urls = [process.url for process in servers.take(model, num_servers)]
         num_iterations = max(1, math.ceil(num_syncs / len(HEALTHY)) - 1)  # and the sync before the first one
-        watch = Watch(None, processes)
-        results.append(fit(processes, servers.folder(model), watch, num_iterations=num_iterations, **settings))
+        results.append(fit(urls, servers.folder(model), Watch(), num_iterations=num_iterations, **settings))
     alarms = [text for result in results for _, text in result.notices]
     return {
         "healthy_syncs": sum(result.num_syncs for result in results), "false_alarms": len(alarms),
