@@ -6,7 +6,9 @@ import asyncio
 import base64
 import hashlib
 import io
+import os
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -28,7 +30,6 @@ from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
 from lightrl.testing.fake_server_wrong_loads import LoadHistory, Tensors
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
-from lightrl.weights.server_form import OUTPUT_HEAD
 
 ALL_TOKENS = 2**30  # SGLang's top_k without a bound
 
@@ -62,7 +63,6 @@ class EmbeddedModel(ScriptedModel):
         self._versions = {0: version}  # names of the engine's numbers
         self._dtype = dtype
         self._num_ranks = num_ranks
-        self._is_tied = bool(getattr(config, "tie_word_embeddings", False))
         self._history: LoadHistory | None = None
         self._stale: LocalEngine | None = None  # with the weights of stale key-values
         self._engine = self._make_engine(config)
@@ -77,6 +77,8 @@ class EmbeddedModel(ScriptedModel):
         else:
             model = AutoModelForCausalLM.from_config(config)
             tensors = dict(model.named_parameters())
+        if getattr(config, "tie_word_embeddings", False):
+            tensors.pop("lm_head.weight", None)
         self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
 
     def _make_engine(self, config: PretrainedConfig) -> LocalEngine:
@@ -171,14 +173,19 @@ class EmbeddedModel(ScriptedModel):
         return checksums(self._engine.read_weights(), self.config, self._num_ranks)
 
     def _load(self, files: Sequence[Tensors], version: str | None, fault: Fault | None) -> None:
-        """As SGLang, leaves alone what is not sent."""
+        """As SGLang: what is missing stays, what is unknown is ignored, and another shape ends the process."""
         held = self._engine.read_weights()
         loaded = {name: tensor for file in files for name, tensor in file.items()}
+        for name in loaded.keys() & held.keys():
+            if loaded[name].shape != held[name].shape:
+                sys.stderr.write(f"{name} has shape {list(loaded[name].shape)} instead of {list(held[name].shape)}\n")
+                os._exit(1)
         if self._history is not None:
             loaded = self._history.load(files, held, fault, is_last=version is not None)
-        if self._is_tied:
-            loaded.pop(OUTPUT_HEAD, None)
-        self._put(held | loaded, self.version if version is None else version)
+        self._put(
+            {name: loaded.get(name, tensor) for name, tensor in held.items()},
+            self.version if version is None else version,
+        )
         if self._history is not None and fault is not None:
             fault.num_wrong_values += self._history.num_wrong(self._engine.read_weights())
 

@@ -165,7 +165,10 @@ class Loading:
         urls = self._members.pool.urls("starting", "routable", "syncing")
         if not urls:
             raise EngineError(f"No server is left to load weights into: {self._members.pool.describe()}.")
-        await asyncio.gather(*(self._identify(url) for url in urls))
+        is_known = all(url in self._members.processes for url in urls)
+        identifying = asyncio.gather(*(self._identify(url) for url in urls))
+        if not is_known:  # else the answer, of a busy scheduler, is needed only for the log
+            await identifying
         self._writer.lend(urls)
         if self._is_aborting:
             await self._writer.hold(urls, is_aborting=True)
