@@ -177,8 +177,8 @@ class EmbeddedModel(ScriptedModel):
         held = self._engine.read_weights()
         loaded = {name: tensor for file in files for name, tensor in file.items()}
         for name in loaded.keys() & held.keys():
-            if loaded[name].shape != held[name].shape:
-                sys.stderr.write(f"{name} has shape {list(loaded[name].shape)} instead of {list(held[name].shape)}\n")
+            if (sent := loaded[name].shape) != held[name].shape:
+                sys.stderr.write(f"{name} has shape {list(sent)} instead of {list(held[name].shape)}\n")
                 os._exit(1)
         if self._history is not None:
             loaded = self._history.load(files, held, fault, is_last=version is not None)
