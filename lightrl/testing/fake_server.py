@@ -289,6 +289,7 @@ class FakeServer:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
+            "dtype": "float32",
             **{name: value for name, value in self.arguments.items() if not name.endswith("key")},
             "startup_time": {"scheduler_e2e": self.started_at}, "device": "cpu", "version": "fake",
             "max_total_num_tokens": 2**20, "internal_states": [{}],

@@ -149,7 +149,7 @@ class EmbeddedModel(ScriptedModel):
         return "length"
 
     def score(self, token_ids: list[int]) -> list[float]:
-        return self._engine.score(token_ids)
+        return self._engine.score([token_ids])["engine"][0]
 
     def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
         return self._engine.likeliest(token_ids, num)
