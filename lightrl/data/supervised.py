@@ -129,4 +129,4 @@ def _batches(
         windows = [rows[start : start + window] for start in range(0, len(rows), window)]
         rows = [row for window_rows in windows for row in sorted(window_rows, key=lambda row: lengths[row])]
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-    return [batches[index] for index in epoch_order(len(batches), seed + 1, epoch)] if shuffle else batches
+    return [batches[index] for index in epoch_order(len(batches), seed + 1, epoch).tolist()] if shuffle else batches

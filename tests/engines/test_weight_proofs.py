@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -45,14 +47,29 @@ def parameters_of(config: PretrainedConfig, version: int = 0) -> dict[str, Tenso
         return {name: tensor.detach() for name, tensor in AutoModelForCausalLM.from_config(config).named_parameters()}
 
 
-@pytest.fixture
-def folder(tmp_path):
-    AutoModelForCausalLM.from_config(config_of()).save_pretrained(tmp_path)
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(config_of()).save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def pair(folder) -> Iterator[list[FakeServerProcess]]:
+    """Two servers for all tests that leave them alive."""
+    with running(2, folder) as servers:
+        yield servers
 
 
 @pytest.fixture
-def engines() -> Iterator[Any]:
+def serving() -> Iterator[Callable[..., list[FakeServerProcess]]]:
+    """Starts servers of a test's own; they end after its engines."""
+    with ExitStack() as stack:
+        yield lambda *args, **settings: stack.enter_context(running(*args, **settings))
+
+
+@pytest.fixture
+def engines(serving) -> Iterator[Any]:
     started: list[SGLangEngine] = []
 
     def start(servers: Sequence[FakeServerProcess], config: PretrainedConfig, **settings: Any) -> SGLangEngine:
@@ -67,6 +84,10 @@ def engines() -> Iterator[Any]:
     yield start
     for engine in started:
         engine.close()
+
+
+def requests_of(server: FakeServerProcess) -> Counter[str]:
+    return Counter(server.stats()["requests"])
 
 
 def load(engine: SGLangEngine, parameters: dict[str, Tensor], version: int) -> None:
@@ -84,8 +105,9 @@ def load(engine: SGLangEngine, parameters: dict[str, Tensor], version: int) -> N
     ],
     ids=["one rank", "through shared memory", "bfloat16", "two ranks", "two ranks in bfloat16"],
 )
-def test_one_healthy_server_is_proven_at_each_sync(folder, engines, transport, settings, caplog):
-    with running(1, folder, **settings) as servers, caplog.at_level("INFO", logger="lightrl"):
+def test_one_healthy_server_is_proven_at_each_sync(serving, folder, engines, transport, settings, caplog):
+    servers = serving(1, folder, **settings)
+    with caplog.at_level("INFO", logger="lightrl"):
         engine = engines(servers, config_of(), transport=transport)
         for version in range(3):
             load(engine, parameters_of(config_of(), version), version)
@@ -93,13 +115,13 @@ def test_one_healthy_server_is_proven_at_each_sync(folder, engines, transport, s
     assert sum("bit by bit" in message for message in caplog.messages) == 1
 
 
-def test_a_tied_head_is_proven_too(tmp_path, engines):
+def test_a_tied_head_is_proven_too(serving, tmp_path, engines):
     config = config_of(tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with running(1, tmp_path) as servers:
-        engine = engines(servers, config)
-        load(engine, parameters_of(config), 0)
-        assert engine.proofs() == {servers[0].url: "digests"}
+    servers = serving(1, tmp_path)
+    engine = engines(servers, config)
+    load(engine, parameters_of(config), 0)
+    assert engine.proofs() == {servers[0].url: "digests"}
 
 
 def ignored(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -130,68 +152,69 @@ async def _renamed(client: SGLangClient, weight_version: int) -> bool:
     return True
 
 
-def test_one_server_that_acknowledges_and_ignores_the_smallest_update_is_noticed(folder, engines):
-    with running(1, folder, dtype="bfloat16") as servers:
-        engine = engines(servers, config_of())
-        first = parameters_of(config_of())
-        load(engine, first, 0)
-        acknowledge_only(engine, servers[0].url)
-        with pytest.raises(WeightSyncError, match=r"1 of its 19 parameters .* of version 1: model\.norm\.weight, on"):
-            load(engine, ignored(first), 1)
+def test_one_server_that_acknowledges_and_ignores_the_smallest_update_is_noticed(serving, folder, engines):
+    servers = serving(1, folder, dtype="bfloat16")
+    engine = engines(servers, config_of())
+    first = parameters_of(config_of())
+    load(engine, first, 0)
+    acknowledge_only(engine, servers[0].url)
+    with pytest.raises(WeightSyncError, match=r"1 of its 19 parameters .* of version 1: model\.norm\.weight, on"):
+        load(engine, ignored(first), 1)
 
 
 @pytest.mark.parametrize("fault", ["missing", "swapped", "stale"])
-def test_what_a_server_loads_wrongly_is_named(folder, engines, fault):
-    with running(1, folder) as servers:
-        engine = engines(servers, config_of())
-        load(engine, parameters_of(config_of()), 0)
-        proofs = engine._loading._sync.proofs
-        right = parameters_of(config_of(), 1)
-        wrong = dict(right)
-        up, other = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
-        if fault == "missing":
-            wrong[up] = parameters_of(config_of())[up]
-        elif fault == "swapped":
-            wrong[up], wrong[other] = right[other], right[up]
-        else:
-            wrong = parameters_of(config_of())
-        begin = proofs.begin
+def test_what_a_server_loads_wrongly_is_named(pair, engines, fault):
+    servers = pair[:1]
+    engine = engines(servers, config_of())
+    load(engine, parameters_of(config_of()), 0)
+    proofs = engine._loading._sync.proofs
+    right = parameters_of(config_of(), 1)
+    wrong = dict(right)
+    up, other = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    if fault == "missing":
+        wrong[up] = parameters_of(config_of())[up]
+    elif fault == "swapped":
+        wrong[up], wrong[other] = right[other], right[up]
+    else:
+        wrong = parameters_of(config_of())
+    begin = proofs.begin
 
-        class Right:
-            """Digests of what should have arrived."""
+    class Right:
+        """Digests of what should have arrived."""
 
-            def add(self, bucket: Any) -> None:
-                pass
+        def add(self, bucket: Any) -> None:
+            pass
 
-        def begin_right(version: int, urls: Any) -> Any:
-            digests = begin(version, urls)
-            for bucket in bucketed(right.items(), 2**30):
-                digests.add(bucket)
-            return Right()
+    def begin_right(version: int, urls: Any) -> Any:
+        digests = begin(version, urls)
+        for bucket in bucketed(right.items(), 2**30):
+            digests.add(bucket)
+        return Right()
 
-        proofs.begin = begin_right
-        with pytest.raises(WeightSyncError) as caught:
-            load(engine, wrong, 1)
-        named = {"missing": "1 of its 19", "swapped": "2 of its 19", "stale": "parameters are not the trainer's"}[fault]
-        assert named in str(caught.value)
-        assert fault == "stale" or "model.layers.0.mlp.gate_up_proj.weight" in str(caught.value)
-
-
-def test_of_two_servers_that_disagree_the_one_that_agrees_with_the_trainer_stays(folder, engines):
-    with running(2, folder) as servers:
-        engine = engines(servers, config_of())
-        load(engine, parameters_of(config_of()), 0)
-        acknowledge_only(engine, servers[0].url)
-        load(engine, parameters_of(config_of(), 1), 1)
-        report = engine.last_sync
-        assert report is not None
-        assert report.versions == {servers[1].url: 1}
-        assert "are not the trainer's" in report.lost[servers[0].url]
-        assert engine.proofs()[servers[1].url] == "digests"
+    proofs.begin = begin_right
+    with pytest.raises(WeightSyncError) as caught:
+        load(engine, wrong, 1)
+    named = {"missing": "1 of its 19", "swapped": "2 of its 19", "stale": "parameters are not the trainer's"}[fault]
+    assert named in str(caught.value)
+    assert fault == "stale" or "model.layers.0.mlp.gate_up_proj.weight" in str(caught.value)
 
 
-def test_a_restarted_server_that_claims_the_version_gets_the_weights_anew(folder, engines, caplog):
-    with running(1, folder) as servers, caplog.at_level("WARNING", logger="lightrl"):
+def test_of_two_servers_that_disagree_the_one_that_agrees_with_the_trainer_stays(pair, engines):
+    servers = pair[:2]
+    engine = engines(servers, config_of())
+    load(engine, parameters_of(config_of()), 0)
+    acknowledge_only(engine, servers[0].url)
+    load(engine, parameters_of(config_of(), 1), 1)
+    report = engine.last_sync
+    assert report is not None
+    assert report.versions == {servers[1].url: 1}
+    assert "are not the trainer's" in report.lost[servers[0].url]
+    assert engine.proofs()[servers[1].url] == "digests"
+
+
+def test_a_restarted_server_that_claims_the_version_gets_the_weights_anew(pair, engines, caplog):
+    servers = pair[:1]
+    with caplog.at_level("WARNING", logger="lightrl"):
         engine = engines([*servers], config_of())
         load(engine, parameters_of(config_of()), 0)
         url, port = servers[0].url, servers[0].port
@@ -214,8 +237,9 @@ async def _forget_failures(engine: SGLangEngine) -> None:
     await asyncio.sleep(0.3)
 
 
-def test_a_restart_between_two_syncs_is_noticed_by_the_health_check(folder, engines, caplog):
-    with running(2, folder) as servers, caplog.at_level("WARNING", logger="lightrl"):
+def test_a_restart_between_two_syncs_is_noticed_by_the_health_check(pair, engines, caplog):
+    servers = pair[:2]
+    with caplog.at_level("WARNING", logger="lightrl"):
         engine = engines(servers, config_of())
         load(engine, parameters_of(config_of()), 0)
         members = engine._members
@@ -228,8 +252,9 @@ def test_a_restart_between_two_syncs_is_noticed_by_the_health_check(folder, engi
         assert engine.proofs()[url] == "digests"
 
 
-def test_a_server_of_another_version_between_two_syncs_is_noticed(folder, engines, caplog):
-    with running(2, folder) as servers, caplog.at_level("WARNING", logger="lightrl"):
+def test_a_server_of_another_version_between_two_syncs_is_noticed(pair, engines, caplog):
+    servers = pair[:2]
+    with caplog.at_level("WARNING", logger="lightrl"):
         engine = engines(servers, config_of())
         load(engine, parameters_of(config_of()), 3)
         asked(servers[0], "set_weight_version", weight_version="2")
@@ -245,57 +270,59 @@ def generate(engine: SGLangEngine) -> None:
     asyncio.run(engine.generate([1, 2, 3], Sampling(max_new_tokens=2), session="s"))
 
 
-def test_requests_of_one_version_share_a_cache_key_and_other_versions_and_runs_do_not(folder, engines):
-    with running(1, folder) as servers:
-        keys = []
-        for engine in (engines(servers, config_of()), engines(servers, config_of())):
-            for version in range(2):
-                load(engine, parameters_of(config_of(), version), version)
-                assert engine._members is not None
-                keys.append(engine._members.cache_key(servers[0].url))
-                generate(engine)
-        assert len(set(keys)) == 4
-        body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}, "extra_key": keys[-1]}
-        assert asked(servers[0], "generate", body=body)["meta_info"]["cached_tokens"] == 2
-
-
-def test_each_load_costs_a_server_one_request_before_it_and_one_after_it(folder, engines):
-    with running(1, folder) as servers:
-        engine = engines(servers, config_of())
-        for version in range(3):
+def test_requests_of_one_version_share_a_cache_key_and_other_versions_and_runs_do_not(pair, engines):
+    servers = pair[:1]
+    keys = []
+    for engine in (engines(servers, config_of()), engines(servers, config_of())):
+        for version in range(2):
             load(engine, parameters_of(config_of(), version), version)
-        until(lambda: servers[0].stats()["requests"].get("/generate") == 4)
-        assert engine.last_sync is not None
-        assert engine.last_sync.planted == [servers[0].url]
-        assert "/flush_cache" not in servers[0].stats()["requests"]
+            assert engine._members is not None
+            keys.append(engine._members.cache_key(servers[0].url))
+            generate(engine)
+    assert len(set(keys)) == 4
+    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}, "extra_key": keys[-1]}
+    assert asked(servers[0], "generate", body=body)["meta_info"]["cached_tokens"] == 2
 
 
-def test_a_cache_that_a_load_did_not_empty_is_flushed(folder, engines):
-    with running(1, folder) as servers:
-        engine = engines(servers, config_of())
-        load(engine, parameters_of(config_of()), 0)
-        servers[0].fault("keep_cache", UPDATE)
-        load(engine, parameters_of(config_of(), 1), 1)
-        until(lambda: servers[0].stats()["requests"].get("/flush_cache") == 1)
-        until(lambda: servers[0].stats()["requests"]["/generate"] == 3)
-        assert engine.pool.urls("routable") == [servers[0].url]
+def test_each_load_costs_a_server_one_request_before_it_and_one_after_it(pair, engines):
+    servers = pair[:1]
+    engine = engines(servers, config_of())
+    before = requests_of(servers[0])
+    for version in range(3):
+        load(engine, parameters_of(config_of(), version), version)
+    until(lambda: (requests_of(servers[0]) - before)["/generate"] == 4)
+    assert engine.last_sync is not None
+    assert engine.last_sync.planted == [servers[0].url]
+    assert (requests_of(servers[0]) - before)["/flush_cache"] == 0
 
 
-def test_a_server_whose_cache_cannot_be_emptied_is_lost(folder, engines):
-    with running(2, folder) as servers:
-        engine = engines(servers, config_of())
-        load(engine, parameters_of(config_of()), 0)
-        servers[0].fault("keep_cache", UPDATE, count=-1)
-        servers[0].fault("keep_cache", "/flush_cache", count=-1)
-        reasons: list[str] = []
-        members = engine._members
-        assert members is not None
-        lose = members.lose
-        members.lose = lambda url, reason: (reasons.append(f"{url}: {reason}"), lose(url, reason))[1]  # type: ignore
-        load(engine, parameters_of(config_of(), 1), 1)
-        until(lambda: bool(reasons))
-        assert reasons[0].startswith(servers[0].url)
-        assert "still has key-values of weight version 0, after a load and a flush" in reasons[0]
+def test_a_cache_that_a_load_did_not_empty_is_flushed(pair, engines):
+    servers = pair[:1]
+    engine = engines(servers, config_of())
+    load(engine, parameters_of(config_of()), 0)
+    before = requests_of(servers[0])
+    servers[0].fault("keep_cache", UPDATE)
+    load(engine, parameters_of(config_of(), 1), 1)
+    until(lambda: (requests_of(servers[0]) - before)["/generate"] == 3)
+    assert (requests_of(servers[0]) - before)["/flush_cache"] == 1
+    assert engine.pool.urls("routable") == [servers[0].url]
+
+
+def test_a_server_whose_cache_cannot_be_emptied_is_lost(pair, engines):
+    servers = pair[:2]
+    engine = engines(servers, config_of())
+    load(engine, parameters_of(config_of()), 0)
+    servers[0].fault("keep_cache", UPDATE)
+    servers[0].fault("keep_cache", "/flush_cache")
+    reasons: list[str] = []
+    members = engine._members
+    assert members is not None
+    lose = members.lose
+    members.lose = lambda url, reason: (reasons.append(f"{url}: {reason}"), lose(url, reason))[1]  # type: ignore
+    load(engine, parameters_of(config_of(), 1), 1)
+    until(lambda: bool(reasons))
+    assert reasons[0].startswith(servers[0].url)
+    assert "still has key-values of weight version 0, after a load and a flush" in reasons[0]
 
 
 # ---------------------------------------------------------------------- another model
@@ -312,21 +339,22 @@ def test_a_server_whose_cache_cannot_be_emptied_is_lost(folder, engines):
     ],
     ids=["family", "layers", "vocabulary", "hidden size", "tied head"],
 )
-def test_a_server_of_another_model_is_named_before_anything_is_loaded(folder, engines, config, told):
-    with running(1, folder) as servers:
-        with pytest.raises(EngineError, match=told) as caught:
-            engines(servers, config)
-        assert servers[0].url in str(caught.value)
-        assert UPDATE not in servers[0].stats()["requests"]
-        assert servers[0].is_alive()
+def test_a_server_of_another_model_is_named_before_anything_is_loaded(pair, engines, config, told):
+    servers = pair[:1]
+    before = requests_of(servers[0])
+    with pytest.raises(EngineError, match=told) as caught:
+        engines(servers, config)
+    assert servers[0].url in str(caught.value)
+    assert (requests_of(servers[0]) - before)[UPDATE] == 0
+    assert servers[0].is_alive()
 
 
-def test_a_model_of_another_shape_kills_the_fake_server_as_the_real_one(folder, engines):
-    with running(1, folder) as servers:
-        engine = engines(servers, config_of(hidden_size=64), verify_sync=False)
-        with pytest.raises(WeightSyncError):
-            load(engine, parameters_of(config_of(hidden_size=64)), 0)
-        until(lambda: not servers[0].is_alive())
+def test_a_model_of_another_shape_kills_the_fake_server_as_the_real_one(serving, folder, engines):
+    servers = serving(1, folder)
+    engine = engines(servers, config_of(hidden_size=64), verify_sync=False)
+    with pytest.raises(WeightSyncError):
+        load(engine, parameters_of(config_of(hidden_size=64)), 0)
+    until(lambda: not servers[0].is_alive())
 
 
 def test_a_config_of_another_host_is_not_compared():
