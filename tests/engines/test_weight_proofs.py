@@ -73,10 +73,8 @@ def engines(serving) -> Iterator[Any]:
     started: list[SGLangEngine] = []
 
     def start(servers: Sequence[FakeServerProcess], config: PretrainedConfig, **settings: Any) -> SGLangEngine:
-        engine = SGLangEngine(
-            urls=[server.url for server in servers], timeouts=Timeouts(request_s=20, sync_s=20), probe_interval_s=0.1,
-            **settings,
-        )  # fmt: skip
+        settings = {"timeouts": Timeouts(request_s=20, sync_s=20), "probe_interval_s": 0.1, **settings}
+        engine = SGLangEngine(urls=[server.url for server in servers], **settings)
         started.append(engine)
         engine.start(config)
         return engine
@@ -201,7 +199,7 @@ def test_what_a_server_loads_wrongly_is_named(pair, engines, fault):
 
 def test_of_two_servers_that_disagree_the_one_that_agrees_with_the_trainer_stays(pair, engines):
     servers = pair[:2]
-    engine = engines(servers, config_of())
+    engine = engines(servers, config_of(), probe_interval_s=60)  # it does not come back meanwhile
     load(engine, parameters_of(config_of()), 0)
     acknowledge_only(engine, servers[0].url)
     load(engine, parameters_of(config_of(), 1), 1)

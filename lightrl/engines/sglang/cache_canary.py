@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.25  # for canaries that a busy server still queues when the load is about to begin
 _FLUSH_S = 60.0  # for a busy server to be idle
-_SHORT_S = 5.0
+_ABORT_S = 1.0
 
 
 class CacheCanary:
@@ -103,6 +103,6 @@ class CacheCanary:
             answer = await client.generate(body, num_retries=0, timeout_s=self._timeout_s)
         except asyncio.CancelledError:
             with contextlib.suppress(EngineError, asyncio.TimeoutError):
-                await asyncio.wait_for(client.abort(rid), _SHORT_S)
+                await asyncio.wait_for(client.abort(rid), _ABORT_S)
             raise
         return int(answer["meta_info"].get("cached_tokens") or 0)
