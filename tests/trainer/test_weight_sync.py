@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from tiny_run import POLICY, Digits, TinyGRPO, make_trainer
+from tiny_run import Digits, TinyGRPO, make_trainer
 
 from lightrl import FakeEngine, LocalEngine, SGLangEngine, StalenessControl, WeightSync
 from lightrl.callbacks.colocation import move_optimizer_state
