@@ -1,4 +1,4 @@
-"""VersionProbe on real tiny models that Adam trains in float32 and an engine serves: no false alarm, and each old version.
+"""VersionProbe on tiny models that Adam trains in float32 and an engine serves: no false alarm, each old version found.
 
 N = 62 tokens; the engine is a LocalEngine, and its faults are what it would score with the weights of another version.
 """
