@@ -13,6 +13,7 @@ from transformers import Qwen3Config
 from benchmarks import (
     async_overlap,
     gpu_update,
+    growth,
     grpo_vs_trl,
     local_engine,
     orchestrator,
@@ -128,6 +129,15 @@ def test_packing_gives_the_gradients_of_the_padded_form(capsys):
 def test_local_engine_prints_its_ratio_to_generate(capsys):
     local_engine.main(["--quick", "--workloads", "skewed", "--repeats", "1"])
     assert printed(capsys)[-1]["ratio_1M_64_skewed"] > 0
+
+
+def test_growth_opens_prompts_in_every_form(capsys):
+    growth.main(["--quick"])
+    rows = [line for line in printed(capsys) if line.get("axis") == "prompts"]
+    assert [(row["prompts"], row["form"], row["is_cached"]) for row in rows] == [
+        (20_000, "jsonl", False), (20_000, "parquet", False), (20_000, "parquet", True),
+    ]  # fmt: skip
+    assert all(row["start_s"] > 0 and row["rss_mib"] > row["imports_mib"] for row in rows)
 
 
 def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):

@@ -60,6 +60,7 @@ class RolloutMetrics(RLCallback):
     | rollout/mixed_version_fraction | written by two or more weight versions |
     | rollout/dropped_trajectories | since the last iteration |
     | rollout/dropped_trajectories_<reason> | by reason; logged from the first one on |
+    | rollout/skipped_prompts | by a curriculum, a row filter or their length; logged from the first one on |
     | rollout/tokens_per_s | tokens written, over the time available to write them (below) |
     | staleness/mean_versions, staleness/max_versions | weight version at use minus oldest version in a trajectory |
     | update/tokens_per_s | loss tokens, over `time/update_s` |
@@ -85,10 +86,14 @@ class RolloutMetrics(RLCallback):
         self._num_flat_iterations = 0  # in a row, without variance in any group
         self._groups: list[Group] = []  # of this iteration
         self._num_dropped: Counter[str] = Counter()  # by reason; a reason that has occurred stays, with 0
+        self._num_skipped = 0  # prompts of this fit, until the last iteration
         self._num_written_tokens = 0
         self._num_loss_tokens = 0
         self._rollout_ended_s: float | None = None  # monotonic clock
         self._overlapped_s: float | None = None  # from the last rollout's end to this one's
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._num_skipped = 0
 
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._num_loss_tokens = 0
@@ -108,6 +113,10 @@ class RolloutMetrics(RLCallback):
         for reason, num in self._num_dropped.items():
             values[f"rollout/dropped_trajectories_{reason}"] = float(num)
         self._num_dropped = Counter(dict.fromkeys(self._num_dropped, 0))
+        num_skipped = trainer.rollout.progress()["skipped_prompts"]
+        if num_skipped:
+            values["rollout/skipped_prompts"] = float(num_skipped - self._num_skipped)
+        self._num_skipped = num_skipped
         for name, metric in self.metrics.items():
             metric.update(groups)
             values[name] = float(metric.compute())

@@ -6,7 +6,7 @@ Reading order:
     config_errors.py  explains a wrong setting, with its path, file and line
     console.py        log lines and errors on stderr, exit codes
     plan.py           shows what an iteration computes, from what and where
-    doctor.py         tries a reward before a run
+    doctor.py         reads the data and tries the reward before a run
     serve.py          starts SGLang servers in the foreground
     export.py         turns a checkpoint into a Hugging Face folder
 

@@ -1,11 +1,12 @@
-"""lightrl doctor: tries a reward before a run, and again on the trajectories it failed on.
+"""lightrl doctor: reads all data and tries a reward before a run, and again on the trajectories it failed on.
 
+    lightrl doctor data --config run.yaml                                    every row that a run may read
     lightrl doctor reward --config run.yaml --n 16                           the policy writes, with the run's engine
     lightrl doctor reward --config run.yaml --completions reference          the data's own answers
     lightrl doctor replay failed_rewards.jsonl --config run.yaml             what a run could not judge
 
-Each shows prompts, completions, the answers that the reward read in them, the reward, its latency, and whether repeated
-calls agree. Nothing is trained or written.
+The last three show prompts, completions, the answers that the reward read in them, the reward, its latency, and whether
+repeated calls agree. Nothing is trained or written.
 """
 
 from __future__ import annotations
@@ -19,23 +20,26 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.callbacks import ProgressBar
+from tqdm import tqdm
 
 from lightrl.callbacks.trajectory_log import escape_unprintable, num_columns, pad, printable_on_stdout, shorten
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_errors import UsageError
 from lightrl.commands.console import reported
-from lightrl.data import ChatRenderer, PromptStream, prompt_batches, wrap_train_loader
+from lightrl.data import ChatRenderer, PromptDataModule, PromptStream, prompt_batches, wrap_train_loader
 from lightrl.module import RLModule
 from lightrl.rewards import ReplayRow, replay
 from lightrl.rewards.replay import read_failures
 from lightrl.trajectory import Prompt, Trajectory
 
 _WIDTH_WITHOUT_TERMINAL = 120
+_MAX_PROBLEMS = 20  # shown of a split
 _MIN_EQUAL = 2  # from so many completions on, equal rewards are worth a remark
 
 
@@ -43,7 +47,7 @@ def run(args: Sequence[str]) -> int:
     """Runs `lightrl doctor` with these arguments; errors become one message on stderr.
 
     Returns:
-        0 if every reward was given, 1 if some failed, 2 if the command line or config is wrong.
+        0 if every reward was given and every row is good, 1 if not, 2 if the command line or config is wrong.
     """
     options, rest = _parser().parse_known_args(list(args))
     return reported(lambda callbacks: _run(options, rest, callbacks))
@@ -61,7 +65,8 @@ def _run(options: argparse.Namespace, rest: Sequence[str], callbacks: Sequence[A
         )
     for name in ("lightning.pytorch", "lightning.fabric"):  # their lines about devices and stages mean nothing here
         logging.getLogger(name).setLevel(logging.WARNING)
-    return _show(_DoctorCLI(options, rest, callbacks).rows, options)
+    doctor = _DoctorCLI(options, rest, callbacks)
+    return _show_data(doctor.data) if options.command == "data" else _show(doctor.rows, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         "epilog": "All other options are those of `lightrl predict`: --config, --model..., --data..., --ckpt_path.",
         "allow_abbrev": False,
     }
+    what = "reads every row of the train and validation data, as a run would"
+    commands.add_parser("data", help=what, description=what, **common)
     what = "tries the reward on the first prompts of a run, before the run"
     reward = commands.add_parser("reward", help=what, description=what, **common)
     reward.add_argument("--n", type=_count, default=16, help="number of prompts, with a completion each (default 16)")
@@ -102,6 +109,7 @@ class _DoctorCLI(LightRLCLI):
     """`lightrl predict` that judges some trajectories several times instead."""
 
     rows: list[ReplayRow]
+    data: list[SplitReport]
 
     def __init__(self, options: argparse.Namespace, args: Sequence[str], callbacks: Sequence[Any]) -> None:
         self.options = options
@@ -111,6 +119,9 @@ class _DoctorCLI(LightRLCLI):
         module, datamodule = kwargs.pop("model"), kwargs.pop("datamodule")
         if not isinstance(module, RLModule):
             raise UsageError(f"lightrl doctor needs an RLModule, which has a reward, got {type(module).__name__}.")
+        if self.options.command == "data":
+            self.data = read_all(module, datamodule)
+            return
         is_replay = self.options.command == "replay"
         self.rows = replay(
             self.options.file if is_replay else self._fresh(module, datamodule, **kwargs),
@@ -159,18 +170,72 @@ def first_prompts(module: RLModule, datamodule: Any, num: int) -> list[Prompt]:
     Raises:
         UsageError: if the config has no data.
     """
-    if datamodule is None:
-        raise UsageError("lightrl doctor reward needs prompts. Add a `data:` section to the config.")
-    if hasattr(datamodule, "attach"):
-        datamodule.attach(module.tokenizer, max_prompt_tokens=module.max_prompt_tokens, pictures=module.pictures)
-    datamodule.prepare_data()
+    _attach(module, datamodule)
     datamodule.setup("fit")
     stream: PromptStream | None = getattr(datamodule, "prompt_stream", None)
     if stream is None:
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         loader = datamodule.train_dataloader()
         stream = wrap_train_loader(loader, module.tokenizer, max_prompt_tokens=module.max_prompt_tokens, seed=seed)
-    return [stream[position] for position in range(min(num, len(stream)))]
+    prompts = (stream[position] for position in range(len(stream)))
+    return list(islice((prompt for prompt in prompts if prompt is not None), num))
+
+
+def _attach(module: RLModule, datamodule: Any) -> None:
+    if datamodule is None:
+        raise UsageError("lightrl doctor needs prompts. Add a `data:` section to the config.")
+    if hasattr(datamodule, "attach"):
+        datamodule.attach(module.tokenizer, max_prompt_tokens=module.max_prompt_tokens, pictures=module.pictures)
+    datamodule.prepare_data()
+
+
+@dataclass
+class SplitReport:
+    """What the rows of a split give."""
+
+    name: str
+    num_tokens: list[int] = field(default_factory=list)  # of each prompt
+    num_dropped: int = 0
+    problems: list[str] = field(default_factory=list)  # one for each bad row
+
+
+def read_all(module: RLModule, datamodule: Any) -> list[SplitReport]:
+    """Reads and renders every train and validation row; bad rows are noted, all of them."""
+    _attach(module, datamodule)
+    if not isinstance(datamodule, PromptDataModule) or not datamodule.makes_prompts_of_rows:
+        raise UsageError(
+            f"lightrl doctor data reads files and hub datasets, but {type(datamodule).__name__} makes its own prompts. "
+            "Those are all checked when a run starts."
+        )
+    reports = []
+    splits: tuple[Literal["train", "validation"], ...] = ("train", "validation")
+    for split in splits:
+        prompts, report = datamodule.prompts_on_reading(split), SplitReport(split)
+        for index in tqdm(range(len(prompts)), desc=split, disable=None, leave=False):
+            try:
+                prompt = prompts[index]
+            except ValueError as error:
+                report.problems.append(str(error))
+                continue
+            report.num_dropped += prompt is None
+            if prompt is not None:
+                report.num_tokens.append(len(prompt.token_ids or []))
+        reports.append(report)
+    return reports
+
+
+def _show_data(reports: Sequence[SplitReport]) -> int:
+    lines: list[str] = []
+    for report in reports:
+        lengths = sorted(report.num_tokens)
+        of = f" of {lengths[0]} to {lengths[-1]} tokens (median {statistics.median(lengths):g})" if lengths else ""
+        count = f"{report.num_dropped} rows dropped, {len(report.problems)} bad"
+        lines.append(f"{report.name}: {len(lengths)} prompts{of}, {count}")
+        lines += [f"  {escape_unprintable(problem)}" for problem in report.problems[:_MAX_PROBLEMS]]
+        if len(report.problems) > _MAX_PROBLEMS:
+            lines.append(f"  … and {len(report.problems) - _MAX_PROBLEMS} more")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return int(any(report.problems for report in reports))
 
 
 def _references(prompts: Sequence[Prompt], datamodule: Any) -> list[str]:

@@ -16,7 +16,7 @@ COMMANDS = {
     "predict": "write the policy's judged trajectories on the test prompts to a file",
     "export": "turn a checkpoint into a Hugging Face folder",
     "plan": "show what an iteration of a config computes: models, calls, keys, devices",
-    "doctor": "try a reward before a run, or again on its failures: doctor reward, doctor replay",
+    "doctor": "check data and reward before a run, or its failures: doctor data, doctor reward, doctor replay",
     "serve": "start SGLang servers in the foreground and print how a run uses them",
 }
 

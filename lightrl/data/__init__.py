@@ -1,7 +1,8 @@
 """Prompts for rollouts and chats for SFT: read, rendered with the policy's tokenizer, checked, the same on all ranks.
 
 Reading order:
-    rows.py          rows of a file or a hub dataset; errors that name the row
+    rows.py          rows of a file or a hub dataset; errors that name the row; lazy.py  read when they are needed
+    split_rows.py    the rows of a split's sources in one sequence, and their prompts
     mixture.py       several weighted sources: whose row comes at each position
     chat.py          a row's columns to messages, messages to token ids
     stream.py        prompts by position, and the loaders that Lightning iterates over

@@ -7,6 +7,7 @@ draws the first new one.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +139,21 @@ class ChatRenderer:
             token_ids.pop()
         return token_ids
 
+    def rendered(self, prompt: Prompt, where: str) -> Prompt:
+        """The prompt with token ids.
+
+        Raises:
+            ValueError: if there are none, or as `with_pictures`.
+        """
+        if prompt.token_ids is None:
+            assert prompt.messages is not None
+            prompt = replace(prompt, token_ids=self.prompt_ids(prompt.messages))
+        if prompt.images:
+            prompt = self.with_pictures(prompt, where)
+        if not prompt.token_ids:
+            raise ValueError(f"{where} renders to no prompt tokens. Fix its text.")
+        return prompt
+
     def with_pictures(self, prompt: Prompt, where: str) -> Prompt:
         """The prompt with the image tokens of its pictures added to its token ids.
 
@@ -219,30 +235,39 @@ def render_prompts(
         ValueError: if a prompt is too long and `overflow` is `error`.
     """
     kept = []
-    num_short = 0
+    dropped: Counter[str] = Counter()
     for index, prompt in enumerate(prompts):
-        if prompt.token_ids is None:
-            assert prompt.messages is not None
-            prompt = replace(prompt, token_ids=renderer.prompt_ids(prompt.messages))
-        if prompt.images:
-            prompt = renderer.with_pictures(prompt, where(index))
-        assert prompt.token_ids is not None
-        num_tokens = len(prompt.token_ids)
-        if num_tokens == 0:
-            raise ValueError(f"{where(index)} renders to no prompt tokens. Fix its text.")
-        if min_tokens is not None and num_tokens < min_tokens:
-            num_short += 1
-        elif max_tokens is None or num_tokens <= max_tokens:
+        prompt = renderer.rendered(prompt, where(index))
+        fit = length_fit(prompt, max_tokens=max_tokens, min_tokens=min_tokens, overflow=overflow, where=where(index))
+        if fit == "fits":
             kept.append(prompt)
-        elif overflow == "error":
-            raise ValueError(
-                f"{where(index)} (prompt {prompt.id!r}) has {num_tokens} prompt tokens, but at most {max_tokens} fit "
-                "(max_prompt_tokens, or the model's context less max_new_tokens). Shorten it, set "
-                "prompt_overflow='drop', or lower max_new_tokens."
-            )
-    report_dropped(num_short, len(prompts), f"fewer than {min_tokens}", "prompts")
-    report_dropped(len(prompts) - len(kept) - num_short, len(prompts), f"more than {max_tokens}", "prompts")
+        dropped[fit] += 1
+    report_dropped(dropped["short"], len(prompts), f"fewer than {min_tokens}", "prompts")
+    report_dropped(dropped["long"], len(prompts), f"more than {max_tokens}", "prompts")
     return kept
+
+
+def length_fit(
+    prompt: Prompt,
+    *,
+    max_tokens: int | None,
+    min_tokens: int | None,
+    overflow: Literal["error", "drop"],
+    where: str,
+) -> Literal["fits", "short", "long"]:
+    """How a rendered prompt's length compares with the limits; raises ValueError as `render_prompts` does."""
+    num_tokens = len(prompt.token_ids or [])
+    if min_tokens is not None and num_tokens < min_tokens:
+        return "short"
+    if max_tokens is None or num_tokens <= max_tokens:
+        return "fits"
+    if overflow == "drop":
+        return "long"
+    raise ValueError(
+        f"{where} (prompt {prompt.id!r}) has {num_tokens} prompt tokens, but at most {max_tokens} fit "
+        "(max_prompt_tokens, or the model's context less max_new_tokens). Shorten it, set prompt_overflow='drop', or "
+        "lower max_new_tokens."
+    )
 
 
 def report_dropped(num_dropped: int, num_rows: int, tokens: str, what: str) -> None:

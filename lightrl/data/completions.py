@@ -43,6 +43,7 @@ class CompletionDataModule(PromptDataModule):
     """
 
     row_name = "row"  # in error messages
+    needs_all_prompts = True  # batches are made of chats of similar length
 
     def __init__(
         self,

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 _CYCLE = 1000  # shares are kept to a thousandth
 
@@ -53,15 +55,16 @@ class DataSource:
             )
 
 
-Source: TypeAlias = "str | DataSource | list[DataSource]"
+# With a Path in it, jsonargparse takes the name of a data file for a value; else it would read the file as settings.
+Source: TypeAlias = "str | Path | DataSource | list[DataSource]"
 
 
 def sources_of(source: Source | None) -> list[DataSource]:
     """The sources as a list, each with a label; raises ValueError if two are the same."""
     if source is None:
         return []
-    if isinstance(source, str):
-        source = DataSource(source)
+    if isinstance(source, str | Path):
+        source = DataSource(str(source))
     sources = [source] if isinstance(source, DataSource) else list(source)
     sources = [
         replace(item, label=str(index) if item.label is None else item.label) for index, item in enumerate(sources)
@@ -107,7 +110,7 @@ class MixtureOrder:
         source = self._cycle[place]
         places = self._places[source]
         epoch, index = divmod(cycle * len(places) + bisect_left(places, place), self.sizes[source])
-        row = self._order(source, epoch)[index] if self.shuffle else index
+        row = int(self._order(source, epoch)[index]) if self.shuffle else index
         return sum(self.sizes[:source]) + row
 
     def __str__(self) -> str:
@@ -118,7 +121,7 @@ class MixtureOrder:
         )
         return f"{order}, {shares}"
 
-    def _epoch_of_source(self, source: int, epoch: int) -> list[int]:
+    def _epoch_of_source(self, source: int, epoch: int) -> Tensor:
         seed = self.seed if len(self.sizes) == 1 else f"{self.seed}/{source}"
         return epoch_order(self.sizes[source], seed, epoch)
 
@@ -135,8 +138,8 @@ def _shares(weights: Sequence[float]) -> list[int]:
     return [share // divisor for share in shares]
 
 
-def epoch_order(num_rows: int, seed: int | str, epoch: int) -> list[int]:
-    """A permutation of `range(num_rows)` determined by (seed, epoch), the same on every rank."""
+def epoch_order(num_rows: int, seed: int | str, epoch: int) -> Tensor:
+    """A permutation of `range(num_rows)`, int64 [num_rows], determined by (seed, epoch), the same on every rank."""
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-    return torch.randperm(num_rows, generator=generator).tolist()
+    return torch.randperm(num_rows, generator=generator)

@@ -13,9 +13,10 @@ import lightning as L
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.dotted_path import function_of
-from lightrl.data.chat import ChatRenderer, Messages, render_prompts, row_messages, take_images
+from lightrl.data.chat import ChatRenderer, Messages, length_fit, render_prompts, row_messages, take_images
 from lightrl.data.mixture import DataSource, MixtureOrder, sources_of
-from lightrl.data.rows import Row, read_rows, renamed, require_column
+from lightrl.data.rows import Row, read_rows, require_column
+from lightrl.data.split_rows import RowPrompts, SplitRows
 from lightrl.data.stream import EpochLoader, PromptStream, iteration_clock, prompt_batches
 from lightrl.models.pictures import Pictures
 from lightrl.trajectory import Prompt
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     PolicyInputs = tuple[PreTrainedTokenizerBase, int | None, Pictures | None]
 
 logger = logging.getLogger(__name__)
+
+MAX_PROMPTS_AT_START = 10_000  # of more train prompts, each is made when it is read
+_CHECKED_AT_START = 1_000  # of these
 
 T = TypeVar("T")
 Split = Literal["train", "validation", "test"]
@@ -46,6 +50,10 @@ class PromptDataModule(L.LightningDataModule):
 
     A row becomes `Prompt(id="train-0", messages=[...], token_ids=[...], fields={column: value})`; the reward finds the
     row's columns in `fields`. For another source of prompts, subclass and override `make_prompts`.
+
+    Up to 10,000 train prompts are made and checked at the start. Of more, the first 1,000 are; each other is made when
+    its turn comes, so that the start takes seconds and the rows stay on the disk. A bad row then ends the run with its
+    name, and a filtered or too long one is skipped, which `rollout/skipped_prompts` counts.
 
     Args:
         train: a local .jsonl, .json, .parquet or .csv file, a hub name such as `openai/gsm8k`, or the dotted path of a
@@ -74,11 +82,13 @@ class PromptDataModule(L.LightningDataModule):
         seed: of the order; None uses that of `seed_everything`, or 0.
     """
 
+    needs_all_prompts = False  # at the start, however many there are
+
     def __init__(
         self,
-        train: str | DataSource | list[DataSource] | None = None,
-        validation: str | DataSource | list[DataSource] | None = None,
-        test: str | DataSource | list[DataSource] | None = None,
+        train: str | Path | DataSource | list[DataSource] | None = None,
+        validation: str | Path | DataSource | list[DataSource] | None = None,
+        test: str | Path | DataSource | list[DataSource] | None = None,
         *,
         batch_size: int,
         name: str | None = None,
@@ -133,11 +143,11 @@ class PromptDataModule(L.LightningDataModule):
         self.prompt_overflow = prompt_overflow
         self.shuffle = shuffle
         self.seed = seed
-        self.prompts: dict[Split, list[Prompt]] = {}  # of the splits that are set up
+        self.prompts: dict[Split, Any] = {}  # sequences, of the splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
-        self._source_of: dict[str, int] = {}  # prompt id → index of its source, if there are several
-        self._places: dict[Split, list[str]] = {}  # where each prompt of make_prompts comes from, for error messages
+        self._rows: dict[Split, SplitRows] = {}
+        self._kept: dict[Split, list[int]] = {}  # the rows that became prompts of `make_prompts`
 
     def attach(
         self,
@@ -158,31 +168,33 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: if the source is missing or empty, or a row lacks the prompt or the answer.
         """
-        prompts: list[Prompt] = []
-        self._places[split] = []
-        sources = self.sources[split]
-        for number, source in enumerate(sources):
-            kept, places = self._rows(source, split)
-            prefix = split if len(sources) == 1 else f"{split}-{source.label}"
-            for index, row in zip(places, kept, strict=True):
-                where = _row_name(source, index)
-                messages = row_messages(
-                    row,
-                    prompt_column=self.prompt_column,
-                    prompt_template=self.prompt_template,
-                    system_prompt=self.system_prompt,
-                    where=where,
-                )
-                if self.answer_column is not None:
-                    require_column(row, self.answer_column, where=where)
-                images: tuple[str, ...] = ()
-                if self.image_column is not None or any(isinstance(m.get("content"), list) for m in messages):
-                    messages, images, row = self._with_images(messages, row, source, where)
-                prompts.append(Prompt(id=f"{prefix}-{index}", messages=messages, fields=row, images=images))
-                self._places[split].append(where)
-                if len(sources) > 1:
-                    self._source_of[prompts[-1].id] = number
-        return prompts
+        rows = self._open(split)
+        if not rows:
+            return []
+        keep = self._filter()
+        kept = [index for index in range(len(rows)) if keep(rows[index])]
+        if len(kept) < len(rows):
+            names = ", ".join(repr(source.source) for source in rows.sources)
+            logger.warning("row_filter dropped %d of %d rows of %s.", len(rows) - len(kept), len(rows), names)
+        self._kept[split] = kept
+        return [self._prompt(rows, index) for index in kept]
+
+    def _prompt(self, rows: SplitRows, index: int) -> Prompt:
+        """The prompt of a row, with messages."""
+        row, where = rows[index], rows.where(index)
+        messages = row_messages(
+            row,
+            prompt_column=self.prompt_column,
+            prompt_template=self.prompt_template,
+            system_prompt=self.system_prompt,
+            where=where,
+        )
+        if self.answer_column is not None:
+            require_column(row, self.answer_column, where=where)
+        images: tuple[str, ...] = ()
+        if self.image_column is not None or any(isinstance(m.get("content"), list) for m in messages):
+            messages, images, row = self._with_images(messages, row, rows.source(index), where)
+        return Prompt(id=rows.prompt_id(index), messages=messages, fields=row, images=images)
 
     def _with_images(
         self, messages: Messages, row: Row, source: DataSource, where: str
@@ -202,25 +214,47 @@ class PromptDataModule(L.LightningDataModule):
             raise ValueError(f"{where}: {error}") from error
         return messages, images, row
 
-    def _rows(self, source: DataSource, split: Split) -> tuple[list[Row], list[int]]:
-        """The rows that pass the filter, and their indices in the source."""
-        rows = read_rows(
-            source.source,
-            name=source.name or self.name,
-            split=source.split or self.dataset_splits[split],
-            max_rows=self.max_prompts[split],
-            arguments=source.arguments,
-        )
-        columns = {**self.columns, **source.columns}
-        if columns:
-            rows = [renamed(row, columns, where=_row_name(source, index)) for index, row in enumerate(rows)]
-        if self.row_filter is None:
-            return rows, list(range(len(rows)))
-        keep = function_of(self.row_filter, "row_filter")
-        places = [index for index, row in enumerate(rows) if keep(row)]
-        if len(places) < len(rows):
-            logger.warning("row_filter dropped %d of %d rows of %r.", len(rows) - len(places), len(rows), source.source)
-        return [rows[index] for index in places], places
+    def _open(self, split: Split) -> SplitRows:
+        """The rows of a split; none if it has no source."""
+        if split not in self._rows:
+            sources = self.sources[split]
+            parts = [
+                read_rows(
+                    source.source,
+                    name=source.name or self.name,
+                    split=source.split or self.dataset_splits[split],
+                    max_rows=self.max_prompts[split],
+                    arguments=source.arguments,
+                )
+                for source in sources
+            ]
+            self._rows[split] = SplitRows(split, sources, parts, self.columns)
+        return self._rows[split]
+
+    def _filter(self) -> Callable[[Row], bool]:
+        return function_of(self.row_filter, "row_filter") if self.row_filter is not None else lambda row: True
+
+    def prompts_on_reading(self, split: Split) -> RowPrompts:
+        """The rendered prompts of a split's rows, each made, and checked, when it is read; None for a dropped row."""
+        tokenizer, context_tokens, pictures = self.policy_inputs()
+        renderer = ChatRenderer(tokenizer, chat_template=self.chat_template, pictures=pictures)
+        max_tokens = smallest(self.max_prompt_tokens, context_tokens)
+        rows, keep = self._open(split), self._filter()
+
+        def make(index: int) -> Prompt | None:
+            if not keep(rows[index]):
+                return None
+            prompt = renderer.rendered(self._prompt(rows, index), rows.where(index))
+            fit = length_fit(
+                prompt,
+                max_tokens=max_tokens,
+                min_tokens=self.min_prompt_tokens,
+                overflow=self.prompt_overflow,
+                where=rows.where(index),
+            )
+            return prompt if fit == "fits" else None
+
+        return RowPrompts(rows, make)
 
     def setup(self, stage: str) -> None:
         """Makes, renders and checks the prompts of a stage, so problems in the data show up before training.
@@ -247,24 +281,29 @@ class PromptDataModule(L.LightningDataModule):
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
             seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
             prompts = self.prompts["train"]
-            order = self.mixture([prompt.id for prompt in prompts], seed=seed, shuffle=self.shuffle)
+            if isinstance(prompts, RowPrompts):
+                weights = [source.weight for source in prompts.rows.sources]
+                order = MixtureOrder(prompts.rows.sizes, weights, seed=seed, shuffle=self.shuffle)
+            else:
+                order = self.mixture([prompt.id for prompt in prompts], seed=seed, shuffle=self.shuffle)
             self._stream = PromptStream(
                 prompts, batch_size=self.batch_size, seed=seed, shuffle=self.shuffle, order=order
             )
 
     def mixture(self, prompt_ids: Sequence[str], *, seed: int, shuffle: bool) -> MixtureOrder:
         """The order of rows made from these train prompts, by their sources' weights."""
-        sources = self.sources["train"]
-        if len(sources) < 2 or not self._source_of:
+        rows = self._rows.get("train")
+        if rows is None or len(rows.sources) < 2:
             return MixtureOrder([len(prompt_ids)], [1.0], seed=seed, shuffle=shuffle)
-        sizes = Counter(self._source_of[prompt_id] for prompt_id in prompt_ids)
-        for number, source in enumerate(sources):
-            if not sizes[number]:
+        label_of = {rows.prompt_id(index): rows.source(index).label for index in self._kept["train"]}
+        sizes = Counter(label_of[prompt_id] for prompt_id in prompt_ids)
+        for source in rows.sources:
+            if not sizes[source.label]:
                 raise ValueError(
                     f"No row of {source.source!r} passes the filters. Remove the source, or loosen the filters."
                 )
-        weights = [source.weight for source in sources]
-        return MixtureOrder([sizes[number] for number in range(len(sources))], weights, seed=seed, shuffle=shuffle)
+        weights = [source.weight for source in rows.sources]
+        return MixtureOrder([sizes[source.label] for source in rows.sources], weights, seed=seed, shuffle=shuffle)
 
     @property
     def prompt_stream(self) -> PromptStream:
@@ -301,7 +340,17 @@ class PromptDataModule(L.LightningDataModule):
             )
         return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "pictures", None)
 
-    def _rendered(self, split: Split, renderer: ChatRenderer, max_tokens: int | None) -> list[Prompt]:
+    def _rendered(self, split: Split, renderer: ChatRenderer, max_tokens: int | None) -> Sequence[Prompt | None]:
+        if split == "train" and self._is_large():
+            large = self.prompts_on_reading(split)
+            num_kept = sum(prompt is not None for prompt in large[:_CHECKED_AT_START])
+            logger.info(
+                "Checked the first %d of %d train rows, of which %d make prompts; the others are checked when read.",
+                _CHECKED_AT_START,
+                len(large),
+                num_kept,
+            )
+            return large
         prompts = self.make_prompts(split)
         if split == "test" and not prompts:
             split = "validation"
@@ -317,17 +366,28 @@ class PromptDataModule(L.LightningDataModule):
             where=lambda index: self._where(split, index),
         )
 
+    def _is_large(self) -> bool:
+        """Whether train prompts are made when they are read; never those of a subclass's own `make_prompts`."""
+        return (
+            self.makes_prompts_of_rows
+            and not self.needs_all_prompts
+            and len(self._open("train")) > MAX_PROMPTS_AT_START
+        )
+
+    @property
+    def makes_prompts_of_rows(self) -> bool:
+        """Whether `make_prompts` is this class's own."""
+        return type(self).make_prompts is PromptDataModule.make_prompts
+
     def _where(self, split: Split, index: int) -> str:
-        places = self._places.get(split, [])
-        return places[index] if index < len(places) else f"Row {index + 1} of the {split} prompts"
+        kept = self._kept.get(split, [])
+        if index < len(kept):
+            return self._rows[split].where(kept[index])
+        return f"Row {index + 1} of the {split} prompts"
 
 
 def _by_split(train: T, validation: T, test: T) -> dict[Split, T]:
     return {"train": train, "validation": validation, "test": test}
-
-
-def _row_name(source: DataSource, index: int) -> str:
-    return f"Row {index + 1} of {source.source!r}"
 
 
 def smallest(*limits: int | None) -> int | None:

@@ -1,7 +1,8 @@
 """Rows of a data file or a hub dataset, with errors that name the file and the row.
 
-Local files are read without `datasets`, so there is no cache folder and a broken line is reported by its number;
-`datasets` is imported only for the hub. Row numbers in messages count from 1.
+Data of any size: lines of a .jsonl file are found at the start and parsed when they are read; `datasets` maps Parquet
+files and hub datasets into memory, from its cache. Files .json and .csv are read whole. Row numbers in messages count
+from 1.
 """
 
 from __future__ import annotations
@@ -10,14 +11,24 @@ import csv
 import difflib
 import importlib
 import json
-from collections.abc import Callable, Mapping
+import logging
+import mmap
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lightrl.data.lazy import LazySequence
+
+logger = logging.getLogger(__name__)
+
 Row = dict[str, Any]
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_LONGEST_BLANK = 16  # a longer line of spaces is refused as invalid JSON
+_PROGRESS_S = 5.0  # between two messages while a large file is scanned
 
 
 def read_rows(
@@ -27,8 +38,8 @@ def read_rows(
     split: str = "train",
     max_rows: int | None = None,
     arguments: Mapping[str, Any] | None = None,
-) -> list[Row]:
-    """The first rows of a dataset, each a dict of JSON-able columns.
+) -> Sequence[Row]:
+    """The first rows of a dataset, each a dict of JSON-able columns, by index.
 
     Args:
         source: a local `.jsonl`, `.json` (list of objects), `.parquet` or `.csv` file; a hub name or a local dataset
@@ -50,7 +61,7 @@ def read_rows(
             "the function's dotted path."
         )
     if function is not None:
-        rows = _made_by(function, source, split, max_rows, arguments or {})
+        rows: Sequence[Row] = _made_by(function, source, split, max_rows, arguments or {})
     elif path.is_file():
         rows = _read_file(path, max_rows)
     elif path.is_dir() or not _looks_local(source):
@@ -124,37 +135,71 @@ def _made_by(
     return [_json_able(dict(row)) for row in rows]
 
 
-def _read_file(path: Path, max_rows: int | None) -> list[Row]:
+def _read_file(path: Path, max_rows: int | None) -> Sequence[Row]:
     if path.suffix == ".jsonl":
-        return _read_json_lines(path, max_rows)
+        return _JsonLines(path, max_rows)
     if path.suffix == ".json":
         return _read_json(path, max_rows)
     if path.suffix == ".csv":
         with path.open(newline="", encoding="utf-8") as file:
             return [dict(row) for row in islice(csv.DictReader(file), max_rows)]
     if path.suffix == ".parquet":
-        return _read_parquet(path, max_rows)
+        return _read_dataset("parquet", None, "train", max_rows, data_files=str(path))
     raise ValueError(
         f"Data file '{path}' must end in one of {', '.join(FILE_SUFFIXES)}, not {path.suffix!r}. Convert or rename it."
     )
 
 
-def _read_json_lines(path: Path, max_rows: int | None) -> list[Row]:
-    rows: list[Row] = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if max_rows is not None and len(rows) >= max_rows:
-                break
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"Line {number} of '{path}' is not valid JSON: {error}.") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"Line {number} of '{path}' must be a JSON object, got a {type(row).__name__}.")
-            rows.append(row)
-    return rows
+class _JsonLines(LazySequence[Row]):
+    """The objects of a .jsonl file, each parsed when it is read; blank lines do not count.
+
+    The file is mapped into memory, and an index holds 8 bytes for each line.
+    """
+
+    def __init__(self, path: Path, max_rows: int | None = None) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            # An empty file cannot be mapped.
+            self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        self._starts = _line_starts(self._content, str(path), max_rows)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def make(self, index: int) -> Row:
+        start = self._starts[index]
+        end = self._content.find(b"\n", start)
+        line = self._content[start : len(self._content) if end < 0 else end]
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"Line {self._number(start)} of '{self.path}' is not valid JSON: {error}.") from error
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"Line {self._number(start)} of '{self.path}' must be a JSON object, got a {type(row).__name__}."
+            )
+        return row
+
+    def _number(self, start: int) -> int:
+        """Of the line at this offset, from 1."""
+        return self._content[:start].count(b"\n") + 1
+
+
+def _line_starts(content: mmap.mmap | bytes, name: str, max_rows: int | None) -> array[int]:
+    """The offsets of the lines that are not blank."""
+    starts = array("Q")
+    start = 0
+    said_at = time.monotonic()
+    while start < len(content) and (max_rows is None or len(starts) < max_rows):
+        end = content.find(b"\n", start)
+        end = len(content) if end < 0 else end
+        if end - start > _LONGEST_BLANK or content[start:end].strip():
+            starts.append(start)
+        start = end + 1
+        if len(starts) % 65536 == 0 and time.monotonic() - said_at > _PROGRESS_S:
+            said_at = time.monotonic()
+            logger.info("Reading %s: %d of %d MiB, %d rows.", name, start >> 20, len(content) >> 20, len(starts))
+    return starts
 
 
 def _read_json(path: Path, max_rows: int | None) -> list[Row]:
@@ -169,29 +214,35 @@ def _read_json(path: Path, max_rows: int | None) -> list[Row]:
     return rows[:max_rows]
 
 
-def _read_parquet(path: Path, max_rows: int | None) -> list[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"Data file '{path}' is not valid Parquet: {error}.") from error
-    return [_json_able(row) for row in table.slice(0, max_rows).to_pylist()]
-
-
-def _read_dataset(source: str, name: str | None, split: str, max_rows: int | None) -> list[Row]:
+def _read_dataset(
+    source: str, name: str | None, split: str, max_rows: int | None, *, data_files: str | None = None
+) -> Sequence[Row]:
     import datasets
 
     try:
-        dataset = datasets.load_dataset(source, name, split=split)
-    except (OSError, ValueError) as error:
+        dataset = datasets.load_dataset(source, name, split=split, data_files=data_files)
+    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        if data_files is not None:
+            raise ValueError(f"Data file {data_files!r} is not valid Parquet: {error.__cause__ or error}.") from error
         raise ValueError(
             f"Dataset {source!r} (name={name!r}, split={split!r}) cannot be loaded: {error}. It must be a local "
             f"{', '.join(FILE_SUFFIXES)} file or a hub name. Fix the name, or go online."
         ) from error
-    num_rows = len(dataset) if max_rows is None else min(max_rows, len(dataset))
-    return [_json_able(dict(dataset[index])) for index in range(num_rows)]
+    return _TableRows(dataset, max_rows)
+
+
+class _TableRows(LazySequence[Row]):
+    """The rows of a `datasets.Dataset`, which stay in its memory-mapped file."""
+
+    def __init__(self, dataset: Any, max_rows: int | None) -> None:
+        self._dataset = dataset
+        self._num_rows = len(dataset) if max_rows is None else min(max_rows, len(dataset))
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def make(self, index: int) -> Row:
+        return _json_able(dict(self._dataset[index]))
 
 
 def _json_able(row: Row) -> Row:

@@ -24,8 +24,13 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 
+_FINGERPRINT_PROMPTS = 256  # of those that are made when they are read
+
+
 class PromptStream:
     """An endless sequence of prompts, addressable by position: `stream[position]` for any position from 0.
+
+    A prompt that is None is skipped by whoever reads.
 
     Args:
         prompts: one epoch's, in the order of the data.
@@ -40,7 +45,7 @@ class PromptStream:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | None],
         *,
         batch_size: int,
         seed: int = 0,
@@ -52,10 +57,11 @@ class PromptStream:
             raise ValueError(
                 f"batch_size={batch_size} exceeds the {len(prompts)} train prompts. Lower batch_size or add data."
             )
-        ids = {prompt.id for prompt in prompts}
-        if len(ids) < len(prompts):
+        # Those of rows that are not read yet are unique by construction.
+        ids = [prompt.id for prompt in prompts if prompt is not None] if isinstance(prompts, list) else []
+        if len(set(ids)) < len(ids):
             raise ValueError(
-                f"{len(prompts) - len(ids)} train prompts have duplicate ids. Make them unique: seeds depend on them."
+                f"{len(ids) - len(set(ids))} train prompts have duplicate ids. Make them unique: seeds depend on them."
             )
         self.prompts = prompts
         self.batch_size = batch_size
@@ -67,7 +73,7 @@ class PromptStream:
         """Prompts per epoch."""
         return len(self.prompts)
 
-    def __getitem__(self, position: int) -> Prompt:
+    def __getitem__(self, position: int) -> Prompt | None:
         if position < 0:
             raise IndexError(f"position must be >= 0, got {position}.")
         return self.prompts[self.order[position]]
@@ -81,13 +87,16 @@ class PromptStream:
     def fingerprint(self) -> str:
         """Identifies the prompts and their order: if it differs, a checkpoint's positions mean other prompts."""
         content = hashlib.blake2b(digest_size=6)
-        for prompt in self.prompts:
-            content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
+        num = len(self.prompts)
+        sample = self.prompts if isinstance(self.prompts, list) else self.prompts[:: -(-num // _FINGERPRINT_PROMPTS)]
+        for prompt in sample:
+            if prompt is not None:
+                content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
         return f"{len(self.prompts)} prompts {self.order}, content {content.hexdigest()}"
 
     def first(self, num_prompts: int) -> PromptStream:
         """The first prompts of the data, over and over in order; for `overfit_batches`."""
-        return PromptStream(self.prompts[:num_prompts], batch_size=self.batch_size, seed=self.seed, shuffle=False)
+        return PromptStream(list(self.prompts[:num_prompts]), batch_size=self.batch_size, seed=self.seed, shuffle=False)
 
 
 class EpochLoader(Generic[T]):

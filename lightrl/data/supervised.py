@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -63,9 +64,9 @@ class SFTDataModule(CompletionDataModule):
 
     def __init__(
         self,
-        train: str | DataSource | list[DataSource] | None = None,
-        validation: str | DataSource | list[DataSource] | None = None,
-        test: str | DataSource | list[DataSource] | None = None,
+        train: str | Path | DataSource | list[DataSource] | None = None,
+        validation: str | Path | DataSource | list[DataSource] | None = None,
+        test: str | Path | DataSource | list[DataSource] | None = None,
         *,
         batch_size: int,
         answer_column: str = "answer",
@@ -129,4 +130,4 @@ def _batches(
         windows = [rows[start : start + window] for start in range(0, len(rows), window)]
         rows = [row for window_rows in windows for row in sorted(window_rows, key=lambda row: lengths[row])]
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-    return [batches[index] for index in epoch_order(len(batches), seed + 1, epoch)] if shuffle else batches
+    return [batches[index] for index in epoch_order(len(batches), seed + 1, epoch).tolist()] if shuffle else batches

@@ -8,9 +8,9 @@ out.
 A part of a metric is a tensor [2], the number so far and the sum of its weights: Σ w·v (or the bound) and Σ w. Parts of
 microbatches, ranks and minibatches are joined in the same way.
 
-They are not torchmetrics Metrics, unlike those of validation: a Metric reduces each of its states by a collective of its
-own, about 60 per update instead of two, in every process and not among a role's ranks, and all ranks must have the same
-metrics. Shapes: B trajectories, T tokens.
+They are not torchmetrics Metrics, unlike those of validation: a Metric reduces each of its states by a collective of
+its own, about 60 per update instead of two, in every process and not among a role's ranks, and all ranks must have the
+same metrics. Shapes: B trajectories, T tokens.
 """
 
 from __future__ import annotations

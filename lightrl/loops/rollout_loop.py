@@ -5,8 +5,8 @@
 On-policy, the loop waits for the last rewards while it runs the calls that need none (`RolloutSettings.judges_later`).
 
 It replaces `trainer.fit_loop.epoch_loop.automatic_optimization`, whose `run` Lightning calls once for each training
-batch. One batch is one iteration is one `global_step` is one weight version. A module that is not an RLModule goes through
-Lightning's own code untouched.
+batch. One batch is one iteration is one `global_step` is one weight version. A module that is not an RLModule goes
+through Lightning's own code untouched.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Judgment:
             trajectory: the one that was judged.
 
         Raises:
-            RewardError: reason `not_finite` for NaN and infinities, `raised` for everything else that is not a judgment.
+            RewardError: reason `not_finite` for NaN and infinities, `raised` for anything else that is not one.
         """
         if isinstance(value, cls):
             return value

@@ -13,9 +13,9 @@ MAX_SKIPPED = 100_000  # positions in a row
 
 
 class Prompts(Protocol):
-    """Endless prompts, by position."""
+    """Endless prompts, by position; None where there is none to play."""
 
-    def __getitem__(self, position: int) -> Prompt: ...
+    def __getitem__(self, position: int) -> Prompt | None: ...
 
 
 class Curriculum(Protocol):
@@ -63,14 +63,14 @@ class PromptCursor:
         return getattr(self.prompts, "fingerprint", None)
 
     def read(self, position: int) -> Prompt:
-        """The prompt at this position.
+        """The prompt at a position that was chosen.
 
         Raises:
             RolloutError: if the stream raises.
         """
-        assert self.prompts is not None
-        with named_user_code(f"Prompt {position} of the stream"):
-            return self.prompts[position]
+        prompt = self._at(position)
+        assert prompt is not None
+        return prompt
 
     def choose(self, run_seed: int) -> int:
         """The next position to play; moves the cursor past it.
@@ -80,12 +80,17 @@ class PromptCursor:
         """
         self._pass_on_observations()
         for position in range(self.next_position, self.next_position + MAX_SKIPPED):
-            prompt = self.read(position)
-            is_played = self._is_played(run_seed, position, prompt)
+            prompt = self._at(position)
+            is_played = prompt is not None and self._is_played(run_seed, position, prompt)
             self.next_position = position + 1
             if is_played:
                 return position
             self.num_skipped += 1
+        if self.curriculum is None:
+            raise RolloutError(
+                f"No prompt is left among {MAX_SKIPPED} rows in a row: row_filter or the limits of their length drop "
+                "them. Loosen these, or fix the data."
+            )
         raise RolloutError(
             f"{type(self.curriculum).__name__} skipped {MAX_SKIPPED} prompts in a row. If all of them are solved, end "
             "the run, use harder prompts, or reset the curriculum."
@@ -109,6 +114,11 @@ class PromptCursor:
             return
         self.curriculum.load_state_dict(state["state"])
         self._observations = {position: (name, rate) for position, name, rate in state["observations"]}
+
+    def _at(self, position: int) -> Prompt | None:
+        assert self.prompts is not None
+        with named_user_code(f"Prompt {position} of the stream"):
+            return self.prompts[position]
 
     def _is_played(self, run_seed: int, position: int, prompt: Prompt) -> bool:
         if self.curriculum is None:

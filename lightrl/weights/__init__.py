@@ -11,7 +11,7 @@ Reading order:
 Within a process a bucket needs no carrier. engines/sglang/sync.py has the requests to servers around a transfer.
 
 May import: errors, trajectory, experience, functional. To add a transport: its sender here, which takes buckets one by
-one and needs at most one more bucket of memory; its requests in engines/sglang/transports.py.
+one and needs at most one more bucket of memory; its requests in engines/sglang/transports/.
 """
 
 from lightrl.weights.broadcast import BroadcastGroup

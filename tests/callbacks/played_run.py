@@ -68,7 +68,11 @@ class PlayedTrainer(L.Trainer):
         quiet = {"accelerator": "cpu", "enable_model_summary": False, "log_every_n_steps": 1, "logger": False}
         super().__init__(**{**quiet, **settings})
         self.phase_seconds = {"rollout": 2.0, "score": 0.0, "update": 0.5, "sync": 0.25}
-        self.rollout = SimpleNamespace(settings=RolloutSettings(max_staleness=max_staleness), is_recorded=False)
+        self.rollout = SimpleNamespace(
+            settings=RolloutSettings(max_staleness=max_staleness),
+            is_recorded=False,
+            progress=lambda: {"skipped_prompts": 0},
+        )
 
     @property
     def weight_version(self) -> int:

@@ -152,7 +152,8 @@ def test_what_a_teacher_says_teaches_without_variance(has_teacher: bool, caplog:
     found = {"advantages": torch.zeros(experience.token_ids.shape)}
     if has_teacher:
         found["teacher_topk_ids"] = experience.token_ids[..., None]
-    trainer: Any = SimpleNamespace(weight_version=0, is_global_zero=True)
+    rollout = SimpleNamespace(progress=lambda: {"skipped_prompts": 0})
+    trainer: Any = SimpleNamespace(weight_version=0, is_global_zero=True, rollout=rollout)
     module: Any = SimpleNamespace(log=lambda *args, **kwargs: None)
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         metrics.on_rewards_ready(trainer, module, groups)

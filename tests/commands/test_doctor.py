@@ -59,6 +59,43 @@ def test_references_and_files_need_no_model(settings, config, capsys):
     assert "lenient_accuracy" in said
 
 
+def data_settings(settings: dict, lines: list[str], **more) -> dict:
+    Path("rows.jsonl").write_text("\n".join(lines))
+    arguments = {"train": "rows.jsonl", "batch_size": 1, **more}
+    return settings | {"data": {"class_path": "PromptDataModule", "init_args": arguments}}
+
+
+def test_every_row_of_the_data_is_read(settings, config, capsys):
+    lines = [json.dumps({"question": str(n), "answer": "1"}) for n in range(4)]
+    assert main(["doctor", "data", "--config", config(data_settings(settings, lines))]) == 0
+    train, validation = capsys.readouterr().out.splitlines()
+    assert train == "train: 4 prompts of 1 to 1 tokens (median 1), 0 rows dropped, 0 bad"
+    assert validation == "validation: 0 prompts, 0 rows dropped, 0 bad"
+
+
+def test_a_data_file_is_not_read_as_settings(settings, config, capsys):
+    row = json.dumps({"source": "other.jsonl", "question": "1", "answer": "1"})
+    assert main(["doctor", "data", "--config", config(data_settings(settings, [row]))]) == 0
+    assert capsys.readouterr().out.startswith("train: 1 prompts")
+
+
+def test_rows_that_a_run_would_drop_are_counted(settings, config, capsys):
+    name = config(data_settings(settings, ['{"question": "1", "answer": "1"}'] * 3, min_prompt_tokens=2))
+    assert main(["doctor", "data", "--config", name]) == 0
+    assert capsys.readouterr().out.startswith("train: 0 prompts, 3 rows dropped, 0 bad")
+
+
+def test_all_bad_rows_are_named_not_only_the_first(settings, config, capsys):
+    lines = ['{"question": "1"}', '{"question": "1", "answer": "1"}', "{", '{"question": "", "answer": "2"}']
+    assert main(["doctor", "data", "--config", config(data_settings(settings, lines))]) == 1
+    said = capsys.readouterr().out
+    assert "1 prompts of " in said
+    assert "3 bad" in said
+    assert "Row 1 of 'rows.jsonl' has no column 'answer'" in said
+    assert "Line 3 of 'rows.jsonl' is not valid JSON" in said
+    assert "Row 4 of 'rows.jsonl' has an empty column 'question'" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

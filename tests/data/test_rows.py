@@ -30,8 +30,8 @@ def write(path: Path) -> str:
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_every_file_format_gives_the_same_rows(tmp_path: Path, suffix: str):
     source = write(tmp_path / f"train{suffix}")
-    assert read_rows(source) == ROWS
-    assert read_rows(source, max_rows=2) == ROWS[:2]
+    assert list(read_rows(source)) == ROWS
+    assert list(read_rows(source, max_rows=2)) == ROWS[:2]
 
 
 def test_a_missing_file_is_named_with_the_nearest_ones(tmp_path: Path):
@@ -55,7 +55,7 @@ def test_a_hub_name_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPa
 def test_a_local_dataset_folder_is_read_by_datasets(tmp_path: Path):
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl")
-    assert read_rows(str(tmp_path / "set"), max_rows=2) == ROWS[:2]
+    assert list(read_rows(str(tmp_path / "set"), max_rows=2)) == ROWS[:2]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, text: str, message: s
     path = tmp_path / "train.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        read_rows(str(path))
+        list(read_rows(str(path)))
 
 
 def test_an_unknown_file_format_is_refused(tmp_path: Path):
@@ -85,7 +85,7 @@ def test_columns_that_are_no_json_become_text(tmp_path: Path):
 
     path = tmp_path / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"day": datetime.date(2024, 2, 1), "n": 3}]), path)
-    assert read_rows(str(path)) == [{"day": "2024-02-01", "n": 3}]
+    assert list(read_rows(str(path))) == [{"day": "2024-02-01", "n": 3}]
 
 
 @pytest.mark.parametrize("value", [None, "", "  \n", []])

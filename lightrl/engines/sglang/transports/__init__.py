@@ -1,0 +1,49 @@
+"""How the bytes of a weight version reach paused SGLang servers, and what is kept for late ones.
+
+transport.py      WeightTransport, what a sync needs of them
+disk.py           a folder that trainer and servers see; written while they generate
+streaming.py      bucket by bucket, what the next two have in common
+broadcast.py      a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
+shared_memory.py  servers of the same host; not the default, since SGLang demands a pickle
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from lightrl.engines.sglang.transports.broadcast import BroadcastTransport
+from lightrl.engines.sglang.transports.disk import DiskTransport
+from lightrl.engines.sglang.transports.shared_memory import SharedMemoryTransport
+from lightrl.engines.sglang.transports.transport import WeightTransport
+from lightrl.weights import ServerForm, WeightFolder
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = [
+    "BroadcastTransport",
+    "DiskTransport",
+    "SharedMemoryTransport",
+    "TransportName",
+    "WeightTransport",
+    "make_transport",
+]
+
+TransportName = Literal["disk", "distributed", "tensor"]
+TRANSFER_TIMEOUT_S = 120.0  # for one bucket in a broadcast
+
+
+def make_transport(
+    name: TransportName, config: PretrainedConfig, *, dtype: torch.dtype | None, folder: Path, sync_s: float
+) -> WeightTransport:
+    """The transport of this name; it sends `dtype`, or the trainer's own if None."""
+    form = ServerForm.of(config, dtype)
+    if name == "distributed":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return BroadcastTransport(form, device=device, transfer_timeout_s=min(TRANSFER_TIMEOUT_S, sync_s))
+    if name == "tensor":
+        return SharedMemoryTransport(form)
+    return DiskTransport(WeightFolder(folder, config, form=form, is_durable=False))

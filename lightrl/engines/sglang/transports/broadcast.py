@@ -1,0 +1,133 @@
+"""BroadcastTransport: weights in a process group of trainer and servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.sync_report import Fleet
+from lightrl.engines.sglang.transports.streaming import Streaming, num_ranks
+from lightrl.errors import EngineError, WeightSyncError
+from lightrl.weights import BroadcastGroup, Bucket, ServerForm
+from lightrl.weights.broadcast import listen
+
+_HOST = "127.0.0.1"  # of the group's store
+_GROUP_NUMBERS = itertools.count()
+_SERVER_GRACE_S = 10.0  # a server's own deadline is the group's; its answer may come a little later
+
+
+class BroadcastTransport(Streaming):
+    """By broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
+
+    The group is built at the first sync, and again whenever the set of servers changes. A server that dies half-way
+    breaks it for all, a hanging one after `transfer_timeout_s`; the others then get everything from the copy, in a new
+    group. The deadline holds for one bucket, and for the group to form.
+    """
+
+    def __init__(
+        self, form: ServerForm | None = None, *, device: str = "cpu", transfer_timeout_s: float = 120.0
+    ) -> None:
+        super().__init__(form)
+        self.device = device
+        self.transfer_timeout_s = transfer_timeout_s
+        self._group: BroadcastGroup | None = None
+        self._members: list[str] = []
+
+    async def close(self) -> None:
+        group, self._group, self._members = self._group, None, []
+        if group is not None:
+            await in_thread(group.close)
+
+    async def _connect(self, fleet: Fleet) -> None:
+        if self._group is not None and self._members == [client.url for client in fleet.clients]:
+            return
+        for attempt in range(2):
+            await self._leave(fleet)
+            try:
+                self._group = await self._join(fleet)
+                break
+            except WeightSyncError:
+                if attempt:
+                    raise
+        self._members = [client.url for client in fleet.clients]
+
+    async def _join(self, fleet: Fleet) -> BroadcastGroup:
+        sizes = await fleet.ask(num_ranks)  # dead servers drop out here: a group waits for all members
+        fleet.check_some_left()
+        offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
+        world_size = 1 + sum(sizes.values())
+        name, listener = f"lightrl-{os.getpid()}-{next(_GROUP_NUMBERS)}", listen(_HOST)
+        port = listener.getsockname()[1]
+        backend = "gloo" if self.device == "cpu" else "nccl"
+        joining = asyncio.ensure_future(
+            in_thread(
+                lambda: BroadcastGroup(
+                    _HOST, port, rank=0, world_size=world_size, name=name, backend=backend,
+                    timeout_s=self.transfer_timeout_s, listener=listener,
+                )
+            )
+        )  # fmt: skip
+        trying = Fleet(fleet.clients, fleet.timeout_s)  # one that does not join makes all others fail
+        await trying.ask(
+            lambda client: client.init_weights_group(
+                name, master_address=_HOST, master_port=port, rank_offset=offsets[client.url],
+                world_size=world_size, backend=backend, timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S,
+            )
+        )  # fmt: skip
+        group = await joining
+        if trying.lost:
+            await in_thread(group.close)
+            raise WeightSyncError("; ".join(f"{url}: {what}" for url, what in trying.lost.items()))
+        return group
+
+    async def _leave(self, fleet: Fleet) -> None:
+        group, members = self._group, self._members
+        await self.close()
+        if group is None:
+            return
+        for client in fleet.clients:
+            if client.url in members:
+                with contextlib.suppress(EngineError):  # it may have been restarted
+                    await client.destroy_weights_group(group.name)
+
+    async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
+        group = self._group
+        assert group is not None
+        layout = self.form.layout(bucket)
+
+        def send() -> None:
+            try:
+                group.broadcast(tensor.to(self.device) for _, tensor in self.form.tensors(bucket))
+            except WeightSyncError:
+                group.close()  # now, so that servers waiting for a dead one notice before their own deadline
+                raise
+
+        failed: list[str] = []  # addresses, in order of failure
+
+        async def tell(client: SGLangClient) -> None:
+            try:
+                timeout_s = self.transfer_timeout_s + _SERVER_GRACE_S
+                await client.update_weights_from_distributed(layout, group.name, version, timeout_s=timeout_s)
+            except EngineError:
+                failed.append(client.url)
+                raise
+
+        sending = asyncio.ensure_future(in_thread(send))
+        telling = Fleet(fleet.clients, fleet.timeout_s)
+        await telling.ask(tell)
+        with contextlib.suppress(WeightSyncError):
+            await sending
+        if not failed and sending.exception() is None:
+            return
+        # The silent ones are lost, else the one that failed first; the others failed because of it.
+        for url in telling.silent or failed[:1]:
+            fleet.lose(url, telling.lost[url])
+        fleet.silent |= telling.silent
+        await self._leave(fleet)
+        raise WeightSyncError(
+            f"the group broke: {'; '.join(telling.lost.values()) or sending.exception()}"
+        ) from sending.exception()

@@ -1,0 +1,39 @@
+"""SharedMemoryTransport: weights through memory that servers of the same host share."""
+
+from __future__ import annotations
+
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.engines.sglang.sync_report import Fleet
+from lightrl.engines.sglang.transports.streaming import Streaming, num_ranks
+from lightrl.weights import Bucket, ServerForm, SharedBucket, bucketed
+from lightrl.weights.shared_memory import PART_BYTES
+
+
+class SharedMemoryTransport(Streaming):
+    """Through shared memory to servers of the same host. **SGLang demands a pickle**, see weights/shared_memory.py.
+
+    A bucket is sent in parts of at most `part_bytes`, unless one tensor is larger, so that the shared block is small.
+    """
+
+    def __init__(self, form: ServerForm | None = None, *, part_bytes: int = PART_BYTES) -> None:
+        super().__init__(form)
+        self.part_bytes = part_bytes
+        self._shared = SharedBucket(self.form)
+        self._sizes: dict[str, int] = {}
+
+    async def _connect(self, fleet: Fleet) -> None:
+        self._sizes = await fleet.ask(num_ranks)
+
+    async def _send(self, fleet: Fleet, bucket: Bucket, version: str | None) -> None:
+        for part in bucketed(bucket.tensors.items(), self.part_bytes):
+            await in_thread(self._shared.fill, part)
+            await self._send_part(fleet, version if part.is_last else None)
+
+    async def _send_part(self, fleet: Fleet, version: str | None) -> None:
+        await fleet.ask(
+            lambda client: client.update_weights_from_tensor(
+                [self._shared.payload() for _ in range(self._sizes[client.url])],  # one for each rank
+                version,
+                timeout_s=fleet.timeout_s,
+            )
+        )

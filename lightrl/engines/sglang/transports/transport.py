@@ -1,0 +1,32 @@
+"""WeightTransport: what a sync needs of a way to carry weights."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from lightrl.engines.sglang.sync_report import Fleet
+from lightrl.weights import Bucket
+
+
+class WeightTransport(Protocol):
+    """How the bytes of a version reach paused servers, one sync at a time. May keep a version for late servers."""
+
+    needs_bracket: bool  # SGLang's begin_weight_update and end_weight_update
+
+    async def stage(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
+        """What can be done while the servers still generate. Raises WeightSyncError; the servers are untouched then."""
+        ...
+
+    async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        """Afterwards every server of the fleet has the version, or has left the fleet; returns the number of bytes."""
+        ...
+
+    async def load_held(self, fleet: Fleet, weight_version: int) -> int:
+        """As `load`, with a version that the transport has kept; see `holds`."""
+        ...
+
+    def holds(self, weight_version: int) -> bool: ...
+
+    async def close(self) -> None:
+        return None

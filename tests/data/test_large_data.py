@@ -1,0 +1,149 @@
+"""Data of any size: train prompts that are made when their turn comes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from lightrl.data import DataSource, PromptDataModule, prompts, rows, stream
+from lightrl.errors import RolloutError
+from lightrl.rollout.prompt_cursor import PromptCursor
+
+
+@pytest.fixture(autouse=True)
+def _many_are_five(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "MAX_PROMPTS_AT_START", 4)
+    monkeypatch.setattr(prompts, "_CHECKED_AT_START", 2)
+
+
+def write(path: Path, questions: list[str]) -> str:
+    content = [{"question": question, "answer": str(len(question))} for question in questions]
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(content), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return str(path)
+
+
+def make_data(tokenizer, train, **settings) -> PromptDataModule:
+    data = PromptDataModule(train, **({"batch_size": 2, "seed": 3} | settings))
+    data.attach(tokenizer)
+    data.setup("fit")
+    return data
+
+
+def played(data: PromptDataModule, num: int) -> list[str]:
+    cursor = PromptCursor(data.prompt_stream)
+    return [cursor.read(cursor.choose(0)).id for _ in range(num)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_prompts_made_on_reading_are_those_made_at_the_start(
+    tmp_path: Path, plain_tokenizer, suffix: str, monkeypatch: pytest.MonkeyPatch
+):
+    source = write(tmp_path / f"train{suffix}", ["a" * size for size in range(1, 10)])
+    lazy = make_data(plain_tokenizer, source)
+    monkeypatch.setattr(prompts, "MAX_PROMPTS_AT_START", 9)
+    eager = make_data(plain_tokenizer, source)
+    assert isinstance(eager.prompts["train"], list)
+    assert not isinstance(lazy.prompts["train"], list)
+    assert lazy.prompt_stream.num_iterations == eager.prompt_stream.num_iterations
+    assert [lazy.prompt_stream[position] for position in range(20)] == [
+        eager.prompt_stream[position] for position in range(20)
+    ]
+    assert lazy.prompt_stream.fingerprint == eager.prompt_stream.fingerprint
+
+
+def test_only_the_first_rows_are_rendered_at_the_start(tmp_path: Path, plain_tokenizer, monkeypatch):
+    rendered: list[str] = []
+    whole = prompts.ChatRenderer.rendered
+    monkeypatch.setattr(
+        prompts.ChatRenderer,
+        "rendered",
+        lambda self, prompt, where: rendered.append(prompt.id) or whole(self, prompt, where),
+    )
+    data = make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["ab"] * 9), shuffle=False)
+    assert rendered == ["train-0", "train-1"]
+    assert data.prompt_stream[7].id == rendered[-1] == "train-7"
+
+
+def test_sources_are_mixed_by_weight(tmp_path: Path, plain_tokenizer):
+    sources = [
+        DataSource(write(tmp_path / "a.jsonl", ["a"] * 5), weight=3, label="a"),
+        DataSource(write(tmp_path / "b.jsonl", ["b"] * 3), label="b"),
+    ]
+    ids = played(make_data(plain_tokenizer, sources), 40)
+    assert sum(name.startswith("train-a-") for name in ids) == 30
+
+
+def test_rows_that_are_dropped_are_skipped_and_counted(tmp_path: Path, plain_tokenizer):
+    source = write(tmp_path / "train.jsonl", ["a", "bbbbbb", "c", "dd", "e", "ffffff"])
+    data = make_data(
+        plain_tokenizer,
+        source,
+        shuffle=False,
+        max_prompt_tokens=4,
+        prompt_overflow="drop",
+        row_filter=lambda row: row["question"] != "c",
+    )
+    cursor = PromptCursor(data.prompt_stream)
+    assert [cursor.choose(0) for _ in range(4)] == [0, 3, 4, 6]
+    assert cursor.num_skipped == 3
+    assert [prompt.id for prompt in data.prompt_stream.first(3).prompts if prompt] == ["train-0"]
+
+
+def test_a_filter_that_leaves_nothing_ends_the_run(tmp_path: Path, plain_tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lightrl.rollout.prompt_cursor.MAX_SKIPPED", 50)
+    data = make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["a"] * 6), row_filter=lambda row: False)
+    with pytest.raises(RolloutError, match="No prompt is left among 50 rows in a row"):
+        PromptCursor(data.prompt_stream).choose(0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "x"', "Line 5 of .* is not valid JSON"),
+        ('{"answer": "1"}', "Row 5 of .* has no column 'question'"),
+        ('{"question": "xxxxx", "answer": "1"}', "Row 5 of .* has 5 prompt tokens, but at most 4 fit"),
+    ],
+)
+def test_a_bad_row_is_named_when_its_turn_comes(tmp_path: Path, plain_tokenizer, line: str, message: str):
+    path = Path(write(tmp_path / "train.jsonl", ["a"] * 6))
+    path.write_text("\n".join([*path.read_text().splitlines()[:4], line, '{"question": "x", "answer": "1"}']))
+    data = make_data(plain_tokenizer, str(path), shuffle=False, max_prompt_tokens=4)
+    cursor = PromptCursor(data.prompt_stream)
+    assert [cursor.choose(0) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(RolloutError, match=message):
+        cursor.choose(0)
+
+
+def test_a_bad_row_among_the_first_is_found_at_the_start(tmp_path: Path, plain_tokenizer):
+    with pytest.raises(ValueError, match=r"Row 2 of .* has an empty column 'question'"):
+        make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["a", " ", "b", "c", "d"]))
+
+
+def test_other_prompts_have_another_fingerprint(tmp_path: Path, plain_tokenizer):
+    first = make_data(plain_tokenizer, write(tmp_path / "a.jsonl", ["a"] * 6)).prompt_stream.fingerprint
+    second = make_data(plain_tokenizer, write(tmp_path / "b.jsonl", ["b"] * 6)).prompt_stream.fingerprint
+    assert first != second
+
+
+def test_the_fingerprint_of_many_prompts_reads_some_of_them(tmp_path: Path, plain_tokenizer, monkeypatch):
+    monkeypatch.setattr(stream, "_FINGERPRINT_PROMPTS", 3)
+    data = make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["a"] * 10))
+    read: list[int] = []
+    make = data.prompts["train"].make
+    monkeypatch.setattr(data.prompts["train"], "make", lambda index: read.append(index) or make(index))
+    assert data.prompt_stream.fingerprint
+    assert read == [0, 4, 8]
+
+
+def test_blank_lines_do_not_count_and_the_last_may_lack_its_end(tmp_path: Path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'\n{"a": 1}\r\n  \n\n{"a": 2}\n{"a": 3}')
+    assert list(rows.read_rows(str(path))) == [{"a": 1}, {"a": 2}, {"a": 3}]
+    assert list(rows.read_rows(str(path), max_rows=2)) == [{"a": 1}, {"a": 2}]
