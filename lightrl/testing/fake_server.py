@@ -53,6 +53,8 @@ class FakeServer:
         self.faults = Faults(faults)
         self.counts: Counter[str] = Counter()
         self.most_running = 0
+        self._started = time.time()
+        self._prefixes: dict[str, set[tuple[int, ...]]] = {}  # prompts in the prefix cache, by `extra_key`
         self._runs: dict[str, Run] = {}
         self._released: Counter[str] = Counter()
         self._is_paused = False  # with requests retracted
@@ -64,6 +66,7 @@ class FakeServer:
             faults=self.faults,
             is_busy=lambda: not self._is_paused and bool(self._runs),
             abort_all=self._abort_all,
+            flush=self._prefixes.clear,
         )
 
     def application(self) -> web.Application:
@@ -118,6 +121,10 @@ class FakeServer:
             raise Refused(f"Duplicate request ID detected: {rid}")
         has_logprobs = bool(body.get("return_logprob"))
         answer = await self._one(Run(rid, prompt, params), has_logprobs)
+        # Whole prompts only: enough to tell whether the cache was emptied.
+        cached = self._prefixes.setdefault(str(body.get("extra_key") or ""), set())
+        answer["meta_info"]["cached_tokens"] = len(prompt) - 1 if tuple(prompt) in cached else 0
+        cached.add(tuple(prompt))
         if has_logprobs and body.get("logprob_start_len") == 0:
             scores = await asyncio.to_thread(self.model.score, prompt)
             answer["meta_info"]["input_token_logprobs"] = [
@@ -235,6 +242,8 @@ class FakeServer:
     async def _flush(self, body: dict[str, Any]) -> Any:
         if self._runs and not self._is_paused:
             raise Refused("Flush cache failed: there are running or waiting requests.")
+        if self.faults.next("/flush_cache", ("keep_cache",)) is None:
+            self._prefixes.clear()
 
     async def _release(self, body: dict[str, Any]) -> Any:
         if self._runs and not self._is_paused:
@@ -248,15 +257,18 @@ class FakeServer:
             self._released[tag] = 0
 
     async def _model_info(self, request: web.Request) -> web.Response:
+        config = self.model.config
         return web.json_response({
             "model_path": self._weights.model_path, "weight_version": self.model.version, "is_generation": True,
+            "model_type": config and config.model_type, "architectures": config and config.architectures,
         })  # fmt: skip
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
             "dtype": "float32",
             **{name: value for name, value in self.arguments.items() if not name.endswith("key")},
-            "version": "fake", "max_total_num_tokens": 2**20, "internal_states": [{}],
+            "startup_time": {"scheduler_e2e": self._started}, "device": "cpu", "version": "fake",
+            "max_total_num_tokens": 2**20, "internal_states": [{}],
         })  # fmt: skip
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -313,6 +325,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--vocab-size", type=int, default=1000, help="of the script")
     parser.add_argument("--context-length", type=int, default=2**20, help="of the script")
+    parser.add_argument("--tp-size", type=int, default=1, help="of the model: how many ranks its checksums tell")
+    parser.add_argument("--dtype", default="float32", help="of the model")
     parser.add_argument("--delay-s", type=float, default=0.0, help="of the script, before the first token")
     parser.add_argument("--seconds-per-token", type=float, default=0.0, help="of the script")
     parser.add_argument("--piece-tokens", type=int, default=16, help="of the model, between two checks for aborts")
@@ -349,7 +363,13 @@ async def _serve(options: argparse.Namespace) -> None:
         model = (
             JudgingModel(options.model_path, version=options.weight_version)
             if options.is_embedding
-            else EmbeddedModel(options.model_path, version=options.weight_version, piece_tokens=options.piece_tokens)
+            else EmbeddedModel(
+                options.model_path,
+                version=options.weight_version,
+                piece_tokens=options.piece_tokens,
+                dtype=options.dtype,
+                num_ranks=options.tp_size,
+            )
         )
     arguments = {name: value for name, value in vars(options).items() if name != "fault"}
     await serve(FakeServer(model, arguments=arguments, faults=options.fault), options.host, options.port)

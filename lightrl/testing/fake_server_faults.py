@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 _OF_ANSWERS = ("slow", "drop", "error", "garbage", "hang", "die")
-KINDS = ("late", *_OF_ANSWERS, "lose_update", "wrong_version")
+KINDS = ("late", *_OF_ANSWERS, "lose_update", "wrong_version", "keep_cache")
 
 
 @dataclass
@@ -21,7 +21,8 @@ class Fault:
 
     Kinds: `late` (to start, by `seconds`), `slow` (`seconds` before the answer), `drop` (the connection, at once or
     after `seconds`), `error` (HTTP 500), `garbage` (not JSON), `hang` (no answer), `die` (the process, `seconds` into
-    the request), `lose_update` (a weight update is acknowledged, not done), `wrong_version` (done, as another version).
+    the request), `lose_update` (a weight update is acknowledged, not done), `wrong_version` (done, as another version),
+    `keep_cache` (an update or a flush leaves the key-values of old weights in the prefix cache).
     """
 
     kind: str
@@ -37,7 +38,7 @@ class Fault:
     def parse(cls, text: str) -> Fault:
         """From `KIND[:PATH[:COUNT[:SECONDS]]]`."""
         kind, path, count, seconds = (*text.split(":"), *[""] * 4)[:4]
-        default = "/update_weights" if kind in ("lose_update", "wrong_version") else "/generate"
+        default = "/update_weights" if kind in ("lose_update", "wrong_version", "keep_cache") else "/generate"
         return cls(kind, path or default, int(count or 1), float(seconds or 0))
 
 

@@ -6,7 +6,9 @@ import asyncio
 import base64
 import hashlib
 import io
+import os
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError
+from lightrl.testing.fake_server_layout import checksums
 from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
@@ -38,20 +41,31 @@ class EmbeddedModel(ScriptedModel):
     Args:
         folder: a Hugging Face model folder; random weights if it has none.
         piece_tokens: per piece.
+        dtype: of its weights.
+        num_ranks: whose shares of the weights its checksums tell; it computes without ranks.
     """
 
     takes_tensors = True
 
-    def __init__(self, folder: str, *, version: str = "default", piece_tokens: int = 16) -> None:
+    def __init__(
+        self,
+        folder: str,
+        *,
+        version: str = "default",
+        piece_tokens: int = 16,
+        dtype: str = "float32",
+        num_ranks: int = 1,
+    ) -> None:
         config = AutoConfig.from_pretrained(folder)
         self.piece_tokens = piece_tokens
         self._versions = {0: version}  # names of the engine's numbers
-        self._is_tied = bool(getattr(config, "tie_word_embeddings", False))
-        self._engine = LocalEngine(max_batch=64, threads=1)
+        self._num_ranks = num_ranks
+        self._engine = LocalEngine(max_batch=64, threads=1, dtype=dtype)
         self._engine.start(config)
         super().__init__(
             vocab_size=int(config.vocab_size), max_context=int(self._engine.max_context or 2**20), version=version
         )
+        self.config = config
         eos = config.eos_token_id
         self.eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
         if list(Path(folder).glob("*.safetensors")):
@@ -59,6 +73,8 @@ class EmbeddedModel(ScriptedModel):
         else:
             model = AutoModelForCausalLM.from_config(config)
             tensors = dict(model.named_parameters())
+        if getattr(config, "tie_word_embeddings", False):
+            tensors.pop("lm_head.weight", None)
         self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
 
     def rename(self, version: str) -> None:
@@ -113,19 +129,21 @@ class EmbeddedModel(ScriptedModel):
         await asyncio.to_thread(self._load, tensors, version)
 
     async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], version: str | None) -> None:
-        await asyncio.to_thread(self._load, {**self._engine.read_weights(), **dict(tensors)}, version)
+        await asyncio.to_thread(self._load, dict(tensors), version)
 
-    def checksums(self) -> dict[str, str]:
-        return {
-            name: hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
-            for name, tensor in self._engine.read_weights().items()
-        }
+    def checksums(self) -> list[dict[str, str]]:
+        return checksums(self._engine.read_weights(), self.config, self._num_ranks)
 
     def _load(self, tensors: dict[str, Tensor], version: str | None) -> None:
+        """As SGLang: what is missing stays, what is unknown is ignored, and another shape ends the process."""
+        held = self._engine.read_weights()
+        for name in tensors.keys() & held.keys():
+            if tensors[name].shape != held[name].shape:
+                sys.stderr.write(f"{name} has shape {list(tensors[name].shape)} instead of {list(held[name].shape)}\n")
+                os._exit(1)
+        tensors = {name: tensors.get(name, tensor) for name, tensor in held.items()}
         number = self._engine.weight_version + 1
         self._versions[number] = self.version if version is None else version
-        if self._is_tied:
-            tensors.pop("lm_head.weight", None)
         try:
             self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=number)
         except EngineError as error:

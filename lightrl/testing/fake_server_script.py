@@ -64,6 +64,7 @@ class ScriptedModel:
         self.seconds_per_token = seconds_per_token
         self.eos_token_ids: frozenset[int] = frozenset()
         self.version = version
+        self.config: Any = None  # of a model
         self._sums: dict[str, str] = {"script": "0"}
         self._running = asyncio.Event()
         self._running.set()
@@ -126,8 +127,9 @@ class ScriptedModel:
         """Changes the name of the weights."""
         self.version = version
 
-    def checksums(self) -> dict[str, str]:
-        return self._sums
+    def checksums(self) -> list[dict[str, str]]:
+        """A digest of each parameter, by rank."""
+        return [self._sums]
 
     def _token(self, prompt: Sequence[int], seed: int, position: int, is_greedy: bool) -> int:
         start = sum(prompt) if is_greedy else seed
@@ -155,5 +157,5 @@ def _read_sums(folder: str) -> dict[str, str]:
             first, last = entry["data_offsets"]
             if start + last > len(content):
                 raise Refused(f"{file} ends within {name}.")
-            sums[name] = hashlib.blake2b(content[start + first : start + last], digest_size=16).hexdigest()
+            sums[name] = hashlib.sha256(content[start + first : start + last]).digest()[:8].hex()
     return sums

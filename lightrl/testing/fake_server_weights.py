@@ -26,6 +26,7 @@ class WeightRoutes:
         faults: Faults,
         is_busy: Callable[[], bool],
         abort_all: Callable[[], None],
+        flush: Callable[[], None],
     ) -> None:
         self.model_path = model_path
         self.is_bracketed = False
@@ -35,6 +36,7 @@ class WeightRoutes:
         self._faults = faults
         self._is_busy = is_busy
         self._abort_all = abort_all
+        self._flush = flush
         self._updating = asyncio.Lock()
         self._receiver: Any = None
 
@@ -73,6 +75,8 @@ class WeightRoutes:
             if self._faults.next(path, ("lose_update",)) is None:
                 is_wrong = version is not None and self._faults.next(path, ("wrong_version",)) is not None
                 await load(f"not-{version}" if is_wrong else version)
+                if body.get("flush_cache", True) and self._faults.next(path, ("keep_cache",)) is None:
+                    self._flush()
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     async def _from_disk(self, body: dict[str, Any]) -> Any:
@@ -146,6 +150,11 @@ class WeightRoutes:
         if body.get("action") != "checksum":
             raise Refused(f"the fake server does not know the action {body.get('action')!r}")
         sums = await asyncio.to_thread(self._model.checksums)
-        digest = hashlib.blake2b(json.dumps(sums, sort_keys=True).encode(), digest_size=16).hexdigest()
-        ranks = [{"checksums": sums, "per_gpu_checksum": digest, "parallelism_info": {}}]
-        return {"success": True, "message": "", "ranks": ranks, "per_engine_checksum": digest}
+        digests = [hashlib.blake2b(json.dumps(one, sort_keys=True).encode(), digest_size=16) for one in sums]
+        ranks = [
+            {"checksums": one, "per_gpu_checksum": digest.hexdigest(), "parallelism_info": [
+                {"role": "target", "tp_rank": rank, "tp_size": len(sums), "pp_rank": 0, "pp_size": 1}]}
+            for rank, (one, digest) in enumerate(zip(sums, digests, strict=True))
+        ]  # fmt: skip
+        whole = hashlib.blake2b(b"".join(digest.digest() for digest in digests), digest_size=16).hexdigest()
+        return {"success": True, "message": "", "ranks": ranks, "per_engine_checksum": whole}

@@ -4,6 +4,8 @@ Reading order:
     bucket.py         Bucket, and the generator that cuts parameters into buckets
     server_form.py    the dtype and the names that a server needs
     host_copy.py      a whole model in host memory
+    digests.py        what a server that has the trainer's weights answers to a checksum
+    tile_hash.py      SGLang's hash of a tensor on a GPU
     disk.py           versions as safetensors folders, complete or absent
     broadcast.py      a process group of trainer and servers, outside the default one
     shared_memory.py  a bucket for servers of the same host
@@ -16,9 +18,20 @@ one and needs at most one more bucket of memory; its requests in engines/sglang/
 
 from lightrl.weights.broadcast import BroadcastGroup
 from lightrl.weights.bucket import Bucket, bucketed
+from lightrl.weights.digests import Digests, ServerLayout
 from lightrl.weights.disk import WeightFolder
 from lightrl.weights.host_copy import HostCopy
 from lightrl.weights.server_form import ServerForm
 from lightrl.weights.shared_memory import SharedBucket
 
-__all__ = ["BroadcastGroup", "Bucket", "HostCopy", "ServerForm", "SharedBucket", "WeightFolder", "bucketed"]
+__all__ = [
+    "BroadcastGroup",
+    "Bucket",
+    "Digests",
+    "HostCopy",
+    "ServerForm",
+    "ServerLayout",
+    "SharedBucket",
+    "WeightFolder",
+    "bucketed",
+]

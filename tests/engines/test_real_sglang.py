@@ -19,7 +19,7 @@ from lightrl import GRPO, ModelSpec, Prompt, StalenessControl, Trajectory
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.errors import EngineError
+from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import Sampling
 from lightrl.weights import bucketed
 from lightrl.weights.disk import WeightFolder
@@ -109,8 +109,31 @@ def test_a_run_trains_against_it_and_every_sync_is_verified(
     assert float(metrics["staleness/max_versions"]) <= max_staleness
     assert rewards[-1] > rewards[0]
     assert sorted(engine.last_sync.versions.values()) == [6]  # type: ignore[union-attr]
+    assert list(engine.last_sync.proofs.values()) == ["digests"]  # type: ignore[union-attr]
     if max_staleness == 0:
         assert float(metrics["sync/mismatch_max_abs_dlogp_nats"]) < 1e-4
+
+
+def test_an_update_that_it_acknowledges_and_does_not_load_is_named(real_server):
+    engine = SGLangEngine(urls=[real_server["url"]], token=real_server["token"], timeouts=Timeouts(sync_s=60))
+    engine.start(tiny_config())
+    model = tiny_models(1)[0]
+    try:
+        engine.load_weights(bucketed(model.named_parameters(), BUCKET_BYTES), weight_version=0)
+        assert engine.proofs() == {real_server["url"]: "digests"}
+        transport = engine._loading._sync.transport  # type: ignore[union-attr]
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-6
+
+        async def acknowledge(fleet: Any, weight_version: int) -> int:
+            await fleet.ask(lambda client: client.set_weight_version(str(weight_version)))
+            return 0
+
+        transport.load_held = acknowledge
+        with pytest.raises(WeightSyncError, match=r"1 of its .*version 1: model\.layers\.1\.mlp\.gate_up_proj\.weight"):
+            engine.load_weights(bucketed(model.named_parameters(), BUCKET_BYTES), weight_version=1)
+    finally:
+        engine.close()
 
 
 def test_logprobs_are_those_of_the_weights_that_were_loaded(real_server, tmp_path):

@@ -251,6 +251,6 @@ def test_a_request_to_sglang_has_one_image_token_and_the_image_data():
         prompt, Sampling(max_new_tokens=4), pictures=RequestPictures(read.collapsed(prompt, 1), [RED])
     )
     draft.token_ids, draft.logprobs, draft.weight_versions = [7], [-1.0], [0]
-    body = draft.body("r")
+    body = draft.body("r", "key")
     assert (body["input_ids"], body["image_data"]) == ([5, IMAGE_TOKEN, 6, 7], [RED])
-    assert "image_data" not in CompletionDraft(prompt, Sampling()).body("r")
+    assert "image_data" not in CompletionDraft(prompt, Sampling()).body("r", "key")

@@ -53,9 +53,9 @@ class SGLangClient(Connection):
         """`model_path`, the live `weight_version` and more; also the cheapest sign of life."""
         return await self.request("GET", "/model_info", timeout_s=timeout_s, num_retries=num_retries)  # type: ignore[no-any-return]
 
-    async def server_info(self) -> dict[str, Any]:
+    async def server_info(self, *, timeout_s: float = 0.0) -> dict[str, Any]:
         """The arguments it was started with; `weight_version` is the initial one."""
-        return await self.request("GET", "/server_info")  # type: ignore[no-any-return]
+        return await self.request("GET", "/server_info", timeout_s=timeout_s)  # type: ignore[no-any-return]
 
     async def is_ready(self) -> bool:
         """Whether it is up, healthy and not paused."""
@@ -73,9 +73,13 @@ class SGLangClient(Connection):
         """Continues generation; harmless if it was not paused."""
         await self.request("POST", "/continue_generation", {"torch_empty_cache": True}, timeout_s=timeout_s, read=None)
 
-    async def flush_cache(self) -> None:
-        """Forgets every key-value that no running request holds; refused while requests run, unless retracted."""
-        await self.request("POST", "/flush_cache?timeout=0", {}, read=None)
+    async def flush_cache(self, *, wait_s: float = 0.0) -> None:
+        """Forgets every key-value that no running request holds; refused if requests run `wait_s` later, unless paused.
+
+        A paused server has retracted them.
+        """
+        timeout_s = wait_s + self.timeouts.request_s if wait_s else 0.0
+        await self.request("POST", f"/flush_cache?timeout={wait_s:g}", {}, read=None, timeout_s=timeout_s)
 
     async def release_memory(self, tags: Sequence[str] | None = None) -> None:
         """Releases the memory of `kv_cache`, `weights` or `cuda_graph`; a server that is not idle dies."""
@@ -155,9 +159,9 @@ class SGLangClient(Connection):
         body = {"new_version": weight_version, "abort_all_requests": False}
         await self._update("/update_weight_version", body, num_retries=None)
 
-    async def checksum(self) -> dict[str, Any]:
+    async def checksum(self, *, timeout_s: float = 0.0) -> dict[str, Any]:
         """Checksums of the weights it holds: `per_engine_checksum`, and those of each rank and parameter."""
-        return await self._update("/weights_checker", {"action": "checksum"}, num_retries=None)
+        return await self._update("/weights_checker", {"action": "checksum"}, timeout_s, num_retries=None)
 
     async def _update(
         self, path: str, body: dict[str, Any], timeout_s: float = 0.0, *, num_retries: int | None = 0

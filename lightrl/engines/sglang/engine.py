@@ -35,6 +35,7 @@ from lightrl.engines.abilities import (
 )
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
+from lightrl.engines.sglang.cache_canary import CacheCanary
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import dtype_of_auto, usable_token
 from lightrl.engines.sglang.home_loop import HomeLoop
@@ -48,11 +49,12 @@ from lightrl.engines.sglang.sync import ServerSync
 from lightrl.engines.sglang.sync_report import SyncReport
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.transports import TransportName, make_transport
+from lightrl.engines.sglang.weight_proofs import WeightProofs
 from lightrl.engines.sglang.writer import Writer
 from lightrl.errors import EngineError
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Sampling
-from lightrl.weights import Bucket
+from lightrl.weights import Bucket, ServerForm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -94,7 +96,8 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, DropsReplicas, Name
             trainer updates. This needs `enable_memory_saver: true` and `StalenessControl(0)`.
         interrupt: how requests in flight stop for a sync: `retract` (the server continues them) or `abort` (the engine
             sends them again with what was written).
-        verify_sync: after a sync all servers must report the version and have the same checksums.
+        verify_sync: compares models at the start, and after a sync each server's version and parameters with the
+            trainer's; see docs/serve-with-sglang.md.
         max_connections: concurrent generations per server; more queue here.
         timeouts: how long to wait for what.
         probe_interval_s: between two health checks of a server.
@@ -214,6 +217,9 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, DropsReplicas, Name
             for url in urls:
                 self._home.call(members.join(as_url(url)), self.timeouts.request_s)
             self._home.call(members.reach(), self.timeouts.startup_s + self.timeouts.request_s)
+            assert self._loading is not None
+            if self.verify_sync:
+                self._loading.check_models()
             undo.pop_all()
 
     async def attach(self) -> None:
@@ -316,12 +322,6 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, DropsReplicas, Name
     def _assemble(self, config: PretrainedConfig, scratch: Path) -> Members:
         folder = Path(self.weight_folder) if self.weight_folder is not None else scratch / "weights"
         dtype = getattr(torch, self.weights_dtype) if self.weights_dtype is not None else None
-        sync = ServerSync(
-            make_transport(self.transport, config, dtype=dtype, folder=folder, sync_s=self.timeouts.sync_s),
-            timeout_s=self.timeouts.sync_s,
-            verify=self.verify_sync,
-            memory=EngineMemory() if self.placement == "colocated" else None,
-        )
         members = Members(
             self._home,
             lambda url: SGLangClient(
@@ -331,9 +331,33 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, DropsReplicas, Name
             timeouts=self.timeouts,
             probe_interval_s=self.probe_interval_s,
         )
+        sync = ServerSync(
+            make_transport(self.transport, config, dtype=dtype, folder=folder, sync_s=self.timeouts.sync_s),
+            timeout_s=self.timeouts.sync_s,
+            verify=self.verify_sync,
+            proofs=WeightProofs(
+                config, ServerForm.of(config, dtype), members.processes, timeout_s=self.timeouts.sync_s
+            ),
+            canary=CacheCanary(
+                members.cache_key_of,
+                lambda url: members.processes[url].page_tokens if url in members.processes else 1,
+                vocab_size=self._vocab_size,
+                max_context=self._max_context,
+                timeout_s=self.timeouts.generate_s,
+            )
+            if self.verify_sync
+            else None,
+            memory=EngineMemory() if self.placement == "colocated" else None,
+        )
         writer = Writer(self._home, members, timeouts=self.timeouts, max_retries=self.max_retries)
         loading = Loading(
-            self._home, members, writer, sync, timeouts=self.timeouts, is_aborting=self.interrupt == "abort"
+            self._home,
+            members,
+            writer,
+            sync,
+            timeouts=self.timeouts,
+            is_aborting=self.interrupt == "abort",
+            config=config,
         )
         self._members, self._writer, self._loading = members, writer, loading
         return members

@@ -7,22 +7,33 @@ colocated engine, `make_room` gives the servers' memory to the trainer until the
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightrl.engines.abilities import Proof
+from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.memory import EngineMemory
-from lightrl.engines.sglang.sync import ServerSync
+from lightrl.engines.sglang.server_process import other_model
+from lightrl.engines.sglang.sync import ServerSync, checksums
 from lightrl.engines.sglang.sync_report import Fleet, SyncFailed, SyncReport
 from lightrl.engines.sglang.timeouts import Timeouts
+from lightrl.engines.sglang.weight_proofs import target_digests
 from lightrl.engines.sglang.writer import Writer
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import Bucket
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
 
 
 class Loading:
@@ -40,6 +51,7 @@ class Loading:
         *,
         timeouts: Timeouts,
         is_aborting: bool = False,
+        config: PretrainedConfig | None = None,
     ) -> None:
         self.weight_version = -1  # of all routable servers
         self.last_report: SyncReport | None = None
@@ -52,8 +64,13 @@ class Loading:
         self._memory = sync.memory
         self._timeouts = timeouts
         self._is_aborting = is_aborting
+        self._config = config  # of the trainer's model; None compares no models
         self._shapes: dict[str, torch.Size] | None = None  # of the first load
         self._is_over = False
+
+    def check_models(self) -> None:
+        """From another thread: raises EngineError if a server has another model than the trainer."""
+        self._home.call(self._check_models(self._members.pool.urls()), self._timeouts.sync_s)
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
         """From the thread that gathers the buckets: loads a version into all servers; returns when they have it."""
@@ -64,7 +81,7 @@ class Loading:
                 report = self._sync.load_from_thread(
                     self._home.loop,
                     [self._members.clients[url] for url in urls],
-                    self._checked(buckets),
+                    self._checked(buckets, weight_version, urls),
                     weight_version=weight_version,
                     previous_version=self.weight_version if self.weight_version >= 0 else None,
                     report=SyncReport(weight_version, absent=absent),
@@ -82,6 +99,7 @@ class Loading:
         with self.lock:
             if self._is_over or self.weight_version < 0 or not self._sync.transport.holds(self.weight_version):
                 return
+            self._home.call(self._check_models([url]), self._timeouts.sync_s)
             sync = replace(self._sync, memory=None)  # it has released nothing
             clients = [self._members.clients[url]]
             report = sync.load_from_thread(self._home.loop, clients, None, weight_version=self.weight_version)
@@ -111,14 +129,21 @@ class Loading:
         closing.start()
         closing.join(self._timeouts.request_s)
 
-    def _checked(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """The buckets; raises if they are not the parameters of the first load, or not finite."""
+    def _checked(self, buckets: Iterable[Bucket], weight_version: int, urls: Sequence[str]) -> Iterator[Bucket]:
+        """The buckets; raises if they are not the parameters of the first load, or not finite.
+
+        Their digests are computed meanwhile.
+        """
         shapes: dict[str, torch.Size] = {}
+        proofs = self._sync.proofs if self._sync.verify else None
+        digests = proofs.begin(weight_version, urls) if proofs is not None else None
         for bucket in buckets:
             self._check_tensors(bucket, shapes)
             # The last one carries the version: it is sent only if all is right.
             if bucket.is_last and self._shapes is not None and (missing := sorted(set(self._shapes) - set(shapes))):
                 raise WeightSyncError(f"Parameters {missing[:4]} are missing; the first load had them.")
+            if digests is not None:
+                digests.add(bucket)
             yield bucket
             del bucket  # else it stays alive while the next is gathered
         self._shapes = shapes
@@ -140,10 +165,44 @@ class Loading:
         urls = self._members.pool.urls("starting", "routable", "syncing")
         if not urls:
             raise EngineError(f"No server is left to load weights into: {self._members.pool.describe()}.")
+        is_known = all(url in self._members.processes for url in urls)
+        identifying = asyncio.gather(*(self._identify(url) for url in urls))
+        if not is_known:  # else the answer, of a busy scheduler, is needed only for the log
+            await identifying
         self._writer.lend(urls)
         if self._is_aborting:
             await self._writer.hold(urls, is_aborting=True)
+        self._members.is_loading = True
         return urls, {url: item.reason for url, item in self._members.pool.servers.items() if url not in urls}
+
+    async def _identify(self, url: str) -> None:
+        with contextlib.suppress(EngineError):  # the load itself says what is wrong
+            if await self._members.identify(url, timeout_s=self._timeouts.request_s):
+                log.warning("The server at %s was restarted since the last load; it gets the weights anew.", url)
+
+    async def _check_models(self, urls: Sequence[str]) -> None:
+        """Raises EngineError if one of these servers has another model than the trainer's config says."""
+
+        async def check(client: SGLangClient) -> None:
+            await self._members.identify(client.url)
+            info, answer = await client.model_info(), await checksums(client, self._timeouts.sync_s)
+            names = target_digests(answer)[0] if answer is not None else {}
+            assert self._config is not None
+            problem = other_model(self._config, info, self._members.processes[client.url], names)
+            if problem is not None:
+                raise EngineError(
+                    f"The server at {client.url} has another model: {problem}. Start it with the policy's."
+                )
+
+        if self._config is not None:
+            await asyncio.gather(*(check(self._members.clients[url]) for url in urls))
+
+    async def _prove_flush(self, url: str, weight_version: int) -> None:
+        """After a load: loses a server that kept key-values of the weights before it."""
+        canary, client = self._sync.canary, self._members.clients[url]
+        problem = await canary.check(client, weight_version) if canary is not None else None
+        if problem is not None and self._members.clients.get(url) is client:
+            self._members.lose(url, problem)
 
     async def _end(self, urls: Sequence[str], report: SyncReport | None) -> None:
         for url in urls:
@@ -156,6 +215,11 @@ class Loading:
                 self._members.pool.admit(url, report.versions[url])
             elif self._members.pool.servers[url].state not in ("lost", "restarting"):
                 await self._reassess(url)
+            if report is None or report.previous_version is None:
+                continue
+            if url in report.planted and report.versions.get(url) == report.weight_version:
+                self._home.spawn(self._prove_flush(url, report.previous_version))
+        self._members.is_loading = False
         await self._writer.release(urls)
 
     async def _reassess(self, url: str) -> None:

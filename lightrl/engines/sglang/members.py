@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.pool import ServerPool
+from lightrl.engines.sglang.server_process import ServerProcess
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_REJOINS = 3  # in a row, of a server given by address
 _SHORT_S = 5.0
+_IDENTIFY_EVERY = 5  # health checks: the question reaches the scheduler, so it costs more than a sign of life
 _WARN_AFTER_S = 3.0  # a wrong address looks like a server that is starting
 
 
@@ -44,7 +47,10 @@ class Members:
     ) -> None:
         self.pool = ServerPool()
         self.clients: dict[str, SGLangClient] = {}
+        self.processes: dict[str, ServerProcess] = {}  # which answered last, by address
         self.fleet: ServerFleet | None = None
+        self.is_loading = False  # servers may report either version
+        self._salt = secrets.token_hex(8)  # two runs on one server share no key-values
         self._home = home
         self._make_client = make_client
         self._give_weights = give_weights
@@ -66,6 +72,20 @@ class Members:
     async def reach(self) -> None:
         """Waits until every server answers, at most `startup_s`."""
         await asyncio.gather(*(self._reach(client) for client in self.clients.values()))
+
+    async def identify(self, url: str, *, timeout_s: float = 0.0) -> bool:
+        """Notes which process answers at an address; True if it is another one than before."""
+        process = ServerProcess.read(await self.clients[url].server_info(timeout_s=timeout_s))
+        before = self.processes.get(url)
+        self.processes[url] = process
+        return before is not None and before.identity != process.identity
+
+    def cache_key(self, url: str) -> str:
+        """Under which a request shares key-values in this server: its weight version of this run."""
+        return self.cache_key_of(self.pool.servers[url].weight_version)
+
+    def cache_key_of(self, weight_version: int) -> str:
+        return f"{self._salt}/{weight_version}"
 
     def lose(self, url: str, reason: str) -> None:
         """Fails the server's requests at once; they continue elsewhere."""
@@ -140,13 +160,19 @@ class Members:
         """Checks a server given by address now and then, also when it is lost: it may come back."""
         client = self.clients[url]
         answered_at = time.monotonic()
+        num_checks = 0
         while self.clients.get(url) is client:
             await asyncio.sleep(self._probe_interval_s)
             if client.last_answer_at is None:  # `reach` waits for the first answer and reports if there is none
                 continue
             state = self.pool.servers[url].state
+            num_checks += 1
+            version = None if self.is_loading else self.pool.servers[url].weight_version
             try:
-                await client.model_info(timeout_s=self._look_s, num_retries=0)
+                info = await client.model_info(timeout_s=self._look_s, num_retries=0)
+                if state == "routable" and num_checks % _IDENTIFY_EVERY == 0 and await self.identify(url):
+                    self.lose(url, "another process answers at its address: it was restarted")
+                    continue
             except EngineError as error:
                 is_gone = isinstance(error, EngineUnreachable)
                 silent_s = min(time.monotonic() - answered_at, self.silent_s(url))
@@ -155,6 +181,9 @@ class Members:
                 continue
             answered_at = time.monotonic()
             if state == "routable":
+                if self._reports_another(url, info, version):
+                    self.lose(url, f"it reports version {info.get('weight_version')!r}: it was restarted or changed")
+                    continue
                 self._rejoins.pop(url, None)
             elif state == "lost" and self._rejoins.get(url, 0) < MAX_REJOINS and self.pool.urls("routable"):
                 self._rejoins[url] = self._rejoins.get(url, 0) + 1
@@ -163,6 +192,12 @@ class Members:
                     await asyncio.to_thread(self._give_weights, url)
                 except EngineError as error:
                     self.lose(url, str(error))
+
+    def _reports_another(self, url: str, info: Mapping[str, Any], version: int | None) -> bool:
+        """Whether it reports another version than `version`, which it had when it was asked; None during a load."""
+        server = self.pool.servers[url]
+        is_steady = server.state == "routable" and not self.is_loading and version == server.weight_version >= 0
+        return is_steady and str(info.get("weight_version")) != str(version)
 
     async def _replace(self, url: str) -> None:
         """Joins a restarted server and forgets the addresses that no server has any more."""

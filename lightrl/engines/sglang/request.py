@@ -63,8 +63,8 @@ class CompletionDraft:
         """Of prompt and completion together; a measure of a server's load."""
         return len(self.prompt) + self.sampling.max_new_tokens
 
-    def body(self, rid: str) -> dict[str, Any]:
-        """The next request to `/generate`, for the tokens that are missing."""
+    def body(self, rid: str, cache_key: str) -> dict[str, Any]:
+        """The next request to `/generate`, for the tokens that are missing; shares key-values under `cache_key`."""
         sampling, written = self.sampling, len(self.token_ids)
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
@@ -84,6 +84,7 @@ class CompletionDraft:
             "input_ids": (self.prompt if pictures is None else pictures.prompt) + self.token_ids,
             "sampling_params": params,
             "return_logprob": True,
+            "extra_key": cache_key,
         }
         if pictures is not None:
             body["image_data"] = pictures.image_data

@@ -2,8 +2,8 @@
 
     stage ─► pause(retract) ─► begin ─► load ─► end ─► verify ─► resume
     folder,    no token from     bracket  buckets; the    version and     tokens of the
-    group      here on           of 0.5.21 last one has   checksums       new version
-                                          the version
+    group,     here on           of 0.5.21 last one has   digests         new version
+    canaries                              the version
 
 A server that fails anywhere stays paused and is named in the report: it leaves the pool, since it may hold a mixture,
 and returns through another sync with what the transport holds. If none is left, the previous version is restored, if
@@ -17,16 +17,20 @@ import concurrent.futures
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.abilities import Proof
 from lightrl.engines.sglang.bucket_feed import BucketFeed, wait_while_running
+from lightrl.engines.sglang.cache_canary import CacheCanary
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.sync_report import Fleet, SyncFailed, SyncReport
 from lightrl.engines.sglang.transports import WeightTransport
+from lightrl.engines.sglang.weight_proofs import WeightProofs
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket
 
@@ -40,7 +44,9 @@ class ServerSync:
 
     transport: WeightTransport
     timeout_s: float = 600.0  # for each request and each bucket
-    verify: bool = True  # checks the version that each server reports, and that the checksums of several agree
+    verify: bool = True  # checks the version that each server reports, and its parameters as far as possible
+    proofs: WeightProofs | None = None  # of the versions sent; None compares the servers with each other only
+    canary: CacheCanary | None = None  # shows whether the load has emptied the prefix caches
     memory: EngineMemory | None = None  # of colocated servers: weights get theirs before the load, the rest after it
 
     async def load(
@@ -68,6 +74,7 @@ class ServerSync:
         fleet = Fleet(clients, self.timeout_s)
         report = report or SyncReport(weight_version)
         report.lost = fleet.lost
+        report.previous_version = previous_version
         # Released weights are gone.
         fleet.has_old_weights = not any(self.memory and self.memory.released(client.url) for client in clients)
         is_settled = False
@@ -130,10 +137,11 @@ class ServerSync:
         """All steps; raises WeightSyncError when no server is left."""
         fleet.check_some_left()
         with _timed(report, "stage"):
-            if buckets is not None:
-                await self.transport.stage(fleet, buckets, report.weight_version)
-            elif not self.transport.holds(report.weight_version):
-                raise WeightSyncError("the transport no longer holds it, sync again")
+            async with self._planted(fleet, report):
+                if buckets is not None:
+                    await self.transport.stage(fleet, buckets, report.weight_version)
+                elif not self.transport.holds(report.weight_version):
+                    raise WeightSyncError("the transport no longer holds it, sync again")
             fleet.check_some_left()
         with _timed(report, "pause"):
             await self._pause(fleet)
@@ -143,11 +151,23 @@ class ServerSync:
             report.num_bytes = await self._transfer(fleet, buckets, report.weight_version)
         with _timed(report, "verify"):
             if self.verify:
-                report.proofs = await _verify(fleet, report.weight_version)
+                report.proofs = await _verify(fleet, report.weight_version, self.proofs)
                 fleet.check_some_left()
         with _timed(report, "resume"):
             report.versions = dict.fromkeys(await self._resume(fleet), report.weight_version)
             fleet.check_some_left()
+
+    @contextlib.asynccontextmanager
+    async def _planted(self, fleet: Fleet, report: SyncReport) -> AsyncIterator[None]:
+        """Plants canaries meanwhile, in servers that generate with the previous version."""
+        planting: dict[str, asyncio.Task[int]] = {}
+        if self.canary is not None and report.previous_version is not None and fleet.has_old_weights:
+            planting = self.canary.plant(fleet.clients, report.previous_version)
+        try:
+            yield
+        finally:
+            if self.canary is not None:
+                report.planted = await self.canary.settle(planting)
 
     async def _pause(self, fleet: Fleet) -> None:
         await fleet.ask(lambda client: client.pause(timeout_s=fleet.timeout_s))
@@ -195,7 +215,7 @@ class ServerSync:
         with contextlib.suppress(WeightSyncError):
             await self._pause(fleet)
             await self._transfer(fleet, None, previous_version)
-            report.proofs = await _verify(fleet, previous_version)
+            report.proofs = await _verify(fleet, previous_version, self.proofs)
             for url in await self._resume(fleet):
                 report.versions[url] = previous_version
                 report.rolled_back[url] = report.lost.pop(url)
@@ -219,38 +239,57 @@ async def _begin(client: SGLangClient) -> bool:
         return await client.begin_weight_update()
 
 
-async def _verify(fleet: Fleet, weight_version: int) -> dict[str, Proof]:
-    """How each server was checked; those that report another version, or whose checksum is in the minority, leave."""
+async def _verify(fleet: Fleet, weight_version: int, proofs: WeightProofs | None) -> dict[str, Proof]:
+    """How each server was checked. Those that have another version or other parameters leave the fleet."""
     infos = await fleet.ask(lambda client: client.model_info(timeout_s=fleet.timeout_s))
     for url, info in infos.items():
         if str(info.get("weight_version")) != str(weight_version):
             fleet.lose(url, f"it reports version {info.get('weight_version')!r} instead of {weight_version}")
-    proofs: dict[str, Proof] = {client.url: "version" for client in fleet.clients}
-    if len(fleet.clients) < 2:
-        return proofs
-    checksums = {url: checksum for url, checksum in (await fleet.ask(_checksum)).items() if checksum is not None}
-    for num_ranks in {num for num, _ in checksums.values()}:  # what a rank holds depends on the number of ranks
-        votes = Counter(checksum for num, checksum in checksums.values() if num == num_ranks)
-        ranked = votes.most_common(2)
-        agreed = ranked[0][0] if len(ranked) == 1 or ranked[0][1] > ranked[1][1] else None
-        for url, (num, checksum) in checksums.items():
-            if num == num_ranks and checksum != agreed:
-                fleet.lose(url, f"its weights have checksum {checksum[:12]}, unlike those of the other servers")
-            elif num == num_ranks and votes[checksum] > 1:
-                proofs[url] = "replicas"
-    return {client.url: proofs[client.url] for client in fleet.clients}
+    answers = await fleet.ask(lambda client: checksums(client, fleet.timeout_s))
+    checked: dict[str, Proof] = dict.fromkeys(answers, "version")
+    if proofs is not None:
+        await in_thread(proofs.finish, weight_version)
+        for url, answer in answers.items():
+            proof, problem = proofs.judge(url, weight_version, answer)
+            if proof is None:
+                fleet.lose(url, problem)
+            else:
+                checked[url] = proof
+    others = {
+        client.url: (len(answer.get("ranks") or [None]), str(answer["per_engine_checksum"]))
+        for client in fleet.clients
+        if checked[client.url] == "version"
+        and (answer := answers[client.url]) is not None
+        and answer.get("per_engine_checksum") is not None
+    }
+    for url, agrees in _agreeing(others).items():
+        if agrees:
+            checked[url] = "replicas"
+        else:
+            fleet.lose(url, f"its weights have checksum {others[url][1][:12]}, unlike those of the other servers")
+    return {client.url: checked[client.url] for client in fleet.clients}
 
 
-async def _checksum(client: SGLangClient) -> tuple[int, str] | None:
-    """(number of ranks, checksum over them); None if the server cannot compute one."""
+def _agreeing(engines: Mapping[str, tuple[int, str]]) -> dict[str, bool]:
+    """Whether a server is in the majority of those with as many ranks; without servers that cannot be compared."""
+    agrees: dict[str, bool] = {}
+    for num_ranks in {num for num, _ in engines.values()}:  # what a rank holds depends on the number of ranks
+        group = {url: checksum for url, (num, checksum) in engines.items() if num == num_ranks}
+        ranked = Counter(group.values()).most_common(2)
+        majority = ranked[0][0] if len(ranked) == 1 or ranked[0][1] > ranked[1][1] else None
+        if len(group) > 1:
+            agrees |= {url: checksum == majority for url, checksum in group.items()}
+    return agrees
+
+
+async def checksums(client: SGLangClient, timeout_s: float) -> dict[str, Any] | None:
+    """The answer of `/weights_checker`; None if the server has no such route."""
     try:
-        answer = await client.checksum()
+        return await client.checksum(timeout_s=timeout_s)
     except ServerRefused as error:
         if error.status == _NOT_FOUND:
             return None
         raise
-    checksum = answer.get("per_engine_checksum")
-    return (len(answer.get("ranks") or [None]), str(checksum)) if checksum is not None else None
 
 
 @contextlib.contextmanager

@@ -19,11 +19,13 @@ class SyncReport:
     """What happened to each server: it serves a version again, or it is lost. Keys are addresses."""
 
     weight_version: int  # to be loaded
+    previous_version: int | None = None  # that the servers had before; None: none of this run
     versions: dict[str, int] = field(default_factory=dict)  # the version it serves now
     lost: dict[str, str] = field(default_factory=dict)  # why it is paused or gone; it must get no request
     absent: dict[str, str] = field(default_factory=dict)  # why it took no part: it was lost before
     rolled_back: dict[str, str] = field(default_factory=dict)  # why it serves the previous version again
     proofs: dict[str, Proof] = field(default_factory=dict)  # how each server's weights were checked; see ProvesWeights
+    planted: list[str] = field(default_factory=list)  # servers with a canary of the previous version; see CacheCanary
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # stage, pause, load, verify, resume
 

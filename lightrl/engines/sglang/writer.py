@@ -193,7 +193,9 @@ class Writer:
         server = self._members.pool.start_request(url, draft.max_tokens)
         self.num_running += 1
         try:
-            answer = await client.generate(draft.body(rid), num_retries=0, read=read_answer)
+            answer = await client.generate(
+                draft.body(rid, self._members.cache_key(url)), num_retries=0, read=read_answer
+            )
         except asyncio.CancelledError:
             self._home.spawn(_abort(client, rid))
             raise

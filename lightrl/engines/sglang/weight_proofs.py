@@ -1,0 +1,178 @@
+"""WeightProofs: the digests of the versions that were sent, and what servers answer compared with them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightrl.engines.abilities import Proof
+from lightrl.engines.sglang.server_process import ServerProcess
+from lightrl.weights import Digests, ServerForm, ServerLayout
+from lightrl.weights.digests import RankDigests, unknown_layout
+from lightrl.weights.server_form import OUTPUT_HEAD
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
+
+KEPT_VERSIONS = 3  # the present one for late servers, the one before for a roll-back
+_CONSTANTS = frozenset({"model.normalizer"})  # buffers that follow from the config
+_USUAL = re.compile(
+    r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.(qkv_proj|o_proj|q_norm|k_norm)|mlp\.(gate_up_proj|down_proj)"
+    r"|\w*layernorm))\.(weight|bias)|lm_head\.weight"
+)
+
+
+class WeightProofs:
+    """Proves that servers have the trainer's weights.
+
+    A server whose digests were compared once must be comparable at each later sync, else it is rejected: the weaker
+    checks never replace the digests silently. The log says once for each server which check runs.
+
+    Args:
+        config: of the trainer's model.
+        form: dtype and names that are sent.
+        processes: which process answers at an address.
+        timeout_s: for the digests of one bucket.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        form: ServerForm,
+        processes: Mapping[str, ServerProcess],
+        *,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._config = config
+        self._form = form
+        self._processes = processes
+        self._timeout_s = timeout_s
+        self._dtypes: dict[tuple[str, str | None], torch.dtype] = {}  # that a process's digests turned out to have
+        self._versions: dict[int, Digests] = {}
+        self._logged: dict[tuple[str, str | None], Proof] = {}
+
+    def begin(self, weight_version: int, urls: Iterable[str]) -> Digests:
+        """Computes what these servers must answer after a load; keeps it, also for late servers and a roll-back."""
+        layouts: dict[ServerLayout, None] = {}
+        for url in urls:
+            process = self._processes.get(url)
+            if process is not None and process.layout_problem is None:
+                fitting = process.layouts(self._dtypes.get((url, process.identity)))
+                layouts |= {layout: None for layout in fitting if unknown_layout(self._config, layout) is None}
+        num_threads = max(1, min(8, (os.cpu_count() or 2) // 2))
+        digests = Digests(self._config, self._form, layouts, timeout_s=self._timeout_s, num_threads=num_threads)
+        self._versions.pop(weight_version, None)
+        self._versions[weight_version] = digests
+        for old in list(self._versions)[:-KEPT_VERSIONS]:
+            del self._versions[old]
+        return digests
+
+    def finish(self, weight_version: int) -> None:
+        """Blocks until the digests of a version are complete."""
+        if weight_version in self._versions:
+            self._versions[weight_version].finish()
+
+    def judge(self, url: str, weight_version: int, answer: Mapping[str, Any] | None) -> tuple[Proof | None, str]:
+        """Compares a server's answer to `/weights_checker`, or None if it has no such route.
+
+        Returns:
+            `digests` and nothing, or None and the problem of a server that must be rejected, or `version` and why its
+            digests cannot be compared.
+        """
+        proof, problem = self._compare(url, weight_version, answer)
+        process = (url, self._processes[url].identity if url in self._processes else None)
+        if proof == "version" and process in self._dtypes:
+            return None, f"its weights can no longer be compared with the trainer's: {problem}"
+        if proof is not None and self._logged.get(process) != proof:
+            self._logged[process] = proof
+            if proof == "digests":
+                log.info("%s: after each sync its parameters are compared with the trainer's, bit by bit.", url)
+            else:
+                log.warning(
+                    "%s: its parameters cannot be compared with the trainer's: %s. Its checksum is compared with those "
+                    "of other servers, if there are some.",
+                    url,
+                    problem,
+                )
+        return proof, problem
+
+    def _compare(self, url: str, weight_version: int, answer: Mapping[str, Any] | None) -> tuple[Proof | None, str]:
+        process = self._processes.get(url)
+        if process is None or weight_version not in self._versions:
+            return "version", f"the digests of version {weight_version} are unknown"
+        expected = self._versions[weight_version].finish()
+        layouts = process.layouts(self._dtypes.get((url, process.identity)))
+        problem = process.layout_problem or unknown_layout(self._config, layouts[0])
+        if problem is None and not any(layout in expected for layout in layouts):
+            problem = f"the digests of version {weight_version} were not computed for {layouts[0]}"
+        if problem is None and answer is None:
+            problem = "it has no /weights_checker (SGLang before 0.5.15)"
+        if problem is not None or answer is None:
+            return "version", str(problem)
+        ranks = target_digests(answer)
+        if len(ranks) != process.num_ranks:
+            return None, f"{len(ranks)} of its ranks answered with checksums instead of {process.num_ranks}"
+        results = {layout: self._differing(ranks, expected[layout]) for layout in layouts if layout in expected}
+        if (names := self._names_problem(ranks[0], next(expected[one][0] for one in results))) is not None:
+            return names
+        layout, differing = min(results.items(), key=lambda item: len(item[1]))
+        if not differing:
+            self._dtypes[url, process.identity] = layout.dtype
+            return "digests", ""
+        names_only = sorted({name for name, _ in differing})
+        where = ", ".join(str(rank) for rank in sorted({rank for _, rank in differing}))
+        return None, (
+            f"{len(names_only)} of its {len(ranks[0])} parameters are not the trainer's of version {weight_version}: "
+            f"{', '.join(names_only[:3])}{' and others' if len(names_only) > 3 else ''}, on rank {where} "
+            f"(compared as {' or '.join(str(one) for one in results)})"
+        )
+
+    def _differing(self, ranks: list[dict[str, str]], expected: RankDigests) -> list[tuple[str, int]]:
+        """(name, rank) of parameters with another digest."""
+        return [
+            (name, rank)
+            for rank, (theirs, ours) in enumerate(zip(ranks, expected, strict=True))
+            for name, digest in theirs.items()
+            if name in ours and ours[name] != digest
+        ]
+
+    def _names_problem(self, theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[Proof | None, str] | None:
+        """None if the server has the trainer's parameters and no others."""
+        optional = {name for name in ours if name.endswith(".gemma_weight")} | (
+            {OUTPUT_HEAD} if OUTPUT_HEAD in self._form.skip_names else set()
+        )
+        extra = sorted(set(theirs) - set(ours) - _CONSTANTS)
+        missing = sorted(set(ours) - set(theirs) - optional)
+        if not extra and not missing:
+            return None
+        told = " and ".join(
+            f"{len(names)} parameters that the {who} has not ({', '.join(names[:3])})"
+            for names, who in ((extra, "trainer"), (missing, "server"))
+            if names
+        )
+        if all(_USUAL.fullmatch(name) for name in extra + missing):
+            return None, f"it serves another model: there are {told}"
+        return "version", f"there are {told}"
+
+
+def target_digests(answer: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Digests by rank and name, from an answer of `/weights_checker`; without those of draft models."""
+    by_rank: list[tuple[int, dict[str, str]]] = []
+    for entry in answer.get("ranks") or []:
+        infos = entry.get("parallelism_info") or {}
+        infos = infos if isinstance(infos, list) else [infos]
+        drafts = tuple(f"{info['role']}." for info in infos if info.get("role", "target") != "target")
+        digests = {
+            name.replace(".base_layer.", "."): digest  # with `enable_lora`
+            for name, digest in entry["checksums"].items()
+            if not name.startswith(drafts)
+        }
+        by_rank.append((int(infos[0].get("tp_rank") or 0) if infos else 0, digests))
+    return [digests for _, digests in sorted(by_rank, key=lambda item: item[0])]

@@ -1,0 +1,224 @@
+"""Digests of what the trainer sends, in a server's dtype and layout, to compare with the server's own.
+
+SGLang's `/weights_checker` gives a digest of each parameter it holds, by rank: q, k and v in one tensor, gate and up in
+one, each rank's shard, the vocabulary padded with zeros. `Digests` computes the same from the buckets that pass by:
+
+    bucket ─► parts of a tensor ─► complete? ─► a thread: cast, cut into shards, hash ─► digests by rank and name
+                  (q, k, v)         no: kept as a copy
+
+Source: SGLang 0.5.23, srt/utils/weight_checker.py, layers/linear.py, layers/vocab_parallel_embedding.py,
+configs/update_config.py (the padding on a CPU), kernels/ops/memory/gpu_tensor_hash.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightrl.errors import WeightSyncError
+from lightrl.weights.bucket import Bucket
+from lightrl.weights.server_form import OUTPUT_HEAD, ServerForm
+from lightrl.weights.tile_hash import tile_hash
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text"})  # by `model_type`
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that a server may have
+RankDigests = list[dict[str, str]]  # by rank: SGLang's parameter name → 16 hexadecimal digits
+
+_EMBEDDING = "model.embed_tokens.weight"
+_FUSED = {"q_proj": ("qkv_proj", 0, 3), "k_proj": ("qkv_proj", 1, 3), "v_proj": ("qkv_proj", 2, 3),
+          "gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2)}  # fmt: skip
+_VOCABULARY_PADDING = 64
+_CPU_PADDING = 32  # of the intermediate size, times the ranks
+
+
+@dataclass(frozen=True)
+class ServerLayout:
+    """How a server holds its parameters."""
+
+    dtype: torch.dtype = torch.float32
+    num_ranks: int = 1  # tensor-parallel
+    is_cpu: bool = True  # sha256 and a padded intermediate size; else the hash of a GPU
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} on {self.num_ranks} {'CPU' if self.is_cpu else 'GPU'} ranks"
+
+
+def server_names(names: Iterable[str]) -> set[str]:
+    """SGLang's names of the parameters with these Hugging Face names."""
+    return {_fused(name)[0] for name in names}
+
+
+def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None:
+    """Why the digests of this layout cannot be computed; None if they can."""
+    if config.model_type not in FAMILIES:
+        return f"the layout of model_type={config.model_type!r} in SGLang is unknown here"
+    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    if layout.is_cpu and (heads % layout.num_ranks or key_value_heads % layout.num_ranks):
+        return f"SGLang pads {heads} heads and {key_value_heads} key-value heads on {layout.num_ranks} CPU ranks"
+    return None
+
+
+class Digests:
+    """Hashes the buckets of one version beside their transfer; keeps at most the parts of incomplete tensors.
+
+    Args:
+        config: of the trainer's model.
+        form: dtype and names that are sent.
+        layouts: of the servers.
+        timeout_s: for the hashes of one bucket.
+        num_threads: that hash.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        form: ServerForm,
+        layouts: Collection[ServerLayout],
+        *,
+        timeout_s: float = 600.0,
+        num_threads: int = 1,
+    ) -> None:
+        self._config = config
+        self._form = form
+        self._layouts = list(layouts)
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lightrl-digests")
+        self._parts: dict[str, dict[int, Tensor]] = {}  # of tensors that are incomplete
+        self._running: list[Future[None]] = []
+        self._digests: dict[ServerLayout, RankDigests] = {
+            layout: [{} for _ in range(layout.num_ranks)] for layout in self._layouts
+        }
+
+    def add(self, bucket: Bucket) -> None:
+        """Starts to hash a bucket, when that of the bucket before is done: `bucket` must stay as it is until then."""
+        self.wait()
+        if not self._layouts:
+            return
+        added: list[tuple[str, int]] = []
+        for name, tensor in bucket.tensors.items():
+            if name in self._form.skip_names:
+                continue
+            fused, index, num = _fused(name)
+            parts = self._parts.setdefault(fused, {})
+            parts[index] = tensor.detach()
+            added.append((fused, index))
+            if len(parts) == num:
+                del self._parts[fused]
+                self._running.append(self._threads.submit(self._hash, fused, [parts[i] for i in range(num)]))
+        for fused, index in added:
+            if fused in self._parts:  # it ends in a later bucket, and this one must not stay alive
+                self._parts[fused][index] = self._parts[fused][index].clone()
+
+    def wait(self) -> None:
+        """Returns when the hashes of all buckets so far are done.
+
+        Raises:
+            WeightSyncError: if they take longer than `timeout_s`.
+        """
+        running, self._running = self._running, []
+        for one in running:
+            try:
+                one.result(self._timeout_s)
+            except FutureTimeout as error:
+                raise WeightSyncError(f"the digests of a bucket took longer than {self._timeout_s:g} s") from error
+
+    def finish(self) -> dict[ServerLayout, RankDigests]:
+        """The digests of the version, by layout; ends the threads."""
+        self.wait()
+        self.close()
+        return self._digests
+
+    def close(self) -> None:
+        """Ends the threads. May be called twice."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _hash(self, name: str, parts: list[Tensor]) -> None:
+        if self._form.dtype is not None:
+            parts = [part.to(self._form.dtype) if part.is_floating_point() else part for part in parts]
+        if self._config.model_type == "gemma" and "norm.weight" in name:
+            parts = [parts[0] + 1.0]  # SGLang adds it while it loads
+        for layout in self._layouts:
+            cast = [part.to(layout.dtype) if part.is_floating_point() else part for part in parts]
+            digests = self._digests[layout]
+            previous: tuple[list[Tensor], str] | None = None
+            for rank in range(layout.num_ranks):
+                shards = [self._shard(name, index, part, rank, layout) for index, part in enumerate(cast)]
+                if previous is not None and all(one is other for one, other in zip(shards, previous[0], strict=True)):
+                    digest = previous[1]  # a replicated parameter
+                else:
+                    digest = _digest(shards, layout)
+                previous = shards, digest
+                digests[rank][name] = digest
+                if name == _EMBEDDING and OUTPUT_HEAD in self._form.skip_names:
+                    digests[rank][OUTPUT_HEAD] = digest  # of servers that hold a tied head twice
+                if self._config.model_type == "gemma2" and cast[0].dim() == 1:
+                    digests[rank][name.replace(".weight", ".gemma_weight")] = _digest([cast[0] + 1.0], layout)
+
+    def _shard(self, name: str, index: int, part: Tensor, rank: int, layout: ServerLayout) -> Tensor:
+        """What `rank` holds of a part, with zeros where SGLang pads; the part itself where each rank holds all."""
+        *_, module, kind = ("", *name.split("."))
+        num = layout.num_ranks
+        if module in ("embed_tokens", "lm_head"):
+            unit = _VOCABULARY_PADDING
+            if _padded(part.shape[0], unit) % num:
+                unit *= num
+            return _cut(part, 0, _padded(part.shape[0], unit), num, rank)
+        if module == "qkv_proj":
+            if index > 0 and num > (heads := self._config.num_key_value_heads):
+                return _cut(part, 0, part.shape[0], heads, rank * heads // num)
+            return _cut(part, 0, part.shape[0], num, rank)
+        if module in ("gate_up_proj", "down_proj") and not (module == "down_proj" and kind == "bias"):
+            dim = 0 if module == "gate_up_proj" else 1
+            size = _padded(part.shape[dim], _CPU_PADDING * num) if layout.is_cpu else part.shape[dim]
+            return _cut(part, dim, size, num, rank)
+        if module == "o_proj" and kind == "weight":
+            return _cut(part, 1, part.shape[1], num, rank)
+        return part
+
+
+def _fused(name: str) -> tuple[str, int, int]:
+    """SGLang's name for a parameter, which of its parts this one is, and how many it has."""
+    pieces = name.split(".")
+    if len(pieces) > 1 and pieces[-2] in _FUSED:
+        pieces[-2], index, num = _FUSED[pieces[-2]]
+        return ".".join(pieces), index, num
+    return name, 0, 1
+
+
+def _padded(size: int, unit: int) -> int:
+    return math.ceil(size / unit) * unit
+
+
+def _cut(tensor: Tensor, dim: int, size: int, num: int, index: int) -> Tensor:
+    """Shard `index` of `num` along a dimension, after that was padded with zeros to `size`."""
+    if num == 1 and size == tensor.shape[dim]:
+        return tensor
+    length = size // num
+    start = min(index * length, tensor.shape[dim])
+    shard = tensor.narrow(dim, start, min(length, tensor.shape[dim] - start))
+    if shard.shape[dim] == length:
+        return shard
+    shape = list(tensor.shape)
+    shape[dim] = length - shard.shape[dim]
+    return torch.cat([shard, shard.new_zeros(shape)], dim)
+
+
+def _digest(parts: list[Tensor], layout: ServerLayout) -> str:
+    """SGLang's `tensor_hash` of the parts one after the other, as it is printed."""
+    if not layout.is_cpu:
+        return f"{tile_hash(torch.cat([part.reshape(-1) for part in parts])):016x}"
+    digest = hashlib.sha256()  # which releases the GIL
+    for part in parts:
+        digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

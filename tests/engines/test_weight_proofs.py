@@ -1,0 +1,439 @@
+"""A server's weights are proven against the trainer's: what SGLangEngine notices, with one server and with several."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from sync_cases import asked, running
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3Config
+from waits import until as until_true
+
+from lightrl.engines import Timeouts
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.engines.sglang.server_process import ServerProcess, other_model
+from lightrl.engines.sglang.sync_report import Fleet
+from lightrl.engines.sglang.weight_proofs import WeightProofs, target_digests
+from lightrl.errors import EngineError, WeightSyncError
+from lightrl.testing.fake_server_process import FakeServerProcess
+from lightrl.trajectory import Sampling
+from lightrl.weights import ServerForm, bucketed
+
+URL = "http://server"
+UPDATE = "/update_weights_from_disk"
+
+
+def until(is_true: Callable[[], object]) -> None:
+    asyncio.run(until_true(is_true))
+
+
+def config_of(**changes: Any) -> Qwen3Config:
+    values = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+              "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": None}  # fmt: skip
+    return Qwen3Config(**{**values, **changes})
+
+
+def parameters_of(config: PretrainedConfig, version: int = 0) -> dict[str, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(version)
+        return {name: tensor.detach() for name, tensor in AutoModelForCausalLM.from_config(config).named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_config(config_of()).save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def pair(folder) -> Iterator[list[FakeServerProcess]]:
+    """Two servers for all tests that leave them alive."""
+    with running(2, folder) as servers:
+        yield servers
+
+
+@pytest.fixture
+def serving() -> Iterator[Callable[..., list[FakeServerProcess]]]:
+    """Starts servers of a test's own; they end after its engines."""
+    with ExitStack() as stack:
+        yield lambda *args, **settings: stack.enter_context(running(*args, **settings))
+
+
+@pytest.fixture
+def engines(serving) -> Iterator[Any]:
+    started: list[SGLangEngine] = []
+
+    def start(servers: Sequence[FakeServerProcess], config: PretrainedConfig, **settings: Any) -> SGLangEngine:
+        settings = {"timeouts": Timeouts(request_s=20, sync_s=20), "probe_interval_s": 0.1, **settings}
+        engine = SGLangEngine(urls=[server.url for server in servers], **settings)
+        started.append(engine)
+        engine.start(config)
+        return engine
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+def requests_of(server: FakeServerProcess) -> Counter[str]:
+    return Counter(server.stats()["requests"])
+
+
+def load(engine: SGLangEngine, parameters: dict[str, Tensor], version: int) -> None:
+    engine.load_weights(bucketed(parameters.items(), 3000), weight_version=version)
+
+
+@pytest.mark.parametrize(
+    ("transport", "settings"),
+    [
+        ("disk", {}),
+        ("tensor", {}),
+        ("disk", {"dtype": "bfloat16"}),
+        ("disk", {"tp_size": 2}),
+        ("disk", {"tp_size": 2, "dtype": "bfloat16"}),
+    ],
+    ids=["one rank", "through shared memory", "bfloat16", "two ranks", "two ranks in bfloat16"],
+)
+def test_one_healthy_server_is_proven_at_each_sync(serving, folder, engines, transport, settings, caplog):
+    servers = serving(1, folder, **settings)
+    with caplog.at_level("INFO", logger="lightrl"):
+        engine = engines(servers, config_of(), transport=transport)
+        for version in range(3):
+            load(engine, parameters_of(config_of(), version), version)
+            assert engine.proofs() == {servers[0].url: "digests"}
+    assert sum("bit by bit" in message for message in caplog.messages) == 1
+
+
+def test_a_tied_head_is_proven_too(serving, tmp_path, engines):
+    config = config_of(tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    servers = serving(1, tmp_path)
+    engine = engines(servers, config)
+    load(engine, parameters_of(config), 0)
+    assert engine.proofs() == {servers[0].url: "digests"}
+
+
+def ignored(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The smallest change of one value that bfloat16 has."""
+    changed = dict(parameters)
+    norm = changed["model.norm.weight"].clone()
+    norm[0] += 2**-7
+    return {**changed, "model.norm.weight": norm}
+
+
+def acknowledge_only(engine: SGLangEngine, url: str) -> None:
+    """From now on the server at `url` takes the number of each version, and loads nothing."""
+    assert engine._loading is not None
+    transport = engine._loading._sync.transport
+    load_held = transport.load_held
+
+    async def load(fleet: Fleet, weight_version: int) -> int:
+        others = Fleet([client for client in fleet.clients if client.url != url], fleet.timeout_s)
+        num_bytes = await load_held(others, weight_version) if others.clients else 0
+        await fleet.ask(lambda client: _renamed(client, weight_version) if client.url == url else client.is_ready())
+        return num_bytes
+
+    transport.load_held = load  # type: ignore[method-assign]
+
+
+async def _renamed(client: SGLangClient, weight_version: int) -> bool:
+    await client.set_weight_version(str(weight_version))
+    return True
+
+
+def test_one_server_that_acknowledges_and_ignores_the_smallest_update_is_noticed(serving, folder, engines):
+    servers = serving(1, folder, dtype="bfloat16")
+    engine = engines(servers, config_of())
+    first = parameters_of(config_of())
+    load(engine, first, 0)
+    acknowledge_only(engine, servers[0].url)
+    with pytest.raises(WeightSyncError, match=r"1 of its 19 parameters .* of version 1: model\.norm\.weight, on"):
+        load(engine, ignored(first), 1)
+
+
+@pytest.mark.parametrize("fault", ["missing", "swapped", "stale"])
+def test_what_a_server_loads_wrongly_is_named(pair, engines, fault):
+    servers = pair[:1]
+    engine = engines(servers, config_of())
+    load(engine, parameters_of(config_of()), 0)
+    proofs = engine._loading._sync.proofs
+    right = parameters_of(config_of(), 1)
+    wrong = dict(right)
+    up, other = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    if fault == "missing":
+        wrong[up] = parameters_of(config_of())[up]
+    elif fault == "swapped":
+        wrong[up], wrong[other] = right[other], right[up]
+    else:
+        wrong = parameters_of(config_of())
+    begin = proofs.begin
+
+    class Right:
+        """Digests of what should have arrived."""
+
+        def add(self, bucket: Any) -> None:
+            pass
+
+    def begin_right(version: int, urls: Any) -> Any:
+        digests = begin(version, urls)
+        for bucket in bucketed(right.items(), 2**30):
+            digests.add(bucket)
+        return Right()
+
+    proofs.begin = begin_right
+    with pytest.raises(WeightSyncError) as caught:
+        load(engine, wrong, 1)
+    named = {"missing": "1 of its 19", "swapped": "2 of its 19", "stale": "parameters are not the trainer's"}[fault]
+    assert named in str(caught.value)
+    assert fault == "stale" or "model.layers.0.mlp.gate_up_proj.weight" in str(caught.value)
+
+
+def test_of_two_servers_that_disagree_the_one_that_agrees_with_the_trainer_stays(pair, engines):
+    servers = pair[:2]
+    engine = engines(servers, config_of(), probe_interval_s=60)  # it does not come back meanwhile
+    load(engine, parameters_of(config_of()), 0)
+    acknowledge_only(engine, servers[0].url)
+    load(engine, parameters_of(config_of(), 1), 1)
+    report = engine.last_sync
+    assert report is not None
+    assert report.versions == {servers[1].url: 1}
+    assert "are not the trainer's" in report.lost[servers[0].url]
+    assert engine.proofs()[servers[1].url] == "digests"
+
+
+def test_a_restarted_server_that_claims_the_version_gets_the_weights_anew(pair, engines, caplog):
+    servers = pair[:1]
+    with caplog.at_level("WARNING", logger="lightrl"):
+        engine = engines([*servers], config_of())
+        load(engine, parameters_of(config_of()), 0)
+        url, port = servers[0].url, servers[0].port
+        right = asked(servers[0], "checksum")["ranks"]
+        servers[0].arguments["weight_version"] = "0"
+        engine._home.call(_forget_failures(engine), 5)  # the restart falls between two health checks
+        servers[0].stop()
+        servers[0].start(port)
+        load(engine, parameters_of(config_of()), 1)
+        assert engine.proofs() == {url: "digests"}
+        assert asked(servers[0], "checksum")["ranks"] == right
+        assert any("was restarted since the last load" in message for message in caplog.messages)
+
+
+async def _forget_failures(engine: SGLangEngine) -> None:
+    """Stops the health checks."""
+    members = engine._members
+    assert members is not None
+    members._probe_interval_s = 1e6
+    await asyncio.sleep(0.3)
+
+
+def test_a_restart_between_two_syncs_is_noticed_by_the_health_check(pair, engines, caplog):
+    servers = pair[:2]
+    with caplog.at_level("WARNING", logger="lightrl"):
+        engine = engines(servers, config_of())
+        load(engine, parameters_of(config_of()), 0)
+        members = engine._members
+        assert members is not None
+        url = servers[0].url
+        members.processes[url] = ServerProcess(identity="the one before")
+        until(lambda: any("another process answers" in message for message in caplog.messages))
+        until(lambda: url in engine.pool.urls("routable"))  # it has the weights again
+        assert engine.pool.servers[url].weight_version == 0
+        assert engine.proofs()[url] == "digests"
+
+
+def test_a_server_of_another_version_between_two_syncs_is_noticed(pair, engines, caplog):
+    servers = pair[:2]
+    with caplog.at_level("WARNING", logger="lightrl"):
+        engine = engines(servers, config_of())
+        load(engine, parameters_of(config_of()), 3)
+        asked(servers[0], "set_weight_version", weight_version="2")
+        until(lambda: any("reports version '2'" in message for message in caplog.messages))
+        until(lambda: len(engine.pool.urls("routable")) == 2)
+        assert asked(servers[0], "model_info")["weight_version"] == "3"
+
+
+# ---------------------------------------------------------------------- the prefix cache
+
+
+def generate(engine: SGLangEngine) -> None:
+    asyncio.run(engine.generate([1, 2, 3], Sampling(max_new_tokens=2), session="s"))
+
+
+def test_requests_of_one_version_share_a_cache_key_and_other_versions_and_runs_do_not(pair, engines):
+    servers = pair[:1]
+    keys = []
+    for engine in (engines(servers, config_of()), engines(servers, config_of())):
+        for version in range(2):
+            load(engine, parameters_of(config_of(), version), version)
+            assert engine._members is not None
+            keys.append(engine._members.cache_key(servers[0].url))
+            generate(engine)
+    assert len(set(keys)) == 4
+    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}, "extra_key": keys[-1]}
+    assert asked(servers[0], "generate", body=body)["meta_info"]["cached_tokens"] == 2
+
+
+def test_each_load_costs_a_server_one_request_before_it_and_one_after_it(pair, engines):
+    servers = pair[:1]
+    engine = engines(servers, config_of())
+    before = requests_of(servers[0])
+    for version in range(3):
+        load(engine, parameters_of(config_of(), version), version)
+    until(lambda: (requests_of(servers[0]) - before)["/generate"] == 4)
+    assert engine.last_sync is not None
+    assert engine.last_sync.planted == [servers[0].url]
+    assert (requests_of(servers[0]) - before)["/flush_cache"] == 0
+
+
+def test_a_cache_that_a_load_did_not_empty_is_flushed(pair, engines):
+    servers = pair[:1]
+    engine = engines(servers, config_of())
+    load(engine, parameters_of(config_of()), 0)
+    before = requests_of(servers[0])
+    servers[0].fault("keep_cache", UPDATE)
+    load(engine, parameters_of(config_of(), 1), 1)
+    until(lambda: (requests_of(servers[0]) - before)["/generate"] == 3)
+    assert (requests_of(servers[0]) - before)["/flush_cache"] == 1
+    assert engine.pool.urls("routable") == [servers[0].url]
+
+
+def test_a_server_whose_cache_cannot_be_emptied_is_lost(pair, engines):
+    servers = pair[:2]
+    engine = engines(servers, config_of())
+    load(engine, parameters_of(config_of()), 0)
+    servers[0].fault("keep_cache", UPDATE)
+    servers[0].fault("keep_cache", "/flush_cache")
+    reasons: list[str] = []
+    members = engine._members
+    assert members is not None
+    lose = members.lose
+    members.lose = lambda url, reason: (reasons.append(f"{url}: {reason}"), lose(url, reason))[1]  # type: ignore
+    load(engine, parameters_of(config_of(), 1), 1)
+    until(lambda: bool(reasons))
+    assert reasons[0].startswith(servers[0].url)
+    assert "still has key-values of weight version 0, after a load and a flush" in reasons[0]
+
+
+# ---------------------------------------------------------------------- another model
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (Qwen2Config(vocab_size=61, hidden_size=32, num_hidden_layers=2), "type 'qwen3'"),
+        (config_of(num_hidden_layers=3), "has 2 layers; the trainer's has 3"),
+        (config_of(vocab_size=70), "vocab_size=61 instead of 70"),
+        (config_of(hidden_size=64), "hidden_size=32 instead of 64"),
+        (config_of(tie_word_embeddings=True), "tie_word_embeddings=False instead of True"),
+    ],
+    ids=["family", "layers", "vocabulary", "hidden size", "tied head"],
+)
+def test_a_server_of_another_model_is_named_before_anything_is_loaded(pair, engines, config, told):
+    servers = pair[:1]
+    before = requests_of(servers[0])
+    with pytest.raises(EngineError, match=told) as caught:
+        engines(servers, config)
+    assert servers[0].url in str(caught.value)
+    assert (requests_of(servers[0]) - before)[UPDATE] == 0
+    assert servers[0].is_alive()
+
+
+def test_a_model_of_another_shape_kills_the_fake_server_as_the_real_one(serving, folder, engines):
+    servers = serving(1, folder)
+    engine = engines(servers, config_of(hidden_size=64), verify_sync=False)
+    with pytest.raises(WeightSyncError):
+        load(engine, parameters_of(config_of(hidden_size=64)), 0)
+    until(lambda: not servers[0].is_alive())
+
+
+def test_a_config_of_another_host_is_not_compared():
+    process = ServerProcess(model_path="/nowhere")
+    assert other_model(config_of(), {"model_type": "qwen3"}, process, []) is None
+    told = other_model(config_of(), {"architectures": ["Qwen3ForSequenceClassification"]}, process, [])
+    assert told is None  # the trainer's config names none
+    config = config_of(architectures=["Qwen3ForCausalLM"])
+    told = other_model(config, {"architectures": ["Qwen3ForSequenceClassification"]}, process, [])
+    assert "the trainer has Qwen3ForCausalLM" in str(told)
+
+
+# ---------------------------------------------------------------------- what cannot be compared
+
+
+def proofs_of(config: PretrainedConfig, process: ServerProcess) -> WeightProofs:
+    proofs = WeightProofs(config, ServerForm.of(config), {URL: process})
+    digests = proofs.begin(0, [URL])
+    for bucket in bucketed(parameters_of(config).items(), 2**20):
+        digests.add(bucket)
+    return proofs
+
+
+def answer_of(config: PretrainedConfig, dtype: torch.dtype, **more: str) -> dict[str, Any]:
+    from lightrl.testing.fake_server_layout import checksums
+
+    tensors = {name: tensor.to(dtype) for name, tensor in parameters_of(config).items()}
+    return {"ranks": [{"checksums": {**checksums(tensors, config, 1)[0], **more}, "parallelism_info": []}]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_dtype_of_a_server_that_says_auto_is_the_one_that_matches(dtype):
+    proofs = proofs_of(config_of(), ServerProcess("a", dtype=None))
+    assert proofs.judge(URL, 0, answer_of(config_of(), dtype)) == ("digests", "")
+    assert [layout.dtype for layout in proofs.begin(1, [URL])._layouts] == [dtype]  # from now on
+
+
+def test_a_server_that_matches_in_no_dtype_is_rejected():
+    proofs = proofs_of(config_of(), ServerProcess("a", dtype=None))
+    proof, problem = proofs.judge(URL, 0, answer_of(config_of(), torch.float64))
+    assert proof is None
+    assert "float32 on 1 CPU ranks or bfloat16 on 1 CPU ranks or float16 on 1 CPU ranks" in problem
+
+
+@pytest.mark.parametrize(
+    ("process", "answer", "told"),
+    [
+        (ServerProcess.read({"quantization": "fp8", "device": "cpu"}), {}, "quantization=fp8"),
+        (ServerProcess.read({"pp_size": 2, "device": "cpu"}), {}, "pp_size=2"),
+        (ServerProcess("a", dtype=torch.float32), None, "no /weights_checker"),
+        (
+            ServerProcess("a", dtype=torch.float32),
+            answer_of(config_of(), torch.float32, **{"model.mystery": "0" * 16}),
+            "1 parameters that the trainer has not (model.mystery)",
+        ),
+    ],
+    ids=["quantized", "pipeline stages", "no checksums", "an unknown parameter"],
+)
+def test_what_cannot_be_compared_is_told_once_and_never_after_it_could(process, answer, told, caplog):
+    proofs = proofs_of(config_of(), process)
+    with caplog.at_level("WARNING", logger="lightrl"):
+        for _ in range(2):
+            proof, problem = proofs.judge(URL, 0, answer)
+            assert proof == "version"
+            assert told in problem
+    assert len([message for message in caplog.messages if told in message]) == 1
+    proofs._dtypes[URL, process.identity] = torch.float32  # as after a comparison
+    proof, problem = proofs.judge(URL, 0, answer)
+    assert proof is None
+    assert "no longer" in problem
+
+
+def test_parameters_that_only_one_side_has_are_another_model():
+    proofs = proofs_of(config_of(), ServerProcess("a", dtype=torch.float32))
+    proof, problem = proofs.judge(URL, 0, answer_of(config_of(tie_word_embeddings=True), torch.float32))
+    assert proof is None
+    assert "1 parameters that the server has not (lm_head.weight)" in problem
+
+
+def test_draft_models_and_adapters_do_not_hide_the_targets_parameters():
+    infos = [{"role": "target", "tp_rank": 1}, {"role": "draft", "tp_rank": 1}]
+    first = {"checksums": {"a.weight": "1", "draft.a.weight": "2"}, "parallelism_info": infos}
+    second = {"checksums": {"a.base_layer.weight": "3"}, "parallelism_info": {"role": "target", "tp_rank": 0}}
+    assert target_digests({"ranks": [first, second]}) == [{"a.weight": "3"}, {"a.weight": "1"}]

@@ -1,0 +1,185 @@
+"""Digests of what the trainer sends, against layouts that were written from SGLang's layers and a scalar hash."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny import tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightrl.strategies import tensor_plans
+from lightrl.testing.fake_server_layout import checksums
+from lightrl.weights import Digests, ServerForm, ServerLayout, bucketed
+from lightrl.weights import digests as digests_module
+from lightrl.weights.digests import server_names, unknown_layout
+from lightrl.weights.tile_hash import tile_hash
+
+SIZES = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "head_dim": 8, "vocab_size": 130}
+
+
+def model_of(family="qwen3", **changes):
+    config = AutoConfig.for_model(family, pad_token_id=None, **{"num_hidden_layers": 2, **SIZES, **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()  # norms and biases too
+    return model
+
+
+def computed(model, layout, *, bucket_bytes=3000, dtype=None, shuffled=False):
+    """The digests of a model's parameters that pass by in buckets."""
+    parameters = list(model.named_parameters())
+    if shuffled:
+        random.Random(0).shuffle(parameters)
+    digests = Digests(model.config, ServerForm.of(model.config, dtype), [layout])
+    for bucket in bucketed(parameters, bucket_bytes):
+        digests.add(bucket)
+    return digests.finish()[layout]
+
+
+def held(model, layout):
+    """What SGLang's ranks answer, from `fake_server_layout`."""
+    parameters = {name: tensor.detach().to(layout.dtype) for name, tensor in model.named_parameters()}
+    return checksums(parameters, model.config, layout.num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_key_value_heads", [1, 2, 4])
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_each_rank_has_its_share_of_the_fused_parameters(family, is_tied, num_key_value_heads, num_ranks):
+    model = model_of(family, num_key_value_heads=num_key_value_heads, tie_word_embeddings=is_tied)
+    layout = ServerLayout(torch.float32, num_ranks)
+    ours, theirs = computed(model, layout), held(model, layout)
+    if is_tied:  # for servers that hold the head twice, as with pipeline stages
+        assert all(rank.pop("lm_head.weight") == rank["model.embed_tokens.weight"] for rank in ours)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_server_of_another_dtype_holds_the_cast_of_what_was_sent(dtype):
+    model = model_of(num_key_value_heads=2, tie_word_embeddings=False)
+    layout = ServerLayout(dtype, 2)
+    assert computed(model, layout) == held(model, layout)
+    assert computed(model.to(torch.bfloat16), layout) == computed(model.float(), layout, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 500, 2**30])
+def test_the_parts_of_a_tensor_may_be_in_any_buckets(bucket_bytes):
+    model = model_of(num_key_value_heads=2, tie_word_embeddings=False)
+    layout = ServerLayout(torch.float32, 2)
+    assert computed(model, layout, bucket_bytes=bucket_bytes, shuffled=True) == held(model, layout)
+
+
+def test_swapped_parameters_and_one_changed_bit_change_the_digests():
+    model = model_of(num_key_value_heads=4, tie_word_embeddings=False)
+    layout = ServerLayout()
+    (before,) = computed(model, layout)
+    layers = model.model.layers
+    with torch.no_grad():
+        for one, other in zip(layers[0].mlp.parameters(), layers[1].mlp.parameters(), strict=True):
+            one.data, other.data = other.data, one.data
+        model.model.norm.weight[3] = torch.nextafter(model.model.norm.weight[3], torch.tensor(9.0))
+    (after,) = computed(model, layout)
+    assert {name for name in before if before[name] != after[name]} == {
+        "model.norm.weight",
+        *(f"model.layers.{layer}.mlp.{name}.weight" for layer in (0, 1) for name in ("gate_up_proj", "down_proj")),
+    }
+
+
+def test_gemma_norms_are_held_with_the_one_that_sglang_adds():
+    model = model_of("gemma2", num_key_value_heads=2)
+    (ours,) = computed(model, ServerLayout(torch.bfloat16))
+    norm = model.model.norm.weight.detach().to(torch.bfloat16)
+    expected = checksums({"plain": norm, "plus one": norm + 1}, model.config, 1)[0]
+    assert (ours["model.norm.weight"], ours["model.norm.gemma_weight"]) == (expected["plain"], expected["plus one"])
+
+
+def test_no_bucket_is_kept_for_a_tensor_that_ends_in_a_later_one():
+    import weakref
+
+    model = model_of(num_key_value_heads=2)
+    digests = Digests(model.config, ServerForm(), [ServerLayout()])
+    (bucket,) = bucketed([("model.layers.0.self_attn.q_proj.weight", torch.zeros(32, 32))], 2**30)
+    kept = weakref.ref(bucket.tensors["model.layers.0.self_attn.q_proj.weight"])
+    digests.add(bucket)
+    digests.wait()
+    del bucket
+    assert kept() is None
+    digests.close()
+
+
+def test_layouts_that_cannot_be_computed_are_named():
+    gpt2 = tiny_model("gpt2").config
+    assert "'gpt2'" in str(unknown_layout(gpt2, ServerLayout()))
+    odd = model_of(num_key_value_heads=1).config
+    assert "2 CPU ranks" in str(unknown_layout(odd, ServerLayout(num_ranks=2)))
+    assert unknown_layout(odd, ServerLayout(num_ranks=2, is_cpu=False)) is None
+    assert set(tensor_plans.FAMILIES) == digests_module.FAMILIES
+    assert server_names(["a.q_proj.weight", "a.k_proj.weight", "b.up_proj.bias", "norm.weight"]) == {
+        "a.qkv_proj.weight",
+        "b.gate_up_proj.bias",
+        "norm.weight",
+    }
+
+
+# ---------------------------------------------------------------------- the hash of a GPU
+
+MASK = 2**32 - 1
+
+
+def fmix(x):
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & MASK
+    return x ^ (x >> 16)
+
+
+def rotated(x, by):
+    return ((x << by) | (x >> (32 - by))) & MASK
+
+
+def slow_hash(content: bytes) -> int:
+    """SGLang's kernels, word by word."""
+    content += b"\0" * (-len(content) % 4)
+    words = [int.from_bytes(content[at : at + 4], "little") for at in range(0, len(content), 4)]
+    seeds = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & MASK)
+    total = 0
+    for start in range(0, len(words), 8192):
+        first = second = 0
+        for index in range(start, min(start + 8192, len(words))):
+            first += fmix(words[index] ^ ((index * 0x27D4EB2D + seeds[0]) & MASK) ^ rotated(index, 15))
+            second += fmix(words[index] ^ ((index * 0x165667B1 + seeds[1]) & MASK) ^ rotated(index, 13))
+        size = len(words) * 4
+        total += (fmix((first & MASK) ^ size) << 32) | fmix((second & MASK) ^ size)
+    total &= 2**64 - 1
+    total = ((total ^ (total >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    total = ((total ^ (total >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return total ^ (total >> 31)
+
+
+@pytest.mark.parametrize("num", [1, 3, 8192, 8193, 30_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_the_tile_hash_is_that_of_sglangs_kernels(num, dtype, monkeypatch):
+    monkeypatch.setattr("lightrl.weights.tile_hash._TILES_AT_ONCE", 2)  # more than one block of tiles
+    tensor = (torch.randn(num, generator=torch.Generator().manual_seed(num)) * 100).to(dtype)
+    assert tile_hash(tensor) == slow_hash(tensor.view(torch.uint8).numpy().tobytes())
+
+
+def test_a_gpu_server_has_tile_hashes_of_its_shares():
+    model = model_of(num_key_value_heads=1, intermediate_size=80)
+    ours = computed(model, ServerLayout(torch.float32, 2, is_cpu=False))
+    layer = model.model.layers[0]
+    for rank in range(2):  # the one key-value head is on both, and nothing is padded but the vocabulary
+        rows = slice(16 * rank, 16 * rank + 16)
+        qkv = torch.cat([layer.self_attn.q_proj.weight[rows], layer.self_attn.k_proj.weight,
+                         layer.self_attn.v_proj.weight])  # fmt: skip
+        down = layer.mlp.down_proj.weight[:, 40 * rank : 40 * rank + 40].contiguous()
+        for name, tensor in (("self_attn.qkv_proj", qkv), ("mlp.down_proj", down)):
+            expected = slow_hash(tensor.detach().view(torch.uint8).numpy().tobytes())
+            assert ours[rank][f"model.layers.0.{name}.weight"] == f"{expected:016x}"
+
+
+def test_an_empty_tensor_has_the_hash_zero():
+    assert tile_hash(torch.empty(0)) == 0
