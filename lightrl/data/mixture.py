@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -54,15 +55,16 @@ class DataSource:
             )
 
 
-Source: TypeAlias = "str | DataSource | list[DataSource]"
+# With a Path in it, jsonargparse takes the name of a data file for a value; else it would read the file as settings.
+Source: TypeAlias = "str | Path | DataSource | list[DataSource]"
 
 
 def sources_of(source: Source | None) -> list[DataSource]:
     """The sources as a list, each with a label; raises ValueError if two are the same."""
     if source is None:
         return []
-    if isinstance(source, str):
-        source = DataSource(source)
+    if isinstance(source, str | Path):
+        source = DataSource(str(source))
     sources = [source] if isinstance(source, DataSource) else list(source)
     sources = [
         replace(item, label=str(index) if item.label is None else item.label) for index, item in enumerate(sources)

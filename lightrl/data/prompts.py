@@ -86,9 +86,9 @@ class PromptDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        train: str | DataSource | list[DataSource] | None = None,
-        validation: str | DataSource | list[DataSource] | None = None,
-        test: str | DataSource | list[DataSource] | None = None,
+        train: str | Path | DataSource | list[DataSource] | None = None,
+        validation: str | Path | DataSource | list[DataSource] | None = None,
+        test: str | Path | DataSource | list[DataSource] | None = None,
         *,
         batch_size: int,
         name: str | None = None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -63,9 +64,9 @@ class SFTDataModule(CompletionDataModule):
 
     def __init__(
         self,
-        train: str | DataSource | list[DataSource] | None = None,
-        validation: str | DataSource | list[DataSource] | None = None,
-        test: str | DataSource | list[DataSource] | None = None,
+        train: str | Path | DataSource | list[DataSource] | None = None,
+        validation: str | Path | DataSource | list[DataSource] | None = None,
+        test: str | Path | DataSource | list[DataSource] | None = None,
         *,
         batch_size: int,
         answer_column: str = "answer",

@@ -73,6 +73,12 @@ def test_every_row_of_the_data_is_read(settings, config, capsys):
     assert validation == "validation: 0 prompts, 0 rows dropped, 0 bad"
 
 
+def test_a_data_file_is_not_read_as_settings(settings, config, capsys):
+    row = json.dumps({"source": "other.jsonl", "question": "1", "answer": "1"})
+    assert main(["doctor", "data", "--config", config(data_settings(settings, [row]))]) == 0
+    assert capsys.readouterr().out.startswith("train: 1 prompts")
+
+
 def test_rows_that_a_run_would_drop_are_counted(settings, config, capsys):
     name = config(data_settings(settings, ['{"question": "1", "answer": "1"}'] * 3, min_prompt_tokens=2))
     assert main(["doctor", "data", "--config", name]) == 0
