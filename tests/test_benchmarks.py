@@ -22,6 +22,7 @@ from benchmarks import (
     packing,
     parallel,
     plan,
+    sync_faults,
     weight_sync,
 )
 from benchmarks.async_overlap import PlaybackEngine
@@ -205,6 +206,17 @@ def test_weight_sync_measures_each_transport_in_processes_of_its_own(capfd):
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
     found = {line["measurement"] for line in lines if "measurement" in line}
     assert found == {"gloo", "disk", "plain_memory_copy", "plain_file_copy"}
+
+
+def test_sync_faults_prints_a_row_for_each_run_and_counts_false_alarms(capsys):
+    sync_faults.main(["--quick"])
+    rows = printed(capsys)
+    found = [row for row in rows if "fault" in row]
+    assert [row["servers"] for row in found] == [1, 1, 1]
+    assert {"fault", "servers", "lr", "dtype", "noticed_by", "iterations"} <= found[0].keys()
+    assert (found[0]["fault"], found[0]["iterations"]) == ("acknowledged and ignored", 0)
+    (healthy,) = [row for row in rows if "healthy_syncs" in row]
+    assert (healthy["healthy_syncs"], healthy["false_alarms"]) == (16, 0)
 
 
 def test_plan_prints_both_strategies_for_each_size(capsys):

@@ -1,28 +1,264 @@
 """Probe: a few fixed sequences that trainer and engine both score, to show that the engine has the trainer's weights.
 
-Shapes: B sequences, T tokens.
+Two tests of each replica: the mean difference has a bound, that of rounding, and version_probe.py asks which version's
+scores they are. Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
-from lightrl.engines.abilities import NamesDtypes
-from lightrl.errors import WeightSyncError
+from lightrl.callbacks.version_probe import SentSample, Verdict, VersionProbe, as_row
+from lightrl.engines.abilities import DropsReplicas, NamesDtypes, ProvesWeights, ScoresTokens
+from lightrl.errors import LightRLError, WeightSyncError
 from lightrl.experience import Experience
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import ranks_of
+from lightrl.strategies import SingleModel, ranks_of
 from lightrl.trajectory import Prompt, Trajectory
+from lightrl.weights import Bucket
 
-FLOAT32_BOUND_NATS = 1e-3
-LOW_PRECISION_BOUND_NATS = 0.2  # bfloat16 was measured to differ by up to 0.12
+log = logging.getLogger(__name__)
+
+# A logprob's rounding grows with the logits: healthy engines differ by at most 0.2 · eps · (1 + mean |logprob|) for
+# models of 0.1 M to 4 M parameters in all three formats, by 1.8 for one of 2,000 with very peaked distributions, and by
+# 0.12 nats in bfloat16 for large ones, about 1.2.
+ROUNDINGS = 2.0
+# What does not shrink with the format, such as tables of rotary embeddings; later at most eight times the first sync's.
+OTHER_NATS = 1e-4
+# Sampled tokens are far from the context's start, and a mean over few of them varies.
+MISMATCH_OTHER_NATS = 1e-3
+MIN_MISMATCH_TOKENS = 64
+
+
+@dataclass
+class Rounding:
+    """The machine epsilons that trainer and engine compute with."""
+
+    trainer_eps: float
+    engine_eps: float
+    engine_dtype: str  # the coarsest of the engine's
+    dtypes: list[str]  # of both
+
+    def bound_nats(self, mean_abs_logprob: float) -> float:
+        """Of the mean difference of logprobs."""
+        return ROUNDINGS * max(self.trainer_eps, self.engine_eps) * (1 + mean_abs_logprob)
+
+
+@dataclass
+class _Replica:
+    """What is known of one replica."""
+
+    versions: VersionProbe = field(default_factory=VersionProbe)
+    other_nats: float | None = None  # before its first sync
+    verdict: Verdict = field(default_factory=Verdict)
+    difference: float = 0.0  # of the last sync, in nats
+
+
+class Probe:
+    """Compares trainer and engine after a sync. `trainer_side`, `compare` and `check_mismatch` are collective.
+
+    One wrong replica of several is dropped, if the engine can do that, and gets the weights again; if it is wrong once
+    more, or no other one is right, the run ends. A replica whose weights were proven by digests needs no answer of
+    version_probe.py; the bound applies to it too. A resumed run starts without earlier scores.
+
+    Args:
+        num: sequences.
+        num_tokens: length of each.
+        max_nats: replaces the bound that follows from the dtypes.
+    """
+
+    def __init__(self, num: int, num_tokens: int, max_nats: float | None) -> None:
+        self.num = num
+        self.num_tokens = num_tokens
+        self.max_nats = max_nats
+        self.reset()
+
+    def reset(self) -> None:
+        self._replicas: dict[str, _Replica] = {}
+        self._dropped: set[str] = set()
+        self._rounding: Rounding | None = None  # of an engine that has scored, on every rank
+        self._sent = SentSample()
+        self._has_logged = False
+
+    def trainer_side(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
+        """The trainer's scores, [B, T]; None if the engine cannot score or it is not its turn, on every rank."""
+        engine = trainer.rollout.engine
+        every = engine.probe_every_n_loads if self.num and isinstance(engine, ScoresTokens) else 0
+        every = ranks_of(trainer.strategy).broadcast_json(every)
+        if every == 0 or weight_version % every:
+            return None
+        return trainer_scores(trainer, module, self._sequences(module))
+
+    def watch(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+        """The buckets of a version on their way to the engine; not collective."""
+        self._sent = SentSample()
+        return self._sent.watch(buckets)
+
+    def compare(
+        self, trainer: RLTrainer, module: RLModule, weight_version: int, scores: list[list[float]] | None
+    ) -> dict[str, float]:
+        """After the load: the metrics of this sync.
+
+        Raises:
+            WeightSyncError: on every rank, if a replica has other weights, or scores cannot be had.
+        """
+        ranks = ranks_of(trainer.strategy)
+        result: dict[str, Any] = {"metrics": {}, "problem": None, "rounding": None}
+        if ranks.is_main and not trainer.rollout.is_recorded:
+            try:
+                result["metrics"] = self._judge(trainer, module, weight_version, scores)
+            except LightRLError as error:
+                result["problem"] = str(error)
+            result["rounding"] = vars(self._rounding) if self._rounding is not None else None
+        result = ranks.broadcast_json(result)
+        if result["problem"] is not None:
+            raise WeightSyncError(result["problem"])
+        self._rounding = Rounding(**result["rounding"]) if result["rounding"] is not None else None
+        metrics: dict[str, float] = result["metrics"]
+        return metrics
+
+    def check_mismatch(self, metrics: dict[str, float]) -> None:
+        """Checks the sampled tokens of an iteration's first minibatch: the same weights gave both logprobs.
+
+        Args:
+            metrics: of the minibatch, over all ranks.
+
+        Raises:
+            WeightSyncError: on every rank, if they differ by more than rounding.
+        """
+        difference = metrics.get("sync/mismatch_present_abs_dlogp_nats")
+        num_tokens = metrics.get("sync/num_present_tokens", 0)
+        if self._rounding is None or difference is None or num_tokens < MIN_MISMATCH_TOKENS:
+            return
+        bound = 2 * self._rounding.bound_nats(metrics["entropy_nats"]) + MISMATCH_OTHER_NATS
+        bound = max(bound, self.max_nats or 0.0)
+        if difference > bound:
+            raise WeightSyncError(
+                f"The {num_tokens:.0f} tokens that the engine sampled with the present weights differ by "
+                f"{difference:.3g} nats each from the trainer's logprobs (at most {bound:.3g} for "
+                f"{' and '.join(self._rounding.dtypes)}), although the probe agreed after the sync. Look for stale "
+                "key-values (a prefix cache that was not flushed), a server that restarted with older weights, or "
+                "sampling settings that trainer and engine apply differently; or increase WeightSync.max_probe_nats."
+            )
+
+    def _sequences(self, module: RLModule) -> list[list[int]]:
+        config = module.policy_config.get_text_config()
+        longest = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
+        return probe_sequences(config.vocab_size, num=self.num, num_tokens=min(self.num_tokens, longest))
+
+    def _judge(
+        self, trainer: RLTrainer, module: RLModule, weight_version: int, scores: list[list[float]] | None
+    ) -> dict[str, float]:
+        """Rank 0's part of `compare`."""
+        engine: object = trainer.rollout.engine
+        proofs = dict(engine.proofs()) if isinstance(engine, ProvesWeights) else {}
+        proven = {name for name, proof in proofs.items() if proof == "digests"}
+        serving, scored = set(proofs), {}
+        if scores is not None and isinstance(engine, ScoresTokens):
+            try:
+                answers = engine.score(self._sequences(module))
+            except LightRLError as error:
+                raise WeightSyncError(f"The engine could not score the probe: {error}") from error
+            serving |= set(answers)
+            scored = {name: rows for name, rows in answers.items() if all(rows)}
+        if scored and scores is not None:
+            self._rounding = self._rounding or rounding(trainer, module)
+            wrong = {}
+            for name, rows in scored.items():
+                problem = self._problem(name, weight_version, scores, rows, self._rounding, is_proven=name in proven)
+                if problem:
+                    wrong[name] = problem
+            if wrong:
+                self._drop(engine, wrong, serving)
+            serving -= set(wrong)
+            proven |= {name for name in scored if self._replicas[name].verdict.has_version}
+        self._log_checks(trainer, weight_version, proofs, scored)
+        metrics = {"sync/verified_fraction": len(proven & serving) / max(1, len(serving))}
+        if scored:
+            metrics["sync/probe_abs_dlogp_nats"] = max(self._replicas[name].difference for name in scored)
+        return metrics
+
+    def _problem(
+        self,
+        name: str,
+        weight_version: int,
+        ours: list[list[float]],
+        theirs: list[list[float]],
+        rounding: Rounding,
+        *,
+        is_proven: bool,
+    ) -> str:
+        """What is wrong with a replica; empty if nothing is."""
+        replica = self._replicas.setdefault(name, _Replica())
+        trainer_row, engine_row = as_row(ours), as_row(theirs)
+        replica.difference = float((engine_row - trainer_row).abs().mean())
+        replica.verdict = replica.versions.judge(
+            weight_version,
+            trainer_row,
+            engine_row,
+            self._sent,
+            trainer_eps=rounding.trainer_eps,
+            engine_dtype=getattr(torch, rounding.engine_dtype, torch.bfloat16),
+        )
+        other_nats = OTHER_NATS if replica.other_nats is None else replica.other_nats
+        bound = self.max_nats or rounding.bound_nats(float(trainer_row.abs().mean())) + other_nats
+        if replica.other_nats is None:
+            replica.other_nats = min(OTHER_NATS, 8 * replica.difference)
+        if not replica.difference <= bound:
+            means = f"{float(trainer_row.mean()):.4f} in the trainer and {float(engine_row.mean()):.4f} in the engine"
+            return (
+                f"its probe differs by {replica.difference:.3g} nats per token (max_probe_nats={bound:.3g} for "
+                f"{' and '.join(rounding.dtypes)}): the mean logprob of its tokens is {means}"
+            )
+        return "" if is_proven else replica.verdict.problem
+
+    def _drop(self, engine: object, wrong: dict[str, str], serving: set[str]) -> None:
+        """Drops the wrong replicas if that helps; raises otherwise."""
+        text = "; ".join(f"{name}: {problem}" for name, problem in wrong.items())
+        can_drop = isinstance(engine, DropsReplicas) and serving - set(wrong) and not self._dropped & set(wrong)
+        if not can_drop:
+            raise WeightSyncError(
+                f"After the weight sync the engine has other weights than the trainer. {text}. The engine ignored the "
+                "update or a part of it, or computes in another precision: check its log and its dtype, or set "
+                "WeightSync.max_probe_nats if its scores are rounded more."
+            )
+        assert isinstance(engine, DropsReplicas)
+        self._dropped |= set(wrong)
+        for name, problem in wrong.items():
+            log.warning("Dropping %s after the weight sync: %s. It gets the weights again.", name, problem)
+            engine.drop_replica(name, problem)
+            del self._replicas[name]  # it may come back as another process
+
+    def _log_checks(
+        self, trainer: RLTrainer, weight_version: int, proofs: dict[str, Any], scored: dict[str, Any]
+    ) -> None:
+        """One line, once; waits for a sync that is probed."""
+        engine = trainer.rollout.engine
+        name = type(engine).__name__
+        every = engine.probe_every_n_loads if isinstance(engine, ScoresTokens) and self.num else 0
+        if self._has_logged or (every and not scored and weight_version % every):
+            return
+        self._has_logged = True
+        checks = []
+        if proofs:
+            num = sum(proof == "digests" for proof in proofs.values())
+            checks.append(f"digests of every parameter on {num} of {len(proofs)} servers")
+        if scored and self._rounding is not None:
+            checks.append(
+                f"a probe of {self.num} sequences after each {f'{every}th ' if every > 1 else ''}load, with the bound "
+                f"of {' and '.join(self._rounding.dtypes)} and a comparison with earlier versions"
+            )
+        text = " and ".join(checks) or "nothing: the engine cannot score tokens, or WeightSync has probe=0"
+        log.info("Weight syncs to %s are checked by %s.", name, text)
 
 
 def probe_sequences(vocab_size: int, *, num: int, num_tokens: int) -> list[list[int]]:
@@ -39,7 +275,9 @@ def trainer_scores(trainer: RLTrainer, module: RLModule, sequences: list[list[in
     if holders.is_here:
         experience = Experience.from_trajectories([_as_trajectory(row, ids) for row, ids in enumerate(sequences)])
         model = module.parallel_models["policy"]
-        with torch.no_grad(), trainer.precision_plugin.forward_context(), _unscaled(model):
+        plain = contextlib.nullcontext()
+        context = plain if _skips_autocast(trainer, module) else trainer.precision_plugin.forward_context()
+        with torch.no_grad(), context, _unscaled(model):
             (outputs,) = model.forward([experience.to(module.device)])
         rows = outputs.logprobs.float().cpu().tolist()
     if holders.size < ranks.size:
@@ -47,37 +285,31 @@ def trainer_scores(trainer: RLTrainer, module: RLModule, sequences: list[list[in
     return [row[: len(ids)] for row, ids in zip(rows, sequences, strict=True)]
 
 
-def compare(trainer_side: list[list[float]], engine_side: list[list[float]]) -> float:
-    """Mean |difference| in nats over the tokens that have a logprob."""
-    differences = [
-        abs(ours - theirs)
-        for row, other in zip(trainer_side, engine_side, strict=True)
-        for ours, theirs in list(zip(row, other, strict=True))[1:]
-    ]
-    return sum(differences) / len(differences)
-
-
-def check(difference: float, bound: float, trainer_side: list[list[float]], engine_side: list[list[float]]) -> None:
-    """Raises WeightSyncError with both sides' means if they differ by more than the bound."""
-    if difference <= bound:
-        return
-    means = [
-        sum(sum(row[1:]) for row in side) / sum(len(row) - 1 for row in side) for side in (trainer_side, engine_side)
-    ]
-    raise WeightSyncError(
-        f"After the weight sync the probe differs by {difference:.3g} nats per token (max_probe_nats={bound:g}): the "
-        f"mean logprob of its tokens is {means[0]:.4f} in the trainer and {means[1]:.4f} in the engine. The engine has "
-        "other weights, a stale cache or another precision: check its dtype, or increase WeightSync.max_probe_nats."
-    )
-
-
-def default_bound_nats(trainer: RLTrainer, module: RLModule) -> float:
-    """That of float32 if trainer and engine name no other dtype, otherwise that of bfloat16."""
+def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
+    """Of the dtypes in which trainer and engine compute; float32 on a GPU may be TF32, which has float16's epsilon."""
     policy: Any = module.policy
-    dtypes = {str(next(policy.parameters()).dtype).removeprefix("torch.")}
-    dtypes.add({"32-true": "float32"}.get(str(trainer.precision), str(trainer.precision)))
-    dtypes |= trainer.engine.dtypes() if isinstance(trainer.engine, NamesDtypes) else {"float32"}
-    return FLOAT32_BOUND_NATS if dtypes == {"float32"} else LOW_PRECISION_BOUND_NATS
+    trainers = {str(next(policy.parameters()).dtype).removeprefix("torch.")}
+    if not _skips_autocast(trainer, module):
+        kind = str(trainer.precision).split("-")[0]
+        trainers.add({"16": "float16", "bf16": "bfloat16", "64": "float64"}.get(kind, "float32"))
+    engines = trainer.engine.dtypes() if isinstance(trainer.engine, NamesDtypes) else {"float32"}
+    is_gpu = trainer.strategy.root_device.type == "cuda"
+    eps = {name: _eps(name, is_gpu=is_gpu) for name in trainers | engines}
+    coarsest = max(engines, key=lambda name: eps[name])
+    return Rounding(max(eps[name] for name in trainers), eps[coarsest], coarsest, sorted(eps))
+
+
+def _eps(dtype: str, *, is_gpu: bool) -> float:
+    if dtype == "float32" and is_gpu:
+        dtype = "float16"
+    return torch.finfo(getattr(torch, dtype, torch.bfloat16)).eps  # bfloat16's for a name that torch does not know
+
+
+def _skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
+    """Whether the probe is scored in the parameters' own dtype, which shows smaller steps than autocast's."""
+    attention = getattr(module.policy_config, "_attn_implementation", None)
+    is_single = isinstance(module.parallel_models.get("policy"), SingleModel)
+    return isinstance(trainer.precision_plugin, MixedPrecision) and is_single and attention in ("sdpa", "eager")
 
 
 def _as_trajectory(row: int, token_ids: list[int]) -> Trajectory:

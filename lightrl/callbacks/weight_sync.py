@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from lightrl.callbacks import colocation, probe
+from lightrl.callbacks import colocation
+from lightrl.callbacks.probe import Probe
 from lightrl.callbacks.rank_shares import RankShares
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.engines.abilities import ScoresTokens
-from lightrl.errors import EngineTimeout, LightRLError, WeightSyncError
+from lightrl.errors import EngineTimeout, WeightSyncError
 from lightrl.module import RLModule
 from lightrl.rollout import Rollout
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from lightrl.trajectory import Group
 
-log = logging.getLogger(__name__)
 MISMATCH = {  # metrics of the first minibatch, on-policy: the same weights in trainer and engine
     "kl_behavior_nats": "sync/mismatch_k3_nats",
     "behavior_abs_dlogp_nats": "sync/mismatch_abs_dlogp_nats",
@@ -40,11 +38,15 @@ class WeightSync(RLCallback):
     is loaded before the first request, also after a resume and before sanity check, validate, test and predict.
 
     The engine checks names, shapes and values, and keeps the old weights if something is wrong. After each sync trainer
-    and engine score a probe, a few fixed sequences of random tokens; `sync/probe_abs_dlogp_nats` is their mean
-    difference, and above `max_probe_nats` the run stops. LocalEngine, to which weights are copied in memory, is probed
-    after every tenth sync; an engine that cannot score is not probed, which is logged once. `sync/mismatch_*` compares
-    both on the trained tokens themselves, with the logprobs that the engine gave when it sampled, in an iteration's
-    first minibatch; if older tokens are among them, it includes the policy's change.
+    and engine score a probe, a few fixed sequences of random tokens. `sync/probe_abs_dlogp_nats`, their mean difference
+    (the largest of all replicas), has a bound, and the scores must not be those of an older version; see probe.py. One
+    wrong replica of several is dropped and gets the weights again, otherwise the run stops. LocalEngine, to which
+    weights are copied in memory, is probed after every tenth sync. `sync/verified_fraction` is the share of replicas
+    that were shown to have this version, by digests or by the probe. The first sync logs which checks there are.
+
+    `sync/mismatch_*` compares both on the trained tokens themselves, with the logprobs that the engine gave when it
+    sampled, in an iteration's first minibatch. `sync/mismatch_present_abs_dlogp_nats` is over trajectories of the
+    present version alone and has a bound too: it shows stale caches, and restarts between syncs.
 
     An engine with `placement: colocated` releases its memory before each update, and the optimizer's state is in host
     memory while the engine generates; see colocation.py.
@@ -57,7 +59,7 @@ class WeightSync(RLCallback):
             the engine loads them. The next sync waits for this one; an error ends the run at the next wait or sync.
         probe: how many sequences are scored after each sync, 0 for none.
         probe_tokens: length of each.
-        max_probe_nats: allowed mean difference; None is 1e-3 for float32 on both sides, 0.2 otherwise.
+        max_probe_nats: allowed mean difference; None is that of the dtypes, up to 1e-4 in float32, 0.2 in bfloat16.
         sync_timeout_s: how long the next sync, or the end of the run, waits for one that does not block.
     """
 
@@ -81,16 +83,13 @@ class WeightSync(RLCallback):
         if max_probe_nats is not None and max_probe_nats <= 0:
             raise ValueError(f"max_probe_nats must be above 0 or None, got {max_probe_nats}.")
         self.blocking = blocking
-        self.num_probes = probe
-        self.probe_tokens = probe_tokens
-        self.max_probe_nats = max_probe_nats
         self.sync_timeout_s = sync_timeout_s
         self._copy = HostCopy()
         self._shares = RankShares()
         self._load: _BackgroundLoad | None = None
         self._acknowledged_version = -1
-        self._has_logged_unprobed = False
-        self.last_probe_nats: float | None = None
+        self._probe = Probe(probe, probe_tokens, max_probe_nats)
+        self._metrics: dict[str, float] = {}  # of the last sync, until they are logged
         self.every_n_iterations = every_n_iterations
         self.bucket_bytes = bucket_mib * 2**20
         self.last_sync_s = 0.0
@@ -109,9 +108,8 @@ class WeightSync(RLCallback):
         colocation.to_engine(trainer)
         if weight_version % self.every_n_iterations == 0:
             self._sync(trainer, module, weight_version)
-            if self.last_probe_nats is not None:
-                module.log("sync/probe_abs_dlogp_nats", self.last_probe_nats)
-                self.last_probe_nats = None
+            module.log_dict(self._metrics)
+            self._metrics = {}
 
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         """Waits for a load in the background if the staleness bound requires it; the same on every rank."""
@@ -132,12 +130,14 @@ class WeightSync(RLCallback):
     ) -> None:
         if index == 0:
             module.log_dict({name: metrics[key] for key, name in MISMATCH.items() if key in metrics})
+            self._probe.check_mismatch(metrics)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._finish(cast("RLTrainer", trainer), cast("RLModule", pl_module))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._load = None  # a thread that still loads ends with the engine
+        self._probe.reset()
 
     def _ensure(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Loads the present version unless the engine has it: validation measures the policy as it is now."""
@@ -152,10 +152,10 @@ class WeightSync(RLCallback):
     def _sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         self._finish(trainer, module)
         start = time.perf_counter()
-        scores = self._score(trainer, module, weight_version)
+        scores = self._probe.trainer_side(trainer, module, weight_version)
         ranks = ranks_of(trainer.strategy)
         shares = self._shares.buckets(trainer, module, self.bucket_bytes, is_blocking=self.blocking)
-        buckets = _gathered(shares, ranks)
+        buckets = _gathered(self._probe.watch(shares), ranks)
         if self.blocking:
             with ranks.own_deadline():  # the engine's
                 trainer.rollout.load_weights(buckets, weight_version=weight_version)
@@ -185,54 +185,8 @@ class WeightSync(RLCallback):
     ) -> None:
         """The engine has the version: probes it and calls the hook."""
         self._acknowledged_version = weight_version
-        if scores is not None:
-            self._probe(trainer, module, scores)
+        self._metrics = self._probe.compare(trainer, module, weight_version, scores)
         trainer.call_rl_hook("on_weights_synced", weight_version)
-
-    def _score(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
-        """The trainer's side of the probe; None if the engine cannot score or it is not its turn, on every rank."""
-        if self.num_probes == 0:
-            return None
-        ranks = ranks_of(trainer.strategy)
-        engine = trainer.rollout.engine
-        every = ranks.broadcast_json(engine.probe_every_n_loads if isinstance(engine, ScoresTokens) else 0)
-        if every == 0:
-            self._log_unprobed(trainer)
-        if every == 0 or weight_version % every:
-            return None
-        return probe.trainer_scores(trainer, module, self._sequences(module))
-
-    def _sequences(self, module: RLModule) -> list[list[int]]:
-        config = module.policy_config.get_text_config()
-        longest = (getattr(config, "max_position_embeddings", None) or 2**31) - 1
-        return probe.probe_sequences(config.vocab_size, num=self.num_probes, num_tokens=min(self.probe_tokens, longest))
-
-    def _probe(self, trainer: RLTrainer, module: RLModule, scores: list[list[float]]) -> None:
-        """Compares the trainer's scores with the engine's; every rank raises what rank 0 raises."""
-        engine = trainer.rollout.engine
-        result: dict[str, Any] | None = None
-        if isinstance(engine, ScoresTokens):
-            bound = self.max_probe_nats or probe.default_bound_nats(trainer, module)
-            result = {"scores": None, "problem": None, "bound": bound}
-            try:
-                result["scores"] = [engine.score(token_ids) for token_ids in self._sequences(module)]
-            except LightRLError as error:
-                result["problem"] = f"The engine could not score the probe: {error}"
-        result = ranks_of(trainer.strategy).broadcast_json(result)
-        assert result is not None
-        if result["problem"] is not None:
-            raise WeightSyncError(result["problem"])
-        engine_side: list[list[float]] = result["scores"]
-        if not all(engine_side):
-            self._log_unprobed(trainer)
-            return
-        self.last_probe_nats = probe.compare(scores, engine_side)
-        probe.check(self.last_probe_nats, result["bound"], scores, engine_side)
-
-    def _log_unprobed(self, trainer: RLTrainer) -> None:
-        if not self._has_logged_unprobed and trainer.is_global_zero:
-            log.info("%s cannot score tokens: weight syncs are not probed.", type(trainer.rollout.engine).__name__)
-        self._has_logged_unprobed = True
 
 
 def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:

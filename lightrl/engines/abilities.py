@@ -32,8 +32,21 @@ class ScoresTokens(Protocol):
 
     probe_every_n_loads: int  # 1 probes each load; more if a probe takes a noticeable part of an iteration
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        """Logprobs at temperature 1 of each token given those before, 0 for the first; empty if there are none now."""
+    def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
+        """By name of each replica that may get requests: for each sequence the logprobs of its tokens.
+
+        They are those at temperature 1 of each token given those before, 0 for the first, from no cache of an earlier
+        request. A replica that has none gives empty lists.
+        """
+        ...
+
+
+@runtime_checkable
+class DropsReplicas(Protocol):
+    """Continues without one of its replicas, which gets the weights again before it serves again."""
+
+    def drop_replica(self, name: str, reason: str) -> None:
+        """Sends no more requests to the replica of this name, as `ScoresTokens.score` gives it."""
         ...
 
 
@@ -56,7 +69,7 @@ class NamesDtypes(Protocol):
     """Tells the dtypes it computes in, which set the probe's tolerance; without it, float32."""
 
     def dtypes(self) -> set[str]:
-        """Those of its weights and of its computation, by torch's names, or `auto`."""
+        """Those of its weights and of its computation, by torch's names; called after `start`."""
         ...
 
 

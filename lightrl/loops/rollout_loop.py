@@ -145,7 +145,7 @@ class RolloutLoop(_AutomaticOptimization):
                 imbalances.append(holders.token_imbalance(minibatch, module.loss_unit))
             trainer.call_rl_hook("on_minibatch_start", minibatch, index, total)
             self.ranks.step()
-            metrics, parts = self._step(module, train_calls, minibatch, batch_idx)
+            metrics, parts = self._step(module, train_calls, minibatch, batch_idx, is_first=index == 0)
             self.num_updates += 1
             trainer.call_rl_hook("on_minibatch_end", metrics, index, total)
             iteration.add(parts)
@@ -160,7 +160,7 @@ class RolloutLoop(_AutomaticOptimization):
             module.log("policy/skipped_updates", float(self.guard.num_skipped))
 
     def _step(
-        self, module: RLModule, train_calls: list[ModelCall], minibatch: Experience, batch_idx: int
+        self, module: RLModule, train_calls: list[ModelCall], minibatch: Experience, batch_idx: int, *, is_first: bool
     ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """One optimizer step through Lightning's own `optimizer_step`, so clipping and precision plugins apply.
 
@@ -171,7 +171,8 @@ class RolloutLoop(_AutomaticOptimization):
         plugin = trainer.precision_plugin
         optimizer: Any = module.optimizers()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        losses = [MinibatchLoss(module, minibatch, str(call.role), self.ranks) for call in train_calls]
+        version = trainer.weight_version if is_first else None
+        losses = [MinibatchLoss(module, minibatch, str(call.role), self.ranks, version) for call in train_calls]
         norms: list[float] = []
 
         def zero_grad() -> None:

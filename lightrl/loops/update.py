@@ -36,12 +36,14 @@ class MinibatchLoss:
         minibatch: all microbatches of all ranks together.
         role: whose model is trained.
         ranks: all of the run; the role's have the other microbatches.
+        weight_version: of the weights before this update, if they are still those that sampled; None later.
     """
 
     module: RLModule
     minibatch: Experience
     role: str = "policy"
     ranks: Ranks = field(default_factory=Ranks)
+    weight_version: int | None = None
     parts: dict[str, Tensor] = field(default_factory=dict)  # of metrics; see metrics.py
 
     def __post_init__(self) -> None:
@@ -66,6 +68,13 @@ class MinibatchLoss:
             mismatch = (outputs.logprobs.detach() - experience.behavior_logprobs).abs()
             self._add("behavior_abs_dlogp_nats", mismatch, mask)
             self._add("max_behavior_abs_dlogp_nats", mismatch, mask)
+            if self.weight_version is not None:
+                # Whole rows: after older tokens, an engine may go on with their key-values.
+                versions = experience.weight_versions
+                is_present = ((versions == self.weight_version) | (versions < 0)).all(1)
+                weights = is_present[:, None].expand_as(mask)
+                self._add("sync/mismatch_present_abs_dlogp_nats", (mismatch, weights), mask)
+                self._add("sync/num_present_tokens", (torch.ones_like(mismatch), weights), mask)
         if outputs.values is not None:
             share = share + self.module.value_coef * self._value_share(experience, outputs, "critic")
         return share * self.holders.dp_size  # gradients are averaged over dp ranks, but shares must be summed

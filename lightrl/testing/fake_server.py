@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -31,7 +32,8 @@ from aiohttp import web
 
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines.sglang.open_files import raise_open_files
-from lightrl.testing.fake_server_faults import Fault, Faults, faulty_answer
+from lightrl.testing.fake_server_cache import PromptCache
+from lightrl.testing.fake_server_faults import OF_LOADS, OF_SERVED_WEIGHTS, Fault, Faults, faulty_answer
 from lightrl.testing.fake_server_lora import LoraRoutes
 from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
 from lightrl.testing.fake_server_weights import Route, WeightRoutes
@@ -51,11 +53,12 @@ class FakeServer:
     def __init__(self, model: ScriptedModel, *, arguments: dict[str, Any], faults: Sequence[Fault] = ()) -> None:
         self.model = model
         self.arguments = arguments
-        self.faults = Faults(faults)
+        self.faults = Faults()
+        for fault in faults:
+            self._arm(fault)
         self.counts: Counter[str] = Counter()
+        self.started_at = time.time()
         self.most_running = 0
-        self._started = time.time()
-        self._prefixes: dict[str, set[tuple[int, ...]]] = {}  # prompts in the prefix cache, by `extra_key`
         self._runs: dict[str, Run] = {}
         self._released: Counter[str] = Counter()
         self._lora = LoraRoutes(
@@ -68,13 +71,14 @@ class FakeServer:
         self._is_paused = False  # with requests retracted
         self._unpaused = asyncio.Event()
         self._unpaused.set()
+        self._cache = PromptCache()
         self._weights = WeightRoutes(
             model,
             model_path=arguments.get("model_path"),
             faults=self.faults,
+            cache=self._cache,
             is_busy=lambda: not self._is_paused and bool(self._runs),
             abort_all=self._abort_all,
-            flush=self._prefixes.clear,
         )
 
     def application(self) -> web.Application:
@@ -90,6 +94,7 @@ class FakeServer:
             "/resume_memory_occupation": self._take_back,
             "/fake/faults": self._add_fault,
             "/fake/pace": self._set_pace,
+            "/fake/reset": self._reset,
             **self._weights.routes(),
             **self._lora.routes(),
         }
@@ -111,8 +116,18 @@ class FakeServer:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if keys and key not in keys and not path.startswith(("/health", "/ready", "/metrics", "/fake")):
             return web.json_response({"error": "Unauthorized"}, status=401)
-        fault = None if path.startswith("/fake") else self.faults.next(path)
+        if path.startswith("/fake"):
+            return await handler(request)
+        if (fault := self.faults.next(path, OF_SERVED_WEIGHTS)) is not None:
+            await self._serve_old_weights(fault)
+        fault = self.faults.next(path)
         return await (handler(request) if fault is None else faulty_answer(fault, request, handler))
+
+    async def _serve_old_weights(self, fault: Fault) -> None:
+        await self.model.revert(fault)
+        if fault.kind == "restart":
+            self._weights.flush_cache()
+            self.started_at = time.time()
 
     async def _generate(self, body: dict[str, Any]) -> Any:
         params = body.get("sampling_params") or {}
@@ -132,12 +147,11 @@ class FakeServer:
         if rid in self._runs:
             raise Refused(f"Duplicate request ID detected: {rid}")
         has_logprobs = bool(body.get("return_logprob"))
-        answer = await self._one(Run(rid, prompt, params, lora), has_logprobs)
-        # Whole prompts only: enough to tell whether the cache was emptied.
-        cached = self._prefixes.setdefault(str(body.get("extra_key") or ""), set())
-        answer["meta_info"]["cached_tokens"] = len(prompt) - 1 if tuple(prompt) in cached else 0
-        cached.add(tuple(prompt))
-        if has_logprobs and body.get("logprob_start_len") == 0:
+        scores_prompt = has_logprobs and body.get("logprob_start_len") == 0
+        run = Run(rid, prompt, params, lora)
+        cache_key = f"{body.get('extra_key')} {lora}"
+        answer = await self._one(run, has_logprobs, lambda: self._look_up(run, cache_key, scores_prompt))
+        if scores_prompt:
             scores = await asyncio.to_thread(self.model.score, prompt, lora)
             answer["meta_info"]["input_token_logprobs"] = [
                 [None if index == 0 else score, prompt[index], None] for index, score in enumerate(scores)
@@ -148,6 +162,15 @@ class FakeServer:
                     [[score, token, None] for score, token in place] or None for place in likeliest
                 ]
         return answer
+
+    def _look_up(self, run: Run, extra_key: str | None, scores_prompt: bool) -> None:
+        """SGLang computes a prompt anew if it returns the prompt's logprobs."""
+        num_cached, load = self._cache.look_up(run.prompt, extra_key, self.model.num_loads)
+        if not scores_prompt:
+            run.num_cached, run.is_stale = num_cached, num_cached > 0 and load < self.model.num_loads
+        if run.is_stale:
+            for fault in self.faults:
+                fault.num_wrong_values += fault.kind == "keep_cache"
 
     async def _classify(self, body: dict[str, Any]) -> Any:
         if not self.arguments.get("is_embedding"):
@@ -172,7 +195,7 @@ class FakeServer:
         if len(prompt) + max_new_tokens > self.model.max_context:
             raise Refused(f"Requested token count exceeds the context length of {self.model.max_context} tokens")
 
-    async def _one(self, run: Run, wants_logprobs: bool) -> dict[str, Any]:
+    async def _one(self, run: Run, wants_logprobs: bool, look_up: Callable[[], None]) -> dict[str, Any]:
         self._runs[run.rid] = run
         started = time.monotonic()
         try:
@@ -181,6 +204,7 @@ class FakeServer:
                 await self._weights.is_idle.wait()
                 if run.is_aborted:
                     break
+            look_up()
             self.most_running = max(self.most_running, len(self._runs))
             writing = asyncio.ensure_future(self.model.write(run))
             aborting = asyncio.ensure_future(run.aborted.wait())
@@ -213,7 +237,8 @@ class FakeServer:
             reason |= {"message": "Aborted", "status_code": None, "err_type": None}
         meta: dict[str, Any] = {
             "id": run.rid, "finish_reason": reason, "prompt_tokens": len(run.prompt),
-            "completion_tokens": len(run.token_ids), "cached_tokens": 0, "num_retractions": run.num_retractions,
+            "completion_tokens": len(run.token_ids), "cached_tokens": run.num_cached,
+            "num_retractions": run.num_retractions,
             "weight_version": run.versions[-1] if run.versions else self.model.version, "weight_versions": spans,
             "e2e_latency": latency_s,
         }  # fmt: skip
@@ -255,7 +280,7 @@ class FakeServer:
         if self._runs and not self._is_paused:
             raise Refused("Flush cache failed: there are running or waiting requests.")
         if self.faults.next("/flush_cache", ("keep_cache",)) is None:
-            self._prefixes.clear()
+            self._weights.flush_cache()
 
     async def _release(self, body: dict[str, Any]) -> Any:
         if self._runs and not self._is_paused:
@@ -277,8 +302,9 @@ class FakeServer:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
+            "dtype": "float32",
             **{name: value for name, value in self.arguments.items() if not name.endswith("key")},
-            "startup_time": {"scheduler_e2e": self._started}, "device": "cpu", "version": "fake",
+            "startup_time": {"scheduler_e2e": self.started_at}, "device": "cpu", "version": "fake",
             "max_total_num_tokens": 2**20, "internal_states": [{}],
         })  # fmt: skip
 
@@ -293,7 +319,22 @@ class FakeServer:
         return web.Response(status=200 if self._unpaused.is_set() else 503)
 
     async def _add_fault(self, body: dict[str, Any]) -> Any:
-        self.faults.append(Fault(**body))
+        self._arm(Fault(**body))
+        return {}
+
+    def _arm(self, fault: Fault) -> None:
+        if fault.kind in (*OF_LOADS, *OF_SERVED_WEIGHTS):
+            self.model.keep_history()
+        self.faults.append(fault)
+
+    async def _reset(self, body: dict[str, Any]) -> Any:
+        self.faults.clear()
+        self.model.forget_history()
+        self.model.keep_history()
+        self._is_paused = False
+        self._unpaused.set()
+        await self.model.resume()
+        self._weights.flush_cache()
         return {}
 
     async def _set_pace(self, body: dict[str, Any]) -> Any:
@@ -307,6 +348,7 @@ class FakeServer:
             "processor_s": time.process_time(), "is_paused": not self._unpaused.is_set(),
             "is_bracketed": self._weights.is_bracketed,
             "released": [tag for tag, count in self._released.items() if count],
+            "faults": [dataclasses.asdict(fault) for fault in self.faults],
         })  # fmt: skip
 
 

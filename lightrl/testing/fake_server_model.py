@@ -20,12 +20,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError
+from lightrl.testing.fake_server_faults import Fault
 from lightrl.testing.fake_server_layout import checksums
 from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
+from lightrl.testing.fake_server_wrong_loads import LoadHistory, Tensors
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
@@ -59,9 +61,11 @@ class EmbeddedModel(ScriptedModel):
         config = AutoConfig.from_pretrained(folder)
         self.piece_tokens = piece_tokens
         self._versions = {0: version}  # names of the engine's numbers
+        self._dtype = dtype
         self._num_ranks = num_ranks
-        self._engine = LocalEngine(max_batch=64, threads=1, dtype=dtype)
-        self._engine.start(config)
+        self._history: LoadHistory | None = None
+        self._stale: LocalEngine | None = None  # with the weights of stale key-values
+        self._engine = self._make_engine(config)
         super().__init__(
             vocab_size=int(config.vocab_size), max_context=int(self._engine.max_context or 2**20), version=version
         )
@@ -69,14 +73,13 @@ class EmbeddedModel(ScriptedModel):
         eos = config.eos_token_id
         self.eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
         if list(Path(folder).glob("*.safetensors")):
-            tensors = self._read(folder)
+            tensors = {name: tensor for file in self._read(folder) for name, tensor in file.items()}
         else:
             model = AutoModelForCausalLM.from_config(config)
             tensors = dict(model.named_parameters())
         if getattr(config, "tie_word_embeddings", False):
             tensors.pop("lm_head.weight", None)
         self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
-        self._config = config
         self._adapters: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {}  # config and tensors, by name
         self._adapted: dict[str, LocalEngine] = {}  # the base with an adapter merged, by name
 
@@ -88,8 +91,7 @@ class EmbeddedModel(ScriptedModel):
         if checksums is not None and sums != checksums:
             die("RuntimeError: [LORA-CHECK] adapter sync MISMATCH")
         self._adapters[name] = (config, tensors)
-        engine = LocalEngine(max_batch=64, threads=1)
-        engine.start(self._config)
+        engine = self._make_engine(self.config)
         try:
             engine.load_weights([Bucket(self._with_adapter(name), is_last=True)], weight_version=0)
         except (EngineError, RuntimeError, KeyError) as error:
@@ -114,6 +116,34 @@ class EmbeddedModel(ScriptedModel):
 
     def _engine_of(self, lora: str | None) -> LocalEngine:
         return self._engine if lora is None else self._adapted[lora]
+
+    def _make_engine(self, config: PretrainedConfig) -> LocalEngine:
+        engine = LocalEngine(max_batch=64, threads=1, dtype=self._dtype)
+        engine.start(config)
+        return engine
+
+    def keep_history(self) -> None:
+        if self._history is None:
+            self._history = LoadHistory(self._engine.read_weights())
+
+    def forget_history(self) -> None:
+        self._history = None
+
+    def keep_stale(self) -> None:
+        if self._stale is None:
+            self._stale = self._make_engine(self.config)
+            self._stale.load_weights([Bucket(self._engine.read_weights(), is_last=True)], weight_version=0)
+
+    def forget_stale(self) -> None:
+        if self._stale is not None:
+            self._stale.close()
+        self._stale = None
+
+    async def revert(self, fault: Fault) -> None:
+        assert self._history is not None
+        versions = self._history.versions
+        self._put(versions[max(0, len(versions) - 1 - fault.versions_back)], self.version)
+        fault.num_wrong_values += self._history.num_wrong(self._engine.read_weights())
 
     def rename(self, version: str) -> None:
         self.version = self._versions[self._engine.weight_version] = version
@@ -142,19 +172,20 @@ class EmbeddedModel(ScriptedModel):
                 min_new_tokens=max(0, min(size, int(params["min_new_tokens"]) - written)),
                 seed=_mixed(seed, written),
             )
-            (completion,) = await self._engine_of(run.lora).generate(run.prompt + run.token_ids, piece, session=run.rid)
+            engine = self._stale if run.is_stale and self._stale is not None else self._engine_of(run.lora)
+            (completion,) = await engine.generate(run.prompt + run.token_ids, piece, session=run.rid)
             run.token_ids += completion.token_ids
             run.logprobs += completion.logprobs
-            if run.lora is None:
-                run.versions += [self._versions[number] for number in completion.weight_versions]
-            else:  # the base's
-                run.versions += [self.version] * len(completion.token_ids)
+            run.versions += [  # under an adapter those of the base
+                self._versions[number] if engine is self._engine else self.version
+                for number in completion.weight_versions
+            ]
             if completion.finish_reason == "stop":
                 return "stop"
         return "length"
 
     def score(self, token_ids: list[int], lora: str | None = None) -> list[float]:
-        return self._engine_of(lora).score(token_ids)
+        return self._engine_of(lora).score([token_ids])["engine"][0]
 
     def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
         return self._engine.likeliest(token_ids, num)
@@ -167,26 +198,38 @@ class EmbeddedModel(ScriptedModel):
         for engine in [self._engine, *self._adapted.values()]:
             await engine.resume()
 
-    async def load_folder(self, folder: str, version: str | None) -> None:
-        tensors = await asyncio.to_thread(self._read, folder)
-        await asyncio.to_thread(self._load, tensors, version)
+    async def load_folder(self, folder: str, version: str | None, fault: Fault | None = None) -> None:
+        files = await asyncio.to_thread(self._read, folder)
+        await asyncio.to_thread(self._load, files, version, fault)
 
-    async def load_tensors(self, tensors: Iterable[tuple[str, Tensor]], version: str | None) -> None:
-        await asyncio.to_thread(self._load, dict(tensors), version)
+    async def load_tensors(
+        self, tensors: Iterable[tuple[str, Tensor]], version: str | None, fault: Fault | None = None
+    ) -> None:
+        await asyncio.to_thread(self._load, [dict(tensors)], version, fault)
 
     def checksums(self) -> list[dict[str, str]]:
         return checksums(self._engine.read_weights(), self.config, self._num_ranks)
 
-    def _load(self, tensors: dict[str, Tensor], version: str | None) -> None:
+    def _load(self, files: Sequence[Tensors], version: str | None, fault: Fault | None) -> None:
         """As SGLang: what is missing stays, what is unknown is ignored, and another shape ends the process."""
         held = self._engine.read_weights()
-        for name in tensors.keys() & held.keys():
-            if tensors[name].shape != held[name].shape:
-                sys.stderr.write(f"{name} has shape {list(tensors[name].shape)} instead of {list(held[name].shape)}\n")
+        loaded = {name: tensor for file in files for name, tensor in file.items()}
+        for name in loaded.keys() & held.keys():
+            if (sent := loaded[name].shape) != held[name].shape:
+                sys.stderr.write(f"{name} has shape {list(sent)} instead of {list(held[name].shape)}\n")
                 os._exit(1)
-        tensors = {name: tensors.get(name, tensor) for name, tensor in held.items()}
+        if self._history is not None:
+            loaded = self._history.load(files, held, fault, is_last=version is not None)
+        self._put(
+            {name: loaded.get(name, tensor) for name, tensor in held.items()},
+            self.version if version is None else version,
+        )
+        if self._history is not None and fault is not None:
+            fault.num_wrong_values += self._history.num_wrong(self._engine.read_weights())
+
+    def _put(self, tensors: Tensors, version: str) -> None:
         number = self._engine.weight_version + 1
-        self._versions[number] = self.version if version is None else version
+        self._versions[number] = version
         try:
             self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=number)
         except EngineError as error:
@@ -195,14 +238,15 @@ class EmbeddedModel(ScriptedModel):
         for name, engine in self._adapted.items():
             engine.load_weights([Bucket(self._with_adapter(name), is_last=True)], weight_version=number)
 
-    def _read(self, folder: str) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
+    def _read(self, folder: str) -> list[Tensors]:
+        """The tensors of each file."""
+        tensors: list[Tensors] = []
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
             raise Refused(f"{folder} has no safetensors file.")
         for file in files:
             try:
-                tensors |= load_file(file)
+                tensors.append(load_file(file))
             except (SafetensorError, OSError) as error:
                 raise Refused(f"{file} cannot be read: {error}") from error
         return tensors

@@ -75,16 +75,20 @@ class FakeServerProcess:
         self.port = int(json.loads(line)["port"])
         return self
 
-    def fault(self, kind: str, path: str = "/generate", *, count: int = 1, seconds: float = 0.0) -> None:
-        """The next `count` requests of this path fail this way; see `lightrl.testing.fake_server_faults`."""
-        self._ask("/fake/faults", {"kind": kind, "path": path, "count": count, "seconds": seconds})
+    def fault(self, kind: str, path: str = "/generate", *, count: int = 1, **others: Any) -> None:
+        """The next `count` requests of this path fail this way; see `lightrl.testing.fake_server_faults.Fault`."""
+        self._ask("/fake/faults", {"kind": kind, "path": path, "count": count, **others})
+
+    def reset(self) -> None:
+        """Forgets faults, the cache, and the versions that faults need; the weights stay."""
+        self._ask("/fake/reset", {})
 
     def pace(self, seconds_per_token: float) -> None:
         """Sets a script's pace from the next token on; 0 writes the rest at once."""
         self._ask("/fake/pace", {"seconds_per_token": seconds_per_token})
 
     def stats(self) -> dict[str, Any]:
-        """Requests by path, how many run, tokens written by each of these, processor seconds."""
+        """Requests by path, how many run, tokens written by each of these, processor seconds, faults that fired."""
         return self._ask("/fake/stats")
 
     def freeze(self) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lightrl.testing.fake_server_faults import Fault
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = 0xBF58476D1CE4E5B9
 _MASK = 2**64 - 1
@@ -37,6 +39,8 @@ class Run:
     versions: list[str] = field(default_factory=list)
     is_aborted: bool = False
     num_retractions: int = 0
+    num_cached: int = 0  # tokens of the prompt
+    is_stale: bool = False  # the cached ones are of weights before the present ones
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -65,6 +69,7 @@ class ScriptedModel:
         self.seconds_per_token = seconds_per_token
         self.eos_token_ids: frozenset[int] = frozenset()
         self.version = version
+        self.num_loads = 0
         self.config: Any = None  # of a model
         self._sums: dict[str, str] = {"script": "0"}
         self._running = asyncio.Event()
@@ -115,12 +120,17 @@ class ScriptedModel:
     async def resume(self) -> None:
         self._running.set()
 
-    async def load_folder(self, folder: str, version: str | None) -> None:
+    async def load_folder(self, folder: str, version: str | None, fault: Fault | None = None) -> None:
         """Loads the weights of a safetensors folder, or raises Refused."""
-        self._sums = await asyncio.to_thread(_read_sums, folder)
+        sums = await asyncio.to_thread(_read_sums, folder)
+        if fault is None:
+            self._sums = sums
+        elif fault.kind != "ignore_update":
+            raise Refused(f"A fake server with a script cannot {fault.kind}. Start it with --model-path.")
         self.version = version or self.version
+        self.num_loads += 1
 
-    async def load_tensors(self, tensors: Any, version: str | None) -> None:
+    async def load_tensors(self, tensors: Any, version: str | None, fault: Fault | None = None) -> None:
         """Loads (name, tensor) pairs, possibly not all, or raises Refused."""
         raise Refused("A fake server with a script takes no tensors. Start it with --model-path.")
 
@@ -130,6 +140,22 @@ class ScriptedModel:
 
     def unload_adapter(self, name: str) -> None:
         raise Refused("A fake server with a script has no adapters.")
+
+    def keep_history(self) -> None:
+        """From now on keeps every version, for faults that need them."""
+
+    def forget_history(self) -> None:
+        """Undoes `keep_history`."""
+
+    def keep_stale(self) -> None:
+        """Requests that are stale are answered with the present weights from now on, whatever is loaded."""
+
+    def forget_stale(self) -> None:
+        """No request is stale any more."""
+
+    async def revert(self, fault: Fault) -> None:
+        """Brings back the weights of some versions ago, under the present version's name."""
+        raise Refused("A fake server with a script has no weights that could be wrong. Start it with --model-path.")
 
     def rename(self, version: str) -> None:
         """Changes the name of the weights."""

@@ -9,7 +9,8 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from lightrl.testing.fake_server_faults import Faults
+from lightrl.testing.fake_server_cache import PromptCache
+from lightrl.testing.fake_server_faults import OF_LOADS, Fault, Faults
 from lightrl.testing.fake_server_script import Refused, ScriptedModel
 
 Route = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -24,9 +25,9 @@ class WeightRoutes:
         *,
         model_path: str | None,
         faults: Faults,
+        cache: PromptCache,
         is_busy: Callable[[], bool],
         abort_all: Callable[[], None],
-        flush: Callable[[], None],
     ) -> None:
         self.model_path = model_path
         self.is_bracketed = False
@@ -34,11 +35,15 @@ class WeightRoutes:
         self.is_idle.set()
         self._model = model
         self._faults = faults
+        self._cache = cache
         self._is_busy = is_busy
         self._abort_all = abort_all
-        self._flush = flush
         self._updating = asyncio.Lock()
         self._receiver: Any = None
+
+    def flush_cache(self) -> None:
+        self._cache.clear()
+        self._model.forget_stale()
 
     def routes(self) -> dict[str, Route]:
         return {
@@ -69,19 +74,23 @@ class WeightRoutes:
             finally:
                 self.is_idle.set()
 
-    async def _load(self, path: str, body: dict[str, Any], load: Callable[[str | None], Awaitable[None]]) -> Any:
+    async def _load(
+        self, path: str, body: dict[str, Any], load: Callable[[str | None, Fault | None], Awaitable[None]]
+    ) -> Any:
         version = body.get("weight_version")
         async with self._update(body):
             if self._faults.next(path, ("lose_update",)) is None:
                 is_wrong = version is not None and self._faults.next(path, ("wrong_version",)) is not None
-                await load(f"not-{version}" if is_wrong else version)
-                if body.get("flush_cache", True) and self._faults.next(path, ("keep_cache",)) is None:
-                    self._flush()
+                if self._faults.next(path, ("keep_cache",)) is not None:
+                    self._model.keep_stale()
+                elif body.get("flush_cache", True):
+                    self.flush_cache()
+                await load(f"not-{version}" if is_wrong else version, self._faults.next(path, OF_LOADS))
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     async def _from_disk(self, body: dict[str, Any]) -> Any:
-        async def load(version: str | None) -> None:
-            await self._model.load_folder(body["model_path"], version)
+        async def load(version: str | None, fault: Fault | None) -> None:
+            await self._model.load_folder(body["model_path"], version, fault)
             self.model_path = body["model_path"]
 
         return await self._load("/update_weights_from_disk", body, load)
@@ -93,7 +102,7 @@ class WeightRoutes:
             raise Refused(f"Group {body['group_name']} is not initialized")
         tensors = await asyncio.to_thread(receiver.receive, body)
         return await self._load(
-            "/update_weights_from_distributed", body, lambda version: self._model.load_tensors(tensors, version)
+            "/update_weights_from_distributed", body, lambda *how: self._model.load_tensors(tensors, *how)
         )
 
     async def _from_tensor(self, body: dict[str, Any]) -> Any:
@@ -102,7 +111,7 @@ class WeightRoutes:
 
         tensors = await asyncio.to_thread(unpacked, body["serialized_named_tensors"][0])
         return await self._load(
-            "/update_weights_from_tensor", body, lambda version: self._model.load_tensors(tensors, version)
+            "/update_weights_from_tensor", body, lambda *how: self._model.load_tensors(tensors, *how)
         )
 
     async def _init_group(self, body: dict[str, Any]) -> Any:

@@ -1,12 +1,16 @@
 """Which engine has which optional ability."""
 
 import pytest
+import torch
+from transformers import AutoConfig
 
 from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine, abilities
+from lightrl.engines.sglang.command import dtype_of_auto
 
 ALL = {
     "LivesOnLoop",
     "ScoresTokens",
+    "DropsReplicas",
     "LimitsContext",
     "DecodesInThreads",
     "NamesDtypes",
@@ -19,10 +23,10 @@ ALL = {
     ("engine", "names"),
     [
         pytest.param(FakeEngine(), set(), id="fake"),
-        pytest.param(LocalEngine(), {"ScoresTokens", "LimitsContext", "DecodesInThreads"}, id="local"),
+        pytest.param(LocalEngine(), {"ScoresTokens", "LimitsContext", "DecodesInThreads", "NamesDtypes"}, id="local"),
         pytest.param(
             SGLangEngine(servers=1),
-            {"LivesOnLoop", "ScoresTokens", "NamesDtypes", "SharesDevices", "ProvesWeights"},
+            {"LivesOnLoop", "ScoresTokens", "DropsReplicas", "NamesDtypes", "SharesDevices", "ProvesWeights"},
             id="sglang",
         ),
     ],
@@ -32,12 +36,22 @@ def test_each_engine_has_its_abilities(engine, names):
 
 
 @pytest.mark.parametrize(
-    ("settings", "dtypes"),
+    ("dtype", "auto"),
     [
-        ({}, {"float32", "auto"}),
-        ({"weights_dtype": "bfloat16", "server_args": {"dtype": "float32"}}, {"bfloat16", "float32"}),
-        ({"server_args": {"dtype": "float32"}}, {"float32"}),
+        pytest.param("bfloat16", "bfloat16", id="the config's"),
+        pytest.param("float32", "float16", id="but float16 for float32"),
+        pytest.param(None, "float16", id="or none"),
     ],
 )
-def test_sglang_names_the_dtypes_of_weights_and_servers(settings, dtypes):
-    assert SGLangEngine(servers=1, **settings).dtypes() == dtypes
+def test_auto_is_the_dtype_that_sglang_makes_of_it(dtype, auto):
+    config = AutoConfig.for_model("qwen3", dtype=dtype)
+    assert dtype_of_auto(config) == getattr(torch, auto)
+
+
+def test_a_local_engine_names_the_dtype_that_auto_became():
+    engine = LocalEngine(max_batch=1)
+    engine.start(AutoConfig.for_model("llama", dtype="bfloat16", num_hidden_layers=1, hidden_size=16))
+    try:
+        assert engine.dtypes() == {"float32"}  # on a CPU
+    finally:
+        engine.close()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.engines.abilities import DecodesInThreads, LimitsContext, ScoresTokens
+from lightrl.engines.abilities import DecodesInThreads, LimitsContext, NamesDtypes, ScoresTokens
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.local.copy_in import copy_in
 from lightrl.engines.local.decode_thread import DecodeThread
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ONE_THREAD_PARAMETERS = 10_000_000
 
 
-class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
+class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, NamesDtypes):
     """A rollout engine in this process, on the CPU (or one GPU), with its own copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; any other decoder-only model with a key-value cache
@@ -89,6 +89,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
         self.boundary_timeout_s = boundary_timeout_s
 
         self._decoder: Decoder | None = None
+        self._dtype = torch.float32  # that of `dtype` and the config, after `start`
         self._thread: DecodeThread | None = None
         self._vocab_size = 0
         self._pictures: Pictures | None = None  # how the model reads pictures; None if it takes none
@@ -159,10 +160,12 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
             thread.take_version(weight_version)
             self.weight_version = weight_version
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        """Waits for the token in progress, up to `boundary_timeout_s`."""
-        chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]
-        return [0.0, *self._log_probabilities(token_ids).gather(1, chosen)[:, 0].tolist()]
+    def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
+        """Waits for the token in progress, up to `boundary_timeout_s`. The one replica is named `engine`."""
+        return {"engine": [self._scores(token_ids) for token_ids in sequences]}
+
+    def dtypes(self) -> set[str]:
+        return {str(self._dtype).removeprefix("torch.")}
 
     def likeliest(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
         """As `score`: logprob and id of the `num` likeliest tokens at each place, likeliest first; none at place 0."""
@@ -182,6 +185,10 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
             self._thread.close()
             self._decoder = None
 
+    def _scores(self, token_ids: list[int]) -> list[float]:
+        chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]
+        return [0.0, *self._log_probabilities(token_ids).gather(1, chosen)[:, 0].tolist()]
+
     def _log_probabilities(self, token_ids: list[int]) -> Tensor:
         """[T - 1, V], of the token after each token but the last."""
         with self._started().held("score"), torch.inference_mode():
@@ -196,6 +203,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads):
             dtype = torch.float32
         else:
             dtype = getattr(config, "dtype", None) or torch.float32
+        self._dtype = dtype
         if family is not None:
             return LlamaDecoder(config, family, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)
         return HuggingFaceDecoder(config, dtype=dtype, device=self.device, prefill_tokens=self.prefill_tokens)

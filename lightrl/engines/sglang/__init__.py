@@ -9,7 +9,8 @@ Reading order:
       client.py      SGLang's routes as methods; connection.py  HTTP with retries and deadlines; open_files.py  sockets
       loading.py     weight versions, checked, to all servers or to one that is back
     sync.py          new weights into paused servers, verified; sync_report.py  what happened to each server
-      transports/     how the bytes get there: disk, broadcast, shared memory; bucket_feed.py  from thread to loop
+      weight_proofs.py  are they the trainer's?  cache_canary.py  is its cache flushed?  server_process.py  who is it?
+      transports/    how the bytes get there; bucket_feed.py  from thread to loop
       served_adapters.py  adapters beside their base, one per version
       memory.py      what a colocated server has released
     server.py        one server process; command.py  its command line; held_port.py  its port

@@ -14,9 +14,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
 
 from lightrl.checks.bounds import check_bounds
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _READY = "lightrl-sglang-cpu.json"  # scripts/sglang_cpu/build.py writes it last, into the environment
 _RESERVED_TOKENS = 8
@@ -135,6 +140,14 @@ def context_args(model_folder: Path) -> dict[str, Any]:
     """A context slightly above the model's: SGLang reserves up to 6 positions, which the trainer counts as usable."""
     length = json.loads((model_folder / "config.json").read_text()).get("max_position_embeddings")
     return {} if length is None else {"context_length": length + _RESERVED_TOKENS}
+
+
+def dtype_of_auto(config: PretrainedConfig | None) -> torch.dtype:
+    """What `dtype: auto` is in SGLang 0.5.23: the config's, but float16 for float32, or bfloat16 for Gemma."""
+    dtype = getattr(config, "dtype", None) or torch.float32
+    if dtype != torch.float32:
+        return cast(torch.dtype, dtype)
+    return torch.bfloat16 if getattr(config, "model_type", "").startswith("gemma") else torch.float16
 
 
 def flags(args: Mapping[str, Any]) -> list[str]:

@@ -26,6 +26,7 @@ import torch
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.call_all import call_all
 from lightrl.engines.abilities import (
+    DropsReplicas,
     LivesOnLoop,
     NamesDtypes,
     Proof,
@@ -39,7 +40,7 @@ from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
 from lightrl.engines.sglang.cache_canary import CacheCanary
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.command import usable_token
+from lightrl.engines.sglang.command import dtype_of_auto, usable_token
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.loading import Loading
 from lightrl.engines.sglang.members import Members
@@ -75,6 +76,7 @@ class SGLangEngine(
     RolloutEngine,
     LivesOnLoop,
     ScoresTokens,
+    DropsReplicas,
     NamesDtypes,
     SharesDevices,
     ProvesWeights,
@@ -201,6 +203,7 @@ class SGLangEngine(
         self._expected_adapters: tuple[AdapterShape, int] | None = None  # shape, number of versions
         self._served: ServedAdapters | None = None  # None: the policy is merged
         self._token: str | None = None
+        self._config: PretrainedConfig | None = None
         self._vocab_size = 0
         self._max_context: int | None = None
         self._pictures: Pictures | None = None  # how the model reads pictures; None if it takes none
@@ -238,6 +241,7 @@ class SGLangEngine(
         self._check_routes([as_url(url) for url in urls or ()])
         self.weight_version = -1
         text_config = config.get_text_config()
+        self._config = config
         self._vocab_size = int(text_config.vocab_size)
         self._max_context = getattr(text_config, "max_position_embeddings", None)
         self._pictures = Pictures.of(config)
@@ -315,9 +319,15 @@ class SGLangEngine(
     async def resume(self) -> None:
         await self._home.across(self._open_writer().resume())
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        """Waits for a server, as a request does; empty if the server gives no logprobs."""
-        return self._home.call(self._open_writer().score(token_ids), self.timeouts.generate_s)
+    def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
+        """By address of each server; waits for the slowest, as a request does."""
+        return self._home.call(self._open_writer().score(sequences), self.timeouts.generate_s)
+
+    def drop_replica(self, name: str, reason: str) -> None:
+        """The server at this address gets no more requests until it has loaded the weights again."""
+        self._open_writer()
+        assert self._members is not None
+        self._members.on_lost(name, reason)
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Raises WeightSyncError only if no server has the new weights; `last_sync` tells about each server."""
@@ -342,8 +352,13 @@ class SGLangEngine(
         return self._loading.shared_folder()
 
     def dtypes(self) -> set[str]:
-        """The dtypes of the weights that are sent, and of the servers as far as `server_args` tells."""
-        return {self.weights_dtype or "float32", str(self.server_args.get("dtype", "auto"))}
+        """The dtype of the weights that are sent, unless it is the trainer's, and those of the servers."""
+        self._open_writer()
+        assert self._members is not None
+        servers = self._home.call(self._members.dtypes(), self.timeouts.request_s * 2)
+        auto = str(dtype_of_auto(self._config)).removeprefix("torch.")
+        sent = {self.weights_dtype} if self.weights_dtype is not None else set()
+        return {auto if name == "auto" else name for name in servers} | sent
 
     def proofs(self) -> dict[str, Proof]:
         """How the last load of each serving server was checked, by address."""

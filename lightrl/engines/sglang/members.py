@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import secrets
@@ -147,6 +148,16 @@ class Members:
         client = self.clients.get(url)
         last = client.last_answer_at if client is not None else None
         return float("inf") if last is None else time.monotonic() - last
+
+    async def dtypes(self) -> set[str]:
+        """That each server was started with, or `auto`; of a quantized one the coarsest."""
+        names = set()
+        for url in self.pool.urls("routable", "syncing", "starting"):
+            with contextlib.suppress(EngineError):
+                info = await self.clients[url].server_info()
+                is_coarse = info.get("quantization") or str(info.get("kv_cache_dtype")).startswith("fp8")
+                names.add("float8_e4m3fn" if is_coarse else str(info.get("dtype") or "auto"))
+        return names or {"auto"}
 
     async def disconnect(self) -> None:
         """Closes the connections; the next requests, on this loop or another, open new ones."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,8 +32,10 @@ from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.sync_report import Fleet, SyncFailed, SyncReport
 from lightrl.engines.sglang.transports import WeightTransport
 from lightrl.engines.sglang.weight_proofs import WeightProofs
-from lightrl.errors import WeightSyncError
+from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import Bucket
+
+log = logging.getLogger(__name__)
 
 _NOT_FOUND = 404
 _LAST_RESUME_S = 10.0  # for a server that a cancelled sync has paused
@@ -141,7 +144,7 @@ class ServerSync:
         """All steps; raises WeightSyncError when no server is left."""
         fleet.check_some_left()
         with _timed(report, "stage"):
-            async with self._planted(fleet, report):
+            async with self._planted(fleet, report), self._held(fleet, report):
                 if buckets is not None:
                     await self.transport.stage(fleet, buckets, report.weight_version)
                 elif not self.transport.holds(report.weight_version):
@@ -173,6 +176,35 @@ class ServerSync:
         finally:
             if self.canary is not None:
                 report.planted = await self.canary.settle(planting)
+
+    @contextlib.asynccontextmanager
+    async def _held(self, fleet: Fleet, report: SyncReport) -> AsyncIterator[None]:
+        """Checks meanwhile that the servers still have what the last load gave them; the coming one repairs them."""
+        checks: list[asyncio.Task[None]] = []
+        version = report.previous_version
+        is_known = version is not None and version != report.weight_version and fleet.has_old_weights
+        if self.verify and self.proofs is not None and is_known:
+            checks = [asyncio.ensure_future(self._check_held(client, report)) for client in fleet.clients]
+        try:
+            yield
+            await asyncio.gather(*checks)  # before the load changes the weights
+        finally:
+            for check in checks:
+                check.cancel()
+
+    async def _check_held(self, client: SGLangClient, report: SyncReport) -> None:
+        assert self.proofs is not None
+        assert report.previous_version is not None
+        with contextlib.suppress(EngineError):  # the load itself says what is wrong
+            answer = await checksums(client, self.timeout_s)
+            proof, problem = self.proofs.judge(client.url, report.previous_version, answer)
+            if proof is None:
+                log.warning(
+                    "%s changed its weights after the last load: %s. Some tokens of that version may come from others; "
+                    "it gets the new version now.",
+                    client.url,
+                    problem,
+                )
 
     async def _pause(self, fleet: Fleet) -> None:
         await fleet.ask(lambda client: client.pause(timeout_s=fleet.timeout_s))

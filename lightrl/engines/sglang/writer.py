@@ -73,23 +73,37 @@ class Writer:
                 for one in writing:
                     one.cancel()
 
-    async def score(self, token_ids: list[int]) -> list[float]:
-        """Logprobs at temperature 1 of a prompt's tokens, 0 for the first; empty if the server gives none."""
+    async def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
+        """Logprobs at temperature 1 of these sequences' tokens from each routable server, 0 for the first token.
+
+        A server that gives none has empty lists; one that is lost meanwhile is left out.
+        """
+        with self._home.counted():
+            while True:
+                await self._find_server("probe", set())
+                urls = self._members.pool.urls("routable")
+                answers = await asyncio.gather(*(self._scores_of(url, sequences) for url in urls))
+                if any(answers):
+                    return {url: rows for url, rows in zip(urls, answers, strict=True) if rows is not None}
+
+    async def _scores_of(self, url: str, sequences: list[list[int]]) -> list[list[float]] | None:
+        """None if the server is lost."""
+        failures = _Failures()
+        while self._members.pool.servers[url].state == "routable":
+            try:
+                return list(await asyncio.gather(*(self._score(url, token_ids) for token_ids in sequences)))
+            except EngineError as error:
+                await self._wait_to_retry(url, error, failures)
+        return None
+
+    async def _score(self, url: str, token_ids: list[int]) -> list[float]:
         params = {"max_new_tokens": 0, "temperature": 1.0}
         body = {"input_ids": token_ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
         if self.adapters is not None:
             body["lora_path"] = self.adapters.choose(None).name
-        failures = _Failures()
-        with self._home.counted():
-            while True:
-                url = await self._find_server("probe", failures.urls)
-                try:
-                    answer = await self._members.clients[url].generate(body, num_retries=0)
-                except EngineError as error:
-                    await self._wait_to_retry(url, error, failures)
-                    continue
-                scores = answer["meta_info"].get("input_token_logprobs") or []
-                return [0.0, *(float(entry[0]) for entry in scores[1:])] if len(scores) == len(token_ids) else []
+        answer = await self._members.clients[url].generate(body, num_retries=0)
+        scores = answer["meta_info"].get("input_token_logprobs") or []
+        return [0.0, *(float(entry[0]) for entry in scores[1:])] if len(scores) == len(token_ids) else []
 
     async def pause(self) -> None:
         """Stops requests in flight at a token; new ones wait. Waits for the servers that have any."""

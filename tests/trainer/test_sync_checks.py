@@ -1,0 +1,164 @@
+"""Engines that acknowledge an update and have other weights, in a real fit: each ends the run or is dropped."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import POLICY, Digits, TinyGRPO, make_trainer
+
+from lightrl import LocalEngine, Role, WeightSync
+from lightrl.engines.abilities import DropsReplicas
+from lightrl.errors import WeightSyncError
+from lightrl.models import LoRA
+from lightrl.weights import Bucket
+
+IGNORES = {
+    "everything": "",
+    "a layer": "layers.0.",
+    "the embedding": "embed_tokens",
+    "the final norm": "model.norm.weight",
+}
+
+
+class Faulty(LocalEngine):
+    """Acknowledges each load, but keeps old values of the parameters whose name has `ignored`."""
+
+    probe_every_n_loads = 1
+
+    def __init__(self, ignored: str, *, behind: int | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.ignored = ignored
+        self.behind = behind  # versions; None stays at the first
+        self.history: list[dict[str, torch.Tensor]] = []
+        self.num_wrong = 0  # loads in which the fault changed a value
+
+    def load_weights(self, buckets, *, weight_version):
+        sent = {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors.items()}
+        self.history.append(sent)
+        old = self.history[0 if self.behind is None else max(0, len(self.history) - 1 - self.behind)]
+        loaded = {name: old[name] if self.ignored in name else tensor for name, tensor in sent.items()}
+        self.num_wrong += any(not torch.equal(loaded[name], sent[name]) for name in sent)
+        super().load_weights([Bucket(loaded, is_last=True)], weight_version=weight_version)
+
+
+def fit(folder: Path, engine: LocalEngine, *callbacks: Any, **settings: Any) -> Any:
+    steps = settings.pop("max_steps", 3)
+    trainer = make_trainer(folder, engine=engine, callbacks=list(callbacks), max_steps=steps)
+    trainer.fit(TinyGRPO(**settings), Digits())
+    return trainer
+
+
+@pytest.mark.parametrize("lr", [1e-5, 1e-3])
+@pytest.mark.parametrize("what", IGNORES)
+def test_an_update_that_is_acknowledged_and_not_loaded_ends_the_run_after_one_iteration(tmp_path, what, lr):
+    engine = Faulty(IGNORES[what])
+    with pytest.raises(
+        WeightSyncError, match=r"engine has other weights than the trainer\. engine: its (probe|scores)"
+    ):
+        fit(tmp_path, engine, lr=lr)
+    assert (engine.num_wrong, engine.weight_version) == (1, 1)
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+def test_weights_of_an_older_version_end_the_run(tmp_path, behind):
+    engine = Faulty("", behind=behind)
+    with pytest.raises(WeightSyncError, match="other weights than the trainer"):
+        fit(tmp_path, engine, lr=1e-5)
+    assert engine.num_wrong == 1
+
+
+def test_the_base_without_its_adapters_ends_the_run(tmp_path):
+    engine = Faulty("")
+    with pytest.raises(WeightSyncError, match="other weights than the trainer"):
+        fit(tmp_path, engine, policy=Role(POLICY, lora=LoRA(rank=2)), lr=1e-3)
+    assert engine.num_wrong == 1
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_every_sync_of_a_right_engine_is_verified_and_the_checks_are_logged_once(tmp_path, caplog, blocking):
+    with caplog.at_level(logging.INFO, "lightrl"):
+        trainer = fit(tmp_path, Faulty("no parameter"), WeightSync(blocking=blocking), lr=1e-5)
+    lines = [record.message for record in caplog.records if "are checked by" in record.message]
+    assert lines == [
+        "Weight syncs to Faulty are checked by a probe of 2 sequences after each load, with the bound of float32 and a "
+        "comparison with earlier versions."
+    ]
+    if blocking:
+        assert float(trainer.callback_metrics["sync/verified_fraction"]) == 1.0
+
+
+class StaleCache(LocalEngine):
+    """Scores with the present weights and generates with those of version 0, as with stale key-values."""
+
+    def start(self, config):
+        super().start(config)
+        self.old = LocalEngine(threads=1)
+        self.old.start(config)
+
+    def load_weights(self, buckets, *, weight_version):
+        buckets = [Bucket(bucket.tensors, bucket.is_last) for bucket in buckets]
+        super().load_weights(buckets, weight_version=weight_version)
+        if weight_version == 0:
+            self.old.load_weights(buckets, weight_version=0)
+
+    async def generate(self, *args, **settings):
+        completions = await self.old.generate(*args, **settings)
+        for completion in completions:
+            completion.weight_versions[:] = [self.weight_version] * len(completion.weight_versions)
+        return completions
+
+    def close(self):
+        self.old.close()
+        super().close()
+
+
+def test_tokens_of_stale_key_values_end_the_run(tmp_path):
+    with pytest.raises(WeightSyncError, match=r"tokens that the engine sampled with the present weights differ by"):
+        fit(tmp_path, StaleCache(), lr=1e-2, group_size=32, max_steps=5)
+
+
+class TwoReplicas(LocalEngine):
+    """`right` has the weights; `wrong` scores as at the first load, until it is dropped."""
+
+    probe_every_n_loads = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: list[list[float]] | None = None
+        self.dropped: list[str] = []
+
+    def score(self, sequences):
+        rows = super().score(sequences)["engine"]
+        self.first = self.first or rows
+        return {"right": rows} if self.dropped else {"right": rows, "wrong": self.first}
+
+
+class DroppingReplicas(TwoReplicas, DropsReplicas):
+    def drop_replica(self, name, reason):
+        self.dropped.append(name)
+
+
+def test_a_lone_wrong_replica_is_named(tmp_path):
+    with pytest.raises(WeightSyncError) as raised:
+        fit(tmp_path, TwoReplicas(), lr=1e-5)
+    assert "wrong: its" in str(raised.value)
+    assert "right:" not in str(raised.value)
+
+
+def test_a_lone_wrong_replica_is_dropped_where_the_engine_can_do_that(tmp_path):
+    engine = DroppingReplicas()
+    trainer = fit(tmp_path, engine, lr=1e-5)
+    assert engine.dropped == ["wrong"]
+    assert trainer.weight_version == 3
+    assert float(trainer.callback_metrics["sync/verified_fraction"]) == 1.0
+
+
+def test_a_replica_that_is_wrong_again_ends_the_run(tmp_path):
+    engine = DroppingReplicas()
+    engine.drop_replica = lambda name, reason: None  # it comes back with the same weights
+    with pytest.raises(WeightSyncError, match="wrong: its"):
+        fit(tmp_path, engine, lr=1e-5)
