@@ -5,6 +5,7 @@ Reading order:
     server_form.py    the dtype and the names that a server needs
     host_copy.py      a whole model in host memory
     disk.py           versions as safetensors folders, complete or absent
+    delta.py          what changed, bit for bit; delta_copy.py  at the trainer; delta_folder.py  at a server's side
     broadcast.py      a process group of trainer and servers, outside the default one
     shared_memory.py  a bucket for servers of the same host
 

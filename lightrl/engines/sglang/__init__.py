@@ -8,7 +8,8 @@ Reading order:
       client.py      SGLang's routes as methods; connection.py  HTTP with retries and deadlines; open_files.py  sockets
       loading.py     weight versions, checked, to all servers or to one that is back
     sync.py          new weights into paused servers, verified; sync_report.py  what happened to each server
-      transports/     how the bytes get there: disk, broadcast, shared memory; bucket_feed.py  from thread to loop
+      transports/     how the bytes get there: disk, broadcast, shared memory, delta; bucket_feed.py  thread to loop
+      receiver.py    the delta transport's process beside the servers; receivers.py  where; relay.py  a tree of them
       memory.py      what a colocated server has released
     server.py        one server process; command.py  its command line; held_port.py  its port
       fleet.py       several of them, restarted when they die

@@ -75,7 +75,7 @@ class Connection:
         self,
         method: Literal["GET", "POST"],
         path: str,
-        body: dict[str, Any] | None = None,
+        body: dict[str, Any] | bytes | None = None,
         *,
         timeout_s: float = 0.0,
         num_retries: int | None = None,
@@ -101,7 +101,7 @@ class Connection:
                 if attempt == retries or self._num_closes != num_closes or not _may_retry(error):
                     raise
             await asyncio.sleep(min(self._backoff_s * 2**attempt, MAX_BACKOFF_S) * random.uniform(0.5, 1.0))
-            if kind == "generate" and body is not None and "rid" in body:
+            if kind == "generate" and isinstance(body, dict) and "rid" in body:
                 body["rid"] = secrets.token_hex(16)
         raise AssertionError("unreachable")
 
@@ -122,14 +122,14 @@ class Connection:
         self,
         method: str,
         path: str,
-        body: dict[str, Any] | None,
+        body: dict[str, Any] | bytes | None,
         timeout_s: float,
         kind: str,
         read: Callable[[bytes], Any] | None,
     ) -> Any:
         name = path.partition("?")[0]
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.connect_s)
-        data = None if body is None else json.dumps(body).encode()
+        data = json.dumps(body).encode() if isinstance(body, dict) else body
         try:
             async with self._session(kind).request(method, self.url + path, data=data, timeout=timeout) as response:
                 content = await response.read()

@@ -29,12 +29,14 @@ from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import usable_token
+from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.loading import Loading
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.engines.sglang.pool import ServerPool
+from lightrl.engines.sglang.receivers import Receivers
 from lightrl.engines.sglang.request import RequestPictures
 from lightrl.engines.sglang.sync import ServerSync
 from lightrl.engines.sglang.sync_report import SyncReport
@@ -78,8 +80,10 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         devices: GPUs of the started servers, `tp` for each in turn; None numbers them from 0, or uses none.
         seed: of the started servers; each adds its number.
         token: the servers' API key; those we start get a random one. None reads LIGHTRL_SERVER_TOKEN.
-        transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU) or `tensor` (same host; SGLang
-            demands a pickle, see weights/shared_memory.py).
+        transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU), `tensor` (same host; SGLang
+            demands a pickle, see weights/shared_memory.py) or `delta` (only what changed, through `receivers`).
+        receivers: addresses of the weight receivers of the delta transport, one on each host of `urls`; None reads
+            LIGHTRL_RECEIVER_ADDRS. For servers that are started here one is started too.
         weight_folder: of the disk transport, visible to trainer and servers; None takes a temporary one.
         weights_dtype: that the servers need, such as `bfloat16`; None sends the trainer's own.
         placement: `separate` from the trainer's devices, or `colocated` on them: servers release their memory while the
@@ -108,6 +112,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         seed: int = 0,
         token: str | None = None,
         transport: TransportName = "disk",
+        receivers: Sequence[str] | None = None,
         weight_folder: str | None = None,
         weights_dtype: str | None = None,
         placement: Literal["separate", "colocated"] = "separate",
@@ -123,7 +128,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
             raise ValueError(f"Set urls or servers, not both (urls={urls}, servers={servers}).")
         check_bounds(1, servers=servers, tp=tp, max_connections=max_connections)
         for name, value, choices in (
-            ("transport", transport, ("disk", "distributed", "tensor")),
+            ("transport", transport, ("disk", "distributed", "tensor", "delta")),
             ("placement", placement, ("separate", "colocated")),
             ("interrupt", interrupt, ("retract", "abort")),
         ):
@@ -143,6 +148,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         self.seed = seed
         self.token = token
         self.transport = transport
+        self.receivers = list(receivers) if receivers is not None else None
         self.weight_folder = weight_folder
         self.weights_dtype = weights_dtype
         self.placement = placement
@@ -163,6 +169,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         self._max_context: int | None = None
         self._pictures: Pictures | None = None  # how the model reads pictures; None if it takes none
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._receivers = Receivers()
         self._is_open = False
         self._has_warned = False
 
@@ -201,6 +208,10 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
             if urls is None:
                 members.fleet = self._make_fleet(config, Path(self._scratch.name), members)
                 urls = members.fleet.start()
+                if self.transport == "delta":
+                    self._receivers.start(members.fleet.servers[0].host, self._token)
+            elif self.transport == "delta":
+                self._receivers.connect(self.receivers, [as_url(url) for url in urls])
             for url in urls:
                 self._home.call(members.join(as_url(url)), self.timeouts.request_s)
             self._home.call(members.reach(), self.timeouts.startup_s + self.timeouts.request_s)
@@ -227,6 +238,7 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         self._home.close(self._leave_loop)
         if fleet is not None:
             fleet.stop(STOP_GRACE_S)
+        self._receivers.stop()
         if self._loading is not None:
             self._loading.close_transport()
         if self._scratch is not None:
@@ -292,7 +304,16 @@ class SGLangEngine(RolloutEngine, LivesOnLoop, ScoresTokens, NamesDtypes, Shares
         folder = Path(self.weight_folder) if self.weight_folder is not None else scratch / "weights"
         dtype = getattr(torch, self.weights_dtype) if self.weights_dtype is not None else None
         sync = ServerSync(
-            make_transport(self.transport, config, dtype=dtype, folder=folder, sync_s=self.timeouts.sync_s),
+            make_transport(
+                self.transport,
+                config,
+                dtype=dtype,
+                folder=folder,
+                sync_s=self.timeouts.sync_s,
+                connect=lambda url: Connection(url, token=self._token, timeouts=self.timeouts),
+                receiver_of=self._receivers.of,
+                request_s=self.timeouts.request_s,
+            ),
             timeout_s=self.timeouts.sync_s,
             verify=self.verify_sync,
             memory=EngineMemory() if self.placement == "colocated" else None,

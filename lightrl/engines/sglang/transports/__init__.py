@@ -5,16 +5,20 @@ disk.py           a folder that trainer and servers see; written while they gene
 streaming.py      bucket by bucket, what the next two have in common
 broadcast.py      a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
 shared_memory.py  servers of the same host; not the default, since SGLang demands a pickle
+delta.py          what changed, to a receiver beside the servers, which load it from there
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.transports.broadcast import BroadcastTransport
+from lightrl.engines.sglang.transports.delta import DeltaTransport
 from lightrl.engines.sglang.transports.disk import DiskTransport
 from lightrl.engines.sglang.transports.shared_memory import SharedMemoryTransport
 from lightrl.engines.sglang.transports.transport import WeightTransport
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BroadcastTransport",
+    "DeltaTransport",
     "DiskTransport",
     "SharedMemoryTransport",
     "TransportName",
@@ -32,18 +37,28 @@ __all__ = [
     "make_transport",
 ]
 
-TransportName = Literal["disk", "distributed", "tensor"]
+TransportName = Literal["disk", "distributed", "tensor", "delta"]
 TRANSFER_TIMEOUT_S = 120.0  # for one bucket in a broadcast
 
 
 def make_transport(
-    name: TransportName, config: PretrainedConfig, *, dtype: torch.dtype | None, folder: Path, sync_s: float
+    name: TransportName,
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype | None,
+    folder: Path,
+    sync_s: float,
+    connect: Callable[[str], Connection],
+    receiver_of: Callable[[str], str],
+    request_s: float,
 ) -> WeightTransport:
-    """The transport of this name; it sends `dtype`, or the trainer's own if None."""
+    """The transport of this name; it sends `dtype`, or the trainer's own if None. See their classes for the rest."""
     form = ServerForm.of(config, dtype)
     if name == "distributed":
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return BroadcastTransport(form, device=device, transfer_timeout_s=min(TRANSFER_TIMEOUT_S, sync_s))
     if name == "tensor":
         return SharedMemoryTransport(form)
+    if name == "delta":
+        return DeltaTransport(form, config, connect=connect, receiver_of=receiver_of, wait_s=request_s)
     return DiskTransport(WeightFolder(folder, config, form=form, is_durable=False))
