@@ -13,7 +13,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal
 
 import aiohttp
@@ -23,6 +23,7 @@ from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
 MAX_BACKOFF_S = 5.0
 _NUM_CONTROL_CONNECTIONS = 16
+_SLICE_BYTES = 2**18  # of a request's body
 
 
 class ServerRefused(EngineError):
@@ -129,9 +130,14 @@ class Connection:
     ) -> Any:
         name = path.partition("?")[0]
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.connect_s)
-        data = json.dumps(body).encode() if isinstance(body, dict) else body
+        data: Any = json.dumps(body).encode() if isinstance(body, dict) else body
+        headers = None
+        if isinstance(body, bytes):  # which may be large: other requests go on in between
+            data, headers = _slices(body), {"Content-Length": str(len(body))}
         try:
-            async with self._session(kind).request(method, self.url + path, data=data, timeout=timeout) as response:
+            async with self._session(kind).request(
+                method, self.url + path, data=data, headers=headers, timeout=timeout
+            ) as response:
                 content = await response.read()
                 status = response.status
         except aiohttp.ServerTimeoutError as error:  # of the connection; the whole request's is below
@@ -173,6 +179,11 @@ class Connection:
                 headers={"Content-Type": "application/json", **self._headers},
             )
         return session
+
+
+async def _slices(body: bytes) -> AsyncIterator[memoryview]:
+    for start in range(0, len(body), _SLICE_BYTES):
+        yield memoryview(body)[start : start + _SLICE_BYTES]
 
 
 def _may_retry(error: EngineError) -> bool:

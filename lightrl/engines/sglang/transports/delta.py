@@ -218,20 +218,23 @@ class _Sending:
         if not self.urls:
             return
         for part in parts:
-            while len(self._in_flight) >= _IN_FLIGHT:
-                await asyncio.wait(self._in_flight, return_when=asyncio.FIRST_COMPLETED)
+            await self._settle(_IN_FLIGHT - 1)
             fields = {"session": self._session, "index": self._num_parts, "check": zlib.crc32(part)}
-            task = asyncio.ensure_future(self._send(part, fields))
-            self._in_flight.add(task)
-            task.add_done_callback(self._in_flight.discard)
+            self._in_flight.add(asyncio.ensure_future(self._send(part, fields)))
             self._num_parts += 1
 
     async def finish(self, version: Version, config: dict[str, Any]) -> None:
-        while self._in_flight:
-            await asyncio.wait(self._in_flight)
+        await self._settle(0)
         body = {"session": self._session, "version": asdict(version), "num_parts": self._num_parts, "config": config}
         answers = await self._ask("/finish", body)
         self.folders = {url: answer["folder"] for url, answer in answers.items() if "error" not in answer}
+
+    async def _settle(self, num_left: int) -> None:
+        """Waits until at most so many parts are on their way."""
+        while len(self._in_flight) > num_left:
+            done, self._in_flight = await asyncio.wait(self._in_flight, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
 
     async def _send(self, part: bytes, fields: dict[str, Any]) -> None:
         self.num_bytes += len(part) * min(FAN_OUT, len(self.urls))
