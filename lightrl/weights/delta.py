@@ -7,7 +7,7 @@ moves about one bfloat16 value in a hundred, mostly to the neighboring one; so o
     dense     by how much the bits of each element changed, if a fourth or more of them did
     nothing   if none did
 
-each compressed. The change is `new - old` of the bits, so the same delta also leads back.
+compressed unless that takes longer than it saves. The change is `new - old` of the bits, so the same delta also leads back.
 
 A part of a delta is `[length of the header][header][bodies of its chunks]`.
 """
@@ -30,6 +30,7 @@ CHUNK = 2**19  # elements: they stay in a core's cache from one step of the enco
 PART_BYTES = 16 * 2**20  # of a delta, about
 _ESCAPE = 255  # a gap of this or more follows as four bytes
 _DENSE_FRACTION = 0.25  # of changed elements, from which on their positions cost more than zeros
+_STORED_FRACTION = 1 / 16  # below it, gaps are nearly random: to compress them takes longer than to send them
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LENGTH = struct.Struct("<I")
 
@@ -78,12 +79,13 @@ def replaced(name: str, number: int, old: Bits, new: Bits) -> ChunkDelta | None:
         gaps = np.diff(positions, prepend=-1) - 1
         escapes = gaps[gaps >= _ESCAPE].astype("<u4")
         places = [np.minimum(gaps, _ESCAPE).astype(np.uint8).tobytes(), escapes.tobytes()]
-        num_escapes = len(escapes)
+        level = 0 if len(positions) < _STORED_FRACTION * len(new) else 1
+        body, num_escapes = _packed(places, level), len(escapes)
     else:
         changes = new - old
         old[:] = new
-        places, num_escapes = [], 0
-    return ChunkDelta(name, number, is_sparse, len(positions), num_escapes, _packed([*places, *_planes(changes)]))
+        body, num_escapes = b"", 0
+    return ChunkDelta(name, number, is_sparse, len(positions), num_escapes, body + _packed(_planes(changes)))
 
 
 def apply(delta: ChunkDelta, bits: Bits, *, backward: bool = False) -> None:
@@ -95,14 +97,18 @@ def apply(delta: ChunkDelta, bits: Bits, *, backward: bool = False) -> None:
     width = bits.dtype.itemsize
     num_values = delta.num_changed if delta.is_sparse else len(bits)
     num_gaps = delta.num_changed if delta.is_sparse else 0
-    expected = num_gaps + 4 * delta.num_escapes + width * num_values
+    places, values = b"", delta.body
     try:
-        content = np.frombuffer(zlib.decompress(delta.body, bufsize=max(expected, 1)), np.uint8)
+        if delta.is_sparse:
+            unpacker = zlib.decompressobj()
+            places, values = unpacker.decompress(delta.body), unpacker.unused_data
+        values = zlib.decompress(values)
     except zlib.error as error:
         raise DeltaError(f"The delta of {delta.name!r} is torn: {error}.") from error
-    if len(content) != expected:
-        raise DeltaError(f"The delta of {delta.name!r} has {len(content)} bytes instead of {expected}.")
-    changes = _from_planes(content[expected - width * num_values :], bits.dtype)
+    if len(places) != num_gaps + 4 * delta.num_escapes or len(values) != width * num_values:
+        raise DeltaError(f"The delta of {delta.name!r} is torn: it has {len(places)} and {len(values)} bytes.")
+    content = np.frombuffer(places, np.uint8)
+    changes = _from_planes(np.frombuffer(values, np.uint8), bits.dtype)
     if not delta.is_sparse:
         np.subtract(bits, changes, out=bits) if backward else np.add(bits, changes, out=bits)
         return
@@ -172,9 +178,9 @@ def _part(deltas: Sequence[ChunkDelta]) -> bytes:
     return b"".join([_LENGTH.pack(len(packed)), packed, *(delta.body for delta in deltas)])
 
 
-def _packed(streams: Sequence[bytes]) -> bytes:
+def _packed(streams: Sequence[bytes], level: int = 1) -> bytes:
     """One zlib stream. Each part of it gets its own Huffman codes; matches, which rarely exist, are not sought."""
-    packer = zlib.compressobj(1, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
+    packer = zlib.compressobj(level, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
     packed = []
     for stream in streams:
         packed += [packer.compress(stream), packer.flush(zlib.Z_BLOCK)]

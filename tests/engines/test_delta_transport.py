@@ -2,14 +2,18 @@
 
 import asyncio
 import hashlib
+import http.server
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,7 +188,7 @@ def test_a_receiver_that_is_killed_while_it_applies_gets_the_whole_version(recei
             stdout=subprocess.PIPE,
         )
         assert killer.stdout.readline() == b"watching\n"
-        restarting = asyncio_thread(lambda: (killer.wait(60), receiver.process.wait(), receiver.start()))
+        restarting = in_a_thread(lambda: (killer.wait(60), receiver.process.wait(), receiver.start()))
         report = sync(servers, transport, parameters(1, **sizes), 1, bucket_bytes=2**26)
         restarting.join()
         killer.stdout.close()
@@ -203,9 +207,7 @@ os.kill(int(sys.argv[2]), signal.SIGKILL)
 """
 
 
-def asyncio_thread(action):
-    import threading
-
+def in_a_thread(action):
     thread = threading.Thread(target=action)
     thread.start()
     return thread
@@ -241,7 +243,8 @@ def test_a_receiver_that_does_not_answer_is_named_with_the_command_that_starts_i
     lone = ReceiverProcess(tmp_path)
     with running(1) as servers:
         with pytest.raises(SyncFailed) as caught:
-            sync(servers, transport_to([lone], servers, wait_s=0.5), parameters(0), 0)
+            sync(servers, transport_to([lone], servers, wait_s=0.5), parameters(0), 1, previous_version=0)
+        assert caught.value.report.versions == {servers[0].url: 0}  # it goes on with what it has
         assert lone.url in str(caught.value)
         assert "python -m lightrl.engines.sglang.receiver --host" in str(caught.value)
         assert "/pause_generation" not in servers[0].stats()["requests"]
@@ -272,15 +275,47 @@ def test_many_receivers_pass_a_version_on_and_one_that_dies_loses_only_its_own_s
         assert all(serves(server, 1) for server in servers[1:])
 
 
-def test_the_receivers_behind_one_that_fails_get_the_version_directly(tmp_path):
-    with receiving(3, tmp_path) as receivers, running(3) as servers:
+class OnlyState(http.server.BaseHTTPRequestHandler):
+    """A receiver that says what it has, and fails at everything else."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        is_state = self.path.startswith("/state")
+        body = json.dumps({"": {"protocol": 1, "digest": "", "undo": "", "folder": ""}} if is_state else {}).encode()
+        self.send_response(200 if is_state else 503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_receivers_behind_one_that_fails_get_the_version_from_others(tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OnlyState) as broken:
+        thread = threading.Thread(target=broken.serve_forever)
+        thread.start()
+        with receiving(4, tmp_path) as receivers, running(5) as servers:
+            first = SimpleNamespace(url=f"http://0.0.0.0:{broken.server_port}")  # the first in order
+            transport = transport_to([first, *receivers], servers)
+            report = sync(servers, transport, parameters(0), 0)
+            assert list(report.lost) == [servers[0].url]
+            assert "HTTP 503" in report.lost[servers[0].url]
+            assert all(serves(server, 0) for server in servers[1:])
+        broken.shutdown()
+        thread.join()
+
+
+def test_a_receiver_whose_files_are_gone_gets_the_whole_version(tmp_path):
+    with receiving(2, tmp_path) as receivers, running(2) as servers:
         transport = transport_to(receivers, servers)
         sync(servers, transport, parameters(0), 0)
-        first = min(receivers, key=lambda receiver: receiver.url)  # which passes on to the third
-        for path in first.folder.glob("version-*"):
-            path.rename(first.folder / "gone")
+        for path in receivers[0].folder.glob("version-*"):
+            shutil.rmtree(path)
         report = sync(servers, transport, parameters(1), 1)
-        assert len(report.versions) == 3
+        assert len(report.versions) == 2
         assert all(has(receiver, 1) for receiver in receivers)
 
 

@@ -14,7 +14,7 @@ PROTOCOL = 1  # of the requests; trainer and receiver must agree
 FAN_OUT = 2  # receivers that one process sends to
 _HOP = 0.9  # of the deadline is left to the next receivers of the tree, so that the one that failed is named
 
-Answers = dict[str, dict[str, Any]]  # by address; with `error` if the receiver failed
+Answers = dict[str, dict[str, Any]]  # by address; with `error`, and `is_behind` if it is another receiver that failed
 
 
 async def spread(
@@ -40,7 +40,8 @@ async def spread(
             own = answers.pop("")
         except (EngineError, KeyError, AttributeError) as error:  # the latter: it is no receiver
             through = f"the receiver {first}, which should have passed it on, failed"
-            return {first: {"error": str(error)}, **{url: {"error": through} for url in rest}}
+            behind = {url: {"error": through, "is_behind": True} for url in rest}
+            return {first: {"error": str(error)}, **behind}
         return {first: own, **answers}
 
     halves = [urls[start::FAN_OUT] for start in range(min(FAN_OUT, len(urls)))]

@@ -18,7 +18,7 @@ from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.relay import FAN_OUT, PROTOCOL, Answers, spread
 from lightrl.engines.sglang.sync_report import Fleet
 from lightrl.engines.sglang.transports.transport import WeightTransport
-from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
+from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError
 from lightrl.weights import Bucket, ServerForm
 from lightrl.weights.delta import version_digest
 from lightrl.weights.delta_copy import DeltaCopy, full_parts
@@ -70,7 +70,7 @@ class DeltaTransport(WeightTransport):
 
     async def stage(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
         base, self._version, self._previous = self._version, NOTHING, NOTHING
-        self.num_bytes = 0
+        self._folders, self.num_bytes = {}, 0
         self.copy.begin(weight_version)
         async with _Receivers(self._connect, fleet.timeout_s) as receivers:
             states = await self._states(receivers, self._urls(fleet))
@@ -85,13 +85,13 @@ class DeltaTransport(WeightTransport):
                 await delta.send(parts)
                 await full.send(full_parts(copied))
             if self.copy.weight_version != weight_version:
-                return  # the feed has said why
+                raise WeightSyncError(f"the export of version {weight_version} ended before its last bucket")
             digest = await in_thread(version_digest, self._run, weight_version, self.copy.checksums)
             self._version, self._previous = Version(self._run, weight_version, digest), base
             await asyncio.gather(*(sending.finish(self._version, self._config) for sending in (delta, full)))
             self._folders = {**delta.folders, **full.folders}
             self.num_bytes = delta.num_bytes + full.num_bytes
-            await self._bring(fleet, receivers, self._version)
+            await self._bring(fleet, receivers, self._version, delta.broken | full.broken)
 
     async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
         await fleet.ask(lambda client: self._load(client, fleet.timeout_s, weight_version))
@@ -115,7 +115,9 @@ class DeltaTransport(WeightTransport):
         folder = self._folders[self._receiver_of(client.url)]
         await client.update_weights_from_disk(folder, weight_version=str(weight_version), timeout_s=timeout_s)
 
-    async def _bring(self, fleet: Fleet, receivers: _Receivers, version: Version) -> None:
+    async def _bring(
+        self, fleet: Fleet, receivers: _Receivers, version: Version, broken: frozenset[str] = frozenset()
+    ) -> None:
         """Gives the version to the receivers that lack it; servers of those that do not take it leave the fleet."""
         urls = [url for url in self._urls(fleet) if url not in self._folders]
         states = await self._states(receivers, urls)
@@ -127,7 +129,7 @@ class DeltaTransport(WeightTransport):
                 self._folders[url] = state["folder"]
         lacking = [url for url in urls if url not in self._folders and url not in errors]
         if lacking and version == self._version:
-            full = _Sending(receivers, lacking, "")
+            full = _Sending(receivers, sorted(lacking, key=broken.__contains__), "")  # those pass nothing on
             await full.begin()
             for bucket in self.copy.buckets():
                 await full.send(full_parts(bucket))
@@ -135,10 +137,13 @@ class DeltaTransport(WeightTransport):
             self._folders |= full.folders
             self.num_bytes += full.num_bytes
             errors |= full.errors
+        reasons = {url: f"the weight receiver {url}: {errors.get(url, 'it lacks the version')}" for url in urls}
+        if not self._folders:  # the servers are not to blame, and keep what they have
+            raise WeightSyncError("; ".join(reasons.values()))
         for client in list(fleet.clients):
             url = self._receiver_of(client.url)
             if url not in self._folders:
-                fleet.lose(client.url, f"its weight receiver {url}: {errors.get(url, 'it lacks the version')}")
+                fleet.lose(client.url, reasons[url])
 
     async def _states(self, receivers: _Receivers, urls: Sequence[str]) -> Answers:
         """What each receiver has; waits for those that do not answer."""
@@ -202,6 +207,7 @@ class _Sending:
     def __init__(self, receivers: _Receivers, urls: Sequence[str], base: str) -> None:
         self.urls = list(urls)  # those that have not failed
         self.errors: dict[str, str] = {}
+        self.broken: frozenset[str] = frozenset()  # those that failed themselves
         self.folders: dict[str, str] = {}  # once it is finished
         self.num_bytes = 0  # that left this process
         self._receivers = receivers
@@ -217,9 +223,11 @@ class _Sending:
         """Returns when the last parts are on their way."""
         if not self.urls:
             return
-        for part in parts:
+        iterator = iter(parts)
+        while (part := await in_thread(next, iterator, None)) is not None:
             await self._settle(_IN_FLIGHT - 1)
-            fields = {"session": self._session, "index": self._num_parts, "check": zlib.crc32(part)}
+            check = await in_thread(zlib.crc32, part)
+            fields = {"session": self._session, "index": self._num_parts, "check": check}
             self._in_flight.add(asyncio.ensure_future(self._send(part, fields)))
             self._num_parts += 1
 
@@ -245,6 +253,8 @@ class _Sending:
         for url, answer in answers.items():
             if "error" in answer:
                 self.errors.setdefault(url, answer["error"])
+                if "is_behind" not in answer:
+                    self.broken |= {url}
                 with contextlib.suppress(ValueError):  # another part has failed before
                     self.urls.remove(url)
         return answers
