@@ -7,7 +7,7 @@ moves about one bfloat16 value in a hundred, mostly to the neighboring one; so o
     dense     by how much the bits of each element changed, if a fourth or more of them did
     nothing   if none did
 
-compressed unless that takes longer than it saves. The change is `new - old` of the bits, so the same delta also leads back.
+compressed unless that takes longer than it saves. The change is `new - old` of the bits, so a delta also leads back.
 
 A part of a delta is `[length of the header][header][bodies of its chunks]`.
 """
