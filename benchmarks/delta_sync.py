@@ -134,7 +134,8 @@ class Trainer:
         self.side, self.bucket_mib = side, bucket_mib
         self.num_syncs = 0
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
         self._client = SGLangClient(side.server)
         self.optimizer: torch.optim.Optimizer
 
@@ -174,6 +175,8 @@ class Trainer:
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 def measure_delta(report: Report, options: argparse.Namespace) -> None:

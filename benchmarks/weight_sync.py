@@ -257,13 +257,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     speeds = {row["measurement"]: row["mib_per_s"] for row in report.rows}
     for name in options.transports:
         copy = PLAIN_COPY.get(name, "plain_memory_copy")
-        report.add("share", transport=name, of=copy, share=round(speeds[name] / speeds[copy], 3))
+        shares = {"share": speeds[name] / speeds[copy]}
+        if "gather" in speeds:  # which a transport of sharded parameters cannot exceed
+            shares["share_of_gather"] = speeds[name] / speeds["gather"]
+        report.add("share", transport=name, of=copy, **{key: round(value, 3) for key, value in shares.items()})
     for name in wanted:
         if name in DELTA:
             DELTA[name](report, options)
-    columns = ["measurement", "mib_per_s", "extra_mib", "buckets", "transport", "share", "model", "lr"]
-    columns += ["bytes_fraction", "pause_fraction", "speedup_over_full", "bit_equal", "receivers", "seconds"]
-    report.finish([*columns, "models_sent_by_trainer"])
+    columns = ["measurement", "mib_per_s", "extra_mib", "buckets", "transport", "share", "share_of_gather"]
+    columns += ["model", "lr", "bytes_fraction", "pause_fraction", "speedup_over_full", "bit_equal"]
+    report.finish([*columns, "receivers", "seconds", "models_sent_by_trainer"])
 
 
 def transferred(name: str, options: argparse.Namespace, num_rows: int) -> list[dict[str, Any]]:
