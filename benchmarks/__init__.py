@@ -15,6 +15,7 @@ Reading order:
     algorithms.py       learning curves of every algorithm on one task, over seeds, as CSV and PNG
     weight_sync.py      MiB/s of weights from trainers to a receiver, by transport
     sync_faults.py      silent faults of a weight sync: what notices each; false alarms of healthy syncs
+    delta_sync.py       its rows of syncs that send what changed: bytes, pause, speed on a link, growth
     parallel.py         updates by topology on this machine: tokens/s, memory, bytes sent, idle time of the pipeline
     gpu_update.py       MFU, tokens/s and memory of update and logprobs on one GPU, against a plain training loop
     plan.py             what FSDP2 and 3D parallelism cost, on paper, up to 1,024 GPUs

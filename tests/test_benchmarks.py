@@ -205,7 +205,20 @@ def test_weight_sync_measures_each_transport_in_processes_of_its_own(capfd):
     weight_sync.main(["--quick", "--transports", "gloo,disk"])
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
     found = {line["measurement"] for line in lines if "measurement" in line}
-    assert found == {"gloo", "disk", "plain_memory_copy", "plain_file_copy"}
+    assert found == {"gloo", "disk", "plain_memory_copy", "plain_file_copy", "share"}
+
+
+def test_delta_sync_gives_the_servers_the_trainers_weights_and_sends_little(capfd):
+    weight_sync.main(["--quick", "--transports", "delta,growth,paper"])
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
+    (delta,) = [line for line in lines if line.get("measurement") == "delta"]
+    assert delta["bit_equal"] is True
+    assert 0 < delta["bytes_fraction"] < 0.05
+    grown = [line for line in lines if line.get("measurement") == "growth"]
+    assert [(line["transport"], line["receivers"]) for line in grown] == [
+        ("full", 1), ("delta", 1), ("full", 2), ("delta", 2)
+    ]  # fmt: skip
+    assert all(line["is_arithmetic"] for line in lines if line.get("measurement") == "paper")
 
 
 def test_sync_faults_prints_a_row_for_each_run_and_counts_false_alarms(capsys):

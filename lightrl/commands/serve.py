@@ -14,14 +14,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from lightrl.commands.config_errors import UsageError, explain
 from lightrl.commands.console import reported
+from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE
 from lightrl.engines.sglang.command import usable_token
 from lightrl.engines.sglang.fleet import ServerFleet
+from lightrl.engines.sglang.receivers import Receivers
 from lightrl.engines.sglang.server import SGLangServer, make_servers, write_model_folder
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
@@ -62,7 +65,7 @@ def serve(
     until: threading.Event | None = None,
     write: Callable[[str], object] = sys.stdout.write,
 ) -> None:
-    """Starts SGLang servers, prints their addresses, and ends them on Ctrl-C.
+    """Starts SGLang servers and their weight receiver, prints their addresses, and ends them on Ctrl-C.
 
     Servers that die are restarted at their address.
 
@@ -96,7 +99,12 @@ def serve(
             log_folder=logs, host=host, python=sglang_python, token=token, startup_timeout_s=startup_timeout_s,
         )  # fmt: skip
         log.info("Starting %d server%s; logs in %s.", servers, "s" if servers > 1 else "", logs)
-        _run(processes, until or threading.Event(), lambda fleet: write(usage(fleet, token, host)))
+        receivers = Receivers()
+        try:
+            receivers.start(host, token, log_folder=logs)
+            _run(processes, until or threading.Event(), lambda fleet: write(usage(fleet, receivers, token, host)))
+        finally:
+            receivers.stop()
 
 
 def _run(servers: Sequence[SGLangServer], ended: threading.Event, on_ready: Callable[[ServerFleet], object]) -> None:
@@ -119,13 +127,15 @@ def _run(servers: Sequence[SGLangServer], ended: threading.Event, on_ready: Call
         raise EngineError(given_up[0])
 
 
-def usage(fleet: ServerFleet, token: str, host: str) -> str:
+def usage(fleet: ServerFleet, receivers: Receivers, token: str, host: str) -> str:
     """Where the servers are, and what to type to use them."""
     name = host if host in _LOOPBACK else socket.gethostname()
     addresses = ",".join(f"{name}:{server.port}" for server in fleet.servers)
+    (receiver,) = (f"{name}:{urlsplit(url).port}" for url in receivers.urls)
     lines = [
         *("Ready:", *(f"  http://{name}:{server.port}  log {server.log_file}" for server in fleet.servers)),
         *("For runs on these servers:", f"  export LIGHTRL_SERVER_ADDRS={addresses}"),
+        f"  export {RECEIVER_VARIABLE}={receiver}  # for transport: delta",
         *(f"  export LIGHTRL_SERVER_TOKEN={token}", "  lightrl fit --config run.yaml --trainer.engine SGLangEngine"),
     ]
     if host not in _LOOPBACK:

@@ -9,6 +9,7 @@ Reading order:
     gather_plan.py    which rank gets each parameter whole, and who sends it what
     disk.py           versions as safetensors folders, complete or absent
     rank_share.py     one rank's files of a version that several ranks write
+    delta.py          what changed, bit for bit; delta_copy.py  at the trainer; delta_folder.py  at a server's side
     broadcast.py      a process group of trainer and servers, outside the default one
     shared_memory.py  a bucket for servers of the same host
 

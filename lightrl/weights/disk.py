@@ -151,7 +151,7 @@ class VersionWriter:
         place = self.folder.path_of(self.weight_version)
         replaced = self.folder.root / f".replaced-{self.weight_version:08d}-{os.getpid()}"
         try:
-            self._write_text("config.json", json.dumps(self._config(), indent=2))
+            self._write_text("config.json", json.dumps(served_config(self.folder.config, self.folder.form), indent=2))
             self._write_text(INDEX_FILE, json.dumps(index, indent=2))
             _sync_folder(self._place)
             if place.exists():  # from before this run was resumed from an older checkpoint
@@ -191,18 +191,20 @@ class VersionWriter:
         if twice:
             raise WeightSyncError(f"Parameter {twice[0]!r} arrived twice in version {self.weight_version}.")
 
-    def _config(self) -> dict[str, object]:
-        config: dict[str, object] = json.loads(self.folder.config.to_json_string(use_diff=False))
-        if self.folder.form.dtype is not None:
-            config["dtype"] = str(self.folder.form.dtype).removeprefix("torch.")
-        return config
-
     def _write_text(self, name: str, text: str) -> None:
         with (self._place / name).open("w") as file:
             file.write(text)
             file.flush()
             if self.folder.is_durable:
                 os.fsync(file.fileno())
+
+
+def served_config(config: PretrainedConfig, form: ServerForm) -> dict[str, object]:
+    """The content of config.json beside weights in this form."""
+    values: dict[str, object] = json.loads(config.to_json_string(use_diff=False))
+    if form.dtype is not None:
+        values["dtype"] = str(form.dtype).removeprefix("torch.")
+    return values
 
 
 def is_whole(folder: Path) -> bool:

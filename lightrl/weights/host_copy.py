@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -34,16 +34,24 @@ class HostCopy:
         self._coming_version = weight_version
         self._names = []
 
-    def add(self, bucket: Bucket) -> None:
-        for name, tensor in self.form.tensors(bucket):
+    def add(self, bucket: Bucket, copy: Callable[[str, Tensor, Tensor], object] | None = None) -> Bucket:
+        """Copies a bucket; returns the copy. `copy` gets each name, what was kept, and the trainer's tensor."""
+        copied: dict[str, Tensor] = {}
+        for name, dtype, shape in self.form.layout(bucket):
+            tensor = bucket.tensors[name].detach()
             kept = self._tensors.get(name)
-            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+            if kept is None or kept.shape != shape or kept.dtype != dtype:
+                kept = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=tensor.is_cuda)
                 self._tensors[name] = kept
-            kept.copy_(tensor)
-        self._names.append([name for name, _, _ in self.form.layout(bucket)])
+            if copy is None:
+                kept.copy_(tensor)
+            else:
+                copy(name, kept, tensor)
+            copied[name] = kept
+        self._names.append(list(copied))
         if bucket.is_last:
             self.weight_version = self._coming_version
+        return Bucket(copied, is_last=bucket.is_last)
 
     def take(self, buckets: Iterable[Bucket], weight_version: int) -> list[Bucket]:
         """Copies all buckets; returns the copies."""

@@ -118,6 +118,7 @@ def test_servers_run_until_the_end_and_their_addresses_are_printed(fake_python, 
     addresses = next(line for line in lines if "LIGHTRL_SERVER_ADDRS=" in line).partition("=")[2].split(",")
     assert len({address.rpartition(":")[2] for address in addresses}) == 2
     assert all(address.startswith("127.0.0.1:") for address in addresses)
+    assert any(line.startswith("  export LIGHTRL_RECEIVER_ADDRS=127.0.0.1:") for line in lines)
     assert "  export LIGHTRL_SERVER_TOKEN=t" in lines
     assert "--random-seed 1" in (tmp_path / "server-1.log").read_text()
 

@@ -11,6 +11,7 @@ Reading order:
     sync.py          new weights into paused servers, verified; sync_report.py  what happened to each server
       weight_proofs.py  are they the trainer's?  cache_canary.py  is its cache flushed?  server_process.py  who is it?
       transports/    how the bytes get there; bucket_feed.py  from thread to loop
+      receiver.py    the delta transport's process beside the servers; receivers.py  where; relay.py  a tree of them
       served_adapters.py  adapters beside their base, one per version
       memory.py      what a colocated server has released
     server.py        one server process; command.py  its command line; held_port.py  its port

@@ -1,16 +1,27 @@
-"""Environment variables that name servers started elsewhere, and their token."""
+"""Environment variables that name servers started elsewhere, their weight receivers, and their token."""
 
 from __future__ import annotations
 
 import os
 
 ADDRESS_VARIABLES = ("LIGHTRL_SERVER_ADDRS", "AREAL_LLM_SERVER_ADDRS")
+RECEIVER_VARIABLE = "LIGHTRL_RECEIVER_ADDRS"  # of the delta transport
 TOKEN_VARIABLE = "LIGHTRL_SERVER_TOKEN"
+RECEIVER_HELP = (
+    "`lightrl serve` starts a weight receiver beside its servers and prints its address. Beside other servers run "
+    f"`{TOKEN_VARIABLE}=… python -m lightrl.engines.sglang.receiver --host HOST --port PORT`, and set "
+    f"{RECEIVER_VARIABLE}."
+)
 
 
 def as_url(address: str) -> str:
     """`host:port` as `http://host:port`."""
     return address if "://" in address else f"http://{address}"
+
+
+def receivers_from_environment() -> list[str]:
+    """The addresses in LIGHTRL_RECEIVER_ADDRS; none if it is not set."""
+    return _addresses(RECEIVER_VARIABLE)
 
 
 def addresses_from_environment() -> list[str]:
@@ -20,9 +31,12 @@ def addresses_from_environment() -> list[str]:
         ValueError: if neither is set.
     """
     for name in ADDRESS_VARIABLES:
-        addresses = [part.strip() for part in os.environ.get(name, "").split(",") if part.strip()]
-        if addresses:
-            return [as_url(address) for address in addresses]
+        if addresses := _addresses(name):
+            return addresses
     raise ValueError(
         "SGLangEngine needs urls, servers or LIGHTRL_SERVER_ADDRS. Set servers: 1 to start one on this machine."
     )
+
+
+def _addresses(name: str) -> list[str]:
+    return [as_url(part.strip()) for part in os.environ.get(name, "").split(",") if part.strip()]

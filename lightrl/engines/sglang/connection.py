@@ -13,7 +13,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal
 
 import aiohttp
@@ -24,6 +24,7 @@ from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
 MAX_BACKOFF_S = 5.0
 _NUM_CONTROL_CONNECTIONS = 16
+_SLICE_BYTES = 2**18  # of a request's body
 
 
 class ServerRefused(EngineError):
@@ -76,7 +77,7 @@ class Connection:
         self,
         method: Literal["GET", "POST"],
         path: str,
-        body: dict[str, Any] | None = None,
+        body: dict[str, Any] | bytes | None = None,
         *,
         timeout_s: float = 0.0,
         num_retries: int | None = None,
@@ -102,7 +103,7 @@ class Connection:
                 if attempt == retries or self._num_closes != num_closes or not _may_retry(error):
                     raise
             await asyncio.sleep(min(self._backoff_s * 2**attempt, MAX_BACKOFF_S) * random.uniform(0.5, 1.0))
-            if kind == "generate" and body is not None and "rid" in body:
+            if kind == "generate" and isinstance(body, dict) and "rid" in body:
                 body["rid"] = secrets.token_hex(16)
         raise AssertionError("unreachable")
 
@@ -123,16 +124,21 @@ class Connection:
         self,
         method: str,
         path: str,
-        body: dict[str, Any] | None,
+        body: dict[str, Any] | bytes | None,
         timeout_s: float,
         kind: str,
         read: Callable[[bytes], Any] | None,
     ) -> Any:
         name = path.partition("?")[0]
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.connect_s)
-        data = None if body is None else json.dumps(body).encode()
+        data: Any = json.dumps(body).encode() if isinstance(body, dict) else body
+        headers = None
+        if isinstance(body, bytes):  # which may be large: other requests go on in between
+            data, headers = _slices(body), {"Content-Length": str(len(body))}
         try:
-            async with self._session(kind).request(method, self.url + path, data=data, timeout=timeout) as response:
+            async with self._session(kind).request(
+                method, self.url + path, data=data, headers=headers, timeout=timeout
+            ) as response:
                 content = await response.read()
                 status = response.status
         except aiohttp.ServerTimeoutError as error:  # of the connection; the whole request's is below
@@ -183,6 +189,11 @@ class Connection:
                 headers={"Content-Type": "application/json", **self._headers},
             )
         return session
+
+
+async def _slices(body: bytes) -> AsyncIterator[memoryview]:
+    for start in range(0, len(body), _SLICE_BYTES):
+        yield memoryview(body)[start : start + _SLICE_BYTES]
 
 
 def _may_retry(error: EngineError) -> bool:

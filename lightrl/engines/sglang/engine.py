@@ -41,12 +41,14 @@ from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_envi
 from lightrl.engines.sglang.cache_canary import CacheCanary
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import dtype_of_auto, usable_token
+from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.loading import Loading
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.engines.sglang.pool import ServerPool
+from lightrl.engines.sglang.receivers import Receivers
 from lightrl.engines.sglang.request import RequestPictures
 from lightrl.engines.sglang.routes import remote_servers, trainer_address
 from lightrl.engines.sglang.served_adapters import ServedAdapters
@@ -105,7 +107,10 @@ class SGLangEngine(
         seed: of the started servers; each adds its number.
         token: the servers' API key; those we start get a random one. None reads LIGHTRL_SERVER_TOKEN.
         transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU), `tensor` (same host; SGLang
-            demands a pickle, see weights/shared_memory.py) or `cuda_ipc` (same GPUs; likewise, and not run yet).
+            demands a pickle, see weights/shared_memory.py), `delta` (only what changed, through `receivers`) or
+            `cuda_ipc` (same GPUs; a pickle too, and not run yet).
+        receivers: addresses of the weight receivers of the delta transport, one on each host of `urls`; None reads
+            LIGHTRL_RECEIVER_ADDRS. For servers that are started here one is started too.
         weight_folder: of the disk transport, visible to trainer and servers under this path; None takes a temporary
             one of this machine.
         trainer_host: address of this machine that servers elsewhere connect to for `distributed`; None is that of the
@@ -140,6 +145,7 @@ class SGLangEngine(
         seed: int = 0,
         token: str | None = None,
         transport: TransportName = "disk",
+        receivers: Sequence[str] | None = None,
         weight_folder: str | None = None,
         trainer_host: str | None = None,
         weights_dtype: str | None = None,
@@ -157,7 +163,7 @@ class SGLangEngine(
             raise ValueError(f"Set urls or servers, not both (urls={urls}, servers={servers}).")
         check_bounds(1, servers=servers, tp=tp, max_connections=max_connections)
         for name, value, choices in (
-            ("transport", transport, ("disk", "distributed", "tensor", "cuda_ipc")),
+            ("transport", transport, ("disk", "distributed", "tensor", "delta", "cuda_ipc")),
             ("placement", placement, ("separate", "colocated")),
             ("adapters", adapters, ("merged", "served")),
             ("interrupt", interrupt, ("retract", "abort")),
@@ -183,6 +189,7 @@ class SGLangEngine(
         self.seed = seed
         self.token = token
         self.transport = transport
+        self.receivers = list(receivers) if receivers is not None else None
         self.weight_folder = weight_folder
         self.trainer_host = trainer_host
         self.weights_dtype = weights_dtype
@@ -208,6 +215,7 @@ class SGLangEngine(
         self._max_context: int | None = None
         self._pictures: Pictures | None = None  # how the model reads pictures; None if it takes none
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._receivers = Receivers()
         self._is_open = False
         self._has_warned = False
 
@@ -255,6 +263,10 @@ class SGLangEngine(
             if urls is None:
                 members.fleet = self._make_fleet(config, Path(self._scratch.name), members)
                 urls = members.fleet.start()
+                if self.transport == "delta":
+                    self._receivers.start(members.fleet.servers[0].host, self._token)
+            elif self.transport == "delta":
+                self._receivers.connect(self.receivers, [as_url(url) for url in urls])
             for url in urls:
                 self._home.call(members.join(as_url(url)), self.timeouts.request_s)
             self._home.call(members.reach(), self.timeouts.startup_s + self.timeouts.request_s)
@@ -280,6 +292,7 @@ class SGLangEngine(
         steps: list[Callable[[], object]] = [lambda: self._home.close(self._leave_loop)]
         if (fleet := self.fleet) is not None:
             steps.append(lambda: fleet.stop(STOP_GRACE_S))
+        steps.append(self._receivers.stop)
         if (loading := self._loading) is not None:
             steps = [loading.close, *steps, loading.close_transport]
         if (scratch := self._scratch) is not None:
@@ -400,6 +413,9 @@ class SGLangEngine(
                 folder=folder,
                 sync_s=self.timeouts.sync_s,
                 trainer_host=self.trainer_host,
+                connect=lambda url: Connection(url, token=self._token, timeouts=self.timeouts),
+                receiver_of=self._receivers.of,
+                request_s=self.timeouts.request_s,
             ),
             timeout_s=self.timeouts.sync_s,
             verify=self.verify_sync,

@@ -6,17 +6,21 @@ streaming.py      bucket by bucket, what the next two have in common
 broadcast.py      a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
 shared_memory.py  servers of the same host; not the default, since SGLang demands a pickle
 cuda_ipc.py       the same in GPU memory, for servers on the trainer's GPUs; not run yet
+delta.py          what changed, to a receiver beside the servers, which load it from there
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.transports.broadcast import BroadcastTransport
 from lightrl.engines.sglang.transports.cuda_ipc import CudaIpcTransport
+from lightrl.engines.sglang.transports.delta import DeltaTransport
 from lightrl.engines.sglang.transports.disk import DiskTransport
 from lightrl.engines.sglang.transports.shared_memory import SharedMemoryTransport
 from lightrl.engines.sglang.transports.transport import WeightTransport
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BroadcastTransport",
     "CudaIpcTransport",
+    "DeltaTransport",
     "DiskTransport",
     "SharedMemoryTransport",
     "TransportName",
@@ -35,7 +40,7 @@ __all__ = [
     "make_transport",
 ]
 
-TransportName = Literal["disk", "distributed", "tensor", "cuda_ipc"]
+TransportName = Literal["disk", "distributed", "tensor", "delta", "cuda_ipc"]
 TRANSFER_TIMEOUT_S = 120.0  # for one bucket in a broadcast
 
 
@@ -47,8 +52,11 @@ def make_transport(
     folder: Path,
     sync_s: float,
     trainer_host: str | None = None,
+    connect: Callable[[str], Connection],
+    receiver_of: Callable[[str], str],
+    request_s: float,
 ) -> WeightTransport:
-    """The transport of this name; it sends `dtype`, or the trainer's own if None."""
+    """The transport of this name; it sends `dtype`, or the trainer's own if None. See their classes for the rest."""
     form = ServerForm.of(config, dtype)
     if name == "distributed":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,4 +68,6 @@ def make_transport(
         return CudaIpcTransport(form)
     if name == "tensor":
         return SharedMemoryTransport(form)
+    if name == "delta":
+        return DeltaTransport(form, config, connect=connect, receiver_of=receiver_of, wait_s=request_s)
     return DiskTransport(WeightFolder(folder, config, form=form, is_durable=False))

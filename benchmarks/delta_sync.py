@@ -1,0 +1,370 @@
+"""The delta rows of benchmarks/weight_sync.py: real optimizer steps, real processes, a link of 100 MB/s.
+
+    python -m benchmarks.weight_sync --transports delta [--quick] [--models 27M,120M] [--lrs 1e-6,1e-5,1e-4]
+
+A model of random weights in float32 takes Adam steps on random tokens; after each, a sync takes its bfloat16 weights to
+a server: a process that loads the folder into its own tensors, and nothing else. Receiver and server live in a network
+namespace behind a veth of 800 Mbit/s (`tc tbf`). The full sync goes the same way; both are whole syncs, from the first
+bucket to the server's resumption, and take turns. Without root or `tc` everything is on the loopback and
+`speedup_over_full` is null.
+
+    growth   a version to 1 … 16 receivers, all on this machine: seconds, and what leaves the trainer, in models
+    paper    1T parameters to 128 servers, by arithmetic alone: no byte is sent
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+from safetensors import safe_open
+from transformers import PreTrainedModel, Qwen3Config
+
+from benchmarks.local_engine import make_model
+from benchmarks.report import Report
+from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.connection import Connection
+from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.engines.sglang.relay import FAN_OUT
+from lightrl.engines.sglang.sync import ServerSync
+from lightrl.engines.sglang.sync_report import Fleet, SyncReport
+from lightrl.engines.sglang.transports import DeltaTransport
+from lightrl.weights import Bucket, ServerForm, bucketed
+from lightrl.weights.delta_folder import NOTHING
+
+MIB = 2**20
+LINK_MB_PER_S = 100
+TOKEN = "benchmark"
+_PORTS = {"receiver": 41000, "server": 41001}  # within the namespace, which has no other program
+
+
+class Link:
+    """A network namespace behind a veth with a rate; without root or iproute2 only the loopback."""
+
+    def __init__(self) -> None:
+        self.name = f"lightrl{os.getpid() % 10**6}"
+        self.host = "127.0.0.1"
+        self.prefix: list[str] = []  # of a command, to run it there
+
+    def __enter__(self) -> Link:
+        here, there = f"lr{os.getpid() % 10**6}", "eth0"
+        inside = ["ip", "netns", "exec", self.name]
+        shape = ["root", "tbf", "rate", f"{8 * LINK_MB_PER_S}mbit", "burst", "256kb", "latency", "200ms"]
+        commands = [
+            ["ip", "netns", "add", self.name],
+            ["ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", self.name],
+            ["ip", "addr", "add", "10.213.77.1/30", "dev", here],
+            ["ip", "link", "set", here, "up"],
+            [*inside, "ip", "addr", "add", "10.213.77.2/30", "dev", there],
+            [*inside, "ip", "link", "set", there, "up"],
+            [*inside, "ip", "link", "set", "lo", "up"],
+            ["tc", "qdisc", "add", "dev", here, *shape],
+            [*inside, "tc", "qdisc", "add", "dev", there, *shape],
+        ]
+        try:
+            for command in commands:
+                subprocess.run(command, check=True, capture_output=True, text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = getattr(error, "stderr", None) or error
+            print(f"No link of {LINK_MB_PER_S} MB/s, so no speedup: {reason}", file=sys.stderr)
+            self.__exit__()
+            return self
+        self.host, self.prefix = "10.213.77.2", inside
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            subprocess.run(["ip", "netns", "del", self.name], check=False, capture_output=True)  # and both ends
+
+
+class Side:
+    """A receiver and a server beyond the link."""
+
+    def __init__(self, link: Link) -> None:
+        self.folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+        self._held = [] if link.prefix else [HeldPort(link.host), HeldPort(link.host)]
+        ports = [port.number for port in self._held] or list(_PORTS.values())
+        self.receiver, self.server = (f"http://{link.host}:{port}" for port in ports)
+        receiver = ["lightrl.engines.sglang.receiver", "--host", link.host, "--port", str(ports[0])]
+        commands = [[*receiver, "--folder", str(self.folder)], ["benchmarks.delta_sync", link.host, str(ports[1])]]
+        environment = {**os.environ, "LIGHTRL_SERVER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+        self._processes = [
+            subprocess.Popen([*link.prefix, sys.executable, "-m", *command], env=environment) for command in commands
+        ]
+
+        for url in (self.receiver, self.server):
+            _wait_for(f"{url}/ready")
+
+    def digests(self) -> dict[str, str]:
+        """Of the server's tensors."""
+        return json.loads(_read(f"{self.server}/digests"))  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.wait()
+        for port in self._held:
+            port.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Trainer:
+    """A model, and its syncs to one side."""
+
+    def __init__(self, name: str, side: Side, bucket_mib: int) -> None:
+        torch.manual_seed(0)
+        self.model: PreTrainedModel = make_model(name)
+        self.side, self.bucket_mib = side, bucket_mib
+        self.num_syncs = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._client = SGLangClient(side.server)
+        self.optimizer: torch.optim.Optimizer
+
+    def start(self, lr: float, warm_up: int) -> DeltaTransport:
+        """A new optimizer, whose first steps are not measured; a transport without a base."""
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr, betas=(0.9, 0.95))
+        for _ in range(warm_up):
+            self.step()
+        return DeltaTransport(
+            ServerForm.of(self.model.config, torch.bfloat16),
+            self.model.config,
+            connect=lambda url: Connection(url, token=TOKEN),
+            receiver_of=lambda url: self.side.receiver,
+        )
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        tokens = torch.randint(0, self.model.config.vocab_size, (4, 32))
+        self.model(input_ids=tokens, labels=tokens).loss.backward()
+        self.optimizer.step()
+
+    def sync(self, transport: DeltaTransport) -> tuple[float, SyncReport]:
+        self.num_syncs += 1
+        named = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        start = time.perf_counter()
+        report = ServerSync(transport, verify=False).load_from_thread(
+            self._loop,
+            [self._client],
+            bucketed(named.items(), self.bucket_mib * MIB),
+            weight_version=self.num_syncs,
+        )
+        return time.perf_counter() - start, report
+
+    def digests(self) -> dict[str, str]:
+        return {name: _digest(parameter.detach().bfloat16()) for name, parameter in self.model.named_parameters()}
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def measure_delta(report: Report, options: argparse.Namespace) -> None:
+    for name in options.models.split(","):
+        with Link() as link, contextlib.closing(Side(link)) as side:
+            with contextlib.closing(Trainer(name, side, options.bucket_mib)) as trainer:
+                for lr in map(float, options.lrs.split(",")):
+                    report.add("delta", **_delta_row(trainer, name, lr, options.repeats, has_link=bool(link.prefix)))
+
+
+def _delta_row(trainer: Trainer, name: str, lr: float, repeats: int, *, has_link: bool) -> dict[str, Any]:
+    transport = trainer.start(lr, warm_up=2)
+    trainer.sync(transport)  # allocates
+    num_bytes = sum(2 * parameter.numel() for parameter in trainer.model.parameters())
+    full, delta, reports = [], [], []
+    is_equal = True
+    for _ in range(repeats):
+        transport._version = NOTHING  # so that the next sync is a full one
+        full.append(trainer.sync(transport)[0])
+        trainer.step()
+        seconds, one = trainer.sync(transport)
+        delta.append(seconds)
+        reports.append(one)
+        is_equal = is_equal and trainer.side.digests() == trainer.digests()
+    parts = {key: statistics.median(one.seconds[key] for one in reports) for key in reports[0].seconds}
+    paused = [sum(one.seconds[key] for key in ("pause", "load", "verify", "resume")) for one in reports]
+    return {
+        "model": name,
+        "lr": lr,
+        "bytes_fraction": round(statistics.median(one.num_bytes for one in reports) / num_bytes, 5),
+        "pause_fraction": round(statistics.median(a / b for a, b in zip(paused, delta, strict=True)), 3),
+        "speedup_over_full": round(statistics.median(full) / statistics.median(delta), 2) if has_link else None,
+        "bit_equal": is_equal,
+        "full_s": round(statistics.median(full), 3),
+        "delta_s": round(statistics.median(delta), 3),
+        "pause_s": round(statistics.median(paused), 3),
+        **{f"{key}_s": round(value, 3) for key, value in parts.items() if key in ("stage", "load")},
+        "link_mb_per_s": LINK_MB_PER_S if has_link else None,
+    }
+
+
+def measure_growth(report: Report, options: argparse.Namespace) -> None:
+    """One version to more and more receivers on this machine."""
+    for num in map(int, options.receivers.split(",")):
+        with contextlib.ExitStack() as stack:
+            receivers = [stack.enter_context(_lone_receiver()) for _ in range(num)]
+            for url in receivers:
+                _wait_for(f"{url}/ready")
+            for kind, values in asyncio.run(_grown(receivers, options.growth_mib)).items():
+                report.add("growth", transport=kind, receivers=num, mib=options.growth_mib, **values)
+
+
+@contextlib.contextmanager
+def _lone_receiver() -> Iterator[str]:
+    held, folder = HeldPort("127.0.0.1"), tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    command = [sys.executable, "-m", "lightrl.engines.sglang.receiver", "--port", str(held.number), "--folder", folder]
+    process = subprocess.Popen(command, env={**os.environ, "LIGHTRL_SERVER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"})
+    try:
+        yield f"http://127.0.0.1:{held.number}"
+    finally:
+        process.terminate()
+        process.wait()
+        held.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _grown(receivers: list[str], mib: int) -> dict[str, dict[str, float]]:
+    """A full version and a delta of a hundredth of the values, staged on all receivers; no server is asked."""
+    servers = {f"http://127.0.0.1:{index + 1}": url for index, url in enumerate(receivers)}
+    transport = DeltaTransport(
+        ServerForm(torch.bfloat16),
+        Qwen3Config(),
+        connect=lambda url: Connection(url, token=TOKEN),
+        receiver_of=lambda url: servers[url],
+    )
+    torch.manual_seed(0)
+    named = {f"layers.{index}": torch.randn(MIB // 2).bfloat16().float() for index in range(mib)}
+    num_bytes = sum(2 * tensor.numel() for tensor in named.values())
+    found = {}
+    for version, kind in enumerate(("full", "delta")):
+        fleet = Fleet([SGLangClient(url) for url in servers], 600.0)
+        start = time.perf_counter()
+        await transport.stage(fleet, _fed(named), version)
+        seconds = time.perf_counter() - start
+        assert len(fleet.clients) == len(receivers), fleet.lost
+        sent = transport.num_bytes / num_bytes
+        found[kind] = {"seconds": round(seconds, 3), "models_sent_by_trainer": round(sent, 4)}
+        for tensor in named.values():
+            tensor[torch.rand(tensor.shape) < 0.01] *= 1 + 2**-7
+    return found
+
+
+async def _fed(named: dict[str, torch.Tensor]) -> AsyncIterator[Bucket]:
+    for bucket in bucketed(named.items(), 64 * MIB):
+        yield bucket
+
+
+def add_paper(report: Report, options: argparse.Namespace) -> None:
+    """How long the largest models would take; every number but the constants is arithmetic."""
+    constants = {
+        "parameters": 1e12,
+        "bytes_per_parameter": 2,
+        "servers": 128,
+        "gpus_per_server": 8,  # of 288 GB: a server that spans hosts cannot use a receiver
+        "link_bytes_per_s": 400e9,  # of a host: 8 adapters of 400 Gbit/s
+        "host_to_gpu_bytes_per_s": 50e9,  # of each GPU
+        "cores": 64,  # of a host that work on it
+        "compare_bytes_per_s": 0.9e9,  # of a core of a 2-core AMD EPYC: cast, compare, encode, CRC of a chunk
+        "apply_bytes_per_s": 2e9,  # of the same: decode, apply, CRC
+        "delta_bytes_fraction": 0.015,  # at a learning rate of 1e-6, see the delta rows
+        "fan_out": FAN_OUT,
+        "trainer_hosts": 16,  # each sends its share of the tensors
+    }
+    c = constants
+    model = c["parameters"] * c["bytes_per_parameter"]
+    load_s = model / c["gpus_per_server"] / c["host_to_gpu_bytes_per_s"]
+    for kind, fraction in (("full", 1.0), ("delta", c["delta_bytes_fraction"])):
+        link_s = fraction * model * c["fan_out"] / c["link_bytes_per_s"]  # a receiver passes all of it on twice
+        encode_s = model / c["trainer_hosts"] / c["cores"] / c["compare_bytes_per_s"]
+        apply_s = model / c["cores"] / c["apply_bytes_per_s"]
+        report.add(
+            "paper",
+            kind=kind,
+            is_arithmetic=True,
+            link_s=round(link_s, 2),
+            encode_s=round(encode_s, 2),
+            apply_s=round(apply_s, 2),
+            background_s=round(max(link_s, encode_s) + apply_s, 2),
+            pause_s=round(load_s, 2),
+            constants=constants,
+        )
+
+
+class Server:
+    """Loads a folder into tensors of its own, with the routes of SGLang that a sync uses."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, torch.Tensor] = {}
+        self.version = ""
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        for path in ("/ready", "/model_info", "/digests"):
+            app.router.add_get(path, self._get)
+        for path in ("/pause_generation", "/continue_generation"):
+            app.router.add_post(path, self._get)
+        app.router.add_post("/update_weights_from_disk", self._load)
+        return app
+
+    async def _get(self, request: web.Request) -> web.Response:
+        if request.path == "/digests":
+            return web.json_response({name: _digest(tensor) for name, tensor in self.held.items()})
+        return web.json_response({"weight_version": self.version})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    tensor = tensors.get_tensor(name)
+                    if name not in self.held:
+                        self.held[name] = torch.empty_like(tensor)
+                    self.held[name].copy_(tensor)
+        self.version = body["weight_version"]
+        return web.json_response({"success": True})
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def _read(url: str) -> bytes:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=120) as answer:
+        return answer.read()  # type: ignore[no-any-return]
+
+
+def _wait_for(url: str, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            _read(url)
+            return
+        time.sleep(0.2)
+    raise SystemExit(f"{url} did not answer within {seconds:g} s.")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    web.run_app(
+        Server().app(), host=sys.argv[1], port=int(sys.argv[2]), reuse_address=True, print=None, access_log=None
+    )

@@ -1,0 +1,75 @@
+"""Receivers: the weight receivers of an engine's servers, one on each host; see receiver.py."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from lightrl.engines.sglang.addresses import RECEIVER_HELP, as_url, receivers_from_environment
+
+if TYPE_CHECKING:
+    from lightrl.engines.sglang.fleet import ServerFleet
+
+STOP_GRACE_S = 5.0
+
+
+class Receivers:
+    """Given by address, or one that is started on this machine and restarted when it dies."""
+
+    def __init__(self) -> None:
+        self.urls: list[str] = []
+        self._fleet: ServerFleet | None = None
+        self._folder: Path | None = None
+
+    def connect(self, urls: Sequence[str] | None, server_urls: Sequence[str]) -> None:
+        """Those at `urls`, or in LIGHTRL_RECEIVER_ADDRS; raises ValueError if a server's host has none."""
+        self.urls = [as_url(url) for url in urls] if urls is not None else receivers_from_environment()
+        for url in server_urls:
+            self.of(url)
+
+    def start(self, host: str, token: str | None, *, port: int = 0, log_folder: Path | None = None) -> None:
+        """Starts one that listens on `host`. Its folder outlives it, so that the next one takes the weights over."""
+        from lightrl.engines.sglang.fleet import ServerFleet
+        from lightrl.engines.sglang.server import SGLangServer
+
+        memory = Path("/dev/shm")
+        self._folder = Path(
+            tempfile.mkdtemp(prefix="lightrl-weights-", dir=memory if os.access(memory, os.W_OK) else None)
+        )
+        command = [sys.executable, "-m", "lightrl.engines.sglang.receiver", "--host", host, "--port", "{port}"]
+        process = SGLangServer(
+            self._folder,
+            name="the weight receiver",
+            host=host,
+            port=port,  # 0: it keeps the one of its first start
+            token=token,
+            command=[*command, "--folder", str(self._folder)],
+            log_file=None if log_folder is None else log_folder / "receiver.log",
+        )
+        self._fleet = ServerFleet([process], on_lost=lambda url, reason: None, on_started=lambda url: None)
+        self.urls = self._fleet.start()
+
+    def of(self, server_url: str) -> str:
+        """The one on a server's host."""
+        host = urlsplit(server_url).hostname
+        for url in self.urls:
+            if urlsplit(url).hostname == host:
+                return url
+        raise ValueError(
+            f"transport: delta needs a weight receiver on {host}, the host of {server_url}, but receivers are "
+            f"{', '.join(self.urls) or 'not set'}. {RECEIVER_HELP}"
+        )
+
+    def stop(self) -> None:
+        """Ends the one that was started here, and removes its folder. May be called twice."""
+        if self._fleet is not None:
+            self._fleet.stop(STOP_GRACE_S)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._fleet = self._folder = None

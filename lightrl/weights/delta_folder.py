@@ -1,0 +1,278 @@
+"""DeltaFolder: one weight version in a folder at a server's side, which full versions replace and deltas change.
+
+    root/version-00000012/   model-00001.safetensors …, index, config.json, version.json: what a server loads
+    root/incoming/           parts of the version that is arriving; not a byte of the one above has changed
+    root/.changing/          the version above, while a delta is applied in place; a rename begins and ends this
+    root/undo/               the parts of the last delta, which also lead back
+
+So the model is there once, beside a delta. Whatever is killed at whatever moment: a folder named version-… is whole,
+and anything else is removed at the next start. Before a version gets its name, its digest is computed from the files
+and must equal the trainer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightrl.weights.delta import (
+    Bits,
+    ChunkDelta,
+    DeltaError,
+    apply,
+    checksum,
+    chunk,
+    num_chunks,
+    read_part,
+    version_digest,
+)
+from lightrl.weights.disk import INDEX_FILE
+
+_STATE_FILE, _VERSION = "version.json", re.compile(r"version-\d+")
+_THREADS = min(8, os.cpu_count() or 1)
+_LENGTH_BYTES = 8  # of a safetensors header's length
+
+
+class NotTheBase(DeltaError):
+    """The folder has another version than the one that a delta starts from."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of a run, and its `version_digest`."""
+
+    run: str
+    weight_version: int
+    digest: str
+
+
+NOTHING = Version("", -1, "")
+
+
+class DeltaFolder:
+    """Not for concurrent use, except `write`.
+
+    Args:
+        root: empty, or one that an earlier DeltaFolder left; only this object may write there.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).absolute()
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.version = NOTHING
+        self._session = ""  # of the version that is arriving
+        self._base = ""
+        self._checks: dict[int, int] = {}  # a CRC of each part that has arrived
+        self._files: dict[str, int] = {}  # of the version: sizes in bytes
+        self._bits: dict[str, Bits] = {}  # of the version's parameters, in its files
+        self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta")
+        self._take_over()
+
+    @property
+    def path(self) -> Path:
+        """What a server loads."""
+        return self._path_of(self.version)
+
+    @property
+    def undo(self) -> Version:
+        """The version that `revert` restores; NOTHING if there is none."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return Version(**json.loads((self.root / "undo" / _STATE_FILE).read_text()))
+        return NOTHING
+
+    def begin(self, session: str, base: str) -> None:
+        """Prepares for the parts of a version, and forgets those of an unfinished one.
+
+        Args:
+            session: a word of the sender's choice, which its parts repeat.
+            base: the digest of the version that the delta starts from; empty for a full version, which removes the
+                present one at once, so that there is room.
+        """
+        self._session = ""
+        self._remove("incoming")
+        if base:
+            self._check_base(base)
+        else:
+            self.clear()
+        (self.root / "incoming").mkdir()
+        self._session, self._base, self._checks = session, base, {}
+
+    def write(self, session: str, index: int, content: bytes, check: int) -> None:
+        """Keeps part `index`, in any order; `check` is its CRC."""
+        self._check_session(session)
+        if zlib.crc32(content) != check:
+            raise DeltaError(f"Part {index} is torn: its CRC differs.")
+        _check_room(self.root, len(content))
+        (self.root / "incoming" / self._part(index)).write_bytes(content)
+        self._checks[index] = check
+
+    def finish(self, session: str, version: Version, num_parts: int, config: Mapping[str, Any]) -> Path:
+        """Makes the version from its parts; returns the folder that a server loads.
+
+        Raises:
+            DeltaError: if parts are missing or torn: nothing has changed. If the result is not the trainer's version:
+                the folder is empty then.
+        """
+        self._check_session(session)
+        self._session = ""
+        parts = [self.root / "incoming" / self._part(index) for index in range(num_parts)]
+        for index, part in enumerate(parts):
+            if index not in self._checks or not part.is_file() or zlib.crc32(part.read_bytes()) != self._checks[index]:
+                raise DeltaError(f"Part {index} of {num_parts} of version {version.weight_version} is missing or torn.")
+        if self._base:
+            self._check_base(self._base)
+            undo = self.version
+            self._change(parts, version)
+            self._remove("undo")
+            (self.root / "incoming" / _STATE_FILE).write_text(json.dumps(asdict(undo)))
+            (self.root / "incoming").rename(self.root / "undo")
+        else:
+            self._open(self.root / "incoming")
+            (self.root / "incoming" / "config.json").write_text(json.dumps(config, indent=2))
+            self._name(self.root / "incoming", version)
+        return self.path
+
+    def revert(self, digest: str) -> Path:
+        """Undoes the last delta; `digest` is that of the version before it."""
+        undo = self.undo
+        if not digest or undo.digest != digest:
+            raise NotTheBase("There is no delta that leads back to this version.")
+        parts = sorted((self.root / "undo").glob("part-*"))
+        self._change(parts, undo, backward=True)
+        self._remove("undo")
+        return self.path
+
+    def clear(self) -> None:
+        """Removes everything."""
+        self.version = NOTHING
+        self._bits, self._files = {}, {}
+        for path in self.root.iterdir():
+            self._remove(path.name)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _take_over(self) -> None:
+        """The version that an earlier process left, if it is whole; removes all else."""
+        folders = [path for path in self.root.iterdir() if _VERSION.fullmatch(path.name)]
+        try:
+            (folder,) = folders
+            version = Version(**json.loads((folder / _STATE_FILE).read_text()))
+            self._open(folder)
+            self._name(folder, version)
+        except (OSError, ValueError, TypeError, KeyError):  # none, several, or torn: the next sync is a full one
+            self.clear()
+        for name in (".changing", "incoming"):
+            self._remove(name)
+
+    def _check_base(self, base: str) -> None:
+        if base != self.version.digest:
+            raise NotTheBase(
+                f"The delta starts from version {base[:12]}, but the folder has "
+                f"{self.version.digest[:12] or 'none'} ({self.version.weight_version})."
+            )
+
+    def _check_session(self, session: str) -> None:
+        if not session or session != self._session:
+            raise NotTheBase("This version has not begun here, or another one has replaced it.")
+
+    def _change(self, parts: Sequence[Path], target: Version, *, backward: bool = False) -> None:
+        """Applies the parts in place."""
+        changing = self.root / ".changing"
+        source = self.path
+        sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
+        if sizes != self._files:
+            self.clear()  # and never touch a mapped page that is gone
+            raise DeltaError(f"The files of {source} have changed: one is missing or has another size.")
+        source.rename(changing)
+        self.version = NOTHING
+        try:
+            for part in parts:
+                deltas = read_part(part.read_bytes())
+                list(self._pool.map(lambda delta: apply(delta, self._chunk_of(delta), backward=backward), deltas))
+            self._name(changing, target)
+        except DeltaError:
+            self.clear()
+            raise
+
+    def _chunk_of(self, delta: ChunkDelta) -> Bits:
+        bits = self._bits.get(delta.name)
+        if bits is None or not 0 <= delta.number < num_chunks(len(bits)):
+            raise DeltaError(f"The delta has chunk {delta.number} of {delta.name!r}, which the model does not have.")
+        return chunk(bits, delta.number)
+
+    def _name(self, folder: Path, version: Version) -> None:
+        """Gives the folder the version's name, if its content is that version's."""
+        tasks = [(name, index) for name, bits in self._bits.items() for index in range(num_chunks(len(bits)))]
+        sums = self._pool.map(lambda task: checksum(chunk(self._bits[task[0]], task[1])), tasks)
+        checksums: dict[str, list[int]] = {name: [] for name in self._bits}
+        for (name, _), one in zip(tasks, sums, strict=True):
+            checksums[name].append(one)
+        if version_digest(version.run, version.weight_version, checksums) != version.digest:
+            self.clear()
+            raise DeltaError(f"The result is not the trainer's version {version.weight_version}: its digest differs.")
+        (folder / _STATE_FILE).write_text(json.dumps(asdict(version)))
+        folder.rename(self._path_of(version))
+        self.version = version
+
+    def _open(self, folder: Path) -> None:
+        """Maps the parameters of the safetensors files of a folder, and writes their index."""
+        self._bits, self._files = {}, {}
+        weight_map: dict[str, str] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            for name, bits in _mapped(path):
+                self._bits[name] = bits
+                weight_map[name] = path.name
+            self._files[path.name] = path.stat().st_size
+        index = {"metadata": {"total_size": sum(self._files.values())}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index))
+
+    def _path_of(self, version: Version) -> Path:
+        return self.root / f"version-{version.weight_version:08d}"
+
+    def _part(self, index: int) -> str:
+        return f"part-{index:06d}" if self._base else f"model-{index + 1:06d}.safetensors"
+
+    def _remove(self, name: str) -> None:
+        shutil.rmtree(self.root / name, ignore_errors=True)
+
+
+def _mapped(path: Path) -> Iterator[tuple[str, Bits]]:
+    """(name, flat bits) of each tensor of a safetensors file, in the file's own memory."""
+    try:
+        content = np.memmap(path, np.uint8, "r+")
+        start = _LENGTH_BYTES + int(content[:_LENGTH_BYTES].view("<u8")[0])
+        header = json.loads(content[_LENGTH_BYTES:start].tobytes())
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            first, end = entry["data_offsets"]
+            num_elements = int(np.prod(entry["shape"], dtype=np.int64))
+            width = (end - first) // max(1, num_elements)
+            if start + end > len(content):
+                raise DeltaError(f"{path.name} is torn.")
+            yield name, content[start + first : start + end].view(f"u{width or 1}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DeltaError(f"{path.name} is torn: {error}.") from error
+
+
+def _check_room(root: Path, num_bytes: int) -> None:
+    """Raises OSError (ENOSPC); a folder in memory needs memory, which its file system does not count."""
+    free = shutil.disk_usage(root).free
+    if root.is_relative_to("/dev/shm"):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = min([free, *(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))])
+    if free < num_bytes:
+        raise OSError(errno.ENOSPC, f"{free / 2**20:.0f} MiB are free, {num_bytes / 2**20:.0f} MiB are needed")

@@ -1,0 +1,408 @@
+"""Delta syncs between real processes: trainers, weight receivers and servers, whoever of them is killed."""
+
+import asyncio
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sync_cases import asked, running, sync, version_of
+from transformers import Qwen3Config
+
+from lightrl.engines import SGLangEngine, Timeouts
+from lightrl.engines.sglang.connection import Connection
+from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.engines.sglang.receivers import Receivers
+from lightrl.engines.sglang.relay import spread
+from lightrl.engines.sglang.sync_report import SyncFailed
+from lightrl.engines.sglang.transports import DeltaTransport
+from lightrl.testing import tiny_policy
+from lightrl.weights import ServerForm, bucketed
+
+UPDATE, TOKEN = "/update_weights_from_disk", "a-token"
+FAKE_SERVER = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
+
+
+class ReceiverProcess:
+    """One receiver, at the same address and in the same folder after a restart."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.held = folder, HeldPort("127.0.0.1")
+        self.url = f"http://127.0.0.1:{self.held.number}"
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "lightrl.engines.sglang.receiver", "--port", str(self.held.number)]
+        self.process = subprocess.Popen(
+            [*command, "--folder", str(self.folder)], env=os.environ | {"LIGHTRL_SERVER_TOKEN": TOKEN}
+        )
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def content(self) -> dict[str, torch.Tensor]:
+        """What a server would load."""
+        found = {}
+        for file in self.folder.glob("version-*/*.safetensors"):
+            found |= load_file(file)
+        return found
+
+
+@contextmanager
+def receiving(num, root):
+    receivers = [ReceiverProcess(root / f"receiver-{index}") for index in range(num)]
+    try:
+        for receiver in receivers:
+            receiver.start()
+        yield receivers
+    finally:
+        for receiver in receivers:
+            receiver.kill()
+            receiver.held.close()
+
+
+@pytest.fixture
+def receiver(tmp_path):
+    with receiving(1, tmp_path) as (one,):
+        yield one
+
+
+def transport_to(receivers, servers=(), wait_s=30.0, token=TOKEN):
+    """Server i loads from receiver i, or from the only one."""
+    places = {server.url: receivers[index % len(receivers)].url for index, server in enumerate(servers)}
+    return DeltaTransport(
+        ServerForm(torch.bfloat16),
+        Qwen3Config(),
+        connect=lambda url: Connection(url, token=token, timeouts=Timeouts(request_s=20, connect_s=5)),
+        receiver_of=lambda url: places.get(url, receivers[0].url),
+        wait_s=wait_s,
+    )
+
+
+def parameters(version, num_elements=20_000):
+    """Each version is a small step from the one before."""
+    generator = torch.Generator().manual_seed(0)
+    start = {name: torch.randn(num_elements, generator=generator) * 0.02 for name in ("a", "b", "c")}
+    return {name: tensor * (1 + 1e-4 * version) for name, tensor in start.items()}
+
+
+def has(receiver, version, **sizes):
+    expected = {name: tensor.bfloat16() for name, tensor in parameters(version, **sizes).items()}
+    found = receiver.content()
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def sums_of(version):
+    """The fake server's checksums of these weights."""
+    return {
+        name: hashlib.blake2b(tensor.bfloat16().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+        for name, tensor in parameters(version).items()
+    }
+
+
+def serves(server, version):
+    return version_of(server) == str(version) and asked(server, "checksum")["ranks"][0]["checksums"] == sums_of(version)
+
+
+def test_servers_serve_the_trainers_weights_and_only_the_change_travels(receiver):
+    with running(2) as servers:
+        transport = transport_to([receiver], servers)
+        full = sync(servers, transport, parameters(0), 0)
+        assert full.num_bytes > 2 * 60_000
+        for version in (1, 2, 3):
+            report = sync(servers, transport, parameters(version), version, previous_version=version - 1)
+            assert report.versions == dict.fromkeys([server.url for server in servers], version)
+            assert report.num_bytes < 0.1 * full.num_bytes
+            assert has(receiver, version)
+            assert all(serves(server, version) for server in servers)
+
+
+def test_the_delta_is_fetched_and_applied_before_the_pause(receiver):
+    with running(1) as servers:
+        transport = transport_to([receiver], servers)
+        sync(servers, transport, parameters(0), 0)
+        servers[0].fault("error", "/pause_generation", count=-1)
+        with pytest.raises(SyncFailed):
+            sync(servers, transport, parameters(1), 1)
+        assert has(receiver, 1)
+
+
+def test_a_server_that_was_restarted_loads_the_version_that_the_receiver_has(receiver):
+    with running(1) as servers:
+        transport = transport_to([receiver], servers)
+        sync(servers, transport, parameters(0), 0)
+        sync(servers, transport, parameters(1), 1)
+        servers[0].start()
+        assert transport.holds(1)
+        assert sync(servers, transport, None, 1).num_bytes == 0
+        assert serves(servers[0], 1)
+
+
+def test_servers_that_all_refuse_go_on_with_the_previous_version(receiver):
+    with running(2) as servers:
+        transport = transport_to([receiver], servers)
+        sync(servers, transport, parameters(0), 0)
+        for server in servers:
+            server.fault("error", UPDATE, count=1)
+        with pytest.raises(SyncFailed) as caught:
+            sync(servers, transport, parameters(1), 1, previous_version=0)
+        assert caught.value.report.versions == dict.fromkeys([server.url for server in servers], 0)
+        assert all(serves(server, 0) for server in servers)
+        assert has(receiver, 0)
+        sync(servers, transport, parameters(2), 2)
+        assert all(serves(server, 2) for server in servers)
+
+
+def test_a_receiver_that_is_killed_between_syncs_comes_back_with_its_version(receiver):
+    with running(1) as servers:
+        transport = transport_to([receiver], servers)
+        full = sync(servers, transport, parameters(0), 0)
+        receiver.kill()
+        receiver.start()  # the sync waits until it answers
+        report = sync(servers, transport, parameters(1), 1)
+        assert report.num_bytes < 0.1 * full.num_bytes
+        assert serves(servers[0], 1)
+
+
+def test_a_receiver_that_is_killed_while_it_applies_gets_the_whole_version(receiver):
+    sizes = {"num_elements": 20_000_000}
+    with running(1) as servers:
+        transport = transport_to([receiver], servers)
+        sync(servers, transport, parameters(0, **sizes), 0, bucket_bytes=2**26)
+        killer = subprocess.Popen(
+            [sys.executable, "-c", KILLER, str(receiver.folder / ".changing"), str(receiver.process.pid)],
+            stdout=subprocess.PIPE,
+        )
+        assert killer.stdout.readline() == b"watching\n"
+        restarting = in_a_thread(lambda: (killer.wait(60), receiver.process.wait(), receiver.start()))
+        report = sync(servers, transport, parameters(1, **sizes), 1, bucket_bytes=2**26)
+        restarting.join()
+        killer.stdout.close()
+        assert killer.returncode == 0
+        assert report.versions == {servers[0].url: 1}
+        assert report.num_bytes > 2 * 3 * sizes["num_elements"]  # the whole after the delta
+        assert has(receiver, 1, **sizes)
+
+
+KILLER = """
+import os, signal, sys, time
+print("watching", flush=True)
+while not os.path.exists(sys.argv[1]):
+    pass
+os.kill(int(sys.argv[2]), signal.SIGKILL)
+"""
+
+
+def in_a_thread(action):
+    thread = threading.Thread(target=action)
+    thread.start()
+    return thread
+
+
+def test_the_trainer_that_follows_a_killed_one_starts_from_a_full_version(receiver):
+    with running(1) as servers:
+        sync(servers, transport_to([receiver], servers), parameters(0), 0)
+        code = TRAINER.format(url=receiver.url, token=TOKEN)
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+        report = sync(servers, transport_to([receiver], servers), parameters(1), 1)
+        assert report.num_bytes > 2 * 60_000
+        assert serves(servers[0], 1)
+
+
+TRAINER = """
+import asyncio, os, signal, zlib
+from lightrl.engines.sglang.connection import Connection
+from lightrl.engines.sglang.relay import spread
+
+async def main():
+    ask = lambda path, body, fields=None: spread(
+        lambda url: Connection(url, token={token!r}), [{url!r}], path, body, fields, timeout_s=20)
+    print(await ask("/begin", {{"session": "s", "base": ""}}))
+    print(await ask("/part", b"half of it", {{"session": "s", "index": 0, "check": zlib.crc32(b"half of it")}}))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_a_receiver_that_does_not_answer_is_named_with_the_command_that_starts_it(tmp_path):
+    lone = ReceiverProcess(tmp_path)
+    with running(1) as servers:
+        with pytest.raises(SyncFailed) as caught:
+            sync(servers, transport_to([lone], servers, wait_s=0.5), parameters(0), 1, previous_version=0)
+        assert caught.value.report.versions == {servers[0].url: 0}  # it goes on with what it has
+        assert lone.url in str(caught.value)
+        assert "python -m lightrl.engines.sglang.receiver --host" in str(caught.value)
+        assert "/pause_generation" not in servers[0].stats()["requests"]
+    lone.held.close()
+
+
+def test_a_wrong_token_and_a_server_in_place_of_a_receiver_are_named(receiver):
+    with running(1) as servers:
+        with pytest.raises(SyncFailed, match=r"HTTP 401.*LIGHTRL_SERVER_TOKEN"):
+            sync(servers, transport_to([receiver], servers, token="another"), parameters(0), 0)
+        with pytest.raises(SyncFailed, match="HTTP 404"):
+            sync(servers, transport_to(servers, servers), parameters(0), 0)
+
+
+def test_many_receivers_pass_a_version_on_and_one_that_dies_loses_only_its_own_server(tmp_path):
+    with receiving(5, tmp_path) as receivers, running(5) as servers:
+        transport = transport_to(receivers, servers, wait_s=30)
+        full = sync(servers, transport, parameters(0), 0)
+        model_bytes = sum(2 * tensor.numel() for tensor in parameters(0).values())
+        assert full.num_bytes < 2.1 * model_bytes  # the others pass it on
+        assert all(has(receiver, 0) for receiver in receivers)
+        receivers[0].kill()
+        transport._wait_s = 1.0
+        report = sync(servers, transport, parameters(1), 1)
+        assert list(report.lost) == [servers[0].url]
+        assert receivers[0].url in report.lost[servers[0].url]
+        assert all(has(receiver, 1) for receiver in receivers[1:])
+        assert all(serves(server, 1) for server in servers[1:])
+
+
+class OnlyState(http.server.BaseHTTPRequestHandler):
+    """A receiver that says what it has, and fails at everything else."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        is_state = self.path.startswith("/state")
+        body = json.dumps({"": {"protocol": 1, "digest": "", "undo": "", "folder": ""}} if is_state else {}).encode()
+        self.send_response(200 if is_state else 503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_receivers_behind_one_that_fails_get_the_version_from_others(tmp_path):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OnlyState) as broken:
+        thread = threading.Thread(target=broken.serve_forever)
+        thread.start()
+        with receiving(4, tmp_path) as receivers, running(5) as servers:
+            first = SimpleNamespace(url=f"http://0.0.0.0:{broken.server_port}")  # the first in order
+            transport = transport_to([first, *receivers], servers)
+            report = sync(servers, transport, parameters(0), 0)
+            assert list(report.lost) == [servers[0].url]
+            assert "HTTP 503" in report.lost[servers[0].url]
+            assert all(serves(server, 0) for server in servers[1:])
+        broken.shutdown()
+        thread.join()
+
+
+def test_a_receiver_whose_files_are_gone_gets_the_whole_version(tmp_path):
+    with receiving(2, tmp_path) as receivers, running(2) as servers:
+        transport = transport_to(receivers, servers)
+        sync(servers, transport, parameters(0), 0)
+        for path in receivers[0].folder.glob("version-*"):
+            shutil.rmtree(path)
+        report = sync(servers, transport, parameters(1), 1)
+        assert len(report.versions) == 2
+        assert all(has(receiver, 1) for receiver in receivers)
+
+
+def test_a_repeated_request_after_a_lost_answer_changes_nothing(receiver):
+    with running(1) as servers:
+        transport = transport_to([receiver], servers)
+        sync(servers, transport, parameters(0), 0)
+        base = transport._version.digest
+        sync(servers, transport, parameters(1), 1)
+
+        async def again():
+            connections = {}
+
+            def connect(url):
+                return connections.setdefault(url, Connection(url, token=TOKEN))
+
+            begun = await spread(connect, [receiver.url], "/begin", {"session": "s", "base": base}, timeout_s=20)
+            finish = {"session": "s", "version": {"run": "", "weight_version": 1, "digest": ""}}
+            finished = await spread(
+                connect, [receiver.url], "/finish", {**finish, "num_parts": 0, "config": {}}, timeout_s=20
+            )
+            for connection in connections.values():
+                await connection.close()
+            return begun[receiver.url], finished[receiver.url]
+
+        begun, finished = asyncio.run(again())
+        assert "starts from version" in begun["error"]
+        assert "has not begun" in finished["error"]
+        assert has(receiver, 1)
+
+
+# ---------------------------------------------------------------------- in an engine
+
+
+def test_an_engine_starts_a_receiver_beside_its_servers_and_leaves_nothing(tmp_path):
+    spec = tiny_policy()
+    engine = SGLangEngine(servers=2, command=FAKE_SERVER, transport="delta", weights_dtype="bfloat16")
+    engine.start(spec.load_config())
+    try:
+        folder = engine._receivers._folder
+        for version in range(3):
+            engine.load_weights(bucketed(parameters(version).items(), 1000), weight_version=version)
+        assert engine.last_sync.num_bytes < 0.2 * 2 * 60_000
+        assert len(list(folder.glob("version-*"))) == 1
+    finally:
+        engine.close()
+    assert not folder.exists()
+
+
+def test_a_receiver_that_dies_is_restarted_and_the_next_sync_goes_on():
+    engine = SGLangEngine(servers=1, command=FAKE_SERVER, transport="delta", weights_dtype="bfloat16")
+    engine.start(tiny_policy().load_config())
+    try:
+        engine.load_weights(bucketed(parameters(0).items(), 1000), weight_version=0)
+        (process,) = engine._receivers._fleet.servers
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGKILL)
+        engine.load_weights(bucketed(parameters(1).items(), 1000), weight_version=1)
+        assert set(engine.last_sync.versions.values()) == {1}
+    finally:
+        engine.close()
+
+
+def test_servers_without_a_receiver_on_their_host_are_refused_at_the_start(monkeypatch):
+    monkeypatch.delenv("LIGHTRL_RECEIVER_ADDRS", raising=False)
+    engine = SGLangEngine(urls=["http://10.9.8.7:30000"], transport="delta", receivers=["10.9.8.6:4000"])
+    with pytest.raises(ValueError, match=r"needs a weight receiver on 10\.9\.8\.7.*http://10\.9\.8\.6:4000"):
+        engine.start(tiny_policy().load_config())
+
+
+def test_a_receiver_ends_with_the_program_that_started_it():
+    code = "import sys, time; from lightrl.engines.sglang.receivers import Receivers; r = Receivers();"
+    code += "r.start('127.0.0.1', 't'); print(r._fleet.servers[0].pid, r._folder, flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    guard, folder = process.stdout.readline().split()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{guard}").exists() or Path(folder).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_receivers_are_found_by_the_host_of_the_server(monkeypatch):
+    monkeypatch.setenv("LIGHTRL_RECEIVER_ADDRS", "one:4000, two:4000")
+    receivers = Receivers()
+    receivers.connect(None, ["http://two:30000", "http://one:30000", "http://one:30001"])
+    assert receivers.of("http://two:30000") == "http://two:4000"
+    assert json.dumps(receivers.urls) == '["http://one:4000", "http://two:4000"]'

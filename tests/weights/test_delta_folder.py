@@ -1,0 +1,225 @@
+"""A DeltaFolder has a whole version of the trainer or none, whatever arrives and whoever is killed."""
+
+import errno
+import multiprocessing
+import os
+import random
+import signal
+import time
+import zlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from delta_cases import DeltaTrainer, is_equal, loaded, send
+
+from lightrl.weights import delta_folder
+from lightrl.weights.delta import DeltaError
+from lightrl.weights.delta_folder import NOTHING, DeltaFolder, NotTheBase
+
+
+@pytest.fixture
+def trainer():
+    trainer = DeltaTrainer()
+    trainer.step()
+    return trainer
+
+
+@pytest.fixture
+def folder(tmp_path, trainer):
+    """Has version 0."""
+    folder = DeltaFolder(tmp_path / "weights")
+    trainer.send_full(folder)
+    return folder
+
+
+def versions(folder):
+    return sorted(path.name for path in folder.root.glob("version-*"))
+
+
+def test_a_full_version_and_deltas_give_the_trainers_weights(folder, trainer):
+    assert is_equal(loaded(folder.path), trainer.expected())
+    for number in (1, 2, 3):
+        trainer.step()
+        place = trainer.send_delta(folder)
+        assert place == folder.path
+        assert place.name == f"version-{number:08d}"
+        assert is_equal(loaded(place), trainer.expected())
+        assert versions(folder) == [place.name]
+    assert (place / "config.json").is_file()
+
+
+def test_a_delta_is_undone_bit_for_bit(folder, trainer):
+    before = trainer.expected()
+    trainer.step()
+    trainer.send_delta(folder)
+    folder.revert(trainer.base.digest)
+    assert is_equal(loaded(folder.path), before)
+    assert folder.version == trainer.base
+    with pytest.raises(NotTheBase):
+        folder.revert(trainer.base.digest)
+    trainer.send_delta(folder)
+    assert is_equal(loaded(folder.path), trainer.expected())
+
+
+def test_the_same_delta_is_not_applied_twice(folder, trainer):
+    trainer.step()
+    trainer.send_delta(folder)
+    with pytest.raises(NotTheBase, match="starts from version"):
+        trainer.send_delta(folder)
+    assert is_equal(loaded(folder.path), trainer.expected())
+
+
+def test_a_delta_for_another_base_is_refused(folder, trainer):
+    before = trainer.expected()
+    trainer.step()
+    trainer.step()
+    with pytest.raises(NotTheBase):
+        trainer.send_delta(folder)  # a version was skipped
+    other = DeltaTrainer(run="another run")  # of the same content and number
+    other.step()
+    other.step()
+    with pytest.raises(NotTheBase):
+        other.send_delta(folder)
+    assert is_equal(loaded(folder.path), before)
+    trainer.send_full(folder)
+    assert is_equal(loaded(folder.path), trainer.expected())
+
+
+def test_a_torn_missing_or_late_part_is_refused_and_changes_nothing(folder, trainer):
+    before = trainer.expected()
+    trainer.step(1e-3)
+    part = trainer.parts[0]
+    folder.begin("session", trainer.base.digest)
+    with pytest.raises(DeltaError, match="torn"):
+        folder.write("session", 0, part[:-1], zlib.crc32(part))
+    with pytest.raises(NotTheBase):
+        folder.write("an older session", 0, part, zlib.crc32(part))
+    with pytest.raises(DeltaError, match="missing or torn"):
+        folder.finish("session", trainer.version, len(trainer.parts), {})
+    folder.begin("session", trainer.base.digest)
+    for index, part in enumerate(trainer.parts):
+        folder.write("session", index, part, zlib.crc32(part))
+    file = next((folder.root / "incoming").iterdir())
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DeltaError, match="missing or torn"):
+        folder.finish("session", trainer.version, len(trainer.parts), {})
+    assert is_equal(loaded(folder.path), before)
+    trainer.send_delta(folder)
+    assert is_equal(loaded(folder.path), trainer.expected())
+
+
+def test_parts_may_arrive_in_any_order(folder, trainer):
+    trainer.step()
+    assert len(trainer.parts) > 1
+    folder.begin("session", trainer.base.digest)
+    for index, part in reversed(list(enumerate(trainer.parts))):
+        folder.write("session", index, part, zlib.crc32(part))
+    folder.finish("session", trainer.version, len(trainer.parts), {})
+    assert is_equal(loaded(folder.path), trainer.expected())
+
+
+@pytest.mark.parametrize("damage", ["cut", "removed", "a bit"])
+def test_a_damaged_file_is_noticed_before_a_server_is_told_to_load_it(folder, trainer, damage):
+    file = max(folder.path.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    if damage == "cut":
+        os.truncate(file, 100)
+    elif damage == "removed":
+        file.unlink()
+    else:
+        with file.open("r+b") as opened:
+            opened.seek(-1000, os.SEEK_END)
+            opened.write(bytes([opened.read(1)[0] ^ 1]))
+    trainer.step()
+    with pytest.raises(DeltaError, match=r"files of .* have changed|digest differs"):
+        trainer.send_delta(folder)
+    assert folder.version == NOTHING
+    assert versions(folder) == []
+    trainer.send_full(folder)
+    assert is_equal(loaded(folder.path), trainer.expected())
+
+
+def test_a_result_with_another_digest_gets_no_name(folder, trainer):
+    trainer.step()
+    with pytest.raises(DeltaError, match="digest differs"):
+        send(folder, replace(trainer.version, digest="0" * 64), trainer.parts, trainer.base.digest)
+    assert versions(folder) == []
+
+
+def test_the_next_process_takes_a_whole_version_over(folder, trainer):
+    assert DeltaFolder(folder.root).version == trainer.version
+    trainer.step()
+    taken = DeltaFolder(folder.root)
+    trainer.send_delta(taken)
+    assert is_equal(loaded(taken.path), trainer.expected())
+    assert DeltaFolder(folder.root).undo == trainer.base
+
+
+@pytest.mark.parametrize("left", ["half a change", "half a version", "two versions", "a torn file"])
+def test_the_next_process_removes_what_a_killed_one_left(folder, left):
+    if left == "half a change":
+        folder.path.rename(folder.root / ".changing")
+    elif left == "half a version":
+        folder.path.rename(folder.root / "incoming")
+    elif left == "two versions":
+        (folder.root / "version-00000009").mkdir()
+    else:
+        os.truncate(next(folder.path.glob("*.safetensors")), 9)
+    taken = DeltaFolder(folder.root)
+    assert taken.version == NOTHING
+    assert list(folder.root.iterdir()) == []
+
+
+def test_a_full_disk_is_said_before_it_is_full(folder, trainer, monkeypatch):
+    monkeypatch.setattr(delta_folder.shutil, "disk_usage", lambda root: SimpleNamespace(free=10))
+    with pytest.raises(OSError, match="are needed") as caught:
+        trainer.send_full(folder)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def finish_in_a_process(root, version, parts, base):
+    send(DeltaFolder(root), version, parts, base)
+
+
+def test_bit_equal_after_1000_versions_with_crashes_repetitions_gaps_and_torn_files(tmp_path, trainer):
+    """Each version arrives by whatever way works; a fault never leaves anything but the trainer's version or none."""
+    chance = random.Random(0)
+    folder = DeltaFolder(tmp_path / "weights")
+    context = multiprocessing.get_context("fork")
+    counts = dict.fromkeys(["killed", "repeated", "skipped", "torn part", "torn file", "restarted", "none", "full"], 0)
+    last_parts: tuple = ()
+    for _ in range(1000):
+        fault = chance.choices(list(counts), weights=[2, 4, 4, 4, 4, 2, 80, 0])[0]
+        counts[fault] += 1
+        trainer.step()
+        if fault == "killed":
+            arguments = (folder.root, trainer.version, trainer.parts, trainer.base.digest)
+            process = context.Process(target=finish_in_a_process, args=arguments)
+            process.start()
+            time.sleep(chance.uniform(0, 0.02))
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            folder = DeltaFolder(folder.root)
+        elif fault == "restarted":
+            folder = DeltaFolder(folder.root)
+        elif fault == "repeated" and last_parts:
+            with pytest.raises(NotTheBase):
+                send(folder, *last_parts)
+        elif fault == "skipped":
+            trainer.step()
+        elif fault == "torn part":
+            with pytest.raises(DeltaError):
+                send(folder, trainer.version, [part[:-1] for part in trainer.parts], trainer.base.digest)
+        elif fault == "torn file" and folder.version != NOTHING:
+            os.truncate(max(folder.path.glob("*.safetensors"), key=lambda path: path.stat().st_size), 1000)
+        if folder.version != trainer.version:
+            try:
+                trainer.send_delta(folder)
+            except DeltaError:
+                trainer.send_full(folder)
+                counts["full"] += 1
+        assert folder.version == trainer.version
+        assert versions(folder) == [folder.path.name]
+        assert is_equal(loaded(folder.path), trainer.expected())
+        last_parts = (trainer.version, trainer.parts, trainer.base.digest)
+    assert min(counts.values()) > 5, counts  # each fault came, and repairs too
