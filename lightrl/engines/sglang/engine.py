@@ -50,7 +50,7 @@ from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.receivers import Receivers
 from lightrl.engines.sglang.request import RequestPictures
-from lightrl.engines.sglang.routes import remote_servers, trainer_address
+from lightrl.engines.sglang.routes import check_routes
 from lightrl.engines.sglang.served_adapters import ServedAdapters
 from lightrl.engines.sglang.sync import ServerSync
 from lightrl.engines.sglang.sync_report import SyncReport
@@ -58,9 +58,9 @@ from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.transports import TransportName, make_transport
 from lightrl.engines.sglang.weight_proofs import WeightProofs
 from lightrl.engines.sglang.writer import Writer
-from lightrl.errors import EngineError, EngineUnreachable
+from lightrl.errors import EngineError
 from lightrl.models.lora import AdapterShape
-from lightrl.models.pictures import Pictures, data_url, refusal
+from lightrl.models.pictures import Pictures
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, ServerForm, SharedFolder
 
@@ -246,7 +246,12 @@ class SGLangEngine(
         if self._is_open:
             raise EngineError("SGLangEngine is already started. Close it first.")
         urls = self.urls if self.urls is not None or self.num_servers is not None else addresses_from_environment()
-        self._check_routes([as_url(url) for url in urls or ()])
+        check_routes(
+            [as_url(url) for url in urls or ()],
+            transport=self.transport,
+            trainer_host=self.trainer_host,
+            weight_folder=self.weight_folder,
+        )
         self.weight_version = -1
         text_config = config.get_text_config()
         self._config = config
@@ -318,7 +323,7 @@ class SGLangEngine(
                 sampling.top_p,
                 sampling.top_k,
             )
-        pictures = _request_pictures(self._pictures, images, token_ids) if images else None
+        pictures = RequestPictures.of(self._pictures, images, token_ids) if images else None
         try:
             return await self._home.across(writer.write(token_ids, sampling, session, n, pictures))
         except asyncio.CancelledError:
@@ -377,22 +382,6 @@ class SGLangEngine(
         """How the last load of each serving server was checked, by address."""
         return self._loading.proofs() if self._loading is not None else {}
 
-    def _check_routes(self, urls: Sequence[str]) -> None:
-        """Refuses a transport that cannot reach these servers."""
-        try:
-            remote = remote_servers(urls)
-            if self.transport == "distributed":
-                trainer_address(urls, self.trainer_host)
-        except EngineUnreachable:
-            return  # `reach` waits for it, and reports it
-        if remote and self.transport == "tensor":
-            raise ValueError(f"transport: tensor needs servers on this machine; {remote[0]} is elsewhere. Use disk.")
-        if remote and self.transport == "disk" and self.weight_folder is None:
-            raise ValueError(
-                f"{remote[0]} is on another machine and cannot see this one's temporary folder. Set weight_folder to a "
-                "folder that both see under the same path, or use transport: distributed."
-            )
-
     def _assemble(self, config: PretrainedConfig, scratch: Path) -> Members:
         folder = Path(self.weight_folder) if self.weight_folder is not None else scratch / "weights"
         dtype = getattr(torch, self.weights_dtype) if self.weights_dtype is not None else None
@@ -404,6 +393,13 @@ class SGLangEngine(
             lambda url: loading.give(url),
             timeouts=self.timeouts,
             probe_interval_s=self.probe_interval_s,
+        )
+        canary = CacheCanary(
+            members.cache_key_of,
+            members.page_tokens,
+            vocab_size=self._vocab_size,
+            max_context=self._max_context,
+            timeout_s=self.timeouts.generate_s,
         )
         sync = ServerSync(
             make_transport(
@@ -422,15 +418,7 @@ class SGLangEngine(
             proofs=WeightProofs(
                 config, ServerForm.of(config, dtype), members.processes, timeout_s=self.timeouts.sync_s
             ),
-            canary=CacheCanary(
-                members.cache_key_of,
-                lambda url: members.processes[url].page_tokens if url in members.processes else 1,
-                vocab_size=self._vocab_size,
-                max_context=self._max_context,
-                timeout_s=self.timeouts.generate_s,
-            )
-            if self.verify_sync
-            else None,
+            canary=canary if self.verify_sync else None,
             memory=EngineMemory() if self.placement == "colocated" else None,
         )
         writer = Writer(self._home, members, timeouts=self.timeouts, max_retries=self.max_retries)
@@ -510,11 +498,3 @@ class SGLangEngine(
     def _on_new_loop(self) -> None:
         if self._members is not None:
             self._members.watch_all()
-
-
-def _request_pictures(pictures: Pictures | None, images: tuple[str, ...], token_ids: list[int]) -> RequestPictures:
-    if pictures is None:
-        raise ValueError(refusal(len(images)))
-    pictures.check(images, token_ids)
-    prompt = pictures.collapsed(token_ids, len(images))
-    return RequestPictures(prompt, [data_url(image) for image in images])

@@ -94,6 +94,10 @@ class Members:
     def cache_key_of(self, weight_version: int) -> str:
         return f"{self._salt}/{weight_version}"
 
+    def page_tokens(self, url: str) -> int:
+        """The unit in which this server caches key-values."""
+        return self.processes[url].page_tokens if url in self.processes else 1
+
     def lose(self, url: str, reason: str) -> None:
         """Fails the server's requests at once; they continue elsewhere."""
         may_return = self.fleet is None and self._rejoins.get(url, 0) < MAX_REJOINS

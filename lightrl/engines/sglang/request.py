@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
+from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import FinishReason, Sampling
 
 
@@ -39,6 +40,15 @@ class RequestPictures:
 
     prompt: list[int]  # the prompt's token ids, with one image token for each picture: the server repeats it
     image_data: list[str]  # data: URLs, for servers on other machines
+
+    @classmethod
+    def of(cls, pictures: Pictures | None, images: Sequence[str], token_ids: list[int]) -> RequestPictures:
+        """The pictures of a prompt, given how the policy reads them; raises ValueError if it takes none."""
+        if pictures is None:
+            raise ValueError(refusal(len(images)))
+        pictures.check(images, token_ids)
+        prompt = pictures.collapsed(token_ids, len(images))
+        return cls(prompt, [data_url(image) for image in images])
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
 from lightrl.errors import EngineUnreachable
+
+
+def check_routes(urls: Sequence[str], *, transport: str, trainer_host: str | None, weight_folder: str | None) -> None:
+    """Raises ValueError if weights cannot reach these servers by this transport."""
+    try:
+        remote = remote_servers(urls)
+        if transport == "distributed":
+            trainer_address(urls, trainer_host)
+    except EngineUnreachable:
+        return  # the engine waits for it, and reports it
+    if remote and transport in ("tensor", "cuda_ipc"):
+        raise ValueError(f"transport: {transport} needs servers on this machine; {remote[0]} is elsewhere. Use disk.")
+    if remote and transport == "disk" and weight_folder is None:
+        raise ValueError(
+            f"{remote[0]} is on another machine and cannot see this one's temporary folder. Set weight_folder to a "
+            "folder that both see under the same path, or use transport: distributed or delta."
+        )
 
 
 def remote_servers(urls: Iterable[str]) -> list[str]:
