@@ -72,6 +72,7 @@ class Connection:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
         self._num_closes = 0
+        self._is_over = False
 
     async def request(
         self,
@@ -107,9 +108,13 @@ class Connection:
                 body["rid"] = secrets.token_hex(16)
         raise AssertionError("unreachable")
 
-    async def close(self) -> None:
-        """Closes the connections, on the event loop that opened them. Requests in flight fail and are not retried."""
+    async def close(self, *, for_good: bool = False) -> None:
+        """Closes the connections, on the event loop that opened them. Requests in flight fail and are not retried.
+
+        Afterwards requests open new ones, or are refused if it was `for_good`.
+        """
         self._num_closes += 1
+        self._is_over = self._is_over or for_good
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
             await session.close()
@@ -183,6 +188,8 @@ class Connection:
     def _session(self, kind: str) -> aiohttp.ClientSession:
         session = self._sessions.get(kind)
         if session is None:
+            if self._is_over:
+                raise EngineUnreachable(f"The connection to {self.url} was closed.")
             limit = self._max_connections if kind == "generate" else _NUM_CONTROL_CONNECTIONS
             session = self._sessions[kind] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=60),

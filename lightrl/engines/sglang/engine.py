@@ -294,7 +294,7 @@ class SGLangEngine(
         was_open, self._is_open = self._is_open, False
         if not was_open:
             return
-        steps: list[Callable[[], object]] = [lambda: self._home.close(self._leave_loop)]
+        steps: list[Callable[[], object]] = [lambda: self._home.close(lambda: self._leave_loop(for_good=True))]
         if (fleet := self.fleet) is not None:
             steps.append(lambda: fleet.stop(STOP_GRACE_S))
         steps.append(self._receivers.stop)
@@ -487,13 +487,13 @@ class SGLangEngine(
             raise EngineError("SGLangEngine is closed. Start it, or create a new one.")
         return self._writer
 
-    async def _leave_loop(self) -> None:
+    async def _leave_loop(self, *, for_good: bool = False) -> None:
         """Ends requests, watches and connections."""
         try:
             await self._home.end_tasks()
         finally:
             if self._members is not None:
-                await self._members.disconnect()
+                await self._members.disconnect(for_good=for_good)
 
     def _on_new_loop(self) -> None:
         if self._members is not None:

@@ -163,10 +163,10 @@ class Members:
                 names.add("float8_e4m3fn" if is_coarse else str(info.get("dtype") or "auto"))
         return names or {"auto"}
 
-    async def disconnect(self) -> None:
-        """Closes the connections; the next requests, on this loop or another, open new ones."""
+    async def disconnect(self, *, for_good: bool = False) -> None:
+        """Closes the connections; the next requests, on this loop or another, open new ones unless it is `for_good`."""
         for client in self.clients.values():
-            await client.close()
+            await client.close(for_good=for_good)
 
     def watch_all(self) -> None:
         """Watches the servers given by address, on a new loop. From any thread."""
