@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 ROUNDINGS = 32.0
 ROUNDINGS_ABOVE = 4.0
 USUAL_NATS = 0.2
-LEAST_NATS = 1e-4  # what does not shrink with the format, such as tables of rotary embeddings
+LEAST_NATS = 1e-5  # what does not shrink with the format, such as tables of rotary embeddings
 MISMATCH_NATS = 1e-3  # more for sampled tokens: they are further from the context's start, and may be few
 MIN_MISMATCH_TOKENS = 64
 
@@ -70,8 +70,8 @@ class Probe:
     """Compares trainer and engine after a sync. `trainer_side`, `compare` and `check_mismatch` are collective.
 
     One wrong replica of several is dropped, if the engine can do that, and gets the weights again; if it is then wrong
-    once more, or no other one is right, the run ends. A replica whose weights were proven by digests needs no answer of
-    version_probe.py; the bound applies to it too. A resumed run starts without earlier scores.
+    once more, or no other one is right, the run ends. To a replica whose weights were proven by digests only the bound
+    applies, not version_probe.py. A resumed run starts without earlier scores.
 
     Args:
         num: sequences.
@@ -183,7 +183,8 @@ class Probe:
             if wrong:
                 self._drop(engine, wrong, serving)
             serving -= set(wrong)
-            self._dropped -= set(scored) - set(wrong)
+            scored = {name: rows for name, rows in scored.items() if name not in wrong}
+            self._dropped -= set(scored)
             proven |= {name for name in scored if self._replicas[name].verdict.has_version}
         self._log_checks(trainer, weight_version, proofs, scored)
         metrics = {"sync/verified_fraction": len(proven & serving) / max(1, len(serving))}
@@ -205,14 +206,6 @@ class Probe:
         replica = self._replicas.setdefault(name, _Replica())
         trainer_row, engine_row = as_row(ours), as_row(theirs)
         replica.difference = float((engine_row - trainer_row).abs().mean())
-        replica.verdict = replica.versions.judge(
-            weight_version,
-            trainer_row,
-            engine_row,
-            self._sent,
-            trainer_eps=rounding.trainer_eps,
-            engine_dtype=getattr(torch, rounding.engine_dtype, torch.bfloat16),
-        )
         eps = max(rounding.trainer_eps, rounding.engine_eps)
         bound = self.max_nats or bound_nats(eps, float(trainer_row.abs().mean()))
         if not replica.difference <= bound:
@@ -221,7 +214,17 @@ class Probe:
                 f"its probe differs by {replica.difference:.3g} nats per token (max_probe_nats={bound:.3g} for "
                 f"{' and '.join(rounding.dtypes)}): the mean logprob of its tokens is {means}"
             )
-        return "" if is_proven else replica.verdict.problem
+        if is_proven:
+            return ""
+        replica.verdict = replica.versions.judge(
+            weight_version,
+            trainer_row,
+            engine_row,
+            self._sent,
+            trainer_eps=rounding.trainer_eps,
+            engine_dtype=getattr(torch, rounding.engine_dtype, torch.bfloat16),
+        )
+        return replica.verdict.problem
 
     def _drop(self, engine: object, wrong: dict[str, str], serving: set[str]) -> None:
         """Drops the wrong replicas if that helps; raises otherwise."""
@@ -257,8 +260,10 @@ class Probe:
         if scored and self._rounding is not None:
             checks.append(
                 f"a probe of {self.num} sequences after each {f'{every}th ' if every > 1 else ''}load, with the bound "
-                f"of {' and '.join(self._rounding.dtypes)} and a comparison with earlier versions"
+                f"of {' and '.join(self._rounding.dtypes)}"
             )
+            if any(proofs.get(name) != "digests" for name in scored):
+                checks.append("a comparison of its scores with those of earlier versions")
         text = " and ".join(checks) or "nothing: the engine cannot score tokens, or WeightSync has probe=0"
         log.info("Weight syncs to %s are checked by %s.", name, text)
 

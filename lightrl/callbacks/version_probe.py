@@ -48,8 +48,8 @@ class SentSample:
     """Some values of each tensor that was sent, to count how many changed in the engine's dtype."""
 
     def __init__(self) -> None:
-        self._values: list[Tensor] = []
-        self._counts: list[float] = []  # how many parameters each value of the tensor stands for
+        self._values = [torch.zeros(0)]
+        self._counts = [torch.zeros(0)]  # how many parameters each value stands for
 
     def watch(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         """The buckets; takes its sample as they pass."""
@@ -58,16 +58,20 @@ class SentSample:
                 flat = tensor.detach().reshape(-1)
                 picked = flat[:: (flat.numel() // SAMPLES) | 1]  # an odd stride does not stay in one column
                 self._values.append(picked.to("cpu", torch.float32, copy=True))  # never the trainer's own memory
-                self._counts.append(flat.numel() / max(1, picked.numel()))
+                self._counts.append(torch.full((picked.numel(),), flat.numel() / max(1, picked.numel())))
             yield bucket
             del bucket  # else it stays alive while the next is gathered
 
     def num_changed(self, other: SentSample, dtype: torch.dtype) -> float:
         """An estimate of how many parameters differ from another version's, rounded to `dtype`."""
-        return sum(
-            count * int((mine.to(dtype).float() != others.to(dtype).float()).sum())
-            for mine, others, count in zip(self._values, other._values, self._counts, strict=True)
-        )
+        mine, theirs = self._joined(), other._joined()
+        return float(self._counts[0][mine.to(dtype).float() != theirs.to(dtype).float()].sum())
+
+    def _joined(self) -> Tensor:
+        """[n], all values; joined once."""
+        if len(self._values) > 1:
+            self._values, self._counts = [torch.cat(self._values)], [torch.cat(self._counts)]
+        return self._values[0]
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class WeightSync(RLCallback):
             the engine loads them. The next sync waits for this one; an error ends the run at the next wait or sync.
         probe: how many sequences are scored after each sync, 0 for none.
         probe_tokens: length of each.
-        max_probe_nats: allowed mean difference; None is usually 1e-4 in float32 and 0.2 in bfloat16; see probe.py.
+        max_probe_nats: allowed mean difference; None is about 3e-5 in float32 and 0.2 in bfloat16; see probe.py.
         sync_timeout_s: how long the next sync, or the end of the run, waits for one that does not block.
     """
 

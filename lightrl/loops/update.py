@@ -72,7 +72,7 @@ class MinibatchLoss:
                 # Whole rows: after older tokens, an engine may go on with their key-values.
                 versions = experience.weight_versions
                 is_present = ((versions == self.weight_version) | (versions < 0)).all(1)
-                weights = is_present[:, None] & (versions == self.weight_version)
+                weights = is_present[:, None].expand_as(mask)
                 self._add("sync/mismatch_present_abs_dlogp_nats", (mismatch, weights), mask)
                 self._add("sync/num_present_tokens", (torch.ones_like(mismatch), weights), mask)
         if outputs.values is not None:

@@ -50,7 +50,7 @@ def test_auto_is_the_dtype_that_sglang_makes_of_it(dtype, auto):
 
 def test_a_local_engine_names_the_dtype_that_auto_became():
     engine = LocalEngine(max_batch=1)
-    engine.start(AutoConfig.for_model("llama", dtype="bfloat16", num_hidden_layers=1, hidden_size=16))
+    engine.start(AutoConfig.for_model("llama", dtype="bfloat16", num_hidden_layers=1, hidden_size=64))
     try:
         assert engine.dtypes() == {"float32"}  # on a CPU
     finally:
