@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEPT_VERSIONS = 3  # the present one for late servers, the one before for a roll-back
-_CONSTANTS = frozenset({"model.normalizer"})  # buffers that follow from the config
 _USUAL = re.compile(
     r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.(qkv_proj|o_proj|q_norm|k_norm)|mlp\.(gate_up_proj|down_proj)"
     r"|\w*layernorm))\.(weight|bias)|lm_head\.weight"
@@ -145,10 +144,8 @@ class WeightProofs:
 
     def _names_problem(self, theirs: Mapping[str, str], ours: Mapping[str, str]) -> tuple[Proof | None, str] | None:
         """None if the server has the trainer's parameters and no others."""
-        optional = {name for name in ours if name.endswith(".gemma_weight")} | (
-            {OUTPUT_HEAD} if OUTPUT_HEAD in self._form.skip_names else set()
-        )
-        extra = sorted(set(theirs) - set(ours) - _CONSTANTS)
+        optional = {OUTPUT_HEAD} if OUTPUT_HEAD in self._form.skip_names else set()
+        extra = sorted(set(theirs) - set(ours))
         missing = sorted(set(ours) - set(theirs) - optional)
         if not extra and not missing:
             return None
