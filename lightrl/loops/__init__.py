@@ -12,6 +12,7 @@ Reading order:
     resume.py         what a resumed run continues from
     resume_check.py   fast_dev_run's check that a checkpoint restores everything
     state_before.py   a start that fails undoes what it restored
+    refused_callbacks.py  callbacks of Lightning that cannot work, and what to do instead
     interrupt.py      Ctrl-C and SIGTERM wait for the end of an update
     shared_rollout.py rank 0's rollout controller as every rank sees it
     group_bytes.py    groups as bytes, from rank 0 to the others

@@ -19,6 +19,7 @@ from lightrl.data import PromptStream, prompt_source
 from lightrl.dataflow import DataFlowGraph
 from lightrl.engines import LocalEngine
 from lightrl.engines.abilities import DecodesInThreads, LimitsContext
+from lightrl.loops.refused_callbacks import check_callbacks
 from lightrl.loops.resume import Resume
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.models import ParallelModel
@@ -59,6 +60,7 @@ class RolloutStage:
                 f"accumulate_grad_batches must be 1 with an RLModule, got {self.trainer.accumulate_grad_batches}: "
                 "microbatches are cut by tokens. Set model.microbatch_tokens instead."
             )
+        check_callbacks(getattr(self.trainer, "callbacks", ()))
 
     def start_judge(self, module: RLModule) -> None:
         """Before any model is built, on the main process alone: fails if there is no such reward function."""

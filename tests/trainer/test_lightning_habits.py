@@ -15,15 +15,20 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     Callback,
     EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
+    StochasticWeightAveraging,
     Timer,
 )
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.tuner import Tuner
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -331,10 +336,27 @@ def test_default_callbacks_are_added_once(tmp_path: Path) -> None:
             {"accumulate_grad_batches": 2},
             r"accumulate_grad_batches must be 1 .*got 2.*Set model\.microbatch_tokens",
         ),
+        (
+            {"callbacks": [GradientAccumulationScheduler({1: 2})]},
+            "GradientAccumulationScheduler cannot be used with an RLModule: .*Set model.microbatch_tokens",
+        ),
+        ({"callbacks": [LearningRateFinder()]}, "LearningRateFinder cannot be used .*several values of model.lr"),
+        ({"callbacks": [BatchSizeFinder()]}, "BatchSizeFinder cannot be used .*`lightrl plan`"),
+        ({"callbacks": [StochasticWeightAveraging(1e-3)]}, "StochasticWeightAveraging cannot be used .*exported"),
         ({"strategy": "ddp"}, "DDPStrategy cannot train an RLModule. .*FSDP2Strategy.*trainer.devices to 1"),
         ({"devices": 2}, "DDPStrategy cannot train an RLModule. .*FSDP2Strategy.*trainer.devices to 1"),
     ],
-    ids=["two of a kind", "sync rarer than staleness allows", "accumulation", "ddp", "two devices"],
+    ids=[
+        "two of a kind",
+        "sync rarer than staleness allows",
+        "accumulation",
+        "accumulation later",
+        "learning rate finder",
+        "batch size finder",
+        "weight averaging",
+        "ddp",
+        "two devices",
+    ],
 )
 def test_what_cannot_train_is_refused_before_anything_starts(
     flags: dict[str, Any], message: str, tmp_path: Path
@@ -343,6 +365,12 @@ def test_what_cannot_train_is_refused_before_anything_starts(
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, **flags).fit(module, datamodule=Digits())
     assert not hasattr(module, "policy")
+
+
+@pytest.mark.parametrize("method", ["lr_find", "scale_batch_size"])
+def test_a_tuner_is_answered_with_what_to_do_instead(method: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Finder cannot be used with an RLModule"):
+        getattr(Tuner(make_trainer(tmp_path)), method)(TinyGRPO(), datamodule=Digits())
 
 
 def test_manual_optimization_is_refused(tmp_path: Path) -> None:
