@@ -10,6 +10,8 @@ Reading order:
     sync.py          new weights into paused servers, verified; sync_report.py  what happened to each server
       transports/     how the bytes get there: disk, broadcast, shared memory; bucket_feed.py  from thread to loop
       memory.py      what a colocated server has released
+      weight_proofs.py  digests of what was sent, against the servers'; cache_canary.py  was the prefix cache emptied?
+      server_process.py  which process answers at an address, and of which model
     server.py        one server process; command.py  its command line; held_port.py  its port
       fleet.py       several of them, restarted when they die
     scoring.py       a teacher's logprobs or a reward model's numbers, from a server
