@@ -41,7 +41,8 @@ class WeightSync(RLCallback):
     (the largest of all replicas), has a bound, and the scores must not be those of an older version; see probe.py. One
     wrong replica of several is dropped and gets the weights again, otherwise the run stops. LocalEngine, to which
     weights are copied in memory, is probed after every tenth sync. `sync/verified_fraction` is the share of replicas
-    that were shown to have this version, by digests or by the probe. The first sync logs which checks there are.
+    that were shown to have this version and not the one before, by digests or by the probe (which cannot tell one small
+    step from rounding in bfloat16). The first sync logs which checks there are.
 
     `sync/mismatch_*` compares both on the trained tokens themselves, with the logprobs that the engine gave when it
     sampled, in an iteration's first minibatch. `sync/mismatch_present_abs_dlogp_nats` is over trajectories of the

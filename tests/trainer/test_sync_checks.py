@@ -15,7 +15,7 @@ from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 from waits import until
 
-from lightrl import LocalEngine, Role, SGLangEngine, WeightSync
+from lightrl import LocalEngine, ModelSpec, Role, SGLangEngine, WeightSync
 from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, MISMATCH_NATS, bound_nats
 from lightrl.engines.abilities import DropsReplicas
 from lightrl.errors import WeightSyncError
@@ -100,7 +100,8 @@ def test_every_sync_of_a_right_engine_is_verified_and_the_checks_are_logged_once
 
 def test_updates_in_bfloat16_beside_an_engine_in_float32_are_within_the_mismatch_bound(tmp_path):
     """The probe is scored in float32, the trained tokens under autocast."""
-    trainer = fit(tmp_path, Faulty("no parameter"), precision="bf16-mixed", group_size=32)
+    peaked = ModelSpec(config={**CONFIG, "initializer_range": 0.4}, tokenizer="tiny_run.tokenizer", seed=3)
+    trainer = fit(tmp_path, Faulty("no parameter"), policy=peaked, precision="bf16-mixed", group_size=32)
     metrics = trainer.callback_metrics
     assert float(metrics["sync/num_present_tokens"]) >= MIN_MISMATCH_TOKENS
     assert float(metrics["sync/mismatch_present_abs_dlogp_nats"]) > bound_nats(2**-23, 2.0) + MISMATCH_NATS
