@@ -7,6 +7,7 @@ Reading order:
     fake_server.py          speaks SGLang's interface; fake_server_weights.py  its routes for weights
     fake_server_faults.py   what goes wrong with which requests
     fake_server_script.py, fake_server_model.py  its answers: by rule, or with a LocalEngine
+    fake_server_layout.py   the names and shards under which SGLang holds parameters
 
 `lightrl.FakeEngine` needs no server; docs/test-your-code.md shows how to use these. May import: everything up to
 engines. Nothing in lightrl imports this room.
