@@ -2,8 +2,9 @@
 
 Reading order:
     rl_callback.py      the hooks, and when each is called
-    weight_sync.py      the trainer's weights to the engine, with a version; probe.py compares both sides
-      rank_shares.py    which ranks gather and write them
+    weight_sync.py      the trainer's weights to the engine, with a version; rank_shares.py  which ranks write them
+      probe.py          a few sequences that both score after a load: within a bound?
+      version_probe.py  and which version's scores are the engine's?
       colocation.py     who has the memory, where both are on the same devices
     staleness.py        how far behind a trajectory may be
     dynamic_sampling.py which groups are dropped and replaced, and how many are started

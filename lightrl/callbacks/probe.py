@@ -28,29 +28,33 @@ from lightrl.weights import Bucket
 
 log = logging.getLogger(__name__)
 
-# A logprob's rounding grows with the logits: healthy engines differ by at most 0.2 · eps · (1 + mean |logprob|) for
-# models of 0.1 M to 4 M parameters in all three formats, by 1.8 for one of 2,000 with very peaked distributions, and by
-# 0.12 nats in bfloat16 for large ones, about 1.2.
-ROUNDINGS = 2.0
-# What does not shrink with the format, such as tables of rotary embeddings; later at most eight times the first sync's.
-OTHER_NATS = 1e-4
-# Sampled tokens are far from the context's start, and a mean over few of them varies.
-MISMATCH_OTHER_NATS = 1e-3
+# Rounding of a logprob in units of eps · (1 + mean |logprob|), since it grows with the logits. Healthy engines differ
+# by at most 0.2 of them for models of 0.1 M to 4 M parameters, 1.8 for one of 2,000 with very peaked distributions, and
+# 1.2 in bfloat16 for large ones, which is 0.12 nats. Depth, other kernels and longer sums add to that, so the factor is
+# 32 up to `USUAL_NATS`, and 4 above: a false alarm ends a run, and what is smaller is for digests and version_probe.py.
+ROUNDINGS = 32.0
+ROUNDINGS_ABOVE = 4.0
+USUAL_NATS = 0.2
+LEAST_NATS = 1e-5  # what does not shrink with the format, such as tables of rotary embeddings
+MISMATCH_NATS = 1e-3  # more for sampled tokens: they are further from the context's start, and may be few
 MIN_MISMATCH_TOKENS = 64
+
+
+def bound_nats(eps: float, mean_abs_logprob: float) -> float:
+    """Of the mean difference between logprobs that were computed with this machine epsilon."""
+    rounding = eps * (1 + mean_abs_logprob)
+    return max(LEAST_NATS, min(ROUNDINGS * rounding, USUAL_NATS), ROUNDINGS_ABOVE * rounding)
 
 
 @dataclass
 class Rounding:
     """The machine epsilons that trainer and engine compute with."""
 
-    trainer_eps: float
+    trainer_eps: float  # of the probe
+    training_eps: float  # of an update
     engine_eps: float
     engine_dtype: str  # the coarsest of the engine's
-    dtypes: list[str]  # of both
-
-    def bound_nats(self, mean_abs_logprob: float) -> float:
-        """Of the mean difference of logprobs."""
-        return ROUNDINGS * max(self.trainer_eps, self.engine_eps) * (1 + mean_abs_logprob)
+    dtypes: list[str]  # of the probe and the engine
 
 
 @dataclass
@@ -58,7 +62,6 @@ class _Replica:
     """What is known of one replica."""
 
     versions: VersionProbe = field(default_factory=VersionProbe)
-    other_nats: float | None = None  # before its first sync
     verdict: Verdict = field(default_factory=Verdict)
     difference: float = 0.0  # of the last sync, in nats
 
@@ -66,9 +69,9 @@ class _Replica:
 class Probe:
     """Compares trainer and engine after a sync. `trainer_side`, `compare` and `check_mismatch` are collective.
 
-    One wrong replica of several is dropped, if the engine can do that, and gets the weights again; if it is wrong once
-    more, or no other one is right, the run ends. A replica whose weights were proven by digests needs no answer of
-    version_probe.py; the bound applies to it too. A resumed run starts without earlier scores.
+    One wrong replica of several is dropped, if the engine can do that, and gets the weights again; if it is then wrong
+    once more, or no other one is right, the run ends. To a replica whose weights were proven by digests only the bound
+    applies, not version_probe.py. A resumed run starts without earlier scores.
 
     Args:
         num: sequences.
@@ -139,8 +142,8 @@ class Probe:
         num_tokens = metrics.get("sync/num_present_tokens", 0)
         if self._rounding is None or difference is None or num_tokens < MIN_MISMATCH_TOKENS:
             return
-        bound = 2 * self._rounding.bound_nats(metrics["entropy_nats"]) + MISMATCH_OTHER_NATS
-        bound = max(bound, self.max_nats or 0.0)
+        eps = max(self._rounding.training_eps, self._rounding.engine_eps)
+        bound = max(bound_nats(eps, metrics["entropy_nats"]) + MISMATCH_NATS, self.max_nats or 0.0)
         if difference > bound:
             raise WeightSyncError(
                 f"The {num_tokens:.0f} tokens that the engine sampled with the present weights differ by "
@@ -180,6 +183,8 @@ class Probe:
             if wrong:
                 self._drop(engine, wrong, serving)
             serving -= set(wrong)
+            scored = {name: rows for name, rows in scored.items() if name not in wrong}
+            self._dropped -= set(scored)
             proven |= {name for name in scored if self._replicas[name].verdict.has_version}
         self._log_checks(trainer, weight_version, proofs, scored)
         metrics = {"sync/verified_fraction": len(proven & serving) / max(1, len(serving))}
@@ -201,6 +206,16 @@ class Probe:
         replica = self._replicas.setdefault(name, _Replica())
         trainer_row, engine_row = as_row(ours), as_row(theirs)
         replica.difference = float((engine_row - trainer_row).abs().mean())
+        eps = max(rounding.trainer_eps, rounding.engine_eps)
+        bound = self.max_nats or bound_nats(eps, float(trainer_row.abs().mean()))
+        if not replica.difference <= bound:
+            means = f"{float(trainer_row.mean()):.4f} in the trainer and {float(engine_row.mean()):.4f} in the engine"
+            return (
+                f"its probe differs by {replica.difference:.3g} nats per token (max_probe_nats={bound:.3g} for "
+                f"{' and '.join(rounding.dtypes)}): the mean logprob of its tokens is {means}"
+            )
+        if is_proven:
+            return ""
         replica.verdict = replica.versions.judge(
             weight_version,
             trainer_row,
@@ -209,17 +224,7 @@ class Probe:
             trainer_eps=rounding.trainer_eps,
             engine_dtype=getattr(torch, rounding.engine_dtype, torch.bfloat16),
         )
-        other_nats = OTHER_NATS if replica.other_nats is None else replica.other_nats
-        bound = self.max_nats or rounding.bound_nats(float(trainer_row.abs().mean())) + other_nats
-        if replica.other_nats is None:
-            replica.other_nats = min(OTHER_NATS, 8 * replica.difference)
-        if not replica.difference <= bound:
-            means = f"{float(trainer_row.mean()):.4f} in the trainer and {float(engine_row.mean()):.4f} in the engine"
-            return (
-                f"its probe differs by {replica.difference:.3g} nats per token (max_probe_nats={bound:.3g} for "
-                f"{' and '.join(rounding.dtypes)}): the mean logprob of its tokens is {means}"
-            )
-        return "" if is_proven else replica.verdict.problem
+        return replica.verdict.problem
 
     def _drop(self, engine: object, wrong: dict[str, str], serving: set[str]) -> None:
         """Drops the wrong replicas if that helps; raises otherwise."""
@@ -255,8 +260,10 @@ class Probe:
         if scored and self._rounding is not None:
             checks.append(
                 f"a probe of {self.num} sequences after each {f'{every}th ' if every > 1 else ''}load, with the bound "
-                f"of {' and '.join(self._rounding.dtypes)} and a comparison with earlier versions"
+                f"of {' and '.join(self._rounding.dtypes)}"
             )
+            if any(proofs.get(name) != "digests" for name in scored):
+                checks.append("a comparison of its scores with those of earlier versions")
         text = " and ".join(checks) or "nothing: the engine cannot score tokens, or WeightSync has probe=0"
         log.info("Weight syncs to %s are checked by %s.", name, text)
 
@@ -288,15 +295,21 @@ def trainer_scores(trainer: RLTrainer, module: RLModule, sequences: list[list[in
 def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
     """Of the dtypes in which trainer and engine compute; float32 on a GPU may be TF32, which has float16's epsilon."""
     policy: Any = module.policy
-    trainers = {str(next(policy.parameters()).dtype).removeprefix("torch.")}
-    if not _skips_autocast(trainer, module):
-        kind = str(trainer.precision).split("-")[0]
-        trainers.add({"16": "float16", "bf16": "bfloat16", "64": "float64"}.get(kind, "float32"))
+    weights = str(next(policy.parameters()).dtype).removeprefix("torch.")
+    kind = str(trainer.precision).split("-")[0]
+    training = {weights, {"16": "float16", "bf16": "bfloat16", "64": "float64"}.get(kind, "float32")}
+    probe = {weights} if _skips_autocast(trainer, module) else training
     engines = trainer.engine.dtypes() if isinstance(trainer.engine, NamesDtypes) else {"float32"}
     is_gpu = trainer.strategy.root_device.type == "cuda"
-    eps = {name: _eps(name, is_gpu=is_gpu) for name in trainers | engines}
+    eps = {name: _eps(name, is_gpu=is_gpu) for name in training | engines}
     coarsest = max(engines, key=lambda name: eps[name])
-    return Rounding(max(eps[name] for name in trainers), eps[coarsest], coarsest, sorted(eps))
+    return Rounding(
+        max(eps[name] for name in probe),
+        max(eps[name] for name in training),
+        eps[coarsest],
+        coarsest,
+        sorted(probe | engines),
+    )
 
 
 def _eps(dtype: str, *, is_gpu: bool) -> float:

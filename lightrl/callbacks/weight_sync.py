@@ -42,7 +42,8 @@ class WeightSync(RLCallback):
     (the largest of all replicas), has a bound, and the scores must not be those of an older version; see probe.py. One
     wrong replica of several is dropped and gets the weights again, otherwise the run stops. LocalEngine, to which
     weights are copied in memory, is probed after every tenth sync. `sync/verified_fraction` is the share of replicas
-    that were shown to have this version, by digests or by the probe. The first sync logs which checks there are.
+    that were shown to have this version and not the one before, by digests or by the probe (which cannot tell one small
+    step from rounding in bfloat16). The first sync logs which checks there are.
 
     `sync/mismatch_*` compares both on the trained tokens themselves, with the logprobs that the engine gave when it
     sampled, in an iteration's first minibatch. `sync/mismatch_present_abs_dlogp_nats` is over trajectories of the
@@ -59,7 +60,7 @@ class WeightSync(RLCallback):
             the engine loads them. The next sync waits for this one; an error ends the run at the next wait or sync.
         probe: how many sequences are scored after each sync, 0 for none.
         probe_tokens: length of each.
-        max_probe_nats: allowed mean difference; None is that of the dtypes, up to 1e-4 in float32, 0.2 in bfloat16.
+        max_probe_nats: allowed mean difference; None is about 3e-5 in float32 and 0.2 in bfloat16; see probe.py.
         sync_timeout_s: how long the next sync, or the end of the run, waits for one that does not block.
     """
 

@@ -10,6 +10,7 @@ Reading order:
     fake_server_faults.py   what goes wrong with which requests; fake_server_wrong_loads.py  with weights, in silence
     fake_server_cache.py    which prompts it has seen
     fake_server_script.py, fake_server_model.py  its answers: by rule, or with a LocalEngine
+    fake_server_layout.py   the names and shards under which SGLang holds parameters
 
 `lightrl.FakeEngine` needs no server; docs/test-your-code.md shows how to use these. May import: everything up to
 engines. Nothing in lightrl imports this room.

@@ -220,34 +220,7 @@ class FakeServer:
                     writing.cancel()
         finally:
             del self._runs[run.rid]
-        return self._answer(run, finish, wants_logprobs, time.monotonic() - started)
-
-    def _answer(self, run: Run, finish: str, wants_logprobs: bool, latency_s: float) -> dict[str, Any]:
-        spans: list[dict[str, Any]] = []
-        for index, version in enumerate(run.versions):
-            if not spans or spans[-1]["version"] != version:
-                spans.append({"version": version, "start": index, "end": index})
-            spans[-1]["end"] = index + 1
-        reason: dict[str, Any] = {"type": finish}
-        if finish == "stop":
-            reason["matched"] = run.token_ids[-1]
-        elif finish == "length":
-            reason["length"] = len(run.token_ids)
-        else:
-            reason |= {"message": "Aborted", "status_code": None, "err_type": None}
-        meta: dict[str, Any] = {
-            "id": run.rid, "finish_reason": reason, "prompt_tokens": len(run.prompt),
-            "completion_tokens": len(run.token_ids), "cached_tokens": run.num_cached,
-            "num_retractions": run.num_retractions,
-            "weight_version": run.versions[-1] if run.versions else self.model.version, "weight_versions": spans,
-            "e2e_latency": latency_s,
-        }  # fmt: skip
-        if wants_logprobs:
-            meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = [
-                [logprob, token, None] for logprob, token in zip(run.logprobs, run.token_ids, strict=True)
-            ]
-        return {"output_ids": run.token_ids, "meta_info": meta}
+        return _answer(run, finish, wants_logprobs, time.monotonic() - started, self.model.version)
 
     async def _abort(self, body: dict[str, Any]) -> None:
         rid = body.get("rid") or ""
@@ -350,6 +323,34 @@ class FakeServer:
             "released": [tag for tag, count in self._released.items() if count],
             "faults": [dataclasses.asdict(fault) for fault in self.faults],
         })  # fmt: skip
+
+
+def _answer(run: Run, finish: str, wants_logprobs: bool, latency_s: float, version: str) -> dict[str, Any]:
+    spans: list[dict[str, Any]] = []
+    for index, version in enumerate(run.versions):
+        if not spans or spans[-1]["version"] != version:
+            spans.append({"version": version, "start": index, "end": index})
+        spans[-1]["end"] = index + 1
+    reason: dict[str, Any] = {"type": finish}
+    if finish == "stop":
+        reason["matched"] = run.token_ids[-1]
+    elif finish == "length":
+        reason["length"] = len(run.token_ids)
+    else:
+        reason |= {"message": "Aborted", "status_code": None, "err_type": None}
+    meta: dict[str, Any] = {
+        "id": run.rid, "finish_reason": reason, "prompt_tokens": len(run.prompt),
+        "completion_tokens": len(run.token_ids), "cached_tokens": run.num_cached,
+        "num_retractions": run.num_retractions,
+        "weight_version": run.versions[-1] if run.versions else version, "weight_versions": spans,
+        "e2e_latency": latency_s,
+    }  # fmt: skip
+    if wants_logprobs:
+        meta["input_token_logprobs"] = []
+        meta["output_token_logprobs"] = [
+            [logprob, token, None] for logprob, token in zip(run.logprobs, run.token_ids, strict=True)
+        ]
+    return {"output_ids": run.token_ids, "meta_info": meta}
 
 
 def _json_handler(route: Route) -> Callable[[web.Request], Awaitable[web.Response]]:

@@ -174,18 +174,21 @@ def scores_are_the_logprobs_of_a_plain_forward_under_the_present_weights(case: E
     case.load(0)
     running = [Sampling(max_new_tokens=60, seed=seed) for seed in range(3)]
 
-    async def scenario() -> list[list[float]]:
+    async def scenario() -> list[dict[str, list[list[float]]]]:
         tasks = [asyncio.create_task(case.generate([1, 2], sampling)) for sampling in running]
         await asyncio.sleep(0.01)
-        found = [await asyncio.to_thread(score, prompt) for prompt in PROMPTS[1:3]]
+        scores = [await asyncio.to_thread(score, PROMPTS[1:3])]
         await asyncio.to_thread(case.load, 1)
-        found.append(await asyncio.to_thread(score, PROMPTS[4]))
+        scores.append(await asyncio.to_thread(score, PROMPTS[4:5]))
         assert [len((await task)[0].token_ids) for task in tasks] == [60] * 3
-        return found
+        return scores
 
-    for model, prompt, found in zip((0, 0, 1), (*PROMPTS[1:3], PROMPTS[4]), run(scenario()), strict=True):
-        expected = recomputed_logprobs(case.models[model], prompt[:1], prompt[1:], Sampling())
-        assert found == pytest.approx([0.0, *expected.tolist()], abs=1e-5)
+    for model, prompts, scores in zip((0, 1), (PROMPTS[1:3], PROMPTS[4:5]), run(scenario()), strict=True):
+        assert scores
+        for rows in scores.values():
+            for prompt, row in zip(prompts, rows, strict=True):
+                expected = recomputed_logprobs(case.models[model], prompt[:1], prompt[1:], Sampling())
+                assert row == pytest.approx([0.0, *expected.tolist()], abs=1e-5)
 
 
 def top_k_of_one_is_the_greedy_completion(case: EngineCase) -> None:

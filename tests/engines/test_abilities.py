@@ -6,6 +6,7 @@ from transformers import AutoConfig
 
 from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine, abilities
 from lightrl.engines.sglang.command import dtype_of_auto
+from lightrl.testing import FakeServerProcess
 
 ALL = {
     "LivesOnLoop",
@@ -48,9 +49,23 @@ def test_auto_is_the_dtype_that_sglang_makes_of_it(dtype, auto):
     assert dtype_of_auto(config) == getattr(torch, auto)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weights_dtype", "names"),
+    [("auto", None, {"bfloat16"}), ("float32", None, {"float32"}), ("auto", "float16", {"bfloat16", "float16"})],
+)
+def test_sglang_names_the_dtypes_of_its_servers_and_of_the_weights_that_are_sent(dtype, weights_dtype, names):
+    with FakeServerProcess(dtype=dtype) as server:
+        engine = SGLangEngine(urls=[server.url], weights_dtype=weights_dtype)
+        try:
+            engine.start(AutoConfig.for_model("qwen3", dtype="bfloat16"))
+            assert engine.dtypes() == names
+        finally:
+            engine.close()
+
+
 def test_a_local_engine_names_the_dtype_that_auto_became():
     engine = LocalEngine(max_batch=1)
-    engine.start(AutoConfig.for_model("llama", dtype="bfloat16", num_hidden_layers=1, hidden_size=16))
+    engine.start(AutoConfig.for_model("llama", dtype="bfloat16", num_hidden_layers=1, hidden_size=64))
     try:
         assert engine.dtypes() == {"float32"}  # on a CPU
     finally:

@@ -106,6 +106,7 @@ def test_a_run_trains_against_it_and_every_sync_is_verified(
     metrics = trainer.callback_metrics
     assert trainer.weight_version == engine.weight_version == 6
     assert float(metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
+    assert float(metrics["sync/verified_fraction"]) == 1.0
     assert float(metrics["staleness/max_versions"]) <= max_staleness
     assert rewards[-1] > rewards[0]
     assert sorted(engine.last_sync.versions.values()) == [6]  # type: ignore[union-attr]

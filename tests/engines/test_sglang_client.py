@@ -47,6 +47,22 @@ def body(**params: Any) -> dict[str, Any]:
     return {"rid": "r" * 32, "input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3, **params}}
 
 
+def test_what_a_cancelled_close_leaves_open_the_next_one_closes(server):
+    async def scenario() -> bool:
+        client = SGLangClient(server.url)
+        await asyncio.gather(client.model_info(), client.generate(body()))
+        sessions = list(client._sessions.values())
+        assert len(sessions) > 1
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        await client.close()
+        return all(session.closed for session in sessions)
+
+    assert asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("kind", ["drop", "error", "garbage"])
 def test_a_failed_question_is_asked_again(kind: str, server: FakeServerProcess) -> None:
     server.fault(kind, "/model_info", count=2)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_run import POLICY, Digits, TinyGRPO, make_trainer
+from lightning.pytorch.callbacks import Callback
+from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
+from transformers import AutoConfig, AutoModelForCausalLM
+from waits import until
 
-from lightrl import LocalEngine, Role, WeightSync
+from lightrl import LocalEngine, ModelSpec, Role, SGLangEngine, WeightSync
+from lightrl.callbacks.probe import MIN_MISMATCH_TOKENS, MISMATCH_NATS, bound_nats
 from lightrl.engines.abilities import DropsReplicas
 from lightrl.errors import WeightSyncError
 from lightrl.models import LoRA
+from lightrl.testing import FakeServerProcess
 from lightrl.weights import Bucket
 
 IGNORES = {
@@ -45,15 +52,15 @@ class Faulty(LocalEngine):
         super().load_weights([Bucket(loaded, is_last=True)], weight_version=weight_version)
 
 
-def fit(folder: Path, engine: LocalEngine, *callbacks: Any, **settings: Any) -> Any:
+def fit(folder: Path, engine: LocalEngine, *callbacks: Any, precision: Any = "32-true", **settings: Any) -> Any:
     steps = settings.pop("max_steps", 3)
-    trainer = make_trainer(folder, engine=engine, callbacks=list(callbacks), max_steps=steps)
+    trainer = make_trainer(folder, engine=engine, callbacks=list(callbacks), max_steps=steps, precision=precision)
     trainer.fit(TinyGRPO(**settings), Digits())
     return trainer
 
 
-@pytest.mark.parametrize("lr", [1e-5, 1e-3])
-@pytest.mark.parametrize("what", IGNORES)
+# A part of a small step shows only in digests.
+@pytest.mark.parametrize(("what", "lr"), [*((what, 1e-3) for what in IGNORES), ("everything", 1e-5)])
 def test_an_update_that_is_acknowledged_and_not_loaded_ends_the_run_after_one_iteration(tmp_path, what, lr):
     engine = Faulty(IGNORES[what])
     with pytest.raises(
@@ -85,10 +92,34 @@ def test_every_sync_of_a_right_engine_is_verified_and_the_checks_are_logged_once
     lines = [record.message for record in caplog.records if "are checked by" in record.message]
     assert lines == [
         "Weight syncs to Faulty are checked by a probe of 2 sequences after each load, with the bound of float32 and a "
-        "comparison with earlier versions."
+        "comparison of its scores with those of earlier versions."
     ]
     if blocking:
         assert float(trainer.callback_metrics["sync/verified_fraction"]) == 1.0
+
+
+def test_updates_in_bfloat16_beside_an_engine_in_float32_are_within_the_mismatch_bound(tmp_path):
+    """The probe is scored in float32, the trained tokens under autocast."""
+    peaked = ModelSpec(config={**CONFIG, "initializer_range": 0.4}, tokenizer="tiny_run.tokenizer", seed=3)
+    trainer = fit(tmp_path, Faulty("no parameter"), policy=peaked, precision="bf16-mixed", group_size=32)
+    metrics = trainer.callback_metrics
+    assert float(metrics["sync/num_present_tokens"]) >= MIN_MISMATCH_TOKENS
+    assert float(metrics["sync/mismatch_present_abs_dlogp_nats"]) > bound_nats(2**-23, 2.0) + MISMATCH_NATS
+    assert float(metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean_abs_logprob", "healthy", "bound"),
+    [
+        (torch.float32, 2.0, 1e-7, 1.14e-5),  # SGLang on the CPU
+        (torch.float16, 2.0, 5e-3, 0.09375),
+        (torch.bfloat16, 0.3, 0.033, 0.2),  # sampled tokens of GPU engines
+        (torch.bfloat16, 12.0, 0.12, 0.40625),  # random tokens of large models
+    ],
+)
+def test_the_bound_is_several_times_what_healthy_engines_differ_by(dtype, mean_abs_logprob, healthy, bound):
+    assert bound_nats(torch.finfo(dtype).eps, mean_abs_logprob) == pytest.approx(bound, rel=0.01)
+    assert bound > 3 * healthy
 
 
 class StaleCache(LocalEngine):
@@ -157,8 +188,88 @@ def test_a_lone_wrong_replica_is_dropped_where_the_engine_can_do_that(tmp_path):
     assert float(trainer.callback_metrics["sync/verified_fraction"]) == 1.0
 
 
+def test_a_replica_that_was_right_in_between_is_dropped_again(tmp_path):
+    class Twice(DroppingReplicas):
+        def score(self, sequences):
+            rows = LocalEngine.score(self, sequences)["engine"]
+            self.first = self.first or rows
+            return {"right": rows, "wrong": self.first if self.weight_version in (1, 3) else rows}
+
+    engine = Twice()
+    trainer = fit(tmp_path, engine, lr=1e-3)
+    assert engine.dropped == ["wrong", "wrong"]
+    assert trainer.weight_version == 3
+
+
 def test_a_replica_that_is_wrong_again_ends_the_run(tmp_path):
     engine = DroppingReplicas()
     engine.drop_replica = lambda name, reason: None  # it comes back with the same weights
     with pytest.raises(WeightSyncError, match="wrong: its"):
         fit(tmp_path, engine, lr=1e-5)
+
+
+@pytest.fixture
+def servers(tmp_path):
+    """Two fake servers of a model of the policy's shape."""
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(folder)
+    with ExitStack() as stack:
+        made = [FakeServerProcess(folder) for _ in range(2)]
+        for server in made:
+            stack.callback(server.stop)
+            server.start()
+        yield made
+
+
+def test_servers_are_verified_by_digests_and_by_the_probe(tmp_path, servers, caplog):
+    engine = SGLangEngine(urls=[server.url for server in servers])
+    with caplog.at_level(logging.INFO, "lightrl"):
+        trainer = fit(tmp_path, engine, lr=1e-5, group_size=32)
+    metrics = trainer.callback_metrics
+    assert float(metrics["sync/verified_fraction"]) == 1.0
+    assert float(metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
+    assert float(metrics["sync/mismatch_present_abs_dlogp_nats"]) < 1e-5
+    assert engine.last_sync.proofs == {server.url: "digests" for server in servers}
+    (line,) = [record.message for record in caplog.records if "are checked by" in record.message]
+    assert "digests of every parameter on 2 of 2 servers and a probe of 2 sequences after each load" in line
+    assert "earlier versions" not in line
+
+
+class Doubtful(SGLangEngine):
+    """One of its servers scores as another model would, after version 1."""
+
+    wrong = ""
+
+    def score(self, sequences):
+        scores = super().score(sequences)
+        if self.weight_version == 1:
+            self.wrong = min(scores)
+            scores[self.wrong] = [[value - 1 for value in row] for row in scores[self.wrong]]
+        return scores
+
+
+def num_loads(server: FakeServerProcess) -> int:
+    return server.stats()["requests"]["/update_weights_from_disk"]
+
+
+class WaitsForReturn(Callback):
+    def __init__(self, servers: list[FakeServerProcess]) -> None:
+        self.servers = {server.url: server for server in servers}
+
+    def on_weights_synced(self, trainer, module, weight_version):
+        if weight_version == 1:
+            wrong = trainer.engine.wrong
+            asyncio.run(until(lambda: num_loads(self.servers[wrong]) == 3))  # versions 0 and 1, and 1 again
+            asyncio.run(until(lambda: wrong in trainer.engine.pool.urls("routable")))
+
+
+def test_a_server_with_other_scores_is_dropped_and_comes_back_with_the_weights(tmp_path, servers, caplog):
+    engine = Doubtful(urls=[server.url for server in servers], probe_interval_s=0.5)
+    trainer = fit(tmp_path, engine, WaitsForReturn(servers), lr=1e-5, max_steps=2)
+    (warning,) = [record.message for record in caplog.records if record.message.startswith("Dropping")]
+    assert f"Dropping {engine.wrong} after the weight sync: its probe differs by 1 nats per token" in warning
+    assert engine.last_sync.proofs == {server.url: "digests" for server in servers}
+    assert float(trainer.callback_metrics["sync/verified_fraction"]) == 1.0
+    assert {server.url: num_loads(server) for server in servers} == {
+        server.url: 4 if server.url == engine.wrong else 3 for server in servers
+    }

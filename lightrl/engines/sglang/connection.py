@@ -115,9 +115,11 @@ class Connection:
         """
         self._num_closes += 1
         self._is_over = self._is_over or for_good
-        sessions, self._sessions = self._sessions, {}
-        for session in sessions.values():
-            await session.close()
+        for kind in list(self._sessions):
+            # One at a time: what a cancelled close leaves open, the next one closes.
+            session = self._sessions.pop(kind, None)
+            if session is not None:
+                await session.close()
 
     def describe(self) -> str:
         """What the server last answered, for messages."""

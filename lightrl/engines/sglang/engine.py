@@ -203,7 +203,11 @@ class SGLangEngine(
         self.max_retries = max_retries
         self.command = list(command) if command is not None else None
 
-        self._home = HomeLoop(lambda: self.pool.describe(), self._on_new_loop, timeout_s=timeouts.request_s)
+        self._home = HomeLoop(
+            lambda: self.pool.describe(),
+            lambda: self._members.watch_all() if self._members is not None else None,
+            timeout_s=timeouts.request_s,
+        )
         self._members: Members | None = None  # these three live from `start` to the next `start`
         self._writer: Writer | None = None
         self._loading: Loading | None = None
@@ -385,6 +389,7 @@ class SGLangEngine(
     def _assemble(self, config: PretrainedConfig, scratch: Path) -> Members:
         folder = Path(self.weight_folder) if self.weight_folder is not None else scratch / "weights"
         dtype = getattr(torch, self.weights_dtype) if self.weights_dtype is not None else None
+        is_aborting = self.interrupt == "abort"
         members = Members(
             self._home,
             lambda url: SGLangClient(
@@ -423,28 +428,16 @@ class SGLangEngine(
         )
         writer = Writer(self._home, members, timeouts=self.timeouts, max_retries=self.max_retries)
         loading = Loading(
-            self._home,
-            members,
-            writer,
-            sync,
-            timeouts=self.timeouts,
-            is_aborting=self.interrupt == "abort",
-            config=config,
+            self._home, members, writer, sync, timeouts=self.timeouts, is_aborting=is_aborting, config=config
         )
         self._members, self._writer, self._loading = members, writer, loading
         self._served = None
         if self.adapters == "served" and self._expected_adapters is not None:
             shape, num_versions = self._expected_adapters
             writer.adapters = self._served = ServedAdapters(
-                self._home,
-                members,
-                loading,
-                shape=shape,
-                num_versions=num_versions,
-                form=ServerForm(dtype),
-                timeouts=self.timeouts,
-                is_aborting=self.interrupt == "abort",
-            )
+                self._home, members, loading, shape=shape, num_versions=num_versions, form=ServerForm(dtype),
+                timeouts=self.timeouts, is_aborting=is_aborting,
+            )  # fmt: skip
         return members
 
     def _make_fleet(self, config: PretrainedConfig, scratch: Path, members: Members) -> ServerFleet:
@@ -494,7 +487,3 @@ class SGLangEngine(
         finally:
             if self._members is not None:
                 await self._members.disconnect(for_good=for_good)
-
-    def _on_new_loop(self) -> None:
-        if self._members is not None:
-            self._members.watch_all()

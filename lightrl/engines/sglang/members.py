@@ -155,13 +155,17 @@ class Members:
 
     async def dtypes(self) -> set[str]:
         """That each server was started with, or `auto`; of a quantized one the coarsest."""
-        names = set()
-        for url in self.pool.urls("routable", "syncing", "starting"):
-            with contextlib.suppress(EngineError):
-                info = await self.clients[url].server_info()
-                is_coarse = info.get("quantization") or str(info.get("kv_cache_dtype")).startswith("fp8")
-                names.add("float8_e4m3fn" if is_coarse else str(info.get("dtype") or "auto"))
-        return names or {"auto"}
+        urls = self.pool.urls("routable", "syncing", "starting")
+        names = await asyncio.gather(*(self._dtype(self.clients[url]) for url in urls))
+        return {name for name in names if name is not None} or {"auto"}
+
+    async def _dtype(self, client: SGLangClient) -> str | None:
+        with contextlib.suppress(EngineError, TimeoutError):  # a server that is gone computes nothing
+            async with asyncio.timeout(self._timeouts.request_s):  # its retries included
+                info = await client.server_info()
+            is_coarse = info.get("quantization") or str(info.get("kv_cache_dtype")).startswith("fp8")
+            return "float8_e4m3fn" if is_coarse else str(info.get("dtype") or "auto")
+        return None
 
     async def disconnect(self, *, for_good: bool = False) -> None:
         """Closes the connections; the next requests, on this loop or another, open new ones unless it is `for_good`."""
