@@ -23,7 +23,15 @@ from lightrl.errors import EngineError
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
-UPDATE = {"disk": "/update_weights_from_disk", "distributed": "/update_weights_from_distributed"}
+UPDATE = {
+    "disk": "/update_weights_from_disk",
+    "delta": "/update_weights_from_disk",
+    "distributed": "/update_weights_from_distributed",
+}
+    "disk": "/update_weights_from_disk",
+    "delta": "/update_weights_from_disk",
+    "distributed": "/update_weights_from_distributed",
+}
 
 
 def tell(**fields: Any) -> None:
@@ -44,6 +52,7 @@ def main() -> None:
         urls=urls,
         transport=transport,  # type: ignore[arg-type]
         weight_folder=weight_folder or None,
+        receivers=[url.rpartition(":")[0] + ":31000" for url in urls] if transport == "delta" else None,
         timeouts=timeouts,
         probe_interval_s=0.2,
     )

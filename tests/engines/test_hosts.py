@@ -24,7 +24,19 @@ WHY_NOT = why_not()
 IN_A_BOX = pytest.mark.skipif(WHY_NOT is not None, reason=f"hosts in a box: {WHY_NOT}")
 RUN = str(Path(__file__).with_name("hosts_run.py"))
 PORT = 30000
-TRANSPORTS = pytest.mark.parametrize("transport", ["disk", "distributed"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["disk", "distributed", "delta"])
+TOKEN = {"LIGHTRL_SERVER_TOKEN": "a-token"}
+CONNECT = """
+import socket, sys, time
+for _ in range(500):
+    try:
+        socket.create_connection((sys.argv[1], int(sys.argv[2]))).close()
+        break
+    except OSError:
+        time.sleep(0.1)
+else:
+    sys.exit(1)
+"""
 ENDS = {"cut": Hosts.cut, "kill": Hosts.kill}
 
 
@@ -56,13 +68,23 @@ def serve(hosts: Hosts, number: int, model_folder: str) -> str:
     return f"http://{address}:{PORT}"
 
 
+def receive(hosts: Hosts, number: int, folder: Path) -> None:
+    """Starts a weight receiver beside a host's server; returns when it listens."""
+    address = hosts.address(number)
+    command = [sys.executable, "-m", "lightrl.engines.sglang.receiver", "--host", address, "--port", "31000"]
+    hosts.popen(number, [*command, "--folder", str(folder / f"receiver-{number}")], env=TOKEN)
+    reached = hosts.popen(number, [sys.executable, "-c", CONNECT, address, "31000"])
+    assert reached.wait(60) == 0
+
+
 class Trainer:
     """hosts_run.py on host 1, line by line."""
 
     def __init__(self, hosts: Hosts, transport: str, model_folder: str, weight_folder: object, *urls: str) -> None:
         command = [sys.executable, RUN, transport, model_folder, str(weight_folder), *urls]
         # gloo finds the interface by itself here, from the address that the servers are told
-        self.process = hosts.popen(1, command, stdout=subprocess.PIPE, text=True, env={"GLOO_SOCKET_IFNAME": ""})
+        env = {"GLOO_SOCKET_IFNAME": "", **TOKEN}
+        self.process = hosts.popen(1, command, stdout=subprocess.PIPE, text=True, env=env)
 
     def line(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -75,6 +97,8 @@ def test_a_server_on_another_host_gets_the_weights(
     transport: str, hosts: Hosts, model_folder: str, tmp_path: Path
 ) -> None:
     url = serve(hosts, 2, model_folder)
+    if transport == "delta":
+        receive(hosts, 2, tmp_path)
     trainer = Trainer(hosts, transport, model_folder, tmp_path, url)
     assert trainer.line() == {"versions": {url: 0}}
     assert trainer.line() == {"is_right": True}
@@ -88,6 +112,9 @@ def test_a_host_that_is_lost_amid_a_sync_is_named_and_the_other_gets_the_weights
     transport: str, end: str, hosts: Hosts, model_folder: str, tmp_path: Path, record_property: Any
 ) -> None:
     doomed, left = serve(hosts, 2, model_folder), serve(hosts, 3, model_folder)
+    if transport == "delta":
+        receive(hosts, 2, tmp_path)
+        receive(hosts, 3, tmp_path)
     trainer = Trainer(hosts, transport, model_folder, tmp_path, doomed, left)
     assert trainer.line() == {"versions": {doomed: 0, left: 0}}
     assert trainer.line() == {"amid": True}
