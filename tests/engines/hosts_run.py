@@ -28,10 +28,6 @@ UPDATE = {
     "delta": "/update_weights_from_disk",
     "distributed": "/update_weights_from_distributed",
 }
-    "disk": "/update_weights_from_disk",
-    "delta": "/update_weights_from_disk",
-    "distributed": "/update_weights_from_distributed",
-}
 
 
 def tell(**fields: Any) -> None:
