@@ -57,6 +57,7 @@ from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import Completion, RolloutEngine, SGLangEngine
 from lightrl.errors import EngineError
 from lightrl.testing import fake_server as fake
+from lightrl.testing.fake_server_faults import Fault
 from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.testing.fake_server_script import Run, ScriptedModel
 from lightrl.trajectory import Sampling
@@ -219,8 +220,8 @@ class PlayedModel(ScriptedModel):
     async def resume(self) -> None:
         await self._playback.resume()
 
-    async def load_folder(self, folder: str, version: str | None) -> None:
-        await super().load_folder(folder, version)
+    async def load_folder(self, folder: str, version: str | None, fault: Fault | None = None) -> None:
+        await super().load_folder(folder, version, fault)
         await asyncio.to_thread(self._playback.load_weights, [], weight_version=int(self.version))
 
 

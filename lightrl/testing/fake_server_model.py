@@ -234,7 +234,8 @@ class EmbeddedModel(ScriptedModel):
             self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=number)
         except EngineError as error:
             raise Refused(f"{error} Rolling back.") from error
-        self.version = self._versions[number]
+        self.version = version
+        self.num_loads = number
         for name, engine in self._adapted.items():
             engine.load_weights([Bucket(self._with_adapter(name), is_last=True)], weight_version=number)
 

@@ -53,7 +53,9 @@ async def cache_kept(proxy: Proxy, body: Body) -> tuple[Body | None, Answer]:
 
 async def names_swapped(proxy: Proxy, body: Body) -> tuple[Body | None, Answer]:
     names = [name.replace("q_norm", "?").replace("k_norm", "q_norm").replace("?", "k_norm") for name in body["names"]]
-    assert names != body["names"]
+    if names == body["names"]:  # they come in a later bucket
+        proxy.num_changed -= 1
+        proxy.arm(BROADCAST, names_swapped)
     return body | {"names": names}, SUCCESS
 
 

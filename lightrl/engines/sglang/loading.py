@@ -64,7 +64,7 @@ class Loading:
         self._home = home
         self._members = members
         self._writer = writer
-        self._sync = replace(sync, hold_requests=writer.close_gate)
+        self._sync = replace(sync, hold_requests=writer.close_gate, track=home.track)
         self._memory = sync.memory
         self._timeouts = timeouts
         self._is_aborting = is_aborting

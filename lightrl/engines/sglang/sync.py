@@ -51,6 +51,7 @@ class ServerSync:
     proofs: WeightProofs | None = None  # of the versions sent; None compares the servers with each other only
     canary: CacheCanary | None = None  # shows whether the load has emptied the prefix caches
     memory: EngineMemory | None = None  # of colocated servers: weights get theirs before the load, the rest after it
+    track: Callable[[], object] = lambda: None  # called in the task of a load, which then ends with the engine
     hold_requests: Callable[[], object] = lambda: None  # called before the pause, which would queue behind new ones
 
     async def load(
@@ -75,6 +76,7 @@ class ServerSync:
         Raises:
             SyncFailed: if no server has the new version.
         """
+        self.track()
         fleet = Fleet(clients, self.timeout_s)
         report = report or SyncReport(weight_version)
         report.lost = fleet.lost
