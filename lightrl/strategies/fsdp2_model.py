@@ -17,6 +17,7 @@ from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy
 from lightrl.models.lora import Part, exported_parameters, merge
+from lightrl.strategies.microbatches import lengths_of
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
 from lightrl.strategies.shared_prefix import SharedPrompt
@@ -115,7 +116,7 @@ class FSDP2Model(SingleModel):
         """How often to call the model for each microbatch: as often as the rank that needs most."""
         if self.form == "packed":
             return [1] * len(microbatches)
-        lengths = [(microbatch.lengths - 1).clamp(min=1).tolist() for microbatch in microbatches]
+        lengths = [(tokens - 1).clamp(min=1).tolist() for tokens in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
 
     def _outputs(self, experience: Experience, more: More = 0) -> Outputs:

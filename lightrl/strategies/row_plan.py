@@ -4,8 +4,9 @@
     needed by    1  1  2  2      round 1    rank 0 sends rows 0, 1 to rank 1 and rows 2, 3 to rank 2
                        3  3      round 2    rank 2 sends rows 2, 3 to rank 3: rank 0 sends no row twice
 
-Nothing is received twice and nobody receives what it has, so every plan reaches the lower bound of bytes. W ranks of the
-run, B rows.
+Nothing is received twice and nobody receives what it has, so every plan reaches the lower bound of bytes.
+
+Shapes: W ranks of the run, B rows.
 """
 
 from __future__ import annotations

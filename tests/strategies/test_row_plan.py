@@ -44,7 +44,7 @@ def test_every_rank_gets_what_it_needs_and_nothing_twice(seed: int) -> None:
 
 
 def test_the_rank_that_rolled_out_sends_each_row_once_whoever_needs_it() -> None:
-    """Eight data-parallel ranks of two tensor-parallel ranks each: the second of each pair gets its rows from the first."""
+    """Eight pairs of tensor-parallel ranks: the second of each pair gets its rows from the first."""
     has, needs = holding(list(range(64)), *[[]] * 15, num=64), torch.zeros(16, 64, dtype=torch.bool)
     for rank in range(16):
         needs[rank, rank // 2 :: 8] = True

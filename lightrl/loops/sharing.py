@@ -1,0 +1,209 @@
+"""Sharing: what the ranks give each other in an iteration, beside sums: rows of the rollout, and outputs of model calls.
+
+    rank 0 ── rows ──► who works on them        after the rollout, and again if a reward fails
+    who inferred ── values … ──► who works on the same rows, where that is another rank
+    rank 0 ── a judge's answers ──► who works on the rows
+
+With one rank there is nothing to share. B trajectories, W ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightrl.dataflow import ADVANTAGES, DataFlowGraph, ModelCall, runs_beside
+from lightrl.experience import ROLLOUT_FIELDS, Experience, LossUnit
+from lightrl.loops.accepted import accept_changes
+from lightrl.strategies import Message, Ranks
+from lightrl.strategies.row_exchange import exchange, held_by, scoring_shares, with_work, work_of
+from lightrl.strategies.spread_experience import OnLossTokens, Ragged, SpreadExperience, recounted
+
+if TYPE_CHECKING:
+    from lightrl.module import RLModule
+
+
+def holders_of(call: ModelCall, ranks: Ranks) -> Ranks:
+    """The ranks that hold the model of a call."""
+    return ranks.of_role(call.role or "policy")
+
+
+def is_forward(call: ModelCall) -> bool:
+    """Whether it is a forward of a model that is here, and no function or server."""
+    return call.run is None and call.url is None
+
+
+def spread(
+    experience: SpreadExperience, module: RLModule, ranks: Ranks, *, seed: int, has_all: Collection[int]
+) -> SpreadExperience:
+    """The rows on the ranks that work on them, for the minibatches that `seed` gives. Collective.
+
+    Args:
+        experience: all rows; their tokens are on the ranks `has_all`, or where its `work` says.
+        module: has the minibatches, and the roles of the ranks.
+        ranks: all of the run.
+        seed: of the minibatches.
+        has_all: ranks with the tokens of all rows; none if an earlier `spread` has spread them.
+    """
+    graph = module.data_flow()
+    minibatches = list(
+        experience.minibatch_rows(
+            module.num_minibatches, epochs=module.update_epochs, seed=seed, unit=module.loss_unit
+        )
+    )
+    trained = list(dict.fromkeys(holders_of(call, ranks) for call in graph.of_kind("train")))
+    infers = {holders_of(call, ranks) for call in graph.of_kind("infer") if is_forward(call)}
+    work = work_of(
+        experience,
+        minibatches,
+        trained=trained,
+        scoring=[role for role in infers if role not in trained],
+        num_first_pass=len(minibatches) // module.update_epochs,
+        num_ranks=ranks.size,
+        unit=module.loss_unit,
+    )
+    has = experience.work
+    if has is None:
+        has = torch.zeros_like(work.rows)
+    for rank in has_all:
+        has[rank] = True
+    needs = work.rows.clone()
+    if any(runs_beside(call) for call in graph.of_kind("infer") if call.name != "reward"):
+        needs[0] |= has[0]  # rank 0's functions and servers read all rows
+    moved = exchange(experience, experience.tokens, has, needs, ranks)
+    return with_work(moved, work, ranks)
+
+
+def gathered(experience: SpreadExperience, names: Collection[str], ranks: Ranks) -> SpreadExperience:
+    """With these fields of all rows on every rank. Collective.
+
+    Raises:
+        KeyError: if the Experience has no such field per token.
+    """
+    tokens = [name for name in names if name in experience.tokens]
+    for name in set(names) - set(tokens):
+        experience[name]
+    assert experience.work is not None
+    return exchange(experience, tokens, experience.work, torch.ones_like(experience.work), ranks)
+
+
+def accepted(before: SpreadExperience, changed: Experience | None, ranks: Ranks) -> SpreadExperience:
+    """`accept_changes` of what a hook returned on this rank, which is of `before.own`. Collective.
+
+    Raises:
+        ValueError: see accept_changes.
+    """
+    own: Any = before.own
+    kept: Any = own if changed is None else accept_changes(own, changed)
+    lengths, rows = before.lengths, before.own_rows
+    tensors = {name: Ragged.packed(getattr(kept, name), lengths, rows) for name in ("loss_mask", "advantages")}
+    assert before.work is not None
+    moved = exchange(before.with_tensors(tensors), tensors, before.owned, before.work, ranks)
+    return recounted(moved)
+
+
+class Sharing:
+    """Gives every rank what it needs of each model call's outputs.
+
+    Args:
+        experience: spread over the ranks.
+        graph: with the calls.
+        ranks: all of the run.
+        unit: of the minibatches.
+    """
+
+    def __init__(self, experience: SpreadExperience, graph: DataFlowGraph, ranks: Ranks, unit: LossUnit) -> None:
+        self.experience = experience
+        self.graph = graph
+        self.ranks = ranks
+        self.unit = unit
+
+    def share(self, call: ModelCall, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Collective: the call's outputs of all rows if they are [B], else of the rows that this rank works on."""
+        ranks = self.ranks
+        with ranks.phase(f"score: {call.name}", has_own_deadline=runs_beside(call)):
+            if call.on_all_ranks:
+                return self._advantages(outputs)
+            holders = holders_of(call, ranks)
+            source = holders.first_rank if is_forward(call) else 0
+            kinds = self._kinds(outputs, source)
+            shared: dict[str, Any] = {}
+            rows = {name: outputs.get(name) for name, (_, shape) in kinds.items() if shape is None}
+            if is_forward(call):
+                for name, value in rows.items():
+                    shared[name] = self._joined(holders, kinds[name][0], value)
+            elif rows:
+                shared.update(ranks.broadcast_tensors({key: value for key, value in rows.items() if value is not None}))
+            tokens = {name: outputs.get(name) for name, (_, shape) in kinds.items() if shape is not None}
+            return {**shared, **self._moved(call, kinds, tokens)}
+
+    def _kinds(self, outputs: Mapping[str, Any], source: int) -> dict[str, tuple[str, list[int] | None]]:
+        """Of each output its dtype, and if it is per token the shape of one token's; rank `source` has run the call."""
+        if self.ranks.rank == source:
+            packed = {name: self._packed(name, value) for name, value in outputs.items()}
+            kinds = {
+                name: (str((value.values if isinstance(value, Ragged) else value).dtype).removeprefix("torch."),
+                       list(value.values.shape[1:]) if isinstance(value, Ragged) else None)
+                for name, value in packed.items()
+            }  # fmt: skip
+            self.ranks.send(Message("data", payload=json.dumps(kinds).encode()), source)
+            return kinds
+        found: dict[str, Any] = json.loads(self.ranks.receive(source).payload)
+        return {name: (dtype, shape) for name, (dtype, shape) in found.items()}
+
+    def _packed(self, name: str, value: Any) -> Any:
+        return value if isinstance(value, Ragged) or value.dim() < 2 else Ragged.packed(value, self.experience.lengths)
+
+    def _joined(self, holders: Ranks, dtype: str, value: Tensor | None) -> Tensor:
+        """[B] of all rows, from the role's ranks, each with those of its share."""
+        counts = value is not None and self.ranks.rank == holders.dp_members[holders.dp_rank][0]
+        zeros = torch.zeros(len(self.experience), dtype=getattr(torch, dtype))
+        return self.ranks.total(value if counts and value is not None else zeros)
+
+    def _moved(
+        self, call: ModelCall, kinds: Mapping[str, tuple[str, list[int] | None]], tokens: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Outputs per token, on all ranks that work on the rows; on rank 0 of all rows if a function reads them."""
+        experience, ranks = self.experience, self.ranks
+        assert experience.work is not None
+        has = torch.zeros_like(experience.work)
+        if is_forward(call):
+            holders = holders_of(call, ranks)
+            has = held_by(scoring_shares(experience, holders, self.unit), holders.dp_members, tuple(has.shape))
+        else:
+            has[0] = True
+        read_on_rank_0 = {key for other in self.graph.calls if runs_beside(other) for key in other.inputs}
+        moved: dict[str, Any] = {}
+        for name, value in tokens.items():
+            dtype, shape = kinds[name]
+            if value is None:
+                value = Ragged.nowhere(len(experience), getattr(torch, dtype), shape or ())
+            needs = experience.work.clone()
+            if name in read_on_rank_0 or not is_forward(call):  # and the trajectory log keeps a judge's answers
+                needs[0] = True
+            with_it = experience.with_tensors({name: self._packed(name, value)})
+            moved[name] = exchange(with_it, [name], has, needs, ranks).tokens[name]
+        return moved
+
+    def _advantages(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Advantages per token go from who answers for a row to all who work on it."""
+        experience = self.experience
+        assert experience.work is not None
+        tokens = {
+            name: value
+            for name, value in outputs.items()
+            if isinstance(value, Ragged) and name not in ROLLOUT_FIELDS
+        }
+        if not tokens:
+            return outputs
+        is_whole = all(bool((value.starts >= 0).all()) for value in tokens.values())
+        has = experience.owned
+        moved = exchange(experience.with_tensors(tokens), tokens, has, experience.work, self.ranks)
+        return {**outputs, **{name: moved.tokens[name] for name in tokens}}
+
+
+__all__ = ["ADVANTAGES", "OnLossTokens", "Sharing", "accepted", "gathered", "holders_of", "is_forward", "spread"]
