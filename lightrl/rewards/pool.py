@@ -116,7 +116,7 @@ def _plain(value: object) -> Any:
         return value.to_json()
     if is_dataclass(value) and not isinstance(value, type):
         return vars(value)
-    if hasattr(value, "tolist"):  # a number or array of numpy or torch
+    if hasattr(value, "tolist"):  # a TokenArray, or a number or array of numpy or torch
         return value.tolist()
     raise TypeError(f"it holds {value!r:.100} ({type(value).__name__})")
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lightrl.concurrency.wake_up import WakeUps
@@ -230,7 +231,7 @@ class DecodeThread(threading.Thread):
         for row, completion in finished:
             request, sample = row.owner
             request.completions[sample] = completion
-            if not all(logprob == logprob and logprob > float("-inf") for logprob in completion.logprobs):
+            if not np.isfinite(completion.logprobs).all():
                 raise FloatingPointError("the logits of a token are not finite")
             if all(done is not None for done in request.completions):
                 wake_ups.settle(request.future, request.completions)
