@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightrl.dataflow import ADVANTAGES, GENERATE, REWARD, ModelCall, runs_beside
+from lightrl.dataflow import ADVANTAGES, GENERATE, REWARD, ModelCall
 from lightrl.engines.sglang.scoring import with_server
 from lightrl.errors import LightRLError, TrainingError
-from lightrl.experience import ROLLOUT_FIELDS, Experience
+from lightrl.experience import Experience
 from lightrl.functional import on_last_loss_token
 from lightrl.loops.asked_once import asked_once
 from lightrl.loops.run_calls import run_calls
+from lightrl.loops.sharing import Sharing, gathered, holders_of, is_forward
 from lightrl.models import untrained_reward_model
 from lightrl.models.lora import adapters_off
-from lightrl.strategies import Ranks, mark_as_on_all_ranks
+from lightrl.strategies import Microbatches, Ranks, SpreadExperience, mark_as_on_all_ranks
+from lightrl.strategies.row_exchange import scoring_shares
+from lightrl.strategies.spread_experience import OnLossTokens, Ragged, rollout_part
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ def score(
         return holders_of(call, ranks).is_here if is_forward(call) else ranks.is_main or call.on_all_ranks
 
     graph = module.data_flow()
-    sharing = Sharing(SpreadExperience.of(experience), graph, ranks, module.loss_unit)
+    sharing = Sharing(SpreadExperience.of(experience), module, ranks)
     return run_calls(
         graph,
         sharing.experience,
@@ -79,35 +81,6 @@ def score(
         share=sharing.share if ranks.size > 1 else None,
         on_wait=ranks.step,
     )
-
-
-def accept_changes(before: Experience, changed: Experience) -> Experience:
-    """The Experience that an `on_experience_ready` hook returned, with its advantages masked.
-
-    Raises:
-        TypeError: if it is not an Experience with advantages.
-        ValueError: if it differs from `before` in more than loss mask and advantages, or trains tokens that the loss
-            mask left out.
-    """
-    if not isinstance(changed, Experience) or changed.advantages is None:
-        raise TypeError(
-            f"on_experience_ready must return None or an Experience with advantages, got {type(changed).__name__}. Use "
-            "dataclasses.replace on the one it was given."
-        )
-    old, new = before.tensors(), changed.tensors()
-    for name in sorted((old.keys() | new.keys()) - {"loss_mask", "advantages"}):
-        if name not in new or name not in old or not (new[name] is old[name] or torch.equal(new[name], old[name])):
-            raise ValueError(
-                f"on_experience_ready changed {name!r}, but may change only loss_mask and advantages. Change what the "
-                "reward or the workflow returns instead."
-            )
-    num_added = int((changed.loss_mask & ~before.loss_mask).sum())
-    if num_added:
-        raise ValueError(
-            f"on_experience_ready added {num_added} tokens to loss_mask, but may only remove some: the others have no "
-            "logprobs. Return loss_mask & your_mask."
-        )
-    return replace(changed, advantages=torch.where(changed.loss_mask, changed.advantages, 0.0))
 
 
 def _infer(module: RLModule, call: ModelCall, experience: SpreadExperience, ranks: Ranks) -> dict[str, Any]:
@@ -135,7 +108,7 @@ def _infer(module: RLModule, call: ModelCall, experience: SpreadExperience, rank
     plain = adapters_off(getattr(module, role)) if call.adapters_off else contextlib.nullcontext()
     with _on_device(module, role), plain:
         outputs = module.parallel_models[role].forward(parts, topk=call.topk)
-    numbers = [output.values if scores_ends or key == "values" else output.logprobs for output in outputs]
+    numbers: list[Any] = [output.values if scores_ends or key == "values" else output.logprobs for output in outputs]
     if any(values is None for values in numbers):
         raise ValueError(f"Model call {call.name!r} needs {key!r}, but the model of {role!r} has no values.")
     # The dtype is explicit because half precision changes the default, and bfloat16 would round the logprobs.

@@ -1,4 +1,4 @@
-"""Sharing: what the ranks give each other in an iteration, beside sums: rows of the rollout, and outputs of model calls.
+"""Sharing: what the ranks give each other in an iteration beside sums: rows of the rollout, outputs of model calls.
 
     rank 0 ── rows ──► who works on them        after the rollout, and again if a reward fails
     who inferred ── values … ──► who works on the same rows, where that is another rank
@@ -11,17 +11,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightrl.dataflow import ADVANTAGES, DataFlowGraph, ModelCall, runs_beside
-from lightrl.experience import ROLLOUT_FIELDS, Experience, LossUnit
-from lightrl.loops.accepted import accept_changes
-from lightrl.strategies import Message, Ranks
-from lightrl.strategies.row_exchange import exchange, held_by, scoring_shares, with_work, work_of
-from lightrl.strategies.spread_experience import OnLossTokens, Ragged, SpreadExperience, recounted
+from lightrl.dataflow import REWARD, ModelCall, runs_beside
+from lightrl.experience import ROLLOUT_FIELDS, Experience
+from lightrl.strategies import Message, Ranks, SpreadExperience
+from lightrl.strategies.row_exchange import (
+    exchange,
+    held_by,
+    owned,
+    recounted,
+    scoring_shares,
+    with_work,
+    work_of,
+)
+from lightrl.strategies.spread_experience import Ragged
 
 if TYPE_CHECKING:
     from lightrl.module import RLModule
@@ -51,9 +59,7 @@ def spread(
     """
     graph = module.data_flow()
     minibatches = list(
-        experience.minibatch_rows(
-            module.num_minibatches, epochs=module.update_epochs, seed=seed, unit=module.loss_unit
-        )
+        experience.minibatch_rows(module.num_minibatches, epochs=module.update_epochs, seed=seed, unit=module.loss_unit)
     )
     trained = list(dict.fromkeys(holders_of(call, ranks) for call in graph.of_kind("train")))
     infers = {holders_of(call, ranks) for call in graph.of_kind("infer") if is_forward(call)}
@@ -66,14 +72,12 @@ def spread(
         num_ranks=ranks.size,
         unit=module.loss_unit,
     )
-    has = experience.work
-    if has is None:
-        has = torch.zeros_like(work.rows)
+    has = torch.zeros_like(work.rows) if experience.work is None else experience.work.clone()
     for rank in has_all:
         has[rank] = True
     needs = work.rows.clone()
-    if any(runs_beside(call) for call in graph.of_kind("infer") if call.name != "reward"):
-        needs[0] |= has[0]  # rank 0's functions and servers read all rows
+    if _has_functions(module):  # on rank 0, where they read all rows
+        needs[0] = True
     moved = exchange(experience, experience.tokens, has, needs, ranks)
     return with_work(moved, work, ranks)
 
@@ -102,8 +106,56 @@ def accepted(before: SpreadExperience, changed: Experience | None, ranks: Ranks)
     lengths, rows = before.lengths, before.own_rows
     tensors = {name: Ragged.packed(getattr(kept, name), lengths, rows) for name in ("loss_mask", "advantages")}
     assert before.work is not None
-    moved = exchange(before.with_tensors(tensors), tensors, before.owned, before.work, ranks)
+    moved = exchange(before.with_tensors(tensors), tensors, owned(before), before.work, ranks)
     return recounted(moved)
+
+
+def without_token_rewards(experience: SpreadExperience) -> tuple[SpreadExperience, Ragged | None]:
+    """The rest, and the rewards per token, which rank 0 has of all rows."""
+    return experience.without("token_rewards"), experience.tokens.get("token_rewards")
+
+
+def with_token_rewards(experience: SpreadExperience, rewards: Ragged | None, ranks: Ranks) -> SpreadExperience:
+    """With rank 0's rewards per token of the rows that this rank works on. Collective."""
+    assert experience.work is not None
+    has = torch.zeros_like(experience.work)
+    has[0] = True
+    rewards = Ragged.nowhere(len(experience), torch.float32) if rewards is None else rewards
+    return exchange(experience.with_tensors({"token_rewards": rewards}), ["token_rewards"], has, experience.work, ranks)
+
+
+def accept_changes(before: Experience, changed: Experience) -> Experience:
+    """The Experience that an `on_experience_ready` hook returned, with its advantages masked.
+
+    Raises:
+        TypeError: if it is not an Experience with advantages.
+        ValueError: if it differs from `before` in more than loss mask and advantages, or trains tokens that the loss
+            mask left out.
+    """
+    if not isinstance(changed, Experience) or changed.advantages is None:
+        raise TypeError(
+            f"on_experience_ready must return None or an Experience with advantages, got {type(changed).__name__}. Use "
+            "dataclasses.replace on the one it was given."
+        )
+    old, new = before.tensors(), changed.tensors()
+    for name in sorted((old.keys() | new.keys()) - {"loss_mask", "advantages"}):
+        if name not in new or name not in old or not (new[name] is old[name] or torch.equal(new[name], old[name])):
+            raise ValueError(
+                f"on_experience_ready changed {name!r}, but may change only loss_mask and advantages. Change what the "
+                "reward or the workflow returns instead."
+            )
+    num_added = int((changed.loss_mask & ~before.loss_mask).sum())
+    if num_added:
+        raise ValueError(
+            f"on_experience_ready added {num_added} tokens to loss_mask, but may only remove some: the others have no "
+            "logprobs. Return loss_mask & your_mask."
+        )
+    return replace(changed, advantages=torch.where(changed.loss_mask, changed.advantages, 0.0))
+
+
+def _has_functions(module: RLModule) -> bool:
+    """Whether functions or servers read the iteration's trajectories beside the trainer, after the reward."""
+    return any(runs_beside(call) for call in module.data_flow().of_kind("infer") if call.name != REWARD)
 
 
 class Sharing:
@@ -111,16 +163,14 @@ class Sharing:
 
     Args:
         experience: spread over the ranks.
-        graph: with the calls.
+        module: has the calls.
         ranks: all of the run.
-        unit: of the minibatches.
     """
 
-    def __init__(self, experience: SpreadExperience, graph: DataFlowGraph, ranks: Ranks, unit: LossUnit) -> None:
+    def __init__(self, experience: SpreadExperience, module: RLModule, ranks: Ranks) -> None:
         self.experience = experience
-        self.graph = graph
+        self.module = module
         self.ranks = ranks
-        self.unit = unit
 
     def share(self, call: ModelCall, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Collective: the call's outputs of all rows if they are [B], else of the rows that this rank works on."""
@@ -173,10 +223,10 @@ class Sharing:
         has = torch.zeros_like(experience.work)
         if is_forward(call):
             holders = holders_of(call, ranks)
-            has = held_by(scoring_shares(experience, holders, self.unit), holders.dp_members, tuple(has.shape))
+            has = held_by(scoring_shares(experience, holders, self.module.loss_unit), holders.dp_members, has.shape)
         else:
             has[0] = True
-        read_on_rank_0 = {key for other in self.graph.calls if runs_beside(other) for key in other.inputs}
+        read_on_rank_0 = {key for other in self.module.data_flow().calls if runs_beside(other) for key in other.inputs}
         moved: dict[str, Any] = {}
         for name, value in tokens.items():
             dtype, shape = kinds[name]
@@ -194,16 +244,12 @@ class Sharing:
         experience = self.experience
         assert experience.work is not None
         tokens = {
-            name: value
-            for name, value in outputs.items()
-            if isinstance(value, Ragged) and name not in ROLLOUT_FIELDS
+            name: value for name, value in outputs.items() if isinstance(value, Ragged) and name not in ROLLOUT_FIELDS
         }
         if not tokens:
             return outputs
-        is_whole = all(bool((value.starts >= 0).all()) for value in tokens.values())
-        has = experience.owned
+        has = owned(experience)
+        if self.module.advantage_inputs:  # every rank has computed all rows
+            has = torch.ones_like(has)
         moved = exchange(experience.with_tensors(tokens), tokens, has, experience.work, self.ranks)
         return {**outputs, **{name: moved.tokens[name] for name in tokens}}
-
-
-__all__ = ["ADVANTAGES", "OnLossTokens", "Sharing", "accepted", "gathered", "holders_of", "is_forward", "spread"]

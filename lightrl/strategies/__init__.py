@@ -4,12 +4,12 @@ Reading order:
     single.py             one process, one device: no padding, logprobs from hidden states
     shared_prefix.py      a group's prompt goes through the model once
     probes.py             what a model supports, found by running it
-    checkpoint.py         checkpoints of one process; how one process resumes
-    checkpoint_folder.py  checkpoints of several processes
+    checkpoint.py         checkpoints of one process; checkpoint_folder.py: of several processes
     checkpoint_fit.py     whether a checkpoint fits the configuration
     atomic_write.py       files and folders that are whole or absent
     ranks.py              the processes of a run: sums, shares of the rows, messages from rank 0
-    balance.py            trajectories split over ranks by their tokens
+    balance.py            trajectories split over ranks by their tokens; row_plan.py, row_exchange.py: sent to them
+    spread_experience.py  an iteration's Experience over the ranks; microbatches.py: of it, on the device
     role_mesh.py          a role on its own ranks
     rank_watch.py         a rank that fails ends all; one that hangs is named
     fsdp2.py              FSDP2Strategy: sharded models
@@ -29,11 +29,13 @@ from lightrl.strategies.checkpoint import AtomicCheckpointIO, load_model, load_o
 from lightrl.strategies.checkpoint_folder import META_FILE, read_tensors
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.fsdp2_model import run_inside, whole
+from lightrl.strategies.microbatches import Microbatches
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.probes import head_is_plain
 from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ranks, mark_as_on_all_ranks
 from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.strategies.splits_models import SplitsModels, check_strategy, named_strategy, parallel_model, ranks_of
+from lightrl.strategies.spread_experience import SpreadExperience
 from lightrl.strategies.tensor_parallel import local
 
 __all__ = [
@@ -42,11 +44,13 @@ __all__ = [
     "FSDP2Strategy",
     "LogprobSettings",
     "Message",
+    "Microbatches",
     "Parallel3DStrategy",
     "ProcessRanks",
     "Ranks",
     "SingleModel",
     "SplitsModels",
+    "SpreadExperience",
     "check_strategy",
     "head_is_plain",
     "is_on_all_ranks",

@@ -1,4 +1,4 @@
-"""Microbatches: parts of an Experience on the host that come to the device one by one, the next one ahead of its turn."""
+"""Microbatches: parts of an Experience on the host that come to the device one by one, each ahead of its turn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Microbatches(Sequence[Experience]):
         self.rows = rows
         self.device = device
         self.has_end = has_end
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -293,7 +293,8 @@ class ProcessRanks(Ranks):
             payload = save({name: value.cpu().contiguous() for name, value in tensors.items()})
             self.send(Message("data", payload=payload), source)
             return dict(tensors)
-        return load(self.receive(source).payload)
+        received: dict[str, Tensor] = load(self.receive(source).payload)
+        return received
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
         result = values.detach().cpu().clone()

@@ -65,9 +65,22 @@ def work_of(
 
 def with_work(experience: SpreadExperience, work: Work, ranks: Ranks) -> SpreadExperience:
     """The same rows, still where they are; `exchange` brings them to those who work on them."""
-    made = experience.with_tensors({"_owner": work.owners})
-    vars(made).update(work=work.rows, first_pass=work.first_pass, _ranks=ranks)
+    made = experience.with_tensors({"_owner": work.owners, "_work": work.rows.T})
+    vars(made).update(first_pass=work.first_pass, _ranks=ranks)
     return made
+
+
+def owned(experience: SpreadExperience) -> Tensor:
+    """Bool [W, B], the rows that each rank answers for."""
+    assert experience.work is not None
+    return torch.arange(len(experience.work))[:, None] == experience.owners
+
+
+def recounted(experience: SpreadExperience) -> SpreadExperience:
+    """With the number of loss tokens of each row as its mask is now. Collective."""
+    counts = torch.zeros(len(experience), dtype=torch.int64)
+    counts[experience.own_rows] = experience.own.loss_mask.sum(1)
+    return experience.with_tensors({"_loss_tokens": experience.total(counts)})
 
 
 def scoring_shares(experience: SpreadExperience, ranks: Ranks, unit: LossUnit) -> list[list[int]]:
@@ -79,9 +92,9 @@ def scoring_shares(experience: SpreadExperience, ranks: Ranks, unit: LossUnit) -
     return [sorted(rows) for rows in whole]
 
 
-def held_by(shares: Sequence[Sequence[int]], members: Sequence[Sequence[int]], shape: tuple[int, int]) -> Tensor:
+def held_by(shares: Sequence[Sequence[int]], members: Sequence[Sequence[int]], shape: Sequence[int]) -> Tensor:
     """Bool [W, B] of the rows of each dp rank, which all its members have."""
-    has = torch.zeros(shape, dtype=torch.bool)
+    has = torch.zeros(*shape, dtype=torch.bool)
     for ranks, rows in zip(members, shares, strict=True):
         for rank in ranks:
             has[rank, list(rows)] = True

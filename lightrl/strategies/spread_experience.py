@@ -10,7 +10,7 @@ B trajectories, T tokens of the longest, N tokens of the rows that are here, W r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,6 @@ class SpreadExperience(Experience):
     _ranks: Ranks
     _on_loss_tokens: frozenset[str]  # names of rows that are read as [B, T]
     first_pass: list[list[int]]  # the rows of the minibatches of the first epoch
-    work: Tensor | None  # bool [W, B], the rows that each rank works on; None with one rank
 
     def __init__(self, **fields: Any) -> None:
         vars(self).update(vars(SpreadExperience.of(Experience(**fields))))
@@ -116,12 +115,12 @@ class SpreadExperience(Experience):
     def _make(cls, rows: dict[str, Tensor], tokens: dict[str, Ragged], like: SpreadExperience | None = None) -> Self:
         made = object.__new__(cls)
         set_ = vars(made)
-        set_.update(_rows=rows, tokens=tokens, _ranks=Ranks(), _on_loss_tokens=frozenset(), work=None)
+        set_.update(_rows=rows, tokens=tokens, _ranks=Ranks(), _on_loss_tokens=frozenset())
         set_["first_pass"] = [list(range(len(rows["lengths"])))]
         if like is not None:
             set_.update({name: vars(like)[name] for name in ("_ranks", "_on_loss_tokens")})
             if len(like) == len(made):
-                set_.update({name: vars(like)[name] for name in ("first_pass", "work")})
+                set_["first_pass"] = like.first_pass
         return made
 
     # ------------------------------------------------------------------ where it comes from
@@ -228,7 +227,26 @@ class SpreadExperience(Experience):
     def own_rows(self) -> Tensor:
         if self._ranks.size == 1:
             return torch.arange(len(self))
-        return (self._rows["_owner"] == self._ranks.rank).nonzero()[:, 0]
+        return (self.owners == self._ranks.rank).nonzero()[:, 0]
+
+    @property
+    def owners(self) -> Tensor:
+        """The rank that answers for each row, int64 [B]."""
+        return self._rows["_owner"]
+
+    @property
+    def work(self) -> Tensor | None:
+        """The rows that each rank works on, bool [W, B]; None if it has all of them."""
+        return self._rows["_work"].T if "_work" in self._rows else None
+
+    @property
+    def rows_here(self) -> list[int]:
+        """Rows whose tokens are on this rank."""
+        return (self.tokens["loss_mask"].starts >= 0).nonzero()[:, 0].tolist()
+
+    def without(self, name: str) -> Self:
+        tokens = {key: value for key, value in self.tokens.items() if key != name}
+        return self._make(self._rows, tokens, self)
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
         return self._ranks.total(values, operation)
@@ -246,7 +264,8 @@ class SpreadExperience(Experience):
             if isinstance(value, Ragged):
                 tokens[name] = value
                 continue
-            check_shape(name, value, len(self), self.width)
+            if not name.startswith("_"):
+                check_shape(name, value, len(self), self.width)
             if _is_per_token(name, value):
                 dtype = TOKEN_DTYPES.get(name, value.dtype)
                 tokens[name] = Ragged.packed(value.to(dtype), self.lengths)
@@ -358,7 +377,7 @@ def _field(name: str) -> property:
 
 for _name in FIELDS:
     setattr(SpreadExperience, _name, _field(_name))
-SpreadExperience.extras = property(_Extras)  # type: ignore[assignment, misc]
+SpreadExperience.extras = property(_Extras)  # type: ignore[assignment]
 
 
 def table_of(experience: SpreadExperience) -> dict[str, Tensor]:
@@ -404,7 +423,7 @@ def _names(experience: SpreadExperience) -> list[str]:
 
 
 def _is_per_token(name: str, value: Tensor) -> bool:
-    return value.dim() >= 2 and name not in ("pixel_values", "image_rows")
+    return value.dim() >= 2 and name not in ("pixel_values", "image_rows", "_work")
 
 
 def _flat(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
@@ -425,9 +444,7 @@ def _counts(tokens: Mapping[str, Ragged], lengths: Tensor) -> dict[str, Tensor]:
     trains, version = mask.flat(lengths, every), versions.flat(lengths, every).long()
     written = summed(version >= 0)
     highest = torch.iinfo(torch.int64).max
-    oldest = torch.full((num,), highest).scatter_reduce_(
-        0, row_of_token, version.where(version >= 0, highest), "amin"
-    )
+    oldest = torch.full((num,), highest).scatter_reduce_(0, row_of_token, version.where(version >= 0, highest), "amin")
     newest = torch.full((num,), -1).scatter_reduce_(0, row_of_token, version, "amax")
     return dict(zip(COUNTS, (summed(trains), written, oldest.where(written > 0, -1), newest), strict=True))
 
