@@ -107,7 +107,7 @@ class Trainer(RLTrainer):
                 log_every_n_steps=log_every_n_steps,
                 **kwargs,
             )
-        self._logger_connector = StepLog(self)
+        self._logger_connector = self._step_log = StepLog(self)
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
         self.phase_seconds = {}
@@ -145,8 +145,7 @@ class Trainer(RLTrainer):
             self._hook_calls.clear()
 
     def log_number(self, name: str, value: float, *, prog_bar: bool) -> bool:
-        log: StepLog = self._logger_connector
-        return log.put(name, value, prog_bar=prog_bar)
+        return self._step_log.put(name, value, prog_bar=prog_bar)
 
     def judged_groups(self, batch: Any) -> list[Group]:
         return self.rollout_loop.judged_groups(batch)
