@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Measured on 2 cores, batch 64: with a second thread 1 M parameters fall from 6,789 to 3,610 tokens/s, 27 M rise from
 # 415 to 508.
-ONE_THREAD_PARAMETERS = 10_000_000
+SMALL_MODEL_PARAMETERS = 10_000_000
 
 
 class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, NamesDtypes):
@@ -46,7 +46,8 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
     of rows and tokens so far.
 
     Args:
-        max_batch: slots, the most completions that decode together.
+        max_batch: slots, the most completions that decode together; None takes 512 for a model below 10 M parameters,
+            whose steps cost more for each operation than for each row, and 256 for others.
         threads: cores that decoding uses; None takes 1 for a model below 10 M parameters, whose small operations a
             second thread slows down, and for others as many as torch uses in the thread that calls `start`.
         max_context: most tokens of prompt and completion together; None is the config's `max_position_embeddings`.
@@ -62,7 +63,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
     def __init__(
         self,
         *,
-        max_batch: int = 256,
+        max_batch: int | None = None,
         threads: int | None = None,
         max_context: int | None = None,
         dtype: str = "auto",
@@ -110,10 +111,11 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
         self._vocab_size = text_config.vocab_size
         self._pictures = Pictures.of(config)
         self._decoder = self._make_decoder(config)
+        is_small = sum(shape.numel() for shape in self._decoder.shapes.values()) < SMALL_MODEL_PARAMETERS
         if self.threads is None:
-            num_parameters = sum(shape.numel() for shape in self._decoder.shapes.values())
-            self.threads = 1 if num_parameters < ONE_THREAD_PARAMETERS else torch.get_num_threads()
-        batch = RunningBatch(self._decoder, max_rows=self.max_batch, vocab_size=self._vocab_size, device=self.device)
+            self.threads = 1 if is_small else torch.get_num_threads()
+        max_rows = self.max_batch or (512 if is_small else 256)
+        batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
         self._thread = DecodeThread(batch, threads=self.threads, boundary_timeout_s=self.boundary_timeout_s)
         self._thread.start()
 
