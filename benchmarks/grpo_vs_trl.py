@@ -31,6 +31,7 @@ Rows of the table:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import importlib.metadata
@@ -151,6 +152,17 @@ def make_engine(task: Task) -> LocalEngine:
             length = session_length(session, lengths, task.group_size)
             sampling = replace(sampling, min_new_tokens=length, max_new_tokens=length)
             return await super().generate(token_ids, sampling, session=session, n=n)
+
+        def write_group(
+            self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
+        ) -> list[asyncio.Future[Completion]]:
+            sessions = [f"{session}/{sample}" for sample in range(len(samplings))]
+            forced = [session_length(name, lengths, task.group_size) for name in sessions]
+            samplings = [
+                replace(sampling, min_new_tokens=length, max_new_tokens=length)
+                for sampling, length in zip(samplings, forced, strict=True)
+            ]
+            return super().write_group(token_ids, samplings, session=session, images=images)
 
     return ForcedLengthEngine()
 

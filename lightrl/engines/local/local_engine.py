@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.engines.abilities import DecodesInThreads, LimitsContext, NamesDtypes, ScoresTokens
+from lightrl.engines.abilities import DecodesInThreads, LimitsContext, NamesDtypes, ScoresTokens, WritesGroups
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.local.copy_in import copy_in
 from lightrl.engines.local.decode_thread import DecodeThread
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 SMALL_MODEL_PARAMETERS = 10_000_000
 
 
-class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, NamesDtypes):
+class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, NamesDtypes, WritesGroups):
     """A rollout engine in this process, on the CPU (or one GPU), with its own copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; any other decoder-only model with a key-value cache
@@ -131,13 +132,15 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
         self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
     ) -> list[Completion]:
         """`n` completions of one prompt, without a deadline: the controller has one."""
-        thread = self._started()
-        check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self.max_context)
-        pixels = self._pixel_values(images, token_ids) if images else None
-        prompt = tuple(token_ids)
-        return await thread.write(
-            [Row(prompt, sampling, completion_seed(sampling.seed, sample), images, pixels) for sample in range(n)]
-        )
+        if n < 1:
+            raise ValueError(f"n must be at least 1 completion, got {n}.")
+        seeds = [completion_seed(sampling.seed, sample) for sample in range(n)]
+        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images)))
+
+    def write_group(
+        self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
+    ) -> list[asyncio.Future[Completion]]:
+        return self._submit(token_ids, samplings, [sampling.seed for sampling in samplings], images)
 
     async def pause(self) -> None:
         """Raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`; the pause stays."""
@@ -186,6 +189,17 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
         if self._thread is not None:
             self._thread.close()
             self._decoder = None
+
+    def _submit(
+        self, token_ids: list[int], samplings: Sequence[Sampling], seeds: Sequence[int], images: tuple[str, ...]
+    ) -> list[asyncio.Future[Completion]]:
+        thread = self._started()
+        longest = max(samplings, key=lambda sampling: sampling.max_new_tokens)
+        check_request(token_ids, longest, len(samplings), vocab_size=self._vocab_size, max_context=self.max_context)
+        pixels = self._pixel_values(images, token_ids) if images else None
+        prompt = tuple(token_ids)
+        rows = zip(samplings, seeds, strict=True)
+        return thread.submit([Row(prompt, sampling, seed, images, pixels) for sampling, seed in rows])
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]
