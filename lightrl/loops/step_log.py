@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from torch import Tensor
 
 
 class StepLog(_LoggerConnector):
@@ -20,31 +21,60 @@ class StepLog(_LoggerConnector):
         super().__init__(trainer)
         self._numbers: dict[str, float] = {}
         self._in_bar: set[str] = set()
+        self._tensors: dict[str, Tensor] = {}  # the numbers as float32, like Lightning's
 
     def put(self, name: str, value: float, *, prog_bar: bool) -> bool:
         """Keeps a number of this training batch; False outside a batch, where Lightning logs for the epoch."""
         if not self._is_in_batch:
             return False
         self._numbers[name] = value
+        self._tensors = {}
         if prog_bar:
             self._in_bar.add(name)
         return True
 
     @property
-    def _is_in_batch(self) -> bool:
-        return bool(self.trainer.training) and self._first_loop_iter is not None
-
-    @property
     def metrics(self) -> Any:
         metrics: Any = super().metrics
-        if self._numbers and self._is_in_batch:
-            # float32, as Lightning's; the bar too shows what is logged.
-            values = dict(zip(self._numbers, torch.tensor([*self._numbers.values()]).unbind(), strict=True))
-            metrics["log"].update(values)
-            metrics["callback"].update(values)
-            metrics["pbar"].update({name: values[name].item() for name in self._numbers if name in self._in_bar})
+        metrics["log"].update(self._own())
+        metrics["callback"].update(self._own())
+        metrics["pbar"].update(self._own_in_bar())
         return metrics
+
+    # Lightning reads `metrics` for these only if something was logged its way.
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        return _updated(super().callback_metrics, self._own())
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        return _updated(super().logged_metrics, self._own())
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        return _updated(super().progress_bar_metrics, self._own_in_bar())
 
     def reset_results(self) -> None:
         super().reset_results()
-        self._numbers, self._in_bar = {}, set()
+        self._numbers, self._in_bar, self._tensors = {}, set(), {}
+
+    @property
+    def _is_in_batch(self) -> bool:
+        return bool(self.trainer.training) and self._first_loop_iter is not None
+
+    def _own(self) -> dict[str, Tensor]:
+        if not self._numbers or not self._is_in_batch:
+            return {}
+        if not self._tensors:
+            values = torch.tensor([*self._numbers.values()], dtype=torch.float32)
+            self._tensors = dict(zip(self._numbers, values.unbind(), strict=True))
+        return self._tensors
+
+    def _own_in_bar(self) -> dict[str, float]:
+        return {name: value.item() for name, value in self._own().items() if name in self._in_bar}
+
+
+def _updated(kept: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    kept.update(values)
+    return kept
