@@ -2,12 +2,12 @@
 
 Reading order:
     single.py             one process, one device: no padding, logprobs from hidden states
+    packed_attention.py   attention over a packed row, without a mask of its whole width
     shared_prefix.py      a group's prompt goes through the model once
     probes.py             what a model supports, found by running it
     checkpoint.py         checkpoints of one process; how one process resumes
     checkpoint_folder.py  checkpoints of several processes; safe_reader.py: read as data, so that no code runs
-    checkpoint_fit.py     whether a checkpoint fits the configuration
-    atomic_write.py       files and folders that are whole or absent
+    checkpoint_fit.py     whether a checkpoint fits the configuration; atomic_write.py  files that are whole or absent
     ranks.py              the processes of a run: sums, shares of the rows, messages from rank 0
     balance.py            trajectories split over ranks by their tokens
     role_mesh.py          a role on its own ranks
