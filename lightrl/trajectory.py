@@ -277,7 +277,7 @@ class Trajectory:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **{name: as_plain(value) for name, value in vars(self).items()},
+            **{name: as_plain(getattr(self, name)) for name in self.__dataclass_fields__},
             "prompt": self.prompt.to_json(),
             "turns": [asdict(turn) for turn in self.turns],
             "metrics": dict(self.metrics),
@@ -377,7 +377,7 @@ def _view(data: bytes | memoryview, code: str) -> memoryview[Any]:
 
 
 def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
-    return cast("TokenArray[int]", values).runs()
+    return token_array("weight_versions", values).runs()
 
 
 def as_array(value: Any) -> Any:
