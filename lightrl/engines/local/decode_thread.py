@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from lightrl.concurrency.wake_up import WakeUps
@@ -219,7 +220,7 @@ class DecodeThread(threading.Thread):
     def _deliver(self, finished: list[tuple[Row, Completion]]) -> None:
         wake_ups = WakeUps()
         for row, completion in finished:
-            if not all(logprob == logprob and logprob > float("-inf") for logprob in completion.logprobs):
+            if not np.isfinite(completion.logprobs).all():
                 raise FloatingPointError("the logits of a token are not finite")
             wake_ups.settle(row.owner, completion)
         with self._condition:
