@@ -92,6 +92,11 @@ class GroupBook:
             self._again, max_concurrent = [], None
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued))
 
+    def room(self, weight_version: int) -> int:
+        """At most how many new positions `plan` asks for."""
+        max_concurrent = None if self.settings.max_staleness == 0 else self.settings.max_concurrent
+        return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued) - len(self._again))
+
     def queue(self, position: int) -> None:
         """This position of the prompt stream is next after those already queued."""
         self._queued.append(position)
