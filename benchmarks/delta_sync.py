@@ -90,8 +90,9 @@ class Link:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            subprocess.run(["ip", "netns", "del", self.name], check=False, capture_output=True)  # and both ends
+        with contextlib.suppress(OSError):  # the link first: that of a namespace goes later, in the background
+            for command in (["ip", "link", "del", f"lr{os.getpid() % 10**6}"], ["ip", "netns", "del", self.name]):
+                subprocess.run(command, check=False, capture_output=True)
 
 
 class Side:

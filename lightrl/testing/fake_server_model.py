@@ -104,6 +104,12 @@ class EmbeddedModel(ScriptedModel):
             raise Refused(f"{error}") from error
         self._adapted[name] = engine
 
+    def copy_adapter(self, source: str, target: str) -> int:
+        old, new = self._adapters[source][1], self._adapters[target][1]
+        self._adapters[target] = self._adapters[source]
+        self._adapted[target].load_weights([Bucket(self._with_adapter(target), is_last=True)], weight_version=1)
+        return sum(int((old[name] != tensor).sum()) for name, tensor in new.items())
+
     def unload_adapter(self, name: str) -> None:
         del self._adapters[name]
         self._adapted.pop(name).close()

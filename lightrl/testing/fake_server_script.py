@@ -138,6 +138,10 @@ class ScriptedModel:
         """Adds an adapter, or raises Refused."""
         raise Refused("A fake server with a script takes no adapters. Start it with --model-path.")
 
+    def copy_adapter(self, source: str, target: str) -> int:
+        """Puts the values of one adapter into another; how many of them changed."""
+        raise Refused("A fake server with a script has no adapters.")
+
     def unload_adapter(self, name: str) -> None:
         raise Refused("A fake server with a script has no adapters.")
 
