@@ -108,6 +108,14 @@ def test_a_torn_missing_or_late_part_is_refused_and_changes_nothing(folder, trai
     assert is_equal(loaded(folder.path), trainer.expected())
 
 
+def test_a_delta_with_a_chunk_twice_is_refused(folder, trainer):
+    trainer.step()
+    with pytest.raises(DeltaError, match="chunk twice"):
+        send(folder, trainer.version, [*trainer.parts, trainer.parts[0]], trainer.base.digest)
+    trainer.send_full(folder)
+    assert is_equal(loaded(folder.path), trainer.expected())
+
+
 def test_parts_may_arrive_in_any_order(folder, trainer):
     trainer.step()
     assert len(trainer.parts) > 1
