@@ -92,11 +92,11 @@ def _load(name: str, kind: str, *, names: str = "", versions_back: int = 1, **ru
     return SyncFault(name, {"kind": kind, "path": UPDATES, "names": names, "versions_back": versions_back}, **run)
 
 
-def _adapter(name: str, kind: str, lr: float = LR) -> SyncFault:
+def _adapter(name: str, kind: str, **run: Any) -> SyncFault:
     """A fault of adapters that are served beside their base."""
     fault = {"kind": kind, "path": "/load_lora_adapter_from_tensors"}
     return SyncFault(
-        name, fault, dtype="float32", has_lora=True, adapters="served", models=("model", "adapters"), lr=lr
+        name, fault, dtype="float32", has_lora=True, adapters="served", models=("model", "adapters"), **run
     )
 
 
@@ -138,7 +138,7 @@ FAULTS = (
     _load("one matrix without its adapter", "old_version", versions_back=1000, has_lora=True, names="1.mlp.up_proj"),
     _load("the prefix cache not flushed", "keep_cache"),
     _load("an update of a draft model missing", "stale_draft", models=("model", "draft model")),
-    _adapter("served adapters acknowledged and not kept", "lose_update"),
+    _adapter("served adapters acknowledged and not kept", "lose_update", is_silent=False),
     _adapter("served adapters of the previous version under the new name", "old_adapter"),
     _adapter("the same at lr 1e-4, usual for adapters", "old_adapter", lr=1e-4),
     _load("acknowledged and ignored, delta", "ignore_update", transport="delta"),
