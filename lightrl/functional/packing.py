@@ -9,7 +9,7 @@ Shapes: B trajectories, T tokens. Two exact forms of the same forward pass:
     └───────┘  └─────────────┘
 
 In a rectangle the padding is on the right, where a causal model needs no attention mask: no token sees what comes after
-it. In a packed row positions restart with each trajectory, and attention must be told where (strategies/packed_attention.py).
+it. In a packed row positions restart with each trajectory; attention is told where (strategies/packed_attention.py).
 """
 
 from __future__ import annotations

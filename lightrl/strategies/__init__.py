@@ -29,6 +29,7 @@ from lightrl.strategies.checkpoint import AtomicCheckpointIO, load_model, load_o
 from lightrl.strategies.checkpoint_folder import META_FILE, read_tensors
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.fsdp2_model import run_inside, whole
+from lightrl.strategies.packed_attention import NAME as PACKED_ATTENTION
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.probes import head_is_plain
 from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ranks, mark_as_on_all_ranks
@@ -39,6 +40,7 @@ from lightrl.strategies.tensor_parallel import local
 
 __all__ = [
     "META_FILE",
+    "PACKED_ATTENTION",
     "AtomicCheckpointIO",
     "FSDP2Strategy",
     "LogprobSettings",

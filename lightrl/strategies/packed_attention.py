@@ -195,7 +195,7 @@ def attend(
     return _attend(query, key, value, packed_rows, settings.get("scaling"), settings.get("sliding_window")), None
 
 
-@torch.compiler.disable  # lists of numbers that differ in every microbatch would compile anew each time
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # lists of numbers that differ in every microbatch would compile anew each time
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
 ) -> Tensor:
@@ -240,10 +240,12 @@ def _failure(
     """Why a kernel cannot be used: its error, or that its numbers differ from SDPA's; None if it can."""
     rows = PackedRows((_BLOCK + 3, 5), device)
     generator = torch.Generator(device).manual_seed(0)
-    tensors = [
-        torch.randn(1, heads, sum(rows.lengths), size, generator=generator, device=device, dtype=dtype).requires_grad_()
-        for heads, size in ((2, head_size), (1, head_size), (1, value_size))
-    ]
+
+    def random(heads: int, size: int) -> Tensor:
+        shape = (1, heads, sum(rows.lengths), size)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
+
+    tensors = (random(2, head_size), random(1, head_size), random(1, value_size))
     results: list[list[Tensor]] = []
     for function in (kernel, _sdpa):
         try:
@@ -280,8 +282,9 @@ def _flash(
     elif query.shape[1] != key.shape[1]:
         key, value = _repeated(query, key, value)
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    output: Tensor = varlen_attn(query, key, value, rows.starts, rows.starts, rows.longest, rows.longest, **options)
-    return output[None]
+    output: Any = varlen_attn(query, key, value, rows.starts, rows.starts, rows.longest, rows.longest, **options)
+    result: Tensor = output[None]
+    return result
 
 
 @functools.cache
@@ -307,16 +310,16 @@ def _sdpa(
     outputs = []
     for tokens in parts:
         num, width = tokens.shape
-        picked = [
+        q, k, v = (
             tensor[0].index_select(1, tokens.view(-1)).view(-1, num, width, tensor.shape[-1]).transpose(0, 1)
             for tensor in (query, key, value)
-        ]
+        )
         mask = None
         if window is not None and window < width:  # of one trajectory, not of the row
             places_in_it = torch.arange(width, device=query.device)
             difference = places_in_it[:, None] - places_in_it
             mask = (difference >= 0) & (difference < window)
-        output = scaled_dot_product_attention(*picked, attn_mask=mask, is_causal=mask is None, scale=scale)
+        output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         outputs.append(output.transpose(1, 2).reshape(num * width, *output.shape[1::2]))  # [tokens, heads, D]
     return torch.cat(outputs).index_select(0, places)[None]
 
