@@ -126,7 +126,7 @@ class SingleModel:
                     lambda half: self._outputs(half, asked_of_policy(half)),
                     loss_fn,
                     backward,
-                    [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+                    self._trained_parameters(),
                 )
 
     def _pays_in_halves(self, experience: Experience) -> bool:
@@ -143,6 +143,12 @@ class SingleModel:
             and not torch.is_autocast_enabled("cpu")
             and not self.model.training
         )
+
+    def _trained_parameters(self) -> list[Tensor]:
+        """Each once; a critic's own head is in its model, one on the policy's body is not."""
+        heads = () if self.value_head is None else self.value_head.parameters()
+        parameters = {id(parameter): parameter for parameter in (*self.model.parameters(), *heads)}
+        return [parameter for parameter in parameters.values() if parameter.requires_grad]
 
     @functools.cached_property
     def _is_small(self) -> bool:

@@ -27,11 +27,15 @@ def _in_halves(monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 def loss(part: Experience, outputs: Outputs) -> Tensor:
-    return -(outputs.logprobs * part.loss_mask * (1 + part.lengths[:, None])).sum()
+    values = 0.0 if outputs.values is None else outputs.values
+    return -((outputs.logprobs + values) * part.loss_mask * (1 + part.lengths[:, None])).sum()
 
 
 def gradient_of(microbatches: list[Experience], *, calls: list[float] | None = None) -> dict[str, Tensor]:
-    model = SingleModel(tiny_model(), LogprobSettings())
+    policy = tiny_model()
+    torch.manual_seed(0)
+    critic = torch.nn.Linear(policy.config.hidden_size, 1)
+    model = SingleModel(policy, LogprobSettings(), value_head=critic)
 
     def backward(total: Tensor) -> None:
         if calls is not None:
@@ -39,7 +43,7 @@ def gradient_of(microbatches: list[Experience], *, calls: list[float] | None = N
         total.backward()
 
     model.forward_backward(microbatches, loss, backward)
-    return gradients(model.model)
+    return {**gradients(policy), **{f"critic.{name}": value for name, value in gradients(critic).items()}}
 
 
 def test_halves_are_whole_groups_of_about_as_many_tokens(experience: Experience) -> None:
