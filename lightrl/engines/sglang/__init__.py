@@ -14,9 +14,8 @@ Reading order:
       receiver.py    the delta transport's process beside the servers; receivers.py  where; relay.py  a tree of them
       served_adapters.py  adapters beside their base, one per version
       memory.py      what a colocated server has released
-      weight_proofs.py  digests of what was sent, against the servers'; cache_canary.py  was the prefix cache emptied?
       server_process.py  which process answers at an address, and of which model
-    server.py        one server process; command.py  its command line; held_port.py  its port
+    server.py        one server process; command.py  its command line; held_port.py  its port; gpus.py  its GPUs
       fleet.py       several of them, restarted when they die
     scoring.py       a teacher's logprobs or a reward model's numbers, from a server
 
