@@ -28,7 +28,7 @@ from lightrl.rollout.drop_tally import Drop
 from lightrl.rollout.group_book import GroupBook, RunningGroup
 from lightrl.rollout.group_filter import success_rate
 from lightrl.rollout.player import Player
-from lightrl.rollout.prompt_cursor import AHEAD, PromptCursor, Prompts
+from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.rollout.tasks import Tasks
@@ -335,9 +335,8 @@ class RolloutController:
                 self._start(position, self._cursor.read(position))
         except RolloutError as error:
             self._tasks.fail(error)
-        ahead = self._unprepared([], AHEAD // 2)
-        if ahead is not None:
-            self._prepare(ahead)
+        if self._cursor.may_prepare:
+            self._prepare(self._cursor.next_position)
 
     def _start(self, position: int, prompt: Prompt) -> None:
         running = self._book.start(position, prompt, self.engine.weight_version)
