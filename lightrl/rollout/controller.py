@@ -340,7 +340,10 @@ class RolloutController:
 
     def _start(self, position: int, prompt: Prompt) -> None:
         running = self._book.start(position, prompt, self.engine.weight_version)
-        runs = [self._play(running, sample) for sample in range(self.settings.group_size)]
+        if self._player.plays_groups:
+            runs = [self._play_group(running)]
+        else:
+            runs = [self._play(running, sample) for sample in range(self.settings.group_size)]
         self._group_tasks[position] = [self._tasks.spawn(run) for run in runs]
 
     def _redraw(self, group_ids: Sequence[int]) -> None:
@@ -350,10 +353,22 @@ class RolloutController:
 
     async def _play(self, running: RunningGroup, sample: int) -> None:
         """Plays one trajectory of a group and reports it to the book."""
-        group, judge_now = running.group, not self.settings.judges_later
+        judge_now = not self.settings.judges_later
         trajectory = await self._player.play(
-            group, sample, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
+            running.group, sample, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
         )
+        self._record(running, sample, trajectory)
+
+    async def _play_group(self, running: RunningGroup) -> None:
+        """Plays all trajectories of a group and reports each to the book."""
+        num, judge_now = self.settings.group_size, not self.settings.judges_later
+        async for sample, trajectory in self._player.play_group(
+            running.group, num, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
+        ):
+            self._record(running, sample, trajectory)
+
+    def _record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
+        group = running.group
         if self._book.running.get(group.id) is not running:
             return  # it was redrawn or given up, and the workflow did not let itself be cancelled
         if self._take_wait is not None:

@@ -247,7 +247,9 @@ class GroupBook:
             "num_consumed": self.num_consumed,
             "in_flight": in_flight,
             "redraws": [[position, self._redraws[position]] for position in in_flight if position in self._redraws],
-            "finished": [group.to_json() for group in [*self.taken, *(group for group, _ in self.finished.values())]],
+            "finished": [
+                group.state_dict() for group in [*self.taken, *(group for group, _ in self.finished.values())]
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
