@@ -28,7 +28,7 @@ from lightrl.rollout.drop_tally import Drop
 from lightrl.rollout.group_book import GroupBook, RunningGroup
 from lightrl.rollout.group_filter import success_rate
 from lightrl.rollout.player import Player
-from lightrl.rollout.prompt_cursor import AHEAD, PromptCursor, Prompts
+from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
 from lightrl.rollout.prompts_ahead import PromptsAhead
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.settings import RolloutSettings
@@ -314,7 +314,7 @@ class RolloutController:
                 self._start(position, self._cursor.read(position))
         except RolloutError as error:
             self._tasks.fail(error)
-        self._ahead.lacks([], AHEAD // 2, self.run_seed)
+        self._ahead.refill()
 
     def _start(self, position: int, prompt: Prompt) -> None:
         running = self._book.start(position, prompt, self.engine.weight_version)

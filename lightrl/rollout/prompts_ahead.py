@@ -36,9 +36,18 @@ class PromptsAhead:
         except RolloutError as error:
             self._tasks.fail(error)
             return False
-        if missing is not None and (self._making is None or self._making.done()):
-            self._making = self._tasks.spawn(self._make(missing))
+        if missing is not None:
+            self._begin(missing)
         return missing is not None
+
+    def refill(self) -> None:
+        """Makes more prompts, if few are left."""
+        if self._cursor.may_prepare:
+            self._begin(self._cursor.next_position)
+
+    def _begin(self, first: int) -> None:
+        if self._making is None or self._making.done():
+            self._making = self._tasks.spawn(self._make(first))
 
     async def _make(self, first: int) -> None:
         await asyncio.to_thread(self._cursor.prepare, first)
