@@ -23,7 +23,14 @@ PACKAGE = Path(lightrl.__file__).parent
 # (class or module where it must exist, name) → files of lightrl that use it.
 PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
     ("lightning.pytorch.loops.optimization.automatic", "_AutomaticOptimization"): {"loops/rollout_loop.py"},
-    ("lightning.pytorch.core.module:LightningModule", "_current_fx_name"): {"loops/rollout_loop.py"},
+    ("lightning.pytorch.core.module:LightningModule", "_current_fx_name"): {"loops/rollout_loop.py", "module.py"},
+    ("lightning.pytorch.trainer.connectors.logger_connector.logger_connector", "_LoggerConnector"): {
+        "loops/step_log.py"
+    },
+    ("lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector", "_first_loop_iter"): {
+        "loops/step_log.py"
+    },
+    ("lightning.pytorch.trainer.trainer:Trainer", "_logger_connector"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_run_stage"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_accelerator_connector"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_checkpoint_connector"): {"trainer.py"},

@@ -145,8 +145,8 @@ def keep_answers(module: RLModule, experience: Experience, trajectories: Sequenc
     calls = module.data_flow(from_file=True).of_kind("infer")  # without the reward, which trajectories have anyway
     for key in [key for call in calls if follows_from_trajectories(call) for key in call.outputs]:
         is_per_token = experience[key].dim() > 1
-        for trajectory, value in zip(trajectories, experience[key].tolist(), strict=True):
-            trajectory.call_outputs[key] = value[: len(trajectory.token_ids)] if is_per_token else value
+        for trajectory, value in zip(trajectories, experience[key].cpu(), strict=True):
+            trajectory.call_outputs[key] = value[: len(trajectory.token_ids)].numpy() if is_per_token else value.item()
 
 
 def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
@@ -205,8 +205,10 @@ def format_table(
     return "\n".join(lines)
 
 
-def _fields(value: object) -> dict[str, Any]:
+def _fields(value: object) -> Any:
     # Not Trajectory.to_json: it copies every list first, which takes four times as long as the writing.
+    if hasattr(value, "tolist"):
+        return value.tolist()
     if dataclasses.is_dataclass(value):
         return vars(value)
     raise TypeError(
@@ -234,7 +236,7 @@ def _prompt_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
 
 def _completion_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
     if tokenizer is not None and trajectory.completion_ids:
-        return tokenizer.decode(trajectory.completion_ids)
+        return tokenizer.decode(list(trajectory.completion_ids))
     return trajectory.completion
 
 

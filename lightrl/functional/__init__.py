@@ -43,7 +43,7 @@ from lightrl.functional.losses import (
     is_clipped,
     sapo_loss,
 )
-from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
+from lightrl.functional.packing import Packed, bins, pack, rectangles, to_device, unpack
 from lightrl.functional.preference import bradley_terry_loss, preference_loss, preference_margin
 from lightrl.functional.ratios import policy_ratio, sequence_ratio
 from lightrl.functional.reduction import loss_counts, masked_mean, neutralize, reduce_loss
@@ -94,5 +94,6 @@ __all__ = [
     "bins",
     "Packed",
     "pack",
+    "to_device",
     "unpack",
 ]

@@ -30,6 +30,7 @@ from lightrl.functional import (
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy, scalar_head
 from lightrl.models.lora import Part, exported_parameters, merge
 from lightrl.models.pictures import input_embeddings
+from lightrl.strategies.packed_attention import PackedRows, arguments
 from lightrl.strategies.probes import can_pack, can_share_prefixes, head_is_plain
 from lightrl.strategies.shared_prefix import SharedPrompt, find_shared_prompts, shared_prefix_hidden, sharing_costs
 from lightrl.weights import Bucket, bucketed
@@ -98,7 +99,7 @@ class SingleModel:
                 "product. Set critic to a checkpoint."
             )
         self.can_share_prefixes = self.head_is_plain and can_share_prefixes(model)
-        self.can_pack = self.head_is_plain and can_pack(model)
+        self.can_pack = self.head_is_plain and (form == "packed" or model.device.type != "cpu") and can_pack(model)
         is_exact = {"rectangles": True, "shared_prefix": self.can_share_prefixes, "packed": self.can_pack}
         if form is not None and not is_exact[form]:
             exact = [name for name in is_exact if is_exact[name]]
@@ -200,16 +201,17 @@ class SingleModel:
             yield picked, experience.token_ids[picked, : int(lengths[picked].max())]
 
     def _packed_hidden(self, experience: Experience) -> _Part:
-        """All trajectories end to end in one row, separated by their restarting positions."""
-        packed = pack(experience.token_ids, experience.lengths)
+        """All trajectories end to end in one row; attention is told where each starts."""
+        lengths = experience.lengths.tolist()
+        packed = pack(experience.token_ids, lengths)
+        told = arguments(self.model, PackedRows(lengths, packed.rows.device))
         all_rows = torch.arange(len(experience), device=packed.rows.device)
         inputs = self._layer_input(experience, all_rows, experience.token_ids)
-        inputs = {name: value[packed.rows, packed.columns][None] for name, value in inputs.items()}
-        hidden = self.model.base_model(**inputs, position_ids=packed.position_ids, use_cache=False).last_hidden_state[0]
-        place = torch.zeros_like(experience.token_ids)
-        place[packed.rows, packed.columns] = torch.arange(len(packed.rows), device=place.device)
+        inputs = {name: value[packed.rows, packed.columns][None] for name, value in inputs.items()} | told
+        body = self.model.base_model
+        hidden = body(**inputs, position_ids=packed.position_ids, use_cache=False).last_hidden_state[0]
         rows, columns = predicting_positions(experience.loss_mask)
-        return rows, columns, hidden[place[rows, columns]]
+        return rows, columns, hidden[packed.starts[rows] + columns]
 
     def _read_logits(self, experience: Experience, more: More) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Rows [N], columns [N] and fields of Outputs, from the model's logits: for heads that are not plain."""
