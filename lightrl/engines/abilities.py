@@ -5,6 +5,7 @@ The framework checks `isinstance(engine, ScoresTokens)` before it uses an abilit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from lightrl.models.lora import AdapterShape
@@ -121,4 +122,13 @@ class ServesAdapters(Protocol):
 
     def needs_base(self) -> bool:
         """Whether the next load must bring the base."""
+        ...
+
+
+@runtime_checkable
+class ShowsServers(Protocol):
+    """Tells what its servers do, for `lightrl status`."""
+
+    def server_states(self) -> Sequence[object]:
+        """Data classes with url, state, weight_version, num_requests, outstanding_tokens and reason."""
         ...
