@@ -17,8 +17,10 @@ from lightrl.commands.config_errors import UsageError
 from lightrl.commands.console import reported
 from lightrl.launch import Launch, Launcher, Plan, describe, facts_of, make_folder, make_plan, write_files
 from lightrl.launch.free_ports import free_ports
+from lightrl.launch.kubernetes import KubernetesLauncher
 from lightrl.launch.local import LocalLauncher
 from lightrl.launch.slurm import SlurmLauncher, host_names
+from lightrl.launch.torchrun import TorchrunLauncher
 
 _HELP = """\
 usage: lightrl launch --config run.yaml [--setting value ...] [--dry-run] [--wait]
@@ -34,7 +36,9 @@ lightrl status FOLDER shows how the run is; docs/clusters.md has an example for 
 PORT, NUM_PORTS = 29500, 64  # where the launch does not say; see Launch.port
 _LAUNCHERS: dict[str, Callable[..., Launcher]] = {
     "local": LocalLauncher,
+    "torchrun": TorchrunLauncher,
     "slurm": SlurmLauncher,
+    "kubernetes": KubernetesLauncher,
 }
 
 

@@ -6,6 +6,8 @@ Reading order:
     plan.py         the plan, pure: ranks and servers on hosts and GPUs; fit.py: whether the model fits there
     picture.py      a plan as text
     launcher.py     the protocol of launchers, and the folder of a launch
+    scripts.py      shell scripts that start a process
+    slurm.py, torchrun.py, kubernetes.py  on other hosts
     local.py        on this machine; followed_log.py: output, live; free_ports.py: ports in a row
 
 May import: everything up to trainer. To add a launcher: a class with the methods of Launcher in a file of at most 250

@@ -43,6 +43,7 @@ class Plan:
     layout: Layout
     folder: str  # of logs and files, which all hosts see
     hosts: tuple[str, ...]
+    port: int  # of the trainer's store
     gpus_per_host: int
     on_cpu: bool
     processes: tuple[Process, ...]
@@ -116,7 +117,7 @@ def make_plan(
         notes.append(f"{idle} of {launch.nodes * gpus} {'slots' if facts.on_cpu else 'GPUs'} stay idle.")
     trainer = settings["trainer"]
     trainer["num_nodes"], trainer["devices"] = len(ranks_of), len(ranks_of[0])
-    return Plan(launch, layout, folder, names, gpus, facts.on_cpu, (*processes, *servers), settings, tuple(notes))
+    return Plan(launch, layout, folder, names, port, gpus, facts.on_cpu, (*processes, *servers), settings, tuple(notes))
 
 
 Placed = dict[int, list[tuple[int, ...]]]  # host → the GPUs of each rank or server there

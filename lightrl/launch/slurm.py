@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.errors import LightRLError
 from lightrl.launch.followed_log import FollowedLog
-from lightrl.launch.launcher import TOKEN_FILE, LaunchState
+from lightrl.launch.launcher import LaunchState
 from lightrl.launch.plan import Plan, Process
+from lightrl.launch.scripts import inside, script_head
 
 _TICK_S = 1.0
 _CALL_TIMEOUT_S = 60.0
@@ -167,31 +167,20 @@ class SlurmLauncher:
 
     def _trainer(self) -> str:
         first = self.plan.of("trainer")[0]
-        return "\n".join([*self._head("trainer", first), f"exec {self._words(first)} $LIGHTRL_RESUME"]) + "\n"
+        command = f"exec {inside(self.plan, first.command)} $LIGHTRL_RESUME"
+        return "\n".join([*self._head("trainer", first), command]) + "\n"
 
     def _servers(self, servers: list[Process]) -> str:
         lines = self._head("servers", servers[0])
         lines += ['case "$SLURMD_NODENAME" in']
-        lines += [f'  "{self.plan.hosts[one.host]}") exec {self._words(one)} ;;' for one in servers]
+        lines += [f'  "{self.plan.hosts[one.host]}") exec {inside(self.plan, one.command)} ;;' for one in servers]
         return "\n".join([*lines, "esac"]) + "\n"
 
     def _head(self, step: str, process: Process) -> list[str]:
-        """Of a step's script: where it is, its environment, the user's lines."""
-        folder = shlex.quote(self.plan.folder)
-        exports = [f'export {name}="{value}"' for name, value in process.environment.items()]
-        return [
-            "#!/bin/bash",
-            "set -e",
-            f'[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID.$SLURM_STEP_ID" > {folder}/{step}.step',
-            "hosts=($LIGHTRL_HOSTS)",
-            f"export {TOKEN_VARIABLE}=$(cat {folder}/{TOKEN_FILE})",
-            *exports,
-            *self.plan.launch.setup,
-        ]
-
-    def _words(self, process: Process) -> str:
-        words = [*shlex.split(self.plan.launch.container or ""), *process.command]
-        return " ".join(f'"{word}"' if "${hosts[" in word else shlex.quote(word) for word in words)
+        """Of a step's script; it notes the step's number, by which it gets signals."""
+        file = f"{shlex.quote(self.plan.folder)}/{step}.step"
+        note = f'[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID.$SLURM_STEP_ID" > {file}'
+        return script_head(self.plan, process.environment, before=[note, "hosts=($LIGHTRL_HOSTS)"])
 
 
 def host_names(nodes: int) -> list[str]:

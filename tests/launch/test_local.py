@@ -44,7 +44,7 @@ def plan_of(folder: Path, programs: dict[str, str], **launch) -> Plan:
         for index, (name, source) in enumerate(programs.items())
     )
     place = str(make_folder(folder))
-    plan = Plan(Launch(**launch), Layout(1), place, ("here",), len(programs), True, processes, {})
+    plan = Plan(Launch(**launch), Layout(1), place, ("here",), 29500, len(programs), True, processes, {})
     write_files(plan, "", {})
     return plan
 
