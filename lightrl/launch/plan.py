@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any, Literal
 
 from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES, RECEIVER_VARIABLE
@@ -116,6 +117,7 @@ def make_plan(
     if idle := launch.nodes * gpus - len(used):
         notes.append(f"{idle} of {launch.nodes * gpus} {'slots' if facts.on_cpu else 'GPUs'} stay idle.")
     trainer = settings["trainer"]
+    trainer["default_root_dir"] = str(PurePath(folder).parent)  # a process may start in another folder
     trainer["num_nodes"], trainer["devices"] = len(ranks_of), len(ranks_of[0])
     return Plan(launch, layout, folder, names, port, gpus, facts.on_cpu, (*processes, *servers), settings, tuple(notes))
 

@@ -39,7 +39,7 @@ folder={folder}
 read -ra hosts <<< "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\\n' ' ')"
 for host in "${{hosts[@]}}"; do mkdir -p "$folder/$host"; done
 export LIGHTRL_HOSTS="${{hosts[*]}}"
-printf '%s\n' "${{hosts[@]}}" > "$folder/hosts"
+printf '%s\\n' "${{hosts[@]}}" > "$folder/hosts"
 echo running > "$folder/state"
 restarts=${{SLURM_RESTART_COUNT:-0}} is_late= is_canceled=
 if [ "$restarts" -gt 0 ]; then export LIGHTRL_RESUME="{resume}"; fi
