@@ -29,8 +29,10 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 import lightrl
+from lightrl.callbacks.status_file import StatusFile
 from lightrl.commands.config_errors import UsageError, explain, nearest_files
 from lightrl.commands.console import reported, run_folder
+from lightrl.launch import Launch
 from lightrl.module import RLModule
 from lightrl.trainer import Trainer
 from lightrl.trajectory import Group
@@ -71,7 +73,7 @@ class LightRLCLI(LightningCLI):
         }
         super().__init__(
             trainer_class=Trainer,
-            trainer_defaults={"callbacks": list(callbacks)},
+            trainer_defaults={"callbacks": [*callbacks, StatusFile()]},
             save_config_callback=SaveRunConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
@@ -92,6 +94,13 @@ class LightRLCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_optimizer_args((torch.optim.Optimizer,))
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+        parser.add_argument("--launch", type=Launch | None, default=None, help="where `lightrl launch` starts the run")
+
+    def config_text(self) -> str:
+        """All settings as YAML, from which the command does the same."""
+        settings = self.config[self.config.subcommand].clone()
+        settings.pop("config", None)
+        return str(self._subcommand_parsers[self.config.subcommand].dump(settings, skip_none=False))
 
     def parse_arguments(self, parser: ArgumentParser, args: Any) -> None:
         """Parses the command line into `self.config`.

@@ -76,8 +76,8 @@ def serve(
         tp: GPUs of each.
         devices: GPUs to use, such as `0,1,2,3`; `tp` for each server in turn.
         host: address to listen on; the default only lets this machine connect.
-        port: of the first server, the next ones count up; free ones if not set.
-        token: that requests must carry; a random one, printed, if not set.
+        port: of the first server, the next ones count up, then the weight receiver; free ones if not set.
+        token: that requests must carry; LIGHTRL_SERVER_TOKEN if not set, else a random one, printed.
         sglang_python: the python of an environment with SGLang.
         server_args: SGLang's arguments by their own names, one by one as `--server_args.NAME VALUE`.
         seed: of the servers' random numbers.
@@ -90,7 +90,7 @@ def serve(
         ValueError: if there is no SGLang, no such model, or fewer devices than needed.
         EngineError: if a server does not get ready, or is given up later.
     """
-    token = usable_token(token)
+    token = usable_token(token or os.environ.get(TOKEN_VARIABLE))
     gpus = devices.split(",") if isinstance(devices, str) and devices else devices
     with tempfile.TemporaryDirectory(prefix="lightrl-serve-", ignore_cleanup_errors=True) as scratch:
         logs = log_folder or Path(tempfile.mkdtemp(prefix="lightrl-serve-logs-"))
@@ -102,7 +102,7 @@ def serve(
         log.info("Starting %d server%s; logs in %s.", servers, "s" if servers > 1 else "", logs)
         receivers = Receivers()
         try:
-            receivers.start(host, token, log_folder=logs)
+            receivers.start(host, token, port=port + servers if port else 0, log_folder=logs)
             _run(processes, until or threading.Event(), lambda fleet: write(usage(fleet, receivers, token, host)))
         finally:
             receivers.stop()
