@@ -7,6 +7,7 @@ token it describes. Logprobs are in nats.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import itertools
 import struct
@@ -14,6 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from typing import Any, Literal, TypeVar, cast, overload
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -119,7 +121,8 @@ class TokenArray(Sequence[_Number]):
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[float, int]], code: str) -> TokenArray[_Number]:
         """From (number, how often it comes), without a step for each token."""
-        pairs = [(number, length) for number, length in runs if length]
+        same = itertools.groupby((run for run in runs if run[1]), key=itemgetter(0))
+        pairs = [(number, sum(length for _, length in parts)) for number, parts in same]
         result = cls([number for number, _ in pairs], code)
         result._ends = array("i", itertools.accumulate(length for _, length in pairs)).tobytes()
         return result
@@ -143,6 +146,16 @@ class TokenArray(Sequence[_Number]):
     def stored(self) -> tuple[bytes, bytes]:
         """The numbers in this machine's byte order, and int32 ends of their runs or nothing, for files and messages."""
         return bytes(self._values), self._ends
+
+    @classmethod
+    def of_text(cls, text: str, code: str) -> TokenArray[_Number]:
+        values, ends = map(base64.b64decode, text.split(":"))
+        return cls.of_stored(values, ends, code)
+
+    @property
+    def text(self) -> str:
+        """`stored` as text for JSON that nobody reads."""
+        return ":".join(base64.b64encode(part).decode() for part in self.stored)
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +191,9 @@ class TokenArray(Sequence[_Number]):
         return iter(self._expanded())
 
     def __eq__(self, other: object) -> bool:
-        return self.tolist() == list(other) if isinstance(other, TokenArray | list) else NotImplemented
+        if isinstance(other, TokenArray):
+            return self._expanded() == other._expanded()
+        return self.tolist() == other if isinstance(other, list) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))
@@ -263,12 +278,16 @@ class Trajectory:
     @property
     def oldest_version(self) -> int:
         """The lowest weight version of the tokens that the policy wrote; -1 if it wrote none."""
-        return min((version for version, _ in _runs(self.weight_versions) if version >= 0), default=-1)
+        return min((version for version, _ in self._version_runs() if version >= 0), default=-1)
 
     @property
     def newest_version(self) -> int:
         """The highest weight version of the tokens; -1 if the policy wrote none."""
-        return max((version for version, _ in _runs(self.weight_versions)), default=-1)
+        return max((version for version, _ in self._version_runs()), default=-1)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(length for trains, length in token_array("loss_mask", self.loss_mask).runs() if trains)
 
     @property
     def accuracy(self) -> float:
@@ -276,22 +295,39 @@ class Trajectory:
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def to_json(self) -> dict[str, Any]:
+        return {**self._others(), **{name: as_plain(getattr(self, name)) for name in TOKEN_FIELDS}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: JSON too, but 11 bytes a token, written and read without an object for each."""
+        arrays = {name: getattr(self, name) for name in TOKEN_FIELDS}
+        texts = {name: None if values is None else token_array(name, values).text for name, values in arrays.items()}
+        return {**self._others(), **texts}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Trajectory:
+        """From `to_json` or `state_dict`; the prompt may be a Prompt."""
+        values = dict(record)
+        if not isinstance(values["prompt"], Prompt):
+            values["prompt"] = Prompt.from_json(values["prompt"])
+        texts = {name: values[name] for name in TOKEN_FIELDS if isinstance(values.get(name), str)}
+        values.update((name, TokenArray.of_text(text, TOKEN_FIELDS[name][0])) for name, text in texts.items())
+        values["turns"] = [Turn(**turn) for turn in values.get("turns", [])]
+        recorded = values.get("call_outputs", {})
+        values["call_outputs"] = {key: as_array(value) for key, value in recorded.items()}
+        return cls(**values)
+
+    def _version_runs(self) -> list[tuple[int, int]]:
+        return token_array("weight_versions", self.weight_versions).runs()
+
+    def _others(self) -> dict[str, Any]:
+        """What is not per token."""
         return {
-            **{name: as_plain(value) for name, value in vars(self).items()},
+            **{name: getattr(self, name) for name in self.__dataclass_fields__ if name not in TOKEN_FIELDS},
             "prompt": self.prompt.to_json(),
             "turns": [asdict(turn) for turn in self.turns],
             "metrics": dict(self.metrics),
             "call_outputs": {key: as_plain(value) for key, value in self.call_outputs.items()},
         }
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Trajectory:
-        values = dict(record)
-        values["prompt"] = Prompt.from_json(values["prompt"])
-        values["turns"] = [Turn(**turn) for turn in values.get("turns", [])]
-        recorded = values.get("call_outputs", {})
-        values["call_outputs"] = {key: as_array(value) for key, value in recorded.items()}
-        return cls(**values)
 
 
 # The per-token fields: code of the TokenArray, and whether runs of equal numbers are usual.
@@ -326,13 +362,22 @@ class Group:
             "trajectories": [trajectory.to_json() for trajectory in self.trajectories],
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: as `Trajectory.state_dict`, with the prompt once for all that share it."""
+        record: dict[str, Any] = {"id": self.id, "prompt": self.prompt.to_json(), "trajectories": []}
+        for trajectory in self.trajectories:
+            item = trajectory.state_dict()
+            if trajectory.prompt is self.prompt or trajectory.prompt == self.prompt:
+                del item["prompt"]
+            record["trajectories"].append(item)
+        return record
+
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Group:
-        return cls(
-            id=record["id"],
-            prompt=Prompt.from_json(record["prompt"]),
-            trajectories=[Trajectory.from_json(item) for item in record["trajectories"]],
-        )
+        """From `to_json` or `state_dict`."""
+        prompt = Prompt.from_json(record["prompt"])
+        items = [Trajectory.from_json({"prompt": prompt, **item}) for item in record["trajectories"]]
+        return cls(record["id"], prompt, items)
 
 
 def token_array(name: str, values: Iterable[Any]) -> TokenArray[Any]:
@@ -374,10 +419,6 @@ def _packed(values: Any, code: str) -> bytes:
 
 def _view(data: bytes | memoryview, code: str) -> memoryview[Any]:
     return memoryview(data).cast(code)  # type: ignore[call-overload,no-any-return]
-
-
-def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
-    return cast("TokenArray[int]", values).runs()
 
 
 def as_array(value: Any) -> Any:
