@@ -113,7 +113,7 @@ def launch(args: Sequence[str]) -> int:
         launcher.start()
         is_watched = plan.launch.launcher == "local" or "--wait" in args
         return launcher.wait() if is_watched else 0
-    except BaseException:
+    except BaseException:  # Ctrl-C too: nothing that it started may outlive the launcher
         launcher.end()
         raise
 
