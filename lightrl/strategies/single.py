@@ -20,10 +20,12 @@ from lightrl.functional import (
     aligned_to_tokens,
     hidden_logprobs,
     hidden_topk,
+    on_host,
     pack,
     predicted_token_ids,
     predicting_positions,
     rectangles,
+    to_device,
     token_logprobs,
     token_topk,
 )
@@ -65,7 +67,7 @@ class LogprobSettings:
 
     def masks(self, masked_rows: Tensor | None, device: torch.device) -> dict[str, Any]:
         """The mask arguments of the logprob functions, if stop tokens could not be drawn in these rows."""
-        ids = None if masked_rows is None else torch.tensor(self.stop_token_ids, dtype=torch.int64, device=device)
+        ids = None if masked_rows is None else to_device(torch.tensor(self.stop_token_ids, dtype=torch.int64), device)
         return {"masked_ids": ids, "masked_rows": masked_rows}
 
 
@@ -228,21 +230,21 @@ class SingleModel:
         if form in ("packed", "rectangles") or not self.can_share_prefixes:
             return form or "rectangles", []
         shared = find_shared_prompts(experience)
-        cost, plain_cost = sharing_costs(shared, experience.lengths.tolist(), CALL_OVERHEAD_TOKENS)
+        cost, plain_cost = sharing_costs(shared, on_host(experience.lengths).tolist(), CALL_OVERHEAD_TOKENS)
         if form == "shared_prefix" or cost < plain_cost:
             return "shared_prefix", shared
         return "rectangles", []
 
     def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of similar length and their tokens, without the last column, which predicts nothing."""
-        lengths = (experience.lengths - 1).clamp(min=1)
-        for members in rectangles(lengths.tolist(), CALL_OVERHEAD_TOKENS):
-            picked = torch.tensor(members, device=experience.token_ids.device)
-            yield picked, experience.token_ids[picked, : int(lengths[picked].max())]
+        lengths = (on_host(experience.lengths) - 1).clamp(min=1).tolist()
+        for members in rectangles(lengths, CALL_OVERHEAD_TOKENS):
+            picked = to_device(torch.tensor(members), experience.token_ids.device)
+            yield picked, experience.token_ids[picked, : max(lengths[row] for row in members)]
 
     def _packed_hidden(self, experience: Experience) -> _Part:
         """All trajectories end to end in one row; attention is told where each starts."""
-        lengths = experience.lengths.tolist()
+        lengths = on_host(experience.lengths).tolist()
         packed = pack(experience.token_ids, lengths)
         told = arguments(self.model, PackedRows(lengths, packed.rows.device))
         all_rows = torch.arange(len(experience), device=packed.rows.device)
