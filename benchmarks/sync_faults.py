@@ -115,6 +115,7 @@ FAULTS = (
     _load("adapters never delivered: the base", "old_version", versions_back=1000, has_lora=True),
     _load("one matrix without its adapter", "old_version", versions_back=1000, has_lora=True, names="1.mlp.up_proj"),
     _load("the prefix cache not flushed", "keep_cache"),
+    _load("an update of a draft model missing", "stale_draft", models=("model", "draft model")),
     SyncFault("old weights back after the sync was verified", {"kind": "revert", "path": "/continue_generation"}),
     SyncFault("old weights back amid a rollout", {"kind": "revert", "skip": 2}, armed_at=WRONG_VERSION),
     SyncFault("restarted with old weights as the new version", {"kind": "restart", "skip": 2}, armed_at=WRONG_VERSION),
@@ -132,6 +133,7 @@ NOTICED_BY = {
     r"another process answers|was restarted": "identity",
     r"unlike those of the other": "replicas",
     r"are not the trainer's": "digests",
+    r"draft model": "digests of the draft",
     r"key-values": "canary",
     r"previous version|two.version": "two-version probe",
     r"probe differs": "probe bound",
@@ -234,6 +236,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("model", {}),
     "bfloat16": ("model", {"dtype": "bfloat16"}),
     "two ranks": ("model", {"tp_size": 2}),
+    "draft model": ("model", {"speculative_algorithm": "EAGLE"}),
     "tied": ("tied", {}),
     "twin": ("twin", {}),
     "untied": ("untied", {}),
@@ -378,6 +381,7 @@ HEALTHY: tuple[tuple[dict[str, Any], str, int], ...] = (
     ({"transport": "tensor", "dtype": "float32"}, "model", 1),
     ({}, "bfloat16", 1),
     ({"has_lora": True}, "bfloat16", 2),
+    ({"transport": "tensor"}, "draft model", 1),
 )
 
 

@@ -55,6 +55,17 @@ def test_with_shares_the_ranks_receive_together_what_rank_0_would_alone():
         assert row["way"] != "to_rank_0" or set(row["received_mib"][1:]) == {0}
 
 
+def test_an_update_is_compared_with_fine_tuning_of_its_tokens():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.update_vs_sft", "--quick"],
+        capture_output=True, text=True, timeout=170, check=True,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    measured = [(row["processes"], row["against"]) for row in rows if row.get("measurement") == "update"]
+    assert sorted(measured) == [(1, "padded"), (1, "sft"), (2, "sft")]
+    assert rows[-1] == {"model": "1M", "ratio": min(row["ratio"] for row in rows if row.get("against") == "sft")}
+
+
 def printed(capsys) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 

@@ -103,6 +103,9 @@ class LightRLCLI(LightningCLI):
             command, *rest = args
             raise UsageError(explain(error, self._subcommand_parsers[command], rest)) from error
 
+    def _parse_ckpt_path(self) -> None:
+        """Not Lightning's, which sets `model` from a checkpoint's hyper-parameters: any class, any reward function."""
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = cast(Trainer, super().instantiate_trainer(**kwargs))
         logger = self.config[self.config.subcommand].trainer.logger

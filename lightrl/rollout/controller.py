@@ -28,7 +28,7 @@ from lightrl.rollout.drop_tally import Drop
 from lightrl.rollout.group_book import GroupBook, RunningGroup
 from lightrl.rollout.group_filter import success_rate
 from lightrl.rollout.player import Player
-from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
+from lightrl.rollout.prompt_cursor import AHEAD, PromptCursor, Prompts
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.rollout.tasks import Tasks
@@ -94,6 +94,7 @@ class RolloutController:
         self._group_tasks: dict[int, list[asyncio.Task[None]]] = {}  # of running groups
         self._player = Player(engine, workflow, judge, self._book.tally, self._tasks)
         self._wave = Wave(engine)
+        self._preparing: asyncio.Task[None] | None = None  # prompts ahead of need
         self._take_wait: _Wait | None = None  # of the `take` in progress
         self._is_closing = False
 
@@ -222,8 +223,13 @@ class RolloutController:
 
     def _state(self) -> dict[str, Any]:
         cursor = self._cursor
-        prompts = {"next_position": cursor.next_position, "prompts": cursor.fingerprint}
-        return {"run_seed": self.run_seed, **prompts, "curriculum": cursor.state_dict(), **self._book.state_dict()}
+        book = self._book.state_dict()
+        prompts = {
+            "next_position": cursor.next_position,
+            "prompts": cursor.fingerprint,
+            "stream": cursor.stream_state(min([cursor.next_position, *book["in_flight"]])),
+        }
+        return {"run_seed": self.run_seed, **prompts, "curriculum": cursor.state_dict(), **book}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.run_seed = int(state["run_seed"])
@@ -237,6 +243,7 @@ class RolloutController:
                 now,
             )
         self._cursor.next_position = int(state["next_position"])
+        self._cursor.load_stream_state(state.get("stream"))
         self._cursor.load_state_dict(state["curriculum"])
 
     async def _take(self, weight_version: int, wait: _Wait) -> list[Group]:
@@ -276,12 +283,40 @@ class RolloutController:
                 self._take_wait = None
 
     async def _pump(self) -> None:
-        """Starts what may start, on-policy as one wave. If it is cancelled, what it has started continues."""
+        """Starts what may start, on-policy as one wave. If it is cancelled, what it has started continues.
+
+        Prompts that are not made yet are made in a thread first, and then what may start does.
+        """
         if self._is_open() and self._book.may_start(self.engine.weight_version):
+            version = self.engine.weight_version
+            missing = self._unprepared(self._book.startable(version), self._book.room(version))
+            if missing is not None:
+                self._prepare(missing)
+                return
             # Off-policy a wave would stop what already runs, and no order is promised.
             is_wave = self.settings.max_staleness == 0
             async with self._wave.begin() if is_wave else contextlib.nullcontext():
                 self._start_groups()
+
+    def _unprepared(self, positions: Sequence[int], num: int) -> int | None:
+        """The first of these positions and of the next choices whose prompt is not made; None after a failure."""
+        try:
+            return self._cursor.unprepared(positions, num, self.run_seed)
+        except RolloutError as error:
+            self._tasks.fail(error)
+            return None
+
+    def _prepare(self, first: int) -> None:
+        """Makes the prompts from this position on, in a thread, and then starts what may start; once at a time."""
+        if self._preparing is not None and not self._preparing.done():
+            return
+
+        async def prepare() -> None:
+            await asyncio.to_thread(self._cursor.prepare, first)
+            self._preparing = None
+            await self._pump()
+
+        self._preparing = self._tasks.spawn(prepare())
 
     def _is_open(self) -> bool:
         """Whether groups may start at all; on-policy only while a batch is waited for."""
@@ -300,10 +335,16 @@ class RolloutController:
                 self._start(position, self._cursor.read(position))
         except RolloutError as error:
             self._tasks.fail(error)
+        ahead = self._unprepared([], AHEAD // 2)
+        if ahead is not None:
+            self._prepare(ahead)
 
     def _start(self, position: int, prompt: Prompt) -> None:
         running = self._book.start(position, prompt, self.engine.weight_version)
-        runs = [self._play(running, sample) for sample in range(self.settings.group_size)]
+        if self._player.plays_groups:
+            runs = [self._play_group(running)]
+        else:
+            runs = [self._play(running, sample) for sample in range(self.settings.group_size)]
         self._group_tasks[position] = [self._tasks.spawn(run) for run in runs]
 
     def _redraw(self, group_ids: Sequence[int]) -> None:
@@ -313,10 +354,22 @@ class RolloutController:
 
     async def _play(self, running: RunningGroup, sample: int) -> None:
         """Plays one trajectory of a group and reports it to the book."""
-        group, judge_now = running.group, not self.settings.judges_later
+        judge_now = not self.settings.judges_later
         trajectory = await self._player.play(
-            group, sample, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
+            running.group, sample, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
         )
+        self._record(running, sample, trajectory)
+
+    async def _play_group(self, running: RunningGroup) -> None:
+        """Plays all trajectories of a group and reports each to the book."""
+        num, judge_now = self.settings.group_size, not self.settings.judges_later
+        async for sample, trajectory in self._player.play_group(
+            running.group, num, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
+        ):
+            self._record(running, sample, trajectory)
+
+    def _record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
+        group = running.group
         if self._book.running.get(group.id) is not running:
             return  # it was redrawn or given up, and the workflow did not let itself be cancelled
         if self._take_wait is not None:

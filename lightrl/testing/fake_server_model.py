@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError
+from lightrl.testing.fake_server_draft import DraftModel
 from lightrl.testing.fake_server_faults import Fault
 from lightrl.testing.fake_server_layout import checksums
 from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
@@ -45,6 +46,7 @@ class EmbeddedModel(ScriptedModel):
         piece_tokens: per piece.
         dtype: of its weights.
         num_ranks: whose shares of the weights its checksums tell; it computes without ranks.
+        draft: whose checksums it tells too.
     """
 
     takes_tensors = True
@@ -57,12 +59,14 @@ class EmbeddedModel(ScriptedModel):
         piece_tokens: int = 16,
         dtype: str = "float32",
         num_ranks: int = 1,
+        draft: DraftModel | None = None,
     ) -> None:
         config = AutoConfig.from_pretrained(folder)
         self.piece_tokens = piece_tokens
         self._versions = {0: version}  # names of the engine's numbers
         self._dtype = dtype
         self._num_ranks = num_ranks
+        self._draft = draft
         self._history: LoadHistory | None = None
         self._stale: LocalEngine | None = None  # with the weights of stale key-values
         self._engine = self._make_engine(config)
@@ -128,6 +132,16 @@ class EmbeddedModel(ScriptedModel):
 
     def forget_history(self) -> None:
         self._history = None
+        if self._draft is not None:
+            self._draft.share()
+
+    def keep_draft(self) -> None:
+        assert self._draft is not None, "start the server with --speculative-algorithm EAGLE"
+        self._draft.keep(self._engine.read_weights())
+
+    def num_wrong_in_draft(self) -> int:
+        assert self._draft is not None
+        return self._draft.num_wrong(self._engine.read_weights())
 
     def keep_stale(self) -> None:
         if self._stale is None:
@@ -208,7 +222,13 @@ class EmbeddedModel(ScriptedModel):
         await asyncio.to_thread(self._load, [dict(tensors)], version, fault)
 
     def checksums(self) -> list[dict[str, str]]:
-        return checksums(self._engine.read_weights(), self.config, self._num_ranks)
+        held = self._engine.read_weights()
+        ranks = checksums(held, self.config, self._num_ranks)
+        if self._draft is not None:
+            drafts = checksums(self._draft.parameters(held), self.config, self._num_ranks)
+            for rank, draft in zip(ranks, drafts, strict=True):
+                rank |= {f"draft.{name}": digest for name, digest in draft.items()}
+        return ranks
 
     def _load(self, files: Sequence[Tensors], version: str | None, fault: Fault | None) -> None:
         """As SGLang: what is missing stays, what is unknown is ignored, and another shape ends the process."""

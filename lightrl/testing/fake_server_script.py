@@ -147,6 +147,14 @@ class ScriptedModel:
     def forget_history(self) -> None:
         """Undoes `keep_history`."""
 
+    def keep_draft(self) -> None:
+        """The draft model keeps the present values of what it shares with the target, whatever is loaded."""
+        raise Refused("A fake server with a script has no draft model.")
+
+    def num_wrong_in_draft(self) -> int:
+        """How many values of the draft model are not the target's."""
+        return 0
+
     def keep_stale(self) -> None:
         """Requests that are stale are answered with the present weights from now on, whatever is loaded."""
 

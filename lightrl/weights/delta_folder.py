@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -247,6 +248,12 @@ class DeltaFolder:
 
     def _remove(self, name: str) -> None:
         shutil.rmtree(self.root / name, ignore_errors=True)
+
+
+def folder_in_memory(prefix: str) -> Path:
+    """A new folder below /dev/shm, or in the temporary folder where this process may not write there."""
+    memory = "/dev/shm"
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=memory if os.access(memory, os.W_OK) else None))
 
 
 def _mapped(path: Path) -> Iterator[tuple[str, Bits]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
-from lightrl.trajectory import Prompt, Trajectory, Turn
+from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,10 +81,10 @@ class SingleTurn(Workflow):
             prompt=prompt,
             group_id=-1,
             sample=-1,
-            token_ids=prompt.token_ids + completion.token_ids,
-            loss_mask=[False] * start + [True] * num_new,
-            behavior_logprobs=[0.0] * start + completion.logprobs,
-            weight_versions=[-1] * start + completion.weight_versions,
+            token_ids=TokenArray.joined([prompt.token_ids, completion.token_ids], "i"),
+            loss_mask=TokenArray.of_runs([(False, start), (True, num_new)], "?"),
+            behavior_logprobs=TokenArray.joined([[0.0] * start, completion.logprobs], "f"),
+            weight_versions=TokenArray.joined([[-1] * start, completion.weight_versions], "i", as_runs=True),
             completion_ids=completion.token_ids,
             completion=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
             finish_reason=completion.finish_reason,

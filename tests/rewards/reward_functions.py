@@ -1,6 +1,7 @@
 """Reward functions that the tests name by dotted path; how each behaves is the prompt's field `do`."""
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -36,6 +37,20 @@ _leaked: list[Prompt] = []
 
 def length(trajectory: Trajectory) -> int:
     return len(trajectory.completion_ids)
+
+
+def reads_lists(trajectory: Trajectory) -> dict[str, float]:
+    """What a reward may do with lists; `numpy` is 1 where that needed numpy."""
+    ids, rewards = trajectory.token_ids, trajectory.rewards
+    assert ids[2:4] == [5, 1]
+    assert [0] + ids == [0, 7, 8, 5, 1]  # noqa: RUF005  # as users write it
+    assert trajectory.completion_ids
+    assert json.loads(json.dumps(ids)) == ids
+    assert trajectory.loss_mask == [False, False, True, True]
+    assert trajectory.behavior_logprobs[3] == -1.25
+    assert (trajectory.oldest_version, trajectory.newest_version) == (4, 4)
+    ids.append(9)
+    return {"reward": sum(rewards), "tokens": len(trajectory.token_ids), "numpy": float("numpy" in sys.modules)}
 
 
 def hold_the_interpreter() -> None:

@@ -38,7 +38,7 @@ async def spread(
                 "POST", f"{path}?{query}", body, timeout_s=timeout_s, num_retries=0
             )
             own = answers.pop("")
-        except (EngineError, KeyError, AttributeError) as error:  # the latter: it is no receiver
+        except (EngineError, KeyError, AttributeError) as error:  # the latter two: it is not a receiver
             through = f"the receiver {first}, which should have passed it on, failed"
             behind = {url: {"error": through, "is_behind": True} for url in rest}
             return {first: {"error": str(error)}, **behind}
