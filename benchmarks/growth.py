@@ -100,7 +100,7 @@ def measured(path: Path, cache: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20,000 prompts")
+    parser.add_argument("--quick", action="store_true", help="20,000 prompts, no trajectories")
     parser.add_argument("--prompts", default="10000,1000000,5000000")
     parser.add_argument("--trajectories", default="1024x1000,8192x1000,256x30000", help="how many x new tokens")
     parser.add_argument("--read", help=argparse.SUPPRESS)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(held_trajectories.hold(*options.hold)))
         return
     sizes = [20_000] if options.quick else [int(size) for size in options.prompts.split(",") if size]
-    held = "64x50" if options.quick else options.trajectories
+    held = "" if options.quick else options.trajectories
     report = Report("growth")
     for size in sizes:
         for suffix in (".jsonl", ".parquet"):
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     report.add("prompts", axis="prompts", prompts=size, form=suffix[1:], is_cached=is_cached, **values)
     for size in filter(None, held.split(",")):
         report.add("trajectories", axis="trajectories", **held_trajectories.measured(*map(int, size.split("x"))))
-    report.finish(["prompts", "form", "is_cached", "start_s", "fingerprint_s", "ms_per_prompt", "rss_mib"])
+    report.finish()
 
 
 if __name__ == "__main__":

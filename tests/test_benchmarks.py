@@ -17,6 +17,7 @@ from benchmarks import (
     gpu_update,
     growth,
     grpo_vs_trl,
+    held_trajectories,
     local_engine,
     orchestrator,
     packing,
@@ -167,6 +168,12 @@ def test_growth_opens_prompts_in_every_form(capsys):
         (20_000, "jsonl", False), (20_000, "parquet", False), (20_000, "parquet", True),
     ]  # fmt: skip
     assert all(row["start_s"] > 0 and row["rss_mib"] > row["imports_mib"] for row in rows)
+
+
+def test_growth_measures_what_it_costs_to_hold_trajectories():
+    row = held_trajectories.hold(16, 50)
+    assert (row["trajectories"], row["tokens_each"], "bytes_per_token" in row) == (16, 250, True)
+    assert row["trajectories_per_processor_s"] > 0
 
 
 def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):

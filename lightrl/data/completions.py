@@ -152,6 +152,10 @@ class CompletionDataModule(PromptDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
 
+    def teardown(self, stage: str) -> None:
+        if self._windows is not None:
+            self._windows.wait()
+
     def _completed(self, prompt: Prompt, renderer: ChatRenderer) -> CompletedPrompt:
         assert prompt.token_ids is not None
         completions = [renderer.completion_ids(prompt.messages, text) for text in self.completions(prompt)]

@@ -35,6 +35,7 @@ from lightrl.engines.abilities import (
     ServesAdapters,
     SharesDevices,
     SharesFolder,
+    ShowsServers,
 )
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
@@ -48,7 +49,7 @@ from lightrl.engines.sglang.loading import Loading
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.open_files import raise_open_files
-from lightrl.engines.sglang.pool import ServerPool
+from lightrl.engines.sglang.pool import PooledServer, ServerPool
 from lightrl.engines.sglang.receivers import Receivers
 from lightrl.engines.sglang.request import RequestPictures
 from lightrl.engines.sglang.routes import check_routes
@@ -85,6 +86,7 @@ class SGLangEngine(
     ProvesWeights,
     SharesFolder,
     ServesAdapters,
+    ShowsServers,
 ):
     """A rollout engine of one or many SGLang servers: token ids in, token ids out, a weight version on each.
 
@@ -240,6 +242,9 @@ class SGLangEngine(
     def fleet(self) -> ServerFleet | None:
         """The processes of servers that were started here."""
         return self._members.fleet if self._members is not None else None
+
+    def server_states(self) -> list[PooledServer]:
+        return list(self.pool.servers.values())
 
     def expect_adapters(self, shape: AdapterShape, *, num_versions: int) -> None:
         """Servers that are started here get SGLang's arguments for these adapters."""
