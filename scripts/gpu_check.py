@@ -28,7 +28,8 @@ PACKAGES = (
     "lightning", "pytorch-lightning", "lightning-utilities", "transformers", "tokenizers", "datasets", "torchmetrics",
     "jsonargparse", "typeshed-client", "docstring-parser", "aiohttp", "math-verify", "latex2sympy2-extended",
     "antlr4-python3-runtime", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py", "tensorboard",
-    "grpcio", "httpx2", "httpcore2", "truststore", "importlib-resources", "dill", "multiprocess", "xxhash", "safetensors", "huggingface-hub", "peft", "accelerate",
+    "grpcio", "httpx2", "httpcore2", "truststore", "importlib-resources",
+    "dill", "multiprocess", "xxhash", "safetensors", "huggingface-hub", "peft", "accelerate",
     "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil",
 )  # fmt: skip
 PLATFORMS = [f"manylinux_2_{number}_x86_64" for number in (5, 12, 17, 24, 27, 28, 31, 34)]
