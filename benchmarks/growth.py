@@ -108,7 +108,7 @@ def measured(path: Path, cache: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20,000 prompts")
+    parser.add_argument("--quick", action="store_true", help="20,000 prompts, no trajectories")
     parser.add_argument("--prompts", default="10000,1000000,5000000")
     parser.add_argument("--trajectories", default="1024x1000,8192x1000,256x30000", help="how many x new tokens")
     parser.add_argument("--iterations", default="10,100,1000,10000", help="of one run, where it is measured")
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         draw(options.plot, options.plot.with_suffix(".png"))
         return
     sizes = [20_000] if options.quick else [int(size) for size in options.prompts.split(",") if size]
-    held = "64x50" if options.quick else options.trajectories
+    held = "" if options.quick else options.trajectories
     report = Report("growth")
     for size in sizes:
         for suffix in (".jsonl", ".parquet"):
@@ -138,9 +138,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                     report.add("prompts", axis="prompts", prompts=size, form=suffix[1:], is_cached=is_cached, **values)
     for size in filter(None, held.split(",")):
         report.add("trajectories", axis="trajectories", **held_trajectories.measured(*map(int, size.split("x"))))
+<<<<<<< HEAD
     for values in long_run.measured("2,10" if options.quick else options.iterations):
         report.add("iterations", axis="iterations", **values)
     report.finish(["prompts", "form", "is_cached", "start_s", "fingerprint_s", "ms_per_prompt", "rss_mib"])
+=======
+    report.finish()
+>>>>>>> main
 
 
 if __name__ == "__main__":

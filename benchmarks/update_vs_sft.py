@@ -5,8 +5,8 @@
 The RL side is the whole update phase of GRPO as lightrl.Trainer runs it, with hooks, callbacks and metrics, on recorded
 trajectories, so that nothing is generated. After each of its updates the same process takes a turn of the others:
 
-    sft      fine-tuning with nothing around it: cross-entropy of the same loss tokens through the same ParallelModel, in
-             the same microbatches, clipped, with a fused AdamW of its own
+    sft      fine-tuning with nothing around it: cross-entropy of the same loss tokens through the same ParallelModel,
+             in the same microbatches, clipped, with a fused AdamW of its own
     padded   one process only: the same in plain Hugging Face, all rows as wide as the longest, in microbatches of the
              number of rows that was fastest
 

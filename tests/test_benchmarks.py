@@ -17,6 +17,7 @@ from benchmarks import (
     gpu_update,
     growth,
     grpo_vs_trl,
+    held_trajectories,
     local_engine,
     orchestrator,
     packing,
@@ -174,6 +175,12 @@ def test_growth_opens_prompts_in_every_form_and_draws_what_it_measures(capsys, t
     (tmp_path / "growth.jsonl").write_text("a table\n" + "\n".join(json.dumps(line) for line in lines))
     growth.main(["--plot", str(tmp_path / "growth.jsonl")])
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_growth_measures_what_it_costs_to_hold_trajectories():
+    row = held_trajectories.hold(16, 50)
+    assert (row["trajectories"], row["tokens_each"], "bytes_per_token" in row) == (16, 250, True)
+    assert row["trajectories_per_processor_s"] > 0
 
 
 def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,19 +17,24 @@ class DraftModel:
 
     def __init__(self) -> None:
         self.own = {"model.fc.weight": torch.ones(4, 8)}
+        self.target: Callable[[], dict[str, Tensor]] = dict  # the target's parameters
         self._kept: dict[str, Tensor] = {}  # shared parameters that an update did not reach
 
-    def parameters(self, target: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: target[name] for name in _SHARED if name in target} | self._kept | self.own
+    def parameters(self) -> dict[str, Tensor]:
+        return self._shared() | self._kept | self.own
 
-    def keep(self, target: dict[str, Tensor]) -> None:
+    def keep(self) -> None:
         """From now on it has the present values of what it shares."""
-        self._kept = {name: target[name].clone() for name in _SHARED if name in target}
+        self._kept = {name: tensor.clone() for name, tensor in self._shared().items()}
 
     def share(self) -> None:
         """Undoes `keep`."""
         self._kept = {}
 
-    def num_wrong(self, target: dict[str, Tensor]) -> int:
+    def num_wrong(self) -> int:
         """How many values differ from the target's."""
-        return sum(int((kept != target[name]).sum()) for name, kept in self._kept.items())
+        shared = self._shared()
+        return sum(int((kept != shared[name]).sum()) for name, kept in self._kept.items())
+
+    def _shared(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.target().items() if name in _SHARED}

@@ -66,7 +66,6 @@ class EmbeddedModel(ScriptedModel):
         self._versions = {0: version}  # names of the engine's numbers
         self._dtype = dtype
         self._num_ranks = num_ranks
-        self._draft = draft
         self._history: LoadHistory | None = None
         self._stale: LocalEngine | None = None  # with the weights of stale key-values
         self._engine = self._make_engine(config)
@@ -74,6 +73,9 @@ class EmbeddedModel(ScriptedModel):
             vocab_size=int(config.vocab_size), max_context=int(self._engine.max_context or 2**20), version=version
         )
         self.config = config
+        self.draft = draft
+        if draft is not None:
+            draft.target = self._engine.read_weights
         eos = config.eos_token_id
         self.eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
         if list(Path(folder).glob("*.safetensors")):
@@ -104,6 +106,12 @@ class EmbeddedModel(ScriptedModel):
             raise Refused(f"{error}") from error
         self._adapted[name] = engine
 
+    def copy_adapter(self, source: str, target: str) -> int:
+        old, new = self._adapters[source][1], self._adapters[target][1]
+        self._adapters[target] = self._adapters[source]
+        self._adapted[target].load_weights([Bucket(self._with_adapter(target), is_last=True)], weight_version=1)
+        return sum(int((old[name] != tensor).sum()) for name, tensor in new.items())
+
     def unload_adapter(self, name: str) -> None:
         del self._adapters[name]
         self._adapted.pop(name).close()
@@ -132,16 +140,8 @@ class EmbeddedModel(ScriptedModel):
 
     def forget_history(self) -> None:
         self._history = None
-        if self._draft is not None:
-            self._draft.share()
-
-    def keep_draft(self) -> None:
-        assert self._draft is not None, "start the server with --speculative-algorithm EAGLE"
-        self._draft.keep(self._engine.read_weights())
-
-    def num_wrong_in_draft(self) -> int:
-        assert self._draft is not None
-        return self._draft.num_wrong(self._engine.read_weights())
+        if self.draft is not None:
+            self.draft.share()
 
     def keep_stale(self) -> None:
         if self._stale is None:
@@ -224,8 +224,8 @@ class EmbeddedModel(ScriptedModel):
     def checksums(self) -> list[dict[str, str]]:
         held = self._engine.read_weights()
         ranks = checksums(held, self.config, self._num_ranks)
-        if self._draft is not None:
-            drafts = checksums(self._draft.parameters(held), self.config, self._num_ranks)
+        if self.draft is not None:
+            drafts = checksums(self.draft.parameters(), self.config, self._num_ranks)
             for rank, draft in zip(ranks, drafts, strict=True):
                 rank |= {f"draft.{name}": digest for name, digest in draft.items()}
         return ranks

@@ -71,6 +71,7 @@ class ScriptedModel:
         self.version = version
         self.num_loads = 0
         self.config: Any = None  # of a model
+        self.draft: Any = None  # a DraftModel
         self._sums: dict[str, str] = {"script": "0"}
         self._running = asyncio.Event()
         self._running.set()
@@ -138,6 +139,10 @@ class ScriptedModel:
         """Adds an adapter, or raises Refused."""
         raise Refused("A fake server with a script takes no adapters. Start it with --model-path.")
 
+    def copy_adapter(self, source: str, target: str) -> int:
+        """Puts the values of one adapter into another; how many of them changed."""
+        raise Refused("A fake server with a script has no adapters.")
+
     def unload_adapter(self, name: str) -> None:
         raise Refused("A fake server with a script has no adapters.")
 
@@ -146,14 +151,6 @@ class ScriptedModel:
 
     def forget_history(self) -> None:
         """Undoes `keep_history`."""
-
-    def keep_draft(self) -> None:
-        """The draft model keeps the present values of what it shares with the target, whatever is loaded."""
-        raise Refused("A fake server with a script has no draft model.")
-
-    def num_wrong_in_draft(self) -> int:
-        """How many values of the draft model are not the target's."""
-        return 0
 
     def keep_stale(self) -> None:
         """Requests that are stale are answered with the present weights from now on, whatever is loaded."""

@@ -15,7 +15,7 @@ Reading order:
       memory.py      what a colocated server has released
       weight_proofs.py  digests of what was sent, against the servers'; cache_canary.py  was the prefix cache emptied?
       draft_models.py  of speculative decoding; server_process.py  which process answers, of which model
-    server.py        one server process; command.py  its command line; held_port.py  its port
+    server.py        one server process; command.py  its command line; held_port.py  its port; gpus.py  its GPUs
       fleet.py       several of them, restarted when they die
     scoring.py       a teacher's logprobs or a reward model's numbers, from a server
 

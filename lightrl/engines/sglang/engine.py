@@ -35,6 +35,7 @@ from lightrl.engines.abilities import (
     ServesAdapters,
     SharesDevices,
     SharesFolder,
+    ShowsServers,
 )
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
@@ -42,12 +43,13 @@ from lightrl.engines.sglang.cache_canary import CacheCanary
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import dtype_of_auto, usable_token
 from lightrl.engines.sglang.connection import Connection
+from lightrl.engines.sglang.gpus import started_on, visible
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.loading import Loading
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.open_files import raise_open_files
-from lightrl.engines.sglang.pool import ServerPool
+from lightrl.engines.sglang.pool import PooledServer, ServerPool
 from lightrl.engines.sglang.receivers import Receivers
 from lightrl.engines.sglang.request import RequestPictures
 from lightrl.engines.sglang.routes import check_routes
@@ -84,6 +86,7 @@ class SGLangEngine(
     ProvesWeights,
     SharesFolder,
     ServesAdapters,
+    ShowsServers,
 ):
     """A rollout engine of one or many SGLang servers: token ids in, token ids out, a weight version on each.
 
@@ -103,7 +106,8 @@ class SGLangEngine(
         tp: GPUs of each of these (`tp_size`).
         sglang_python: Python of the environment that has SGLang; for None see docs/serve-with-sglang.md.
         server_args: SGLang's arguments by their own names, such as `{mem_fraction_static: 0.8}`.
-        devices: GPUs of the started servers, `tp` for each in turn; None numbers them from 0, or uses none.
+        devices: GPUs of the started servers, `tp` for each in turn; None takes those that the trainer does not use, or
+            the trainer's if colocated.
         seed: of the started servers; each adds its number.
         token: the servers' API key; those we start get a random one. None reads LIGHTRL_SERVER_TOKEN.
         transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU), `tensor` (same host; SGLang
@@ -186,6 +190,7 @@ class SGLangEngine(
         self.sglang_python = sglang_python
         self.server_args = dict(server_args or {})
         self.devices = list(devices) if devices is not None else None
+        self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
         self.seed = seed
         self.token = token
         self.transport = transport
@@ -237,6 +242,9 @@ class SGLangEngine(
     def fleet(self) -> ServerFleet | None:
         """The processes of servers that were started here."""
         return self._members.fleet if self._members is not None else None
+
+    def server_states(self) -> list[PooledServer]:
+        return list(self.pool.servers.values())
 
     def expect_adapters(self, shape: AdapterShape, *, num_versions: int) -> None:
         """Servers that are started here get SGLang's arguments for these adapters."""
@@ -452,12 +460,12 @@ class SGLangEngine(
         if self._served is not None and self._expected_adapters is not None:
             shape, num_versions = self._expected_adapters
             more |= shape.server_args(num_versions)
-        devices = self.devices if self.devices is not None else list(range(torch.cuda.device_count())) or None
+        gpus = started_on(self)
         servers = make_servers(
             write_model_folder(config, scratch / "model"),
             self.num_servers,
             tp=self.tp,
-            devices=devices,
+            devices=None if gpus is None else visible(gpus),
             seed=self.seed,
             args={"load_format": "dummy", **more, **self.server_args},
             python=self.sglang_python,
