@@ -8,8 +8,8 @@ Axes (a list that is empty leaves its axis out):
     prompts    a fresh process opens this many rows, in a JSONL and in a Parquet file: seconds until the first prompt is
                rendered (`start_s`; for Parquet once more with the cache of `datasets` that the first start has made),
                until the fingerprint of the first checkpoint is there, milliseconds for each further prompt in shuffled
-               order, alone and in a batch (in a run: in a thread, ahead of need), and the process's resident memory. Imports are not counted in the seconds, but in the memory:
-               `imports_mib` is what they take.
+               order, alone and in a batch (in a run: in a thread, ahead of need), and the process's resident memory.
+               Imports are not counted in the seconds, but in the memory: `imports_mib` is what they take.
     trajectories  a fresh process plays and holds this many trajectories, with so many new tokens each: bytes per token,
                and trajectories per second of its processor time (held_trajectories.py)
     iterations  one run with a tiny policy, FakeEngine, CSV, TensorBoard, TrajectoryLog and LearningCurve: seconds and
@@ -138,13 +138,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     report.add("prompts", axis="prompts", prompts=size, form=suffix[1:], is_cached=is_cached, **values)
     for size in filter(None, held.split(",")):
         report.add("trajectories", axis="trajectories", **held_trajectories.measured(*map(int, size.split("x"))))
-<<<<<<< HEAD
     for values in long_run.measured("2,10" if options.quick else options.iterations):
         report.add("iterations", axis="iterations", **values)
-    report.finish(["prompts", "form", "is_cached", "start_s", "fingerprint_s", "ms_per_prompt", "rss_mib"])
-=======
     report.finish()
->>>>>>> main
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_all_bad_rows_are_named_not_only_the_first(settings, config, capsys):
 
 
 def test_streamed_rows_and_chats_for_sft_are_read_too(settings, config, capsys):
-    rows = [json.dumps({"question": str(n), "answer": "1 2"}) for n in range(4)] + ['{"question": "1", "answer": " "}']
+    rows = [json.dumps({"question": str(n), "answer": "1"}) for n in range(4)] + ['{"question": "1", "answer": " "}']
     streamed = data_settings(settings, rows, streaming=True)
     assert main(["doctor", "data", "--config", config(streamed)]) == 1
     said = capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_streamed_rows_and_chats_for_sft_are_read_too(settings, config, capsys):
     model = {"class_path": "SFT", "init_args": {"policy": settings["model"]["init_args"]["policy"]}}
     chats = {"class_path": "SFTDataModule", "init_args": streamed["data"]["init_args"]}
     assert main(["doctor", "data", "--config", config({**settings, "model": model, "data": chats})]) == 1
-    assert capsys.readouterr().out.startswith("train: 4 prompts of 4 to 4 tokens (median 4), 0 rows dropped, 1 bad")
+    assert capsys.readouterr().out.startswith("train: 4 prompts of 3 to 3 tokens (median 3), 0 rows dropped, 1 bad")
 
 
 @pytest.mark.parametrize(
