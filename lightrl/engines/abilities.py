@@ -5,7 +5,7 @@ The framework checks `isinstance(engine, ScoresTokens)` before it uses an abilit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Literal, Protocol, runtime_checkable
 
 from lightrl.models.lora import AdapterShape
@@ -127,8 +127,18 @@ class ServesAdapters(Protocol):
 
 @runtime_checkable
 class ShowsServers(Protocol):
-    """Tells what its servers do, for `lightrl status`."""
+    """Has servers whose states `lightrl status` shows."""
 
-    def server_states(self) -> Sequence[object]:
+    @property
+    def pool(self) -> ServerStates:
+        """What it knows of its servers."""
+        ...
+
+
+class ServerStates(Protocol):
+    """The servers of an engine, by address."""
+
+    @property
+    def servers(self) -> Mapping[str, object]:
         """Data classes with url, state, weight_version, num_requests, outstanding_tokens and reason."""
         ...
