@@ -8,7 +8,8 @@ namespace behind a veth of 800 Mbit/s (`tc tbf`). The full sync goes the same wa
 bucket to the server's resumption, and take turns. Without root or `tc` everything is on the loopback and
 `speedup_over_full` is null.
 
-    growth   a version to 1 … 16 receivers, all on this machine: seconds, and what leaves the trainer, in models
+    growth   a version to 1 … 16 receivers, all on this machine: seconds, and what leaves the trainer, in models; for a
+             process group and a shared folder see sync_growth.py
     paper    1T parameters to 128 servers, by arithmetic alone: no byte is sent
 """
 
@@ -39,6 +40,7 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from benchmarks.local_engine import make_model
 from benchmarks.report import Report
+from benchmarks.sync_growth import grown
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.held_port import HeldPort
@@ -46,7 +48,7 @@ from lightrl.engines.sglang.relay import FAN_OUT
 from lightrl.engines.sglang.sync import ServerSync
 from lightrl.engines.sglang.sync_report import Fleet, SyncReport
 from lightrl.engines.sglang.transports import DeltaTransport
-from lightrl.weights import Bucket, ServerForm, bucketed
+from lightrl.weights import Bucket, Digests, ServerForm, ServerLayout, bucketed
 from lightrl.weights.delta_folder import NOTHING
 
 MIB = 2**20
@@ -90,8 +92,9 @@ class Link:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            subprocess.run(["ip", "netns", "del", self.name], check=False, capture_output=True)  # and both ends
+        with contextlib.suppress(OSError):  # the link first: that of a namespace goes later, in the background
+            for command in (["ip", "link", "del", f"lr{os.getpid() % 10**6}"], ["ip", "netns", "del", self.name]):
+                subprocess.run(command, check=False, capture_output=True)
 
 
 class Side:
@@ -169,6 +172,15 @@ class Trainer:
         )
         return time.perf_counter() - start, report
 
+    def hashed(self) -> float:
+        """Seconds of a version's digests alone, as for a CPU server; a sync computes them beside the transfer."""
+        form, start = ServerForm.of(self.model.config, torch.bfloat16), time.perf_counter()
+        digests = Digests(self.model.config, form, [ServerLayout(torch.bfloat16)])
+        for bucket in bucketed(self.model.named_parameters(), self.bucket_mib * MIB):
+            digests.add(bucket)
+        digests.finish()
+        return time.perf_counter() - start
+
     def digests(self) -> dict[str, str]:
         return {name: _digest(parameter.detach().bfloat16()) for name, parameter in self.model.named_parameters()}
 
@@ -203,6 +215,7 @@ def _delta_row(trainer: Trainer, name: str, lr: float, repeats: int, *, has_link
         is_equal = is_equal and trainer.side.digests() == trainer.digests()
     parts = {key: statistics.median(one.seconds[key] for one in reports) for key in reports[0].seconds}
     paused = [sum(one.seconds[key] for key in ("pause", "load", "verify", "resume")) for one in reports]
+    digest_s = trainer.hashed()
     return {
         "model": name,
         "lr": lr,
@@ -213,6 +226,8 @@ def _delta_row(trainer: Trainer, name: str, lr: float, repeats: int, *, has_link
         "full_s": round(statistics.median(full), 3),
         "delta_s": round(statistics.median(delta), 3),
         "pause_s": round(statistics.median(paused), 3),
+        "digest_s": round(digest_s, 3),
+        "digest_fraction_of_full": round(digest_s / statistics.median(full), 3),
         **{f"{key}_s": round(value, 3) for key, value in parts.items() if key in ("stage", "load")},
         "link_mb_per_s": LINK_MB_PER_S if has_link else None,
     }
@@ -225,7 +240,8 @@ def measure_growth(report: Report, options: argparse.Namespace) -> None:
             receivers = [stack.enter_context(_lone_receiver()) for _ in range(num)]
             for url in receivers:
                 _wait_for(f"{url}/ready")
-            for kind, values in asyncio.run(_grown(receivers, options.growth_mib)).items():
+            rows = asyncio.run(_grown(receivers, options.growth_mib)) | grown(num, options.growth_mib)
+            for kind, values in rows.items():
                 report.add("growth", transport=kind, receivers=num, mib=options.growth_mib, **values)
 
 
@@ -256,7 +272,7 @@ async def _grown(receivers: list[str], mib: int) -> dict[str, dict[str, float]]:
     named = {f"layers.{index}": torch.randn(MIB // 2).bfloat16().float() for index in range(mib)}
     num_bytes = sum(2 * tensor.numel() for tensor in named.values())
     found = {}
-    for version, kind in enumerate(("full", "delta")):
+    for version, kind in enumerate(("delta transport, full", "delta")):
         fleet = Fleet([SGLangClient(url) for url in servers], 600.0)
         start = time.perf_counter()
         await transport.stage(fleet, _fed(named), version)

@@ -1,13 +1,15 @@
 """What grows with the size of a run.
 
-    python -m benchmarks.growth [--quick] [--prompts 10000,1000000,5000000]
+    python -m benchmarks.growth [--quick] [--prompts 10000,1000000,5000000] [--trajectories 1024x1000,8192x1000]
 
-Axes:
+Axes (a list that is empty leaves its axis out):
     prompts    a fresh process opens this many rows, in a JSONL and in a Parquet file: seconds until the first prompt is
                rendered (`start_s`; for Parquet once more with the cache of `datasets` that the first start has made),
                until the fingerprint of the first checkpoint is there, milliseconds for each further prompt in shuffled
                order, and the process's resident memory. Imports are not counted in the seconds, but in the memory:
                `imports_mib` is what they take.
+    trajectories  a fresh process plays and holds this many trajectories, with so many new tokens each: bytes per token,
+               and trajectories per second of its processor time (held_trajectories.py)
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import held_trajectories
 from benchmarks.report import Report, peak_rss_mib
 
 BATCH = 100_000  # rows written at once
@@ -97,14 +100,20 @@ def measured(path: Path, cache: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20,000 prompts")
+    parser.add_argument("--quick", action="store_true", help="20,000 prompts, no trajectories")
     parser.add_argument("--prompts", default="10000,1000000,5000000")
+    parser.add_argument("--trajectories", default="1024x1000,8192x1000,256x30000", help="how many x new tokens")
     parser.add_argument("--read", help=argparse.SUPPRESS)
+    parser.add_argument("--hold", nargs=2, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.read:
         print(json.dumps(read(options.read)))
         return
-    sizes = [20_000] if options.quick else [int(size) for size in options.prompts.split(",")]
+    if options.hold:
+        print(json.dumps(held_trajectories.hold(*options.hold)))
+        return
+    sizes = [20_000] if options.quick else [int(size) for size in options.prompts.split(",") if size]
+    held = "" if options.quick else options.trajectories
     report = Report("growth")
     for size in sizes:
         for suffix in (".jsonl", ".parquet"):
@@ -114,7 +123,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for is_cached in (False, True) if suffix == ".parquet" else (False,):
                     values = measured(path, Path(folder) / "cache")
                     report.add("prompts", axis="prompts", prompts=size, form=suffix[1:], is_cached=is_cached, **values)
-    report.finish(["prompts", "form", "is_cached", "start_s", "fingerprint_s", "ms_per_prompt", "rss_mib"])
+    for size in filter(None, held.split(",")):
+        report.add("trajectories", axis="trajectories", **held_trajectories.measured(*map(int, size.split("x"))))
+    report.finish()
 
 
 if __name__ == "__main__":

@@ -45,8 +45,13 @@ TARGETS = {("1M", 64, "skewed"): 3.0, ("27M", 64, "skewed"): 2.0}
 
 
 def make_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(make_config(name), dtype=torch.float32).eval()
+
+
+def make_config(name: str) -> Qwen3Config:
     size = MODELS[name]
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=size["vocab"],
         hidden_size=size["hidden"],
         intermediate_size=size["intermediate"],
@@ -60,8 +65,6 @@ def make_model(name: str) -> PreTrainedModel:
         eos_token_id=END_TOKEN,
         pad_token_id=0,
     )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def make_prompts(count: int, vocab_size: int) -> list[list[int]]:

@@ -45,6 +45,10 @@ LARGEST_DIFFERENCE = 1e-4  # of the gradients, relative, in float32
 
 
 def make_experience(prompt_tokens: int, lengths: Sequence[int], vocab_size: int) -> Experience:
+    return Experience.from_trajectories(make_trajectories(prompt_tokens, lengths, vocab_size))
+
+
+def make_trajectories(prompt_tokens: int, lengths: Sequence[int], vocab_size: int) -> list[Trajectory]:
     """Groups of GROUP_SIZE random completions of these lengths; a group has one prompt."""
     generator = random.Random(0)
     trajectories = []
@@ -67,7 +71,7 @@ def make_experience(prompt_tokens: int, lengths: Sequence[int], vocab_size: int)
                 reward=generator.gauss(0.0, 1.0),
             )
         )
-    return Experience.from_trajectories(trajectories)
+    return trajectories
 
 
 def weighted_sum(experience: Experience, logprobs: Tensor) -> Tensor:

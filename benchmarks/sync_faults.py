@@ -21,8 +21,11 @@ import argparse
 import contextlib
 import logging
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -51,6 +55,8 @@ from lightrl import (
 )
 from lightrl.callbacks import RLCallback
 from lightrl.engines import Timeouts
+from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
+from lightrl.engines.sglang.held_port import HeldPort
 from lightrl.errors import LightRLError
 from lightrl.testing import QUIET, FakeServerProcess
 
@@ -59,6 +65,7 @@ WRONG_VERSION = 2  # of which the sync goes wrong
 NUM_ITERATIONS = 5
 BUCKET_BYTES = 16_384  # several files or buckets
 UPDATES = "/update_weights"
+TOKEN = "a-token"  # of the weight receiver
 MARKERS = ("<!-- python -m benchmarks.sync_faults --write docs/faults.md -->", "<!-- end of the table -->")
 
 
@@ -72,6 +79,9 @@ class SyncFault:
     transport: str = "disk"
     dtype: str = "bfloat16"  # of the servers
     has_lora: bool = False
+    adapters: str = "merged"
+    lr: float = LR
+    damage: str = ""  # one of DAMAGES, to what the delta's receiver holds, in place of a server's fault
     models: tuple[str, str] = ("model", "model")  # of MODELS: the trainer's, and what the servers start with
     armed_at: int | None = WRONG_VERSION - 1  # by the start of the rollout with this version; None before the run
     on_all: bool = False  # on every server, else on the first
@@ -80,6 +90,18 @@ class SyncFault:
 
 def _load(name: str, kind: str, *, names: str = "", versions_back: int = 1, **run: Any) -> SyncFault:
     return SyncFault(name, {"kind": kind, "path": UPDATES, "names": names, "versions_back": versions_back}, **run)
+
+
+def _adapter(name: str, kind: str, **run: Any) -> SyncFault:
+    """A fault of adapters that are served beside their base."""
+    fault = {"kind": kind, "path": "/load_lora_adapter_from_tensors"}
+    return SyncFault(
+        name, fault, dtype="float32", has_lora=True, adapters="served", models=("model", "adapters"), **run
+    )
+
+
+def _damage(name: str, damage: str) -> SyncFault:
+    return SyncFault(name, {}, transport="delta", damage=damage)
 
 
 FAULTS = (
@@ -115,6 +137,16 @@ FAULTS = (
     _load("adapters never delivered: the base", "old_version", versions_back=1000, has_lora=True),
     _load("one matrix without its adapter", "old_version", versions_back=1000, has_lora=True, names="1.mlp.up_proj"),
     _load("the prefix cache not flushed", "keep_cache"),
+    _load("an update of a draft model missing", "stale_draft", models=("model", "draft model")),
+    _adapter("served adapters acknowledged and not kept", "lose_update", is_silent=False),
+    _adapter("served adapters of the previous version under the new name", "old_adapter"),
+    _adapter("the same at lr 1e-4, usual for adapters", "old_adapter", lr=1e-4),
+    _load("acknowledged and ignored, delta", "ignore_update", transport="delta"),
+    _load("the previous version loaded, delta", "old_version", transport="delta"),
+    _damage("a delta's base with one bit flipped", "flip_bit"),
+    _damage("a delta's base with two parameters swapped", "swap"),
+    _damage("a delta's base of the version before, in place of the right one", "old"),
+    _damage("a delta's base with zeros at the end of a file", "torn"),
     SyncFault("old weights back after the sync was verified", {"kind": "revert", "path": "/continue_generation"}),
     SyncFault("old weights back amid a rollout", {"kind": "revert", "skip": 2}, armed_at=WRONG_VERSION),
     SyncFault("restarted with old weights as the new version", {"kind": "restart", "skip": 2}, armed_at=WRONG_VERSION),
@@ -123,7 +155,8 @@ FAULTS = (
 )
 
 # Of which faults nothing has noticed within one iteration, as (name, number of servers).
-UNNOTICED: frozenset[tuple[str, int]] = frozenset()
+# Of an adapter, which starts at zero, a step of 1e-6 changes logprobs by less than float32 can tell.
+UNNOTICED = frozenset(("served adapters of the previous version under the new name", num) for num in (1, 2))
 
 # What a message says, and what noticed the fault; the first that matches.
 NOTICED_BY = {
@@ -132,6 +165,9 @@ NOTICED_BY = {
     r"another process answers|was restarted": "identity",
     r"unlike those of the other": "replicas",
     r"are not the trainer's": "digests",
+    r"did not take a delta": "digest of the delta's result",
+    r"does not list it": "list of adapters",
+    r"draft model": "digests of the draft",
     r"key-values": "canary",
     r"previous version|two.version": "two-version probe",
     r"probe differs": "probe bound",
@@ -142,6 +178,7 @@ NOTICED_BY = {
 OUTCOMES = {
     r"gets the (weights anew|new version)": "the server got the next version",
     r"is lost": "the server left and got the version again",
+    r"gets the whole version": "the whole version was sent",
     r"Its cache is flushed": "the server's cache was flushed",
 }
 
@@ -158,10 +195,18 @@ class Watch(RLCallback):
 
     Args:
         arm: is called when the rollout with version `armed_at` starts; not at all if that is None.
+        before: is called when the rollout before that one starts.
     """
 
-    def __init__(self, arm: Callable[[], object] = lambda: None, armed_at: int | None = WRONG_VERSION - 1) -> None:
+    def __init__(
+        self,
+        arm: Callable[[], object] = lambda: None,
+        armed_at: int | None = WRONG_VERSION - 1,
+        *,
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
         self.arm = arm
+        self.before = before
         self.armed_at = armed_at
         self.num_rollouts = 0
         self.notices: list[tuple[int, str]] = []
@@ -169,6 +214,8 @@ class Watch(RLCallback):
     def on_rollout_start(self, trainer: Any, module: Any) -> None:
         if trainer.weight_version == self.armed_at:
             self.arm()
+        elif self.armed_at is not None and trainer.weight_version == self.armed_at - 1:
+            self.before()
         if trainer.weight_version >= WRONG_VERSION:
             self.num_rollouts += 1
 
@@ -234,6 +281,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "model": ("model", {}),
     "bfloat16": ("model", {"dtype": "bfloat16"}),
     "two ranks": ("model", {"tp_size": 2}),
+    "adapters": (
+        "model",
+        {
+            "enable_lora": True,
+            "max_lora_rank": 2,
+            "lora_target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")],
+        },
+    ),
+    "draft model": ("model", {"speculative_algorithm": "EAGLE"}),
     "tied": ("tied", {}),
     "twin": ("twin", {}),
     "untied": ("untied", {}),
@@ -265,12 +321,61 @@ def write_models(root: Path) -> None:
         model.to(torch.bfloat16 if name == "untied" else torch.float32).save_pretrained(root / name)
 
 
+# What changes in a file of safetensors, given the file of the version before: [bytes], behind the header.
+DAMAGES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "flip_bit": lambda held, old: np.concatenate([held[:1] ^ 1, held[1:]]),
+    "swap": lambda held, old: np.roll(held, len(held) // 2),
+    "old": lambda held, old: old,
+    "torn": lambda held, old: np.concatenate([held[:-64], np.zeros(64, np.uint8)]),
+}
+
+
+class DeltaReceiver:
+    """A weight receiver, whose files can be damaged behind its back."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._held = HeldPort("127.0.0.1")
+        self.url = f"http://127.0.0.1:{self._held.number}"
+        command = [sys.executable, "-m", "lightrl.engines.sglang.receiver", "--port", str(self._held.number)]
+        self._process = subprocess.Popen(
+            [*command, "--folder", str(root)], env=os.environ | {TOKEN_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1"}
+        )
+        self._old: dict[str, bytes] = {}
+
+    def keep(self) -> None:
+        """Copies the version that it has, for `old`."""
+        self._old = {file.name: file.read_bytes() for file in self._files()}
+
+    def damage(self, name: str) -> int:
+        """Changes its files in place; how many bfloat16 values are wrong then."""
+        num_wrong = 0
+        for file in self._files():
+            right, old = file.read_bytes(), self._old[file.name]
+            start = 8 + int.from_bytes(right[:8], "little")
+            held, before = (np.frombuffer(content[start:], np.uint8) for content in (right, old))
+            wrong = DAMAGES[name](held, before)
+            num_wrong += int((wrong.view("<u2") != held.view("<u2")).sum())
+            with file.open("r+b") as opened:  # the receiver has it mapped
+                opened.write(right[:start] + wrong.tobytes())
+        return num_wrong
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._held.close()
+
+    def _files(self) -> list[Path]:
+        return sorted(self.root.glob("version-*/*.safetensors"))[-1:]
+
+
 class Servers:
     """Fake servers that runs share: those of one of MODELS, started when they are first needed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._processes: dict[str, list[FakeServerProcess]] = {name: [] for name in MODELS}
+        self._receiver: DeltaReceiver | None = None
 
     def folder(self, model: str) -> Path:
         return self.root / MODELS[model][0]
@@ -290,7 +395,14 @@ class Servers:
             process.reset()
         return processes[:num]
 
+    def receiver(self) -> DeltaReceiver:
+        if self._receiver is None:
+            self._receiver = DeltaReceiver(self.root / "receiver")
+        return self._receiver
+
     def stop(self) -> None:
+        if self._receiver is not None:
+            self._receiver.stop()
         for process in [process for processes in self._processes.values() for process in processes]:
             process.stop()
 
@@ -316,13 +428,18 @@ def fit(
     transport: str = "disk",
     dtype: str = "bfloat16",
     has_lora: bool = False,
+    adapters: str = "merged",
+    receivers: Sequence[str] | None = None,
+    lr: float = LR,
     max_staleness: int = 0,
     num_iterations: int = NUM_ITERATIONS,
 ) -> Result:
     """One run, with its warnings and its error."""
     start = time.perf_counter()
     engine = SGLangEngine(
-        urls=urls, token=token, transport=transport, probe_interval_s=0.1,  # type: ignore[arg-type]
+        urls=urls, token=token, probe_interval_s=0.1, receivers=receivers,
+        transport=transport,  # type: ignore[arg-type]
+        adapters=adapters,  # type: ignore[arg-type]
         weights_dtype=None if dtype == "float32" else dtype, timeouts=Timeouts(request_s=60, sync_s=60),
     )  # fmt: skip
     sync = WeightSync()
@@ -333,7 +450,7 @@ def fit(
     )  # fmt: skip
     spec = ModelSpec(path=str(model), tokenizer="lightrl.testing.char_tokenizer")
     module = Scored(
-        Role(spec, lora=LoRA(rank=2)) if has_lora else spec, lr=LR, group_size=4, sampling=Sampling(max_new_tokens=8)
+        Role(spec, lora=LoRA(rank=2)) if has_lora else spec, lr=lr, group_size=4, sampling=Sampling(max_new_tokens=8)
     )
     # The same prompts in each iteration, for the prefix cache.
     prompts = [Prompt(f"p{number}", token_ids=[number % 2, 5, 8, 9]) for number in range(2 * num_iterations + 16)]
@@ -349,22 +466,34 @@ def fit(
     return Result(watch.notices, error, num_syncs=trainer.weight_version + 1, seconds=time.perf_counter() - start)
 
 
+def delta_settings(receiver: DeltaReceiver | None) -> dict[str, Any]:
+    """Arguments of `fit`."""
+    return {} if receiver is None else {"receivers": [receiver.url], "token": TOKEN}
+
+
 def run_fault(fault: SyncFault, num_servers: int, servers: Servers) -> Result:
     processes = servers.take(fault.models[1], num_servers)
 
+    receiver = servers.receiver() if fault.transport == "delta" else None
+    num_damaged: list[int] = []  # values
+
     def arm() -> None:
-        for process in processes if fault.on_all else processes[:1]:
+        if fault.damage and receiver is not None:
+            num_damaged.append(receiver.damage(fault.damage))
+        for process in () if fault.damage else processes if fault.on_all else processes[:1]:
             process.fault(**fault.fault)
 
     if fault.armed_at is None:
         arm()
     result = fit(
-        [process.url for process in processes], servers.folder(fault.models[0]), Watch(arm, fault.armed_at),
-        transport=fault.transport, dtype=fault.dtype, has_lora=fault.has_lora,
+        [process.url for process in processes], servers.folder(fault.models[0]),
+        Watch(arm, fault.armed_at, before=receiver.keep if receiver else lambda: None),
+        transport=fault.transport, dtype=fault.dtype, has_lora=fault.has_lora, adapters=fault.adapters,
+        lr=fault.lr, **delta_settings(receiver),
     )  # fmt: skip
     fired = [entry for process in processes for entry in process.stats()["faults"]]
-    result.num_fired = sum(entry["num_fired"] for entry in fired)
-    result.num_wrong_values = sum(entry["num_wrong_values"] for entry in fired)
+    result.num_fired = sum(entry["num_fired"] for entry in fired) + len(num_damaged)
+    result.num_wrong_values = sum(entry["num_wrong_values"] for entry in fired) + sum(num_damaged)
     return result
 
 
@@ -378,6 +507,9 @@ HEALTHY: tuple[tuple[dict[str, Any], str, int], ...] = (
     ({"transport": "tensor", "dtype": "float32"}, "model", 1),
     ({}, "bfloat16", 1),
     ({"has_lora": True}, "bfloat16", 2),
+    ({"transport": "tensor"}, "draft model", 1),
+    ({"transport": "delta"}, "model", 2),
+    ({"has_lora": True, "adapters": "served", "dtype": "float32"}, "adapters", 1),
 )
 
 
@@ -387,7 +519,9 @@ def run_healthy(num_syncs: int, servers: Servers) -> dict[str, Any]:
     for settings, model, num_servers in HEALTHY:
         urls = [process.url for process in servers.take(model, num_servers)]
         num_iterations = max(1, math.ceil(num_syncs / len(HEALTHY)) - 1)  # and the sync before the first one
-        results.append(fit(urls, servers.folder(model), Watch(), num_iterations=num_iterations, **settings))
+        receiver = servers.receiver() if settings.get("transport") == "delta" else None
+        more = settings | delta_settings(receiver)
+        results.append(fit(urls, servers.folder(model), Watch(), num_iterations=num_iterations, **more))
     alarms = [text for result in results for _, text in result.notices]
     return {
         "healthy_syncs": sum(result.num_syncs for result in results), "false_alarms": len(alarms),
@@ -397,10 +531,10 @@ def run_healthy(num_syncs: int, servers: Servers) -> dict[str, Any]:
 
 def row(fault: SyncFault, num_servers: int, result: Result) -> dict[str, Any]:
     return {
-        "fault": fault.name, "servers": num_servers, "lr": LR, "dtype": fault.dtype, "noticed_by": result.noticed_by,
-        "iterations": result.iterations, "is_silent": fault.is_silent, "num_fired": result.num_fired,
-        "wrong_values": result.num_wrong_values, "outcome": result.outcome, "seconds": round(result.seconds, 1),
-        "message": result.notices[0][1] if result.notices else "",
+        "fault": fault.name, "servers": num_servers, "lr": fault.lr, "dtype": fault.dtype,
+        "noticed_by": result.noticed_by, "iterations": result.iterations, "is_silent": fault.is_silent,
+        "num_fired": result.num_fired, "wrong_values": result.num_wrong_values, "outcome": result.outcome,
+        "seconds": round(result.seconds, 1), "message": result.notices[0][1] if result.notices else "",
     }  # fmt: skip
 
 

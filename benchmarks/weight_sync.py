@@ -30,6 +30,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -124,22 +125,28 @@ class Sender:
             folder = WeightFolder(root, Qwen3Config(tie_word_embeddings=False), keep=1, is_durable=is_durable)
             self.ask("folder", str(folder.write(self.buckets(), 0)))
             return
-        for bucket in self.buckets():
-            if way == "in_process":
-                for name, tensor in bucket.tensors.items():
-                    self.other[name].copy_(tensor)
-                del tensor  # or it would live on while the next bucket is gathered
-            elif way == "shared_memory":
-                for part in bucketed(bucket.tensors.items(), PART_BYTES):  # as SharedMemoryTransport sends it
-                    self.shared.fill(part)
-                    self.ask("shared", self.shared.payload())
-                del part
-            elif way == "gloo":
-                self.questions.put(("broadcast", list(bucket.tensors)))
-                self.group.broadcast(bucket.tensors.values())
-            del bucket
-            if way == "gloo":
-                self.answers.get(timeout=300)
+        with ThreadPoolExecutor(1) as thread:  # as in an engine: one bucket is sent while the next is gathered
+            sending: Future[None] | None = None
+            for bucket in self.buckets():
+                if sending is not None:
+                    sending.result()
+                sending = thread.submit(self._pass_on, way, bucket)
+                del bucket
+            if sending is not None:
+                sending.result()
+
+    def _pass_on(self, way: str, bucket: Bucket) -> None:
+        if way == "in_process":
+            for name, tensor in bucket.tensors.items():
+                self.other[name].copy_(tensor)
+        elif way == "shared_memory":
+            for part in bucketed(bucket.tensors.items(), PART_BYTES):  # as SharedMemoryTransport sends it
+                self.shared.fill(part)
+                self.ask("shared", self.shared.payload())
+        elif way == "gloo":
+            self.questions.put(("broadcast", list(bucket.tensors)))
+            self.group.broadcast(bucket.tensors.values())
+            self.answers.get(timeout=300)
 
     def measure(self, way: str, repeats: int) -> tuple[list[float], float]:
         """Seconds of each transfer, and extra MiB."""

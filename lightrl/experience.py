@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightrl.checks.choices import check_choice
+from lightrl.functional.device_copy import to_device
 from lightrl.functional.packing import bins
 from lightrl.trajectory import Trajectory
 
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 
 # What a loss reads as a whole; minibatches and microbatches never split it.
 LossUnit = Literal["trajectory", "group", "pair"]
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ class Experience:
         for item in trajectories:
             _check_tokens(item)
         written = cls(
-            token_ids=_rows([item.token_ids for item in trajectories], 0, torch.int64),
-            loss_mask=_rows([item.loss_mask for item in trajectories], False, torch.bool),
-            behavior_logprobs=_rows([item.behavior_logprobs for item in trajectories], 0.0, torch.float32),
-            weight_versions=_rows([item.weight_versions for item in trajectories], -1, torch.int64),
+            token_ids=_rows([item.token_ids for item in trajectories], 0, np.int64),
+            loss_mask=_rows([item.loss_mask for item in trajectories], False, np.bool_),
+            behavior_logprobs=_rows([item.behavior_logprobs for item in trajectories], 0.0, np.float32),
+            weight_versions=_rows([item.weight_versions for item in trajectories], -1, np.int64),
             rewards=torch.full((len(trajectories),), torch.nan, dtype=torch.float32),
             group_ids=torch.tensor([item.group_id for item in trajectories], dtype=torch.int64),
             is_truncated=torch.tensor([item.is_truncated for item in trajectories], dtype=torch.bool),
@@ -122,7 +122,7 @@ class Experience:
             _check_tokens(item)
         rewards = {"rewards": torch.tensor([item.reward for item in items], dtype=torch.float32)}
         if any(item.rewards is not None for item in items):
-            rewards["token_rewards"] = _rows([_token_rewards(item) for item in items], 0.0, torch.float32)
+            rewards["token_rewards"] = _rows([_token_rewards(item) for item in items], 0.0, np.float32)
         return rows.with_tensors({name: value.to(self.token_ids.device) for name, value in rewards.items()})
 
     def __len__(self) -> int:
@@ -190,7 +190,9 @@ class Experience:
         return cls._of(joined)
 
     def to(self, device: torch.device | str) -> Self:
-        return self.with_tensors({name: value.to(device) for name, value in self.tensors().items()})
+        """On this device; the host does not wait, and `on_host` of a field is what was copied."""
+        place = torch.device(device)
+        return self.with_tensors({name: to_device(value, place) for name, value in self.tensors().items()})
 
     def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0, unit: LossUnit = "trajectory") -> Iterator[Self]:
         """`num` minibatches for each of `epochs` passes: a new shuffle of the units each pass, cut evenly.
@@ -296,10 +298,12 @@ def _widened(value: Tensor, width: int, fill: int) -> Tensor:
     return torch.nn.functional.pad(value, padding, value=fill)
 
 
-def _rows(values: list[list[_T]], fill: _T, dtype: torch.dtype) -> Tensor:
-    """[B, T] of lists, padded to the longest."""
-    width = max(len(row) for row in values)
-    return torch.tensor([row + [fill] * (width - len(row)) for row in values], dtype=dtype)
+def _rows(values: Sequence[Sequence[float]], fill: float, dtype: type) -> Tensor:
+    """[B, T] of TokenArrays, padded to the longest."""
+    rows: Any = np.full((len(values), max(len(row) for row in values)), fill, dtype)
+    for row, numbers in zip(rows, values, strict=True):
+        row[: len(numbers)] = numbers
+    return torch.from_numpy(rows)
 
 
 def _check_tokens(trajectory: Trajectory) -> None:
@@ -318,10 +322,10 @@ def _check_tokens(trajectory: Trajectory) -> None:
         )
 
 
-def _token_rewards(trajectory: Trajectory) -> list[float]:
+def _token_rewards(trajectory: Trajectory) -> Sequence[float]:
     """Its rewards per token, or the reward on the last loss token."""
     if trajectory.rewards is not None:
-        return list(trajectory.rewards)
+        return trajectory.rewards
     spread = [0.0] * len(trajectory.token_ids)
     last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=None)
     if last is not None:

@@ -35,7 +35,7 @@ from lightrl.callbacks import (
 from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
-from lightrl.loops import ResumeCheck, RolloutLoop, RolloutStage, StateBefore, logging_allowed
+from lightrl.loops import ResumeCheck, RolloutLoop, RolloutStage, StateBefore, StepLog, logging_allowed
 from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.rewards import OverlongPenalty
@@ -107,6 +107,7 @@ class Trainer(RLTrainer):
                 log_every_n_steps=log_every_n_steps,
                 **kwargs,
             )
+        self._logger_connector = self._step_log = StepLog(self)
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
         self.phase_seconds = {}
@@ -142,6 +143,9 @@ class Trainer(RLTrainer):
                     self.rollout_loop.ranks.step()
         finally:
             self._hook_calls.clear()
+
+    def log_number(self, name: str, value: float, *, prog_bar: bool) -> bool:
+        return self._step_log.put(name, value, prog_bar=prog_bar)
 
     def judged_groups(self, batch: Any) -> list[Group]:
         return self.rollout_loop.judged_groups(batch)

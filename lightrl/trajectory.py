@@ -1,17 +1,26 @@
-"""The records of a rollout: Prompt, Sampling, Turn, Trajectory, Group. Plain Python: reward workers import no torch.
+"""The records of a rollout: Prompt, Sampling, Turn, TokenArray, Trajectory, Group. Plain Python: reward workers import
+neither torch nor numpy.
 
-T is the number of tokens of a trajectory, prompt included. Every per-token list has T entries and is aligned to the
+T is the number of tokens of a trajectory, prompt included. Every per-token field has T entries and is aligned to the
 token it describes. Logprobs are in nats.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
-from collections.abc import Mapping
+import itertools
+import struct
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from operator import itemgetter
+from typing import Any, Literal, TypeVar, cast, overload
 
 FinishReason = Literal["stop", "length", "abort"]
+
+_Number = TypeVar("_Number", bound=float, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -83,9 +92,148 @@ class Turn:
     finish_reason: FinishReason = "stop"
 
 
+class TokenArray(Sequence[_Number]):
+    """Numbers of one type, one for each token, without a Python object for each. Reads like a list; never changes.
+
+    `array == [1, 2]`, `array[3:5]`, `sum(array)` and `[0] + array` work as with a list. `numpy.asarray(array)` has its
+    dtype and makes no copy, unless the numbers are stored as runs. A slice is a TokenArray, `[0] + array` a list.
+
+    Args:
+        values: a list, an array of numpy or torch, or any other numbers.
+        code: the dtype, in the letters of `memoryview.format`: "i" int32, "f" float32, "d" float64, "?" bool.
+        as_runs: store each run of equal numbers as the number and its end instead, unless that takes more memory.
+
+    Raises:
+        TypeError, OverflowError: if a number does not fit the dtype; float32 rounds instead.
+    """
+
+    __slots__ = ("_ends", "_values", "code")
+
+    def __init__(self, values: Iterable[float], code: str, *, as_runs: bool = False) -> None:
+        self.code = code
+        self._values: bytes | memoryview = _packed(values, code)
+        self._ends = b""  # int32 [runs]; empty if each number is stored
+        if as_runs and len(self):
+            runs = TokenArray[_Number].of_runs(self.runs(), code)
+            if runs.nbytes < self.nbytes:
+                self._values, self._ends = runs._values, runs._ends
+
+    @classmethod
+    def of_runs(cls, runs: Iterable[tuple[float, int]], code: str) -> TokenArray[_Number]:
+        """From (number, how often it comes), without a step for each token."""
+        same = itertools.groupby((run for run in runs if run[1]), key=itemgetter(0))
+        pairs = [(number, sum(length for _, length in parts)) for number, parts in same]
+        result = cls([number for number, _ in pairs], code)
+        result._ends = array("i", itertools.accumulate(length for _, length in pairs)).tobytes()
+        return result
+
+    @classmethod
+    def joined(cls, parts: Iterable[Sequence[float]], code: str, *, as_runs: bool = False) -> TokenArray[_Number]:
+        """All parts, one after another."""
+        arrays = [part if isinstance(part, TokenArray) and part.code == code else cls(part, code) for part in parts]
+        if as_runs:
+            return cls.of_runs((run for part in arrays for run in part.runs()), code)
+        return cls.of_stored(b"".join(part._expanded() for part in arrays), b"", code)
+
+    @classmethod
+    def of_stored(cls, values: bytes | memoryview, ends: bytes, code: str) -> TokenArray[_Number]:
+        """The inverse of `stored`."""
+        result = cls((), code)
+        result._values, result._ends = values, ends
+        return result
+
+    @property
+    def stored(self) -> tuple[bytes, bytes]:
+        """The numbers in this machine's byte order, and int32 ends of their runs or nothing, for files and messages."""
+        return bytes(self._values), self._ends
+
+    @classmethod
+    def of_text(cls, text: str, code: str) -> TokenArray[_Number]:
+        values, ends = map(base64.b64decode, text.split(":"))
+        return cls.of_stored(values, ends, code)
+
+    @property
+    def text(self) -> str:
+        """`stored` as text for JSON that nobody reads."""
+        return ":".join(base64.b64encode(part).decode() for part in self.stored)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the numbers take."""
+        return len(self._values) + len(self._ends)
+
+    def runs(self) -> list[tuple[_Number, int]]:
+        """(number, how often it comes) of each run of equal numbers."""
+        if not self._ends:
+            return [(number, len(list(run))) for number, run in itertools.groupby(self)]
+        ends = self._run_ends().tolist()
+        return list(zip(_view(self._values, self.code), map(int.__sub__, ends, [0, *ends]), strict=True))
+
+    def tolist(self) -> list[_Number]:
+        return cast("list[_Number]", self._expanded().tolist())
+
+    def __len__(self) -> int:
+        return self._run_ends()[-1] if self._ends else len(self._values) // struct.calcsize(self.code)
+
+    @overload
+    def __getitem__(self, index: int) -> _Number: ...
+    @overload
+    def __getitem__(self, index: slice) -> TokenArray[_Number]: ...
+    def __getitem__(self, index: int | slice) -> _Number | TokenArray[_Number]:
+        if isinstance(index, slice):
+            numbers = self._expanded()[index]
+            return TokenArray.of_stored(numbers.cast("B") if numbers.contiguous else numbers.tobytes(), b"", self.code)
+        if self._ends:
+            index = bisect_right(self._run_ends(), range(len(self))[index])
+        return cast(_Number, _view(self._values, self.code)[index])
+
+    def __iter__(self) -> Iterator[_Number]:
+        return iter(self._expanded())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenArray):
+            return self._expanded() == other._expanded()
+        return self.tolist() == other if isinstance(other, list) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __add__(self, other: Sequence[Any]) -> list[Any]:
+        return [*self, *other]
+
+    def __radd__(self, other: Sequence[Any]) -> list[Any]:
+        return [*other, *self]
+
+    def __repr__(self) -> str:
+        return repr(self.tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy as np  # here, since reward workers do without
+
+        return np.array(self._expanded(), dtype=dtype, copy=copy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenArray.of_stored, (*self.stored, self.code)
+
+    def _run_ends(self) -> memoryview[int]:
+        return memoryview(self._ends).cast("i")
+
+    def _expanded(self) -> memoryview[Any]:
+        if not self._ends:
+            return _view(self._values, self.code)
+        size = struct.calcsize(self.code)
+        lengths = (length for _, length in self.runs())
+        starts = range(0, len(self._values), size)
+        runs = zip(starts, lengths, strict=True)
+        return _view(b"".join(bytes(self._values[start : start + size]) * length for start, length in runs), self.code)
+
+
 @dataclass
 class Trajectory:
     """One finished interaction: a completion, or a conversation of several turns.
+
+    A list that is given or assigned to a per-token field becomes a TokenArray, which takes 8 bytes a token for all of
+    them together, and up to 8 more for rewards that differ from token to token.
 
     Example (prompt of 5 tokens, completion of 2, sampled by weight version 4):
         Trajectory(prompt=..., group_id=12, sample=0,
@@ -97,29 +245,49 @@ class Trajectory:
     prompt: Prompt
     group_id: int  # position of the prompt in the prompt stream
     sample: int  # which of the group's trajectories, 0 to G - 1
-    token_ids: list[int]  # [T]
-    loss_mask: list[bool]  # [T], True where the policy wrote the token and trains on it
-    behavior_logprobs: list[float]  # [T], 0 where the policy did not write
-    weight_versions: list[int]  # [T], of the weights that sampled the token; -1 where the policy did not write
-    completion_ids: list[int]  # token ids of the last turn, end token included
+    token_ids: Sequence[int]  # int32 [T]
+    loss_mask: Sequence[bool]  # [T], True where the policy wrote the token and trains on it
+    behavior_logprobs: Sequence[float]  # float32 [T], 0 where the policy did not write
+    weight_versions: Sequence[
+        int
+    ]  # int32 [T], of the weights that sampled the token; -1 where the policy did not write
+    completion_ids: Sequence[int]  # int32, token ids of the last turn, end token included
     completion: str  # its text
     finish_reason: FinishReason = "stop"
     is_truncated: bool = False  # ended by a length limit
     reward: float | None = None  # None until judged
-    rewards: list[float] | None = None  # [T], for rewards per token; then `reward` is their sum
+    rewards: Sequence[float] | None = None  # float64 [T], for rewards per token; then `reward` is their sum
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # by name, logged for the reward or the workflow
-    call_outputs: dict[str, Any] = field(default_factory=dict)  # recorded, of judges, by key: a number or [T, ...]
+    # Recorded, of judges and teachers, by key: a number, or a numpy array [T, ...].
+    call_outputs: dict[str, Any] = field(default_factory=dict)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in TOKEN_FIELDS and value is not None:
+            value = token_array(name, value)
+        object.__setattr__(self, name, value)
+
+    def __post_init__(self) -> None:
+        tail = self.token_ids[len(self.token_ids) - len(self.completion_ids) :]
+        if tail == self.completion_ids:
+            self.completion_ids = tail  # in the same memory
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_json() == other.to_json() if isinstance(other, Trajectory) else NotImplemented
 
     @property
     def oldest_version(self) -> int:
         """The lowest weight version of the tokens that the policy wrote; -1 if it wrote none."""
-        return min((version for version in self.weight_versions if version >= 0), default=-1)
+        return min((version for version, _ in self._version_runs() if version >= 0), default=-1)
 
     @property
     def newest_version(self) -> int:
         """The highest weight version of the tokens; -1 if the policy wrote none."""
-        return max(self.weight_versions, default=-1)
+        return max((version for version, _ in self._version_runs()), default=-1)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(length for trains, length in token_array("loss_mask", self.loss_mask).runs() if trains)
 
     @property
     def accuracy(self) -> float:
@@ -127,14 +295,50 @@ class Trajectory:
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "prompt": self.prompt.to_json()}
+        return {**self._others(), **{name: as_plain(getattr(self, name)) for name in TOKEN_FIELDS}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: JSON too, but 11 bytes a token, written and read without an object for each."""
+        arrays = {name: getattr(self, name) for name in TOKEN_FIELDS}
+        texts = {name: None if values is None else token_array(name, values).text for name, values in arrays.items()}
+        return {**self._others(), **texts}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Trajectory:
+        """From `to_json` or `state_dict`; the prompt may be a Prompt."""
         values = dict(record)
-        values["prompt"] = Prompt.from_json(values["prompt"])
+        if not isinstance(values["prompt"], Prompt):
+            values["prompt"] = Prompt.from_json(values["prompt"])
+        texts = {name: values[name] for name in TOKEN_FIELDS if isinstance(values.get(name), str)}
+        values.update((name, TokenArray.of_text(text, TOKEN_FIELDS[name][0])) for name, text in texts.items())
         values["turns"] = [Turn(**turn) for turn in values.get("turns", [])]
+        recorded = values.get("call_outputs", {})
+        values["call_outputs"] = {key: as_array(value) for key, value in recorded.items()}
         return cls(**values)
+
+    def _version_runs(self) -> list[tuple[int, int]]:
+        return token_array("weight_versions", self.weight_versions).runs()
+
+    def _others(self) -> dict[str, Any]:
+        """What is not per token."""
+        return {
+            **{name: getattr(self, name) for name in self.__dataclass_fields__ if name not in TOKEN_FIELDS},
+            "prompt": self.prompt.to_json(),
+            "turns": [asdict(turn) for turn in self.turns],
+            "metrics": dict(self.metrics),
+            "call_outputs": {key: as_plain(value) for key, value in self.call_outputs.items()},
+        }
+
+
+# The per-token fields: code of the TokenArray, and whether runs of equal numbers are usual.
+TOKEN_FIELDS: dict[str, tuple[str, bool]] = {
+    "token_ids": ("i", False),
+    "loss_mask": ("?", True),
+    "behavior_logprobs": ("f", False),
+    "weight_versions": ("i", True),
+    "completion_ids": ("i", False),
+    "rewards": ("d", True),
+}
 
 
 @dataclass
@@ -158,16 +362,70 @@ class Group:
             "trajectories": [trajectory.to_json() for trajectory in self.trajectories],
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: as `Trajectory.state_dict`, with the prompt once for all that share it."""
+        record: dict[str, Any] = {"id": self.id, "prompt": self.prompt.to_json(), "trajectories": []}
+        for trajectory in self.trajectories:
+            item = trajectory.state_dict()
+            if trajectory.prompt is self.prompt or trajectory.prompt == self.prompt:
+                del item["prompt"]
+            record["trajectories"].append(item)
+        return record
+
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Group:
-        return cls(
-            id=record["id"],
-            prompt=Prompt.from_json(record["prompt"]),
-            trajectories=[Trajectory.from_json(item) for item in record["trajectories"]],
-        )
+        """From `to_json` or `state_dict`."""
+        prompt = Prompt.from_json(record["prompt"])
+        items = [Trajectory.from_json({"prompt": prompt, **item}) for item in record["trajectories"]]
+        return cls(record["id"], prompt, items)
+
+
+def token_array(name: str, values: Iterable[Any]) -> TokenArray[Any]:
+    """The TokenArray for a per-token field.
+
+    Raises:
+        ValueError: if a number does not fit its dtype.
+    """
+    code, as_runs = TOKEN_FIELDS[name]
+    if isinstance(values, TokenArray) and values.code == code:
+        return values
+    try:
+        return TokenArray(values, code, as_runs=as_runs)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"{name} must be numbers of type {_DTYPES[code]}, one for each token: {error}.") from error
+
+
+def as_plain(value: Any) -> Any:
+    """A TokenArray, or an array or number of numpy or torch, as JSON can hold it; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def sampling_seed(run_seed: int, prompt_id: str, sample: int, turn: int = 0) -> int:
     """The seed of one generation, [0, 2^63): the same on every machine and in any order of arrival."""
     text = f"{run_seed}/{prompt_id}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+_DTYPES = {"i": "int32", "f": "float32", "d": "float64", "?": "bool"}
+
+
+def _packed(values: Any, code: str) -> bytes:
+    if hasattr(values, "tolist"):  # an array of numpy or torch
+        if str(getattr(values, "dtype", "")) == _DTYPES[code]:
+            return cast(bytes, values.tobytes())
+        values = values.tolist()
+    return bytes(map(bool, values)) if code == "?" else array(code, values).tobytes()
+
+
+def _view(data: bytes | memoryview, code: str) -> memoryview[Any]:
+    return memoryview(data).cast(code)  # type: ignore[call-overload,no-any-return]
+
+
+def as_array(value: Any) -> Any:
+    """A list of each token's numbers as an array of float32, int64 or bool; anything else as it is."""
+    if not isinstance(value, list):
+        return value
+    import numpy as np
+
+    numbers = np.asarray(value)
+    return numbers.astype(np.float32) if numbers.dtype.kind == "f" else numbers

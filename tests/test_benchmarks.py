@@ -17,6 +17,7 @@ from benchmarks import (
     gpu_update,
     growth,
     grpo_vs_trl,
+    held_trajectories,
     local_engine,
     orchestrator,
     packing,
@@ -53,6 +54,17 @@ def test_with_shares_the_ranks_receive_together_what_rank_0_would_alone():
         assert len(row["received_mib"]) == row["ranks"]
         assert row["seconds"] > 0
         assert row["way"] != "to_rank_0" or set(row["received_mib"][1:]) == {0}
+
+
+def test_an_update_is_compared_with_fine_tuning_of_its_tokens():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.update_vs_sft", "--quick"],
+        capture_output=True, text=True, timeout=170, check=True,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    measured = [(row["processes"], row["against"]) for row in rows if row.get("measurement") == "update"]
+    assert sorted(measured) == [(1, "padded"), (1, "sft"), (2, "sft")]
+    assert rows[-1] == {"model": "1M", "ratio": min(row["ratio"] for row in rows if row.get("against") == "sft")}
 
 
 def printed(capsys) -> list[dict]:
@@ -156,6 +168,12 @@ def test_growth_opens_prompts_in_every_form(capsys):
         (20_000, "jsonl", False), (20_000, "parquet", False), (20_000, "parquet", True),
     ]  # fmt: skip
     assert all(row["start_s"] > 0 and row["rss_mib"] > row["imports_mib"] for row in rows)
+
+
+def test_growth_measures_what_it_costs_to_hold_trajectories():
+    row = held_trajectories.hold(16, 50)
+    assert (row["trajectories"], row["tokens_each"], "bytes_per_token" in row) == (16, 250, True)
+    assert row["trajectories_per_processor_s"] > 0
 
 
 def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):

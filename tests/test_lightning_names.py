@@ -23,7 +23,14 @@ PACKAGE = Path(lightrl.__file__).parent
 # (class or module where it must exist, name) → files of lightrl that use it.
 PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
     ("lightning.pytorch.loops.optimization.automatic", "_AutomaticOptimization"): {"loops/rollout_loop.py"},
-    ("lightning.pytorch.core.module:LightningModule", "_current_fx_name"): {"loops/rollout_loop.py"},
+    ("lightning.pytorch.core.module:LightningModule", "_current_fx_name"): {"loops/rollout_loop.py", "module.py"},
+    ("lightning.pytorch.trainer.connectors.logger_connector.logger_connector", "_LoggerConnector"): {
+        "loops/step_log.py"
+    },
+    ("lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector", "_first_loop_iter"): {
+        "loops/step_log.py"
+    },
+    ("lightning.pytorch.trainer.trainer:Trainer", "_logger_connector"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_run_stage"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_accelerator_connector"): {"trainer.py"},
     ("lightning.pytorch.trainer.trainer:Trainer", "_checkpoint_connector"): {"trainer.py"},
@@ -31,6 +38,7 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
         "trainer.py"
     },
     ("lightning.pytorch.cli:LightningCLI", "_subcommand_parsers"): {"commands/cli.py"},
+    ("lightning.pytorch.cli:LightningCLI", "_parse_ckpt_path"): {"commands/cli.py"},
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_data_parallel_size"): {"strategies/fsdp2.py"},
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_process_group_backend"): {"strategies/fsdp2.py"},
 }

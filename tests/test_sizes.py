@@ -17,6 +17,8 @@ MAX_PACKAGE_LINES = sum({
     "one machine": 33_000,
     "weight syncs proven against the trainer, as deltas, as adapters, to other hosts": 4_300,
     "data of any size": 350,
+    "speed of small models": 330,
+    "files, programs and secrets of strangers": 600,
     "one section to launch a run on any cluster": 2_200,
 }.values())  # fmt: skip
 MAX_FILE_LINES = 500

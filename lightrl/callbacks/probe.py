@@ -22,7 +22,7 @@ from lightrl.errors import LightRLError, WeightSyncError
 from lightrl.experience import Experience
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import SingleModel, ranks_of
+from lightrl.strategies import PACKED_ATTENTION, SingleModel, ranks_of
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.weights import Bucket
 
@@ -321,8 +321,9 @@ def _eps(dtype: str, *, is_gpu: bool) -> float:
 def _skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
     """Whether the probe is scored in the parameters' own dtype, which shows smaller steps than autocast's."""
     attention = getattr(module.policy_config, "_attn_implementation", None)
-    is_single = isinstance(module.parallel_models.get("policy"), SingleModel)
-    return isinstance(trainer.precision_plugin, MixedPrecision) and is_single and attention in ("sdpa", "eager")
+    is_single = type(module.parallel_models.get("policy")) is SingleModel
+    is_any_dtype = attention in ("sdpa", "eager", PACKED_ATTENTION)
+    return isinstance(trainer.precision_plugin, MixedPrecision) and is_single and is_any_dtype
 
 
 def _as_trajectory(row: int, token_ids: list[int]) -> Trajectory:

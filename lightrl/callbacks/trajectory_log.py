@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.disk_errors import write_problem
+from lightrl.checks.printable import escape_unprintable
 from lightrl.dataflow import follows_from_trajectories
 from lightrl.trajectory import Trajectory
 
@@ -144,8 +145,8 @@ def keep_answers(module: RLModule, experience: Experience, trajectories: Sequenc
     calls = module.data_flow(from_file=True).of_kind("infer")  # without the reward, which trajectories have anyway
     for key in [key for call in calls if follows_from_trajectories(call) for key in call.outputs]:
         is_per_token = experience[key].dim() > 1
-        for trajectory, value in zip(trajectories, experience[key].tolist(), strict=True):
-            trajectory.call_outputs[key] = value[: len(trajectory.token_ids)] if is_per_token else value
+        for trajectory, value in zip(trajectories, experience[key].cpu(), strict=True):
+            trajectory.call_outputs[key] = value[: len(trajectory.token_ids)].numpy() if is_per_token else value.item()
 
 
 def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
@@ -204,15 +205,10 @@ def format_table(
     return "\n".join(lines)
 
 
-def escape_unprintable(text: str) -> str:
-    """Line breaks, control characters and the like as Python writes them; everything else as it is."""
-    if text.isprintable():
-        return text
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-
-
-def _fields(value: object) -> dict[str, Any]:
+def _fields(value: object) -> Any:
     # Not Trajectory.to_json: it copies every list first, which takes four times as long as the writing.
+    if hasattr(value, "tolist"):
+        return value.tolist()
     if dataclasses.is_dataclass(value):
         return vars(value)
     raise TypeError(
@@ -240,7 +236,7 @@ def _prompt_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
 
 def _completion_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
     if tokenizer is not None and trajectory.completion_ids:
-        return tokenizer.decode(trajectory.completion_ids)
+        return tokenizer.decode(list(trajectory.completion_ids))
     return trajectory.completion
 
 

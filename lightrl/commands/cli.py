@@ -39,6 +39,8 @@ from lightrl.trajectory import Group
 
 log = logging.getLogger(__name__)
 
+_SECRETS = ("token", "api_key", "password")  # names of settings
+
 
 class LightRLCLI(LightningCLI):
     """LightningCLI for lightrl; the constructor parses, builds and runs, as LightningCLI's does.
@@ -112,6 +114,9 @@ class LightRLCLI(LightningCLI):
             command, *rest = args
             raise UsageError(explain(error, self._subcommand_parsers[command], rest)) from error
 
+    def _parse_ckpt_path(self) -> None:
+        """Not Lightning's, which sets `model` from a checkpoint's hyper-parameters: any class, any reward function."""
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = cast(Trainer, super().instantiate_trainer(**kwargs))
         logger = self.config[self.config.subcommand].trainer.logger
@@ -181,7 +186,18 @@ class SaveRunConfig(SaveConfigCallback):
             return
         target = (Path(trainer.log_dir) / self.config_filename).absolute()
         if target not in [Path(str(source)).absolute() for source in self.config.get("config") or []]:
+            self.config = without_secrets(self.config)
             super().setup(trainer, pl_module, stage)
+
+
+def without_secrets(config: Namespace) -> Namespace:
+    """A copy without tokens, keys and passwords: files of a run are shared, the environment is not."""
+    kept = config.clone()
+    for name, value in config.items():
+        if isinstance(value, str) and name.rpartition(".")[2] in _SECRETS:
+            kept[name] = None
+            log.info("%s is not saved in config.yaml.", name)
+    return kept
 
 
 class _PredictionFile(L.Callback):

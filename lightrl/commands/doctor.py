@@ -12,6 +12,7 @@ repeated calls agree. Nothing is trained or written.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -28,11 +29,19 @@ from typing import Any, Literal
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from lightrl.callbacks.trajectory_log import escape_unprintable, num_columns, pad, printable_on_stdout, shorten
+from lightrl.callbacks.trajectory_log import num_columns, pad, printable_on_stdout, shorten
+from lightrl.checks.printable import escape_unprintable
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_errors import UsageError
 from lightrl.commands.console import reported
-from lightrl.data import ChatRenderer, PromptDataModule, PromptStream, prompt_batches, wrap_train_loader
+from lightrl.data import (
+    ChatRenderer,
+    PromptDataModule,
+    PromptStream,
+    StreamedPrompts,
+    prompt_batches,
+    wrap_train_loader,
+)
 from lightrl.module import RLModule
 from lightrl.rewards import ReplayRow, replay
 from lightrl.rewards.replay import read_failures
@@ -117,11 +126,11 @@ class _DoctorCLI(LightRLCLI):
 
     def predict(self, **kwargs: Any) -> None:
         module, datamodule = kwargs.pop("model"), kwargs.pop("datamodule")
-        if not isinstance(module, RLModule):
-            raise UsageError(f"lightrl doctor needs an RLModule, which has a reward, got {type(module).__name__}.")
         if self.options.command == "data":
             self.data = read_all(module, datamodule)
             return
+        if not isinstance(module, RLModule):
+            raise UsageError(f"lightrl doctor needs an RLModule, which has a reward, got {type(module).__name__}.")
         is_replay = self.options.command == "replay"
         self.rows = replay(
             self.options.file if is_replay else self._fresh(module, datamodule, **kwargs),
@@ -177,15 +186,16 @@ def first_prompts(module: RLModule, datamodule: Any, num: int) -> list[Prompt]:
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         loader = datamodule.train_dataloader()
         stream = wrap_train_loader(loader, module.tokenizer, max_prompt_tokens=module.max_prompt_tokens, seed=seed)
-    prompts = (stream[position] for position in range(len(stream)))
-    return list(islice((prompt for prompt in prompts if prompt is not None), num))
+    positions = itertools.count() if stream.num_prompts is None else range(stream.num_prompts)
+    return list(islice((prompt for position in positions if (prompt := stream[position]) is not None), num))
 
 
-def _attach(module: RLModule, datamodule: Any) -> None:
+def _attach(module: Any, datamodule: Any) -> None:
     if datamodule is None:
         raise UsageError("lightrl doctor needs prompts. Add a `data:` section to the config.")
     if hasattr(datamodule, "attach"):
-        datamodule.attach(module.tokenizer, max_prompt_tokens=module.max_prompt_tokens, pictures=module.pictures)
+        pictures, max_tokens = getattr(module, "pictures", None), getattr(module, "max_prompt_tokens", None)
+        datamodule.attach(module.tokenizer, max_prompt_tokens=max_tokens, pictures=pictures)
     datamodule.prepare_data()
 
 
@@ -194,12 +204,18 @@ class SplitReport:
     """What the rows of a split give."""
 
     name: str
-    num_tokens: list[int] = field(default_factory=list)  # of each prompt
+    num_tokens: list[int] = field(default_factory=list)  # of each prompt; with its completion, if the data has it
     num_dropped: int = 0
     problems: list[str] = field(default_factory=list)  # one for each bad row
 
+    def add(self, rows: Sequence[int | ValueError | None]) -> None:
+        """Counts the tokens of some rows: None for a dropped row, ValueError for a bad one."""
+        self.problems += [str(item) for item in rows if isinstance(item, ValueError)]
+        self.num_dropped += sum(item is None for item in rows)
+        self.num_tokens += [item for item in rows if isinstance(item, int)]
 
-def read_all(module: RLModule, datamodule: Any) -> list[SplitReport]:
+
+def read_all(module: Any, datamodule: Any) -> list[SplitReport]:
     """Reads and renders every train and validation row; bad rows are noted, all of them."""
     _attach(module, datamodule)
     if not isinstance(datamodule, PromptDataModule) or not datamodule.makes_prompts_of_rows:
@@ -211,15 +227,14 @@ def read_all(module: RLModule, datamodule: Any) -> list[SplitReport]:
     splits: tuple[Literal["train", "validation"], ...] = ("train", "validation")
     for split in splits:
         prompts, report = datamodule.prompts_on_reading(split), SplitReport(split)
-        for index in tqdm(range(len(prompts)), desc=split, disable=None, leave=False):
+        total = None if isinstance(prompts, StreamedPrompts) else len(prompts)
+        with tqdm(total=total, desc=split, disable=None, leave=False) as bar:
             try:
-                prompt = prompts[index]
+                for made in prompts.one_pass():
+                    report.add(datamodule.num_tokens_of(made))
+                    bar.update(len(made))
             except ValueError as error:
-                report.problems.append(str(error))
-                continue
-            report.num_dropped += prompt is None
-            if prompt is not None:
-                report.num_tokens.append(len(prompt.token_ids or []))
+                report.problems.append(str(error))  # a stream that cannot be read on
         reports.append(report)
     return reports
 

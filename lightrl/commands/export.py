@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from lightrl.models.model_folder import (
     parse_descriptions,
     replaced_folder,
 )
-from lightrl.strategies import META_FILE, read_tensors
+from lightrl.strategies import META_FILE, load_plain, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,13 @@ log = logging.getLogger(__name__)
 
 
 def export_checkpoint(
-    checkpoint: Path, to: Path, *, role: str = "policy", tokenizer: str | None = None, merged: bool = False
+    checkpoint: Path,
+    to: Path,
+    *,
+    role: str = "policy",
+    tokenizer: str | None = None,
+    merged: bool = False,
+    run_code_of_checkpoint: bool = False,
 ) -> None:
     """Writes a role's model as a Hugging Face folder that `from_pretrained` loads bit-equal.
 
@@ -40,9 +46,11 @@ def export_checkpoint(
         role: the model to export.
         tokenizer: a hub name, a folder, or the dotted path of a function; None takes the checkpoint's.
         merged: merge LoRA adapters into their base model, which is loaded for that.
+        run_code_of_checkpoint: import and run what the checkpoint names beyond transformers' own classes: a model
+            class, a tokenizer function, a base model's remote code.
 
     Raises:
-        ValueError: if it is not a checkpoint of lightrl, has no such role, or `to` has other files.
+        ValueError: if it is not a checkpoint of lightrl, lacks the role, names code to run, or `to` has other files.
     """
     check_model_folder(to, asked_by="lightrl export")
     meta, state = _read(checkpoint)
@@ -57,6 +65,14 @@ def export_checkpoint(
             f"Checkpoint {str(checkpoint)!r} has no role {role!r}. Set --role to one of {sorted(descriptions)}."
         )
     description: ModelDescription = descriptions[role]
+    if tokenizer is not None:
+        description = replace(description, tokenizer=None)
+    code = [] if run_code_of_checkpoint else description.code_named()
+    if code:
+        raise ValueError(
+            f"Checkpoint {str(checkpoint)!r} names code that an export would run: {', '.join(code)}. If it is your own "
+            "code, pass --run_code_of_checkpoint; a tokenizer can also be named with --tokenizer."
+        )
     tensors = state(f"{description.body or role}.")
     if description.body is not None:
         tensors = description.with_head(tensors, state("value_head.")["weight"])
@@ -72,17 +88,12 @@ def export_checkpoint(
 
 def _read(checkpoint: Path) -> tuple[dict[str, Any], Any]:
     """Everything but the weights, and a function from a prefix to the weights below it, named without it."""
-    import torch
-
     if not checkpoint.exists():
         raise ValueError(f"Checkpoint {str(checkpoint)!r} does not exist.")
     file = checkpoint / META_FILE if checkpoint.is_dir() else checkpoint
     if not file.is_file():
         raise ValueError(f"Checkpoint {str(checkpoint)!r} has no {META_FILE}: it is incomplete. Use an earlier one.")
-    try:
-        meta: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{str(file)!r} is not a checkpoint of lightrl ({error}). Use an earlier one.") from error
+    meta = load_plain(file, mmap=True)
     if checkpoint.is_dir():
         return meta, lambda prefix: read_tensors(checkpoint, f"state_dict.{prefix}")
     state: dict[str, Tensor] = meta["state_dict"]
@@ -102,7 +113,12 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, required=True, help="the folder; an earlier export there is replaced")
     parser.add_argument("--role", default="policy", help="policy (default), critic, reward_model, ...")
     parser.add_argument("--merged", action="store_true", help="merge LoRA adapters into their base model")
-    parser.add_argument("--tokenizer", help="a hub name or folder; default: the checkpoint's")
+    parser.add_argument("--tokenizer", help="a hub name, a folder, or package.function; default: the checkpoint's")
+    parser.add_argument(
+        "--run_code_of_checkpoint",
+        action="store_true",
+        help="import and run what the checkpoint names: a model class, a tokenizer function, remote code",
+    )
 
     def export(callbacks: Sequence[Any]) -> int:
         export_checkpoint(**vars(parser.parse_args(list(args))))

@@ -208,8 +208,15 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     parser = ArgumentParser(prog="lightrl serve", exit_on_error=False, epilog=_EPILOG, formatter_class=_HelpFormatter)
     parser.add_argument("--config", help="a run's YAML, for its policy and its SGLangEngine; may be repeated")
     parser.add_argument("--model", help="a hub name or a folder with weights, instead of the config's policy")
-    parser.add_function_arguments(serve, skip={"model", "until", "write"})
+    parser.add_argument("--token_file", type=Path, help="holds the token; else LIGHTRL_SERVER_TOKEN, or a random one")
+    parser.add_function_arguments(serve, skip={"model", "until", "write", "token"})
+    token = settings.pop("token", None)
     parser.set_defaults(settings)
+    if any(arg.partition("=")[0] == "--token" for arg in rest):
+        raise UsageError(
+            "All users of this machine can read a command line. Set LIGHTRL_SERVER_TOKEN, or pass --token_file FILE, "
+            "instead of --token."
+        )
     try:
         values = parser.parse_args(rest).as_dict()
     except ArgumentError as error:
@@ -219,7 +226,12 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     policy = values.pop("model") or policy
     if policy is None:
         raise ValueError("lightrl serve needs a model. Add --model PATH, or --config with model.init_args.policy.")
-    return {**values, "model": model_of(policy)}
+    file = values.pop("token_file")
+    if file is not None:
+        token = file.read_text().strip()
+        if not token:
+            raise ValueError(f"--token_file={file} is empty. Write the token into it.")
+    return {**values, "model": model_of(policy), "token": token or os.environ.get(TOKEN_VARIABLE)}
 
 
 def _with_value(arg: str, following: str) -> str:

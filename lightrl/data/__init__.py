@@ -4,12 +4,13 @@ Reading order:
     rows.py          rows of a file or a hub dataset; errors that name the row; lazy.py  read when they are needed
     split_rows.py    the rows of a split's sources in one sequence, and their prompts
     mixture.py       several weighted sources: whose row comes at each position
+    streamed.py      sources that can only be read in order
     chat.py          a row's columns to messages, messages to token ids
     stream.py        prompts by position, and the loaders that Lightning iterates over
     loader.py        where a trainer's prompts come from; a user's own DataLoader as a stream
     prompts.py       PromptDataModule: what an RLModule trains and validates on
     curriculum.py    which prompts are worth a rollout, judged by past success
-    completions.py   prompts with completions from the data
+    completions.py   prompts with completions from the data; windows.py  read window by window
     supervised.py    SFTDataModule: prompts with the completion to imitate
     pairs.py         PreferenceDataModule: prompts with a chosen and a rejected completion
     trajectories.py  TrajectoryDataModule: recorded trajectories, from files
@@ -26,6 +27,7 @@ from lightrl.data.mixture import DataSource, MixtureOrder
 from lightrl.data.pairs import PairBatch, PreferenceDataModule
 from lightrl.data.prompts import PromptDataModule
 from lightrl.data.stream import EpochLoader, PromptBatch, PromptStream, iteration_clock, prompt_batches
+from lightrl.data.streamed import StreamedPrompts
 from lightrl.data.supervised import ChatBatch, SFTDataModule
 from lightrl.data.trajectories import TrajectoryDataModule
 
@@ -39,6 +41,7 @@ __all__ = [
     "DataSource",
     "MixtureOrder",
     "PromptStream",
+    "StreamedPrompts",
     "PromptBatch",
     "EpochLoader",
     "ChatRenderer",

@@ -10,10 +10,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightrl.data.rows import Row, require_column
+from lightrl.data.rows import LocatedRow, Made, Row, require_column
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Prompt
 from lightrl.workflows.conversation import read_template
@@ -132,27 +133,37 @@ class ChatRenderer:
 
     def prompt_ids(self, messages: Messages) -> list[int]:
         """The tokens after which the policy's turn begins."""
+        return self.ids_of([messages])[0]
+
+    def ids_of(self, chats: Sequence[Messages]) -> list[list[int]]:
+        """`prompt_ids` of each chat, with one call of the tokenizer."""
+        if not chats:
+            return []
         if self.chat_template is not None:
-            return self._encode(self._render(messages, add_generation_prompt=True))
-        token_ids = list(self.tokenizer(self._plain_text(messages), verbose=False).input_ids)
-        if token_ids and token_ids[-1] == self.tokenizer.eos_token_id:  # some tokenizers end every text
-            token_ids.pop()
-        return token_ids
+            texts = [self._render(messages, add_generation_prompt=True) for messages in chats]
+            return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids]
+        texts = [self._plain_text(messages) for messages in chats]
+        end = self.tokenizer.eos_token_id
+        encoded = [list(ids) for ids in self.tokenizer(texts, verbose=False).input_ids]
+        return [ids[:-1] if ids and ids[-1] == end else ids for ids in encoded]  # some tokenizers end every text
 
-    def rendered(self, prompt: Prompt, where: str) -> Prompt:
-        """The prompt with token ids.
-
-        Raises:
-            ValueError: if there are none, or as `with_pictures`.
-        """
-        if prompt.token_ids is None:
-            assert prompt.messages is not None
-            prompt = replace(prompt, token_ids=self.prompt_ids(prompt.messages))
-        if prompt.images:
-            prompt = self.with_pictures(prompt, where)
-        if not prompt.token_ids:
-            raise ValueError(f"{where} renders to no prompt tokens. Fix its text.")
-        return prompt
+    def rendered(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> list[Prompt | ValueError]:
+        """The prompts with token ids; a ValueError where there are none, or as `with_pictures` raises."""
+        missing = [prompt.messages for prompt in prompts if prompt.token_ids is None]
+        ids = iter(self.ids_of([messages for messages in missing if messages is not None]))
+        rendered: list[Prompt | ValueError] = []
+        for index, prompt in enumerate(prompts):
+            try:
+                if prompt.token_ids is None:
+                    prompt = replace(prompt, token_ids=next(ids))
+                if prompt.images:
+                    prompt = self.with_pictures(prompt, where(index))
+                if not prompt.token_ids:
+                    raise ValueError(f"{where(index)} renders to no prompt tokens. Fix its text.")
+                rendered.append(prompt)
+            except ValueError as error:
+                rendered.append(error)
+        return rendered
 
     def with_pictures(self, prompt: Prompt, where: str) -> Prompt:
         """The prompt with the image tokens of its pictures added to its token ids.
@@ -236,8 +247,9 @@ def render_prompts(
     """
     kept = []
     dropped: Counter[str] = Counter()
-    for index, prompt in enumerate(prompts):
-        prompt = renderer.rendered(prompt, where(index))
+    for index, prompt in enumerate(renderer.rendered(prompts, where)):
+        if isinstance(prompt, ValueError):
+            raise prompt
         fit = length_fit(prompt, max_tokens=max_tokens, min_tokens=min_tokens, overflow=overflow, where=where(index))
         if fit == "fits":
             kept.append(prompt)
@@ -245,6 +257,46 @@ def render_prompts(
     report_dropped(dropped["short"], len(prompts), f"fewer than {min_tokens}", "prompts")
     report_dropped(dropped["long"], len(prompts), f"more than {max_tokens}", "prompts")
     return kept
+
+
+def prompt_maker(
+    renderer: ChatRenderer,
+    prompt_of: Callable[[LocatedRow], Prompt | None],
+    *,
+    max_tokens: int | None,
+    min_tokens: int | None = None,
+    overflow: Literal["error", "drop"] = "error",
+) -> Callable[[Sequence[LocatedRow]], list[Made]]:
+    """A function that makes the rendered prompts of rows: None for a dropped one, ValueError for a bad one.
+
+    Args:
+        prompt_of: a row's prompt, with messages or token ids; None for a dropped row; raises ValueError for a bad one.
+        max_tokens, min_tokens, overflow: as in `render_prompts`.
+    """
+
+    def or_error(make: Callable[[], Prompt | None]) -> Made:
+        try:
+            return make()
+        except ValueError as error:
+            return error
+
+    def fitting(prompt: Prompt, where: str) -> Prompt | None:
+        fit = length_fit(prompt, max_tokens=max_tokens, min_tokens=min_tokens, overflow=overflow, where=where)
+        return prompt if fit == "fits" else None
+
+    def make(rows: Sequence[LocatedRow]) -> list[Made]:
+        made = [or_error(partial(prompt_of, located)) for located in rows]
+        prompts = {place: item for place, item in enumerate(made) if isinstance(item, Prompt)}
+        places = list(prompts)
+        rendered = renderer.rendered(list(prompts.values()), lambda index: rows[places[index]].where)
+        for place, prompt in zip(places, rendered, strict=True):
+            if isinstance(prompt, Prompt):
+                made[place] = or_error(partial(fitting, prompt, rows[place].where))
+            else:
+                made[place] = prompt
+        return made
+
+    return make
 
 
 def length_fit(

@@ -5,7 +5,7 @@ Shapes: R trajectories, T tokens of the longest, padded on the right. A causal m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,9 @@ from lightrl.checks.bounds import check_bounds
 from lightrl.data.chat import ChatRenderer, report_dropped
 from lightrl.data.mixture import Source
 from lightrl.data.prompts import PromptDataModule, Split, smallest
-from lightrl.data.stream import EpochLoader, batches_in_order
+from lightrl.data.rows import Made
+from lightrl.data.stream import EpochLoader, PositionLoader, batches_in_order
+from lightrl.data.windows import Windows
 from lightrl.trajectory import Prompt
 
 
@@ -43,7 +45,7 @@ class CompletionDataModule(PromptDataModule):
     """
 
     row_name = "row"  # in error messages
-    needs_all_prompts = True  # batches are made of chats of similar length
+    sorts_by_length = False  # batches are made of rows of similar length, if they are shuffled
 
     def __init__(
         self,
@@ -57,7 +59,10 @@ class CompletionDataModule(PromptDataModule):
         super().__init__(train, validation, test, **kwargs)
         check_bounds(2, max_tokens=max_tokens)  # a prompt and its end token
         self.max_tokens = max_tokens
-        self.completed: dict[Split, list[CompletedPrompt]] = {}  # of the splits that are set up
+        # Of the splits that are set up; without train rows that are made when they are read.
+        self.completed: dict[Split, list[CompletedPrompt]] = {}
+        self._windows: Windows[CompletedPrompt] | None = None
+        self._restored: Mapping[str, Any] = {}  # from a checkpoint
 
     def completions(self, prompt: Prompt) -> list[str]:
         """The texts of a prompt's completions."""
@@ -74,16 +79,82 @@ class CompletionDataModule(PromptDataModule):
             ValueError: also if a completion is missing or invalid, or a row is too long.
         """
         super().setup(stage)
+        max_tokens = smallest(self.max_tokens, self.policy_inputs()[1])
+        for split, prompts in self.prompts.items():
+            if isinstance(prompts, list):
+                rows = self.completed_of(prompts)
+                for row in rows:
+                    if isinstance(row, ValueError):
+                        raise row
+                self.completed[split] = [row for row in rows if isinstance(row, CompletedPrompt)]
+                num_dropped = len(rows) - len(self.completed[split])
+                report_dropped(num_dropped, len(rows), f"more than {max_tokens}", f"{self.row_name}s")
+        if stage == "fit" and self.completed.get("train") == []:
+            raise ValueError(f"No train {self.row_name} has at most {max_tokens} tokens. Increase max_tokens.")
+
+    def completed_of(self, prompts: Sequence[Made]) -> list[CompletedPrompt | ValueError | None]:
+        """The prompts with their completions; None for a row that is dropped, ValueError for a bad one."""
         tokenizer, context_tokens, _ = self.policy_inputs()
         renderer = ChatRenderer(tokenizer, chat_template=self.chat_template)
         max_tokens = smallest(self.max_tokens, context_tokens)
-        for split, prompts in self.prompts.items():
-            rows = [self._completed(prompt, renderer) for prompt in prompts]
-            self.completed[split] = [row for row in rows if self._fits(row, max_tokens)]
-            num_dropped = len(rows) - len(self.completed[split])
-            report_dropped(num_dropped, len(rows), f"more than {max_tokens}", f"{self.row_name}s")
-        if stage == "fit" and not self.completed["train"]:
-            raise ValueError(f"No train {self.row_name} has at most {max_tokens} tokens. Increase max_tokens.")
+        rows: list[CompletedPrompt | ValueError | None] = []
+        for prompt in prompts:
+            if not isinstance(prompt, Prompt):
+                rows.append(prompt)
+                continue
+            try:
+                row = self._completed(prompt, renderer)
+                rows.append(row if self._fits(row, max_tokens) else None)
+            except ValueError as error:
+                rows.append(error)
+        return rows
+
+    def num_tokens_of(self, prompts: Sequence[Made]) -> list[int | ValueError | None]:
+        rows = self.completed_of(prompts)
+        return [row.num_tokens if isinstance(row, CompletedPrompt) else row for row in rows]
+
+    def train_dataloader(self) -> EpochLoader[Any] | PositionLoader[Any]:
+        if "train" in self.completed:
+            return self._loader_of_all(self.completed["train"])
+        self.check_run_length()
+        stream = self.prompt_stream
+        windows = Windows(
+            lambda positions: self.completed_of(stream.many(positions)),
+            self.batch_size,
+            seed=stream.seed,
+            length=_num_tokens if self.sorts_by_length and self.shuffle else None,
+        )
+        if self._restored:
+            windows.load_state_dict(self._restored["windows"])
+            stream.load_state_dict(self._restored["stream"] or {})
+        self._windows = windows
+        trainer = self.trainer
+
+        def batch_at(number: int) -> Any:
+            if trainer is not None and getattr(trainer, "overfit_batches", 0) > 0:
+                number %= int(trainer.num_training_batches)
+            return self.collate(windows[number])
+
+        num_batches = None if stream.num_prompts is None else -(-stream.num_prompts // self.batch_size)
+        return PositionLoader(num_batches, batch_at, trainer=self.trainer)
+
+    def _loader_of_all(self, rows: list[CompletedPrompt]) -> EpochLoader[Any]:
+        """The batches of an epoch, from rows that are all there."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """From where rows that are made when they are read are read on; else empty."""
+        if self._windows is None:
+            return {}
+        stream = self.prompt_stream.state_dict(self._windows.first_position)
+        return {"windows": self._windows.state_dict(), "stream": stream}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict
+
+    def teardown(self, stage: str) -> None:
+        if self._windows is not None:
+            self._windows.wait()
 
     def _completed(self, prompt: Prompt, renderer: ChatRenderer) -> CompletedPrompt:
         assert prompt.token_ids is not None
@@ -105,6 +176,10 @@ class CompletionDataModule(PromptDataModule):
 
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
         return batches_in_order(self.completed[split], self.validation_batch_size, self.collate)
+
+
+def _num_tokens(row: CompletedPrompt) -> int:
+    return row.num_tokens
 
 
 def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,22 +1,35 @@
 """Where a trainer's prompts come from: the data module's stream, or a user's own loaders and batches.
 
 A user's train DataLoader becomes a PromptStream: its dataset's items are the prompts, its sampler decides whether to
-shuffle, its batch size is the number of prompts per iteration. The loader itself is never iterated.
+shuffle, its batch size is the number of prompts per iteration. The loader itself is never iterated. An iterable dataset
+is read in the order that it gives; one with `state_dict` and `load_state_dict` resumes without reading what comes
+before.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from lightrl.data.chat import ChatRenderer, render_prompts
+from lightrl.data.chat import ChatRenderer, prompt_maker, render_prompts
+from lightrl.data.mixture import DataSource, MixtureOrder
+from lightrl.data.rows import LocatedRow
+from lightrl.data.split_rows import ROWS_AT_ONCE
 from lightrl.data.stream import PromptStream
+from lightrl.data.streamed import StreamedPrompts, StreamedRows, shards_of
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_NO_BATCH_SIZE = (
+    "The loader has no batch_size, which is the number of prompts per iteration. Set batch_size and shuffle on the "
+    "DataLoader, not batch_sampler."
+)
 
 
 def prompt_source(
@@ -69,15 +82,19 @@ def wrap_train_loader(
     """The prompts of a DataLoader by position.
 
     Args:
-        loader: a DataLoader over a map-style dataset whose items are Prompts, strings (the user's turn), or dicts with
-            `messages`, `token_ids` or `prompt`, an optional `id`, and any other fields for the reward.
+        loader: a DataLoader over a map-style or an iterable dataset whose items are Prompts, strings (the user's turn),
+            or dicts with `messages`, `token_ids` or `prompt`, an optional `id`, and other fields for the reward.
         tokenizer: the policy's.
         max_prompt_tokens: the longest prompt allowed; None for no limit.
         seed: of the order, if the loader shuffles.
 
     Raises:
-        ValueError: if the loader is not sized, its sampler neither goes in order nor shuffles, or an item is no prompt.
+        ValueError: if its sampler neither goes in order nor shuffles, or an item is no prompt.
     """
+    if isinstance(loader, DataLoader) and (
+        isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__getitem__")
+    ):
+        return _streamed(loader, tokenizer, max_prompt_tokens)
     checked = _checked(loader)
     dataset: Any = checked.dataset
     prompts = [prompt_from(dataset[index], index, "train") for index in range(len(dataset))]
@@ -90,6 +107,25 @@ def wrap_train_loader(
     )
 
 
+def _streamed(
+    loader: DataLoader[Any], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None
+) -> PromptStream:
+    if loader.batch_size is None:
+        raise ValueError(_NO_BATCH_SIZE)
+    dataset: Any = loader.dataset
+    # Copies, since Lightning iterates over the loader too, to count iterations.
+    shards = shards_of(lambda: copy.deepcopy(dataset))
+    rows = StreamedRows(type(dataset).__name__, shards, seed=0, shuffle=False, buffer_rows=ROWS_AT_ONCE)
+
+    def prompt_of(located: LocatedRow) -> Prompt:
+        return prompt_from(located.row, located.prompt_id.removeprefix("train-"), "train")
+
+    make = prompt_maker(ChatRenderer(tokenizer), prompt_of, max_tokens=max_prompt_tokens)
+    order = MixtureOrder([None], [1.0], seed=0, shuffle=False)
+    prompts = StreamedPrompts("train", [DataSource(rows.name)], [rows], order, columns={}, make=make)
+    return PromptStream(prompts, batch_size=loader.batch_size, shuffle=False)
+
+
 def _checked(loader: object) -> DataLoader[Any]:
     if not isinstance(loader, DataLoader):
         raise ValueError(
@@ -97,16 +133,13 @@ def _checked(loader: object) -> DataLoader[Any]:
             "Wrap the data in one, or use PromptDataModule."
         )
     dataset = loader.dataset
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+    if not isinstance(dataset, Sized):
         raise ValueError(
-            f"The loader's dataset, a {type(dataset).__name__}, must have __len__ and __getitem__: prompts are read by "
-            "position, and resuming relies on that. Use a map-style dataset."
+            f"The loader's dataset, a {type(dataset).__name__}, must have __len__ beside __getitem__: prompts are read "
+            "by position, and resuming relies on that. Add it, or use an iterable dataset."
         )
     if loader.batch_size is None:
-        raise ValueError(
-            "The loader has no batch_size, which is the number of prompts per iteration. Set batch_size and shuffle on "
-            "the DataLoader, not batch_sampler."
-        )
+        raise ValueError(_NO_BATCH_SIZE)
     sampler = loader.sampler
     is_plain = isinstance(sampler, SequentialSampler) or (
         isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)
@@ -131,7 +164,7 @@ def _rendered(
     )
 
 
-def prompt_from(item: object, index: int, split: str) -> Prompt:
+def prompt_from(item: object, index: int | str, split: str) -> Prompt:
     """An item of a dataset as a Prompt, by default with id `<split>-<index>`; raises ValueError if it is none."""
     name = f"{split}-{index}"
     if isinstance(item, Prompt):

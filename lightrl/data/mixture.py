@@ -38,6 +38,7 @@ class DataSource:
         columns: new column names → the source's own, such as `{question: problem}`.
         arguments: of a function.
         label: identifies the source in prompt ids; None uses its index.
+        streaming: read it in order while it is used; None uses the data module's.
     """
 
     source: str
@@ -47,6 +48,7 @@ class DataSource:
     columns: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     label: str | None = None
+    streaming: bool | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):
@@ -82,14 +84,16 @@ class MixtureOrder:
     `epoch_order` after another.
 
     Args:
-        sizes: rows of each source.
+        sizes: rows of each source; None for one that is streamed, which has an order of its own.
         weights: of each source.
         seed: of the orders.
         shuffle: False keeps each source's rows in order.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool = True) -> None:
-        if len(sizes) != len(weights) or not sizes or min(sizes) < 1:
+    def __init__(
+        self, sizes: Sequence[int | None], weights: Sequence[float], *, seed: int, shuffle: bool = True
+    ) -> None:
+        if len(sizes) != len(weights) or not sizes or 0 in sizes:
             raise ValueError(
                 f"Each source needs a weight and at least one row, got {list(sizes)} rows and weights {list(weights)}. "
                 "Remove sources without rows."
@@ -106,24 +110,41 @@ class MixtureOrder:
         self._order = lru_cache(maxsize=3 * len(sizes))(self._epoch_of_source)
 
     def __getitem__(self, position: int) -> int:
+        source = self.source(position)
+        row = self.row(source, self.num_before(source, position))
+        return sum(size or 0 for size in self.sizes[:source]) + row
+
+    def source(self, position: int) -> int:
+        """Whose turn it is."""
+        return self._cycle[position % len(self._cycle)]
+
+    def num_before(self, source: int, position: int) -> int:
+        """How many turns this source has had before a position."""
         cycle, place = divmod(position, len(self._cycle))
-        source = self._cycle[place]
         places = self._places[source]
-        epoch, index = divmod(cycle * len(places) + bisect_left(places, place), self.sizes[source])
-        row = int(self._order(source, epoch)[index]) if self.shuffle else index
-        return sum(self.sizes[:source]) + row
+        return cycle * len(places) + bisect_left(places, place)
+
+    def row(self, source: int, turn: int) -> int:
+        """The row of this source in one of its turns."""
+        size = self.sizes[source]
+        assert size is not None
+        epoch, index = divmod(turn, size)
+        return int(self._order(source, epoch)[index]) if self.shuffle else index
 
     def __str__(self) -> str:
         """What determines the order, besides the rows."""
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
         shares = ", ".join(
-            f"{size} rows of weight {weight:g}" for size, weight in zip(self.sizes, self.weights, strict=True)
+            f"{size or 'unknown'} rows of weight {weight:g}"
+            for size, weight in zip(self.sizes, self.weights, strict=True)
         )
         return f"{order}, {shares}"
 
     def _epoch_of_source(self, source: int, epoch: int) -> Tensor:
         seed = self.seed if len(self.sizes) == 1 else f"{self.seed}/{source}"
-        return epoch_order(self.sizes[source], seed, epoch)
+        size = self.sizes[source]
+        assert size is not None
+        return epoch_order(size, seed, epoch)
 
 
 def _shares(weights: Sequence[float]) -> list[int]:

@@ -114,14 +114,14 @@ class PreferenceDataModule(CompletionDataModule):
     def collate(self, rows: Sequence[CompletedPrompt]) -> PairBatch:
         return PairBatch(*padded(rows))
 
-    def train_dataloader(self) -> EpochLoader[PairBatch]:
-        pairs, size = self.completed["train"], self.batch_size
+    def _loader_of_all(self, rows: list[CompletedPrompt]) -> EpochLoader[PairBatch]:
+        pairs, size = rows, self.batch_size
         ids = [pair.prompt_id for pair in pairs]
         order = self.mixture(ids, seed=self.prompt_stream.seed, shuffle=self._shuffles())
 
         def batch_at(epoch: int, index: int) -> PairBatch:
-            rows = range(index * size, min((index + 1) * size, len(pairs)))
-            return self.collate([pairs[order[epoch * len(pairs) + row]] for row in rows])
+            places = range(index * size, min((index + 1) * size, len(pairs)))
+            return self.collate([pairs[order[epoch * len(pairs) + place]] for place in places])
 
         return EpochLoader(-(-len(pairs) // size), batch_at, trainer=self.trainer)
 

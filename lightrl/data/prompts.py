@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -13,11 +13,12 @@ import lightning as L
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.dotted_path import function_of
-from lightrl.data.chat import ChatRenderer, Messages, length_fit, render_prompts, row_messages, take_images
+from lightrl.data.chat import ChatRenderer, Messages, prompt_maker, render_prompts, row_messages, take_images
 from lightrl.data.mixture import DataSource, MixtureOrder, sources_of
-from lightrl.data.rows import Row, read_rows, require_column
+from lightrl.data.rows import LocatedRow, Made, Row, json_able, read_rows, require_column
 from lightrl.data.split_rows import RowPrompts, SplitRows
-from lightrl.data.stream import EpochLoader, PromptStream, iteration_clock, prompt_batches
+from lightrl.data.stream import EpochLoader, PositionLoader, PromptStream, iteration_clock, prompt_batches
+from lightrl.data.streamed import StreamedPrompts, StreamedRows, open_stream
 from lightrl.models.pictures import Pictures
 from lightrl.trajectory import Prompt
 
@@ -55,6 +56,10 @@ class PromptDataModule(L.LightningDataModule):
     its turn comes, so that the start takes seconds and the rows stay on the disk. A bad row then ends the run with its
     name, and a filtered or too long one is skipped, which `rollout/skipped_prompts` counts.
 
+    With `streaming`, rows are read in order while they are used: hub datasets are not downloaded, a file's name may be
+    a pattern, and how many rows there are need not be known. Then the Trainer needs `max_steps`, or
+    `limit_train_batches` as the iterations of an epoch. Validation and test rows are still read at the start.
+
     Args:
         train: a local .jsonl, .json, .parquet or .csv file, a hub name such as `openai/gsm8k`, or the dotted path of a
             function that makes rows; a DataSource, or a list of them, mixed by weight. None only for a subclass with
@@ -79,10 +84,10 @@ class PromptDataModule(L.LightningDataModule):
         prompt_overflow: what to do with a longer prompt: `error` before training, or `drop` it, which is logged.
         max_train_prompts, max_validation_prompts: use only the first rows of each source; the latter also limits test.
         shuffle: reorder the train prompts in each epoch, by (seed, epoch).
+        streaming: read the rows in order while they are used; a DataSource has its own.
+        shuffle_buffer: streamed rows that are shuffled with one another; the order of the shards is shuffled too.
         seed: of the order; None uses that of `seed_everything`, or 0.
     """
-
-    needs_all_prompts = False  # at the start, however many there are
 
     def __init__(
         self,
@@ -110,6 +115,8 @@ class PromptDataModule(L.LightningDataModule):
         max_train_prompts: int | None = None,
         max_validation_prompts: int | None = None,
         shuffle: bool = True,
+        streaming: bool = False,
+        shuffle_buffer: int = 10_000,
         seed: int | None = None,
     ) -> None:
         super().__init__()
@@ -121,6 +128,7 @@ class PromptDataModule(L.LightningDataModule):
             min_prompt_tokens=min_prompt_tokens,
             max_train_prompts=max_train_prompts,
             max_validation_prompts=max_validation_prompts,
+            shuffle_buffer=shuffle_buffer,
         )
         if prompt_overflow not in ("error", "drop"):
             raise ValueError(f"prompt_overflow must be 'error' or 'drop', got {prompt_overflow!r}.")
@@ -142,8 +150,10 @@ class PromptDataModule(L.LightningDataModule):
         self.min_prompt_tokens = min_prompt_tokens
         self.prompt_overflow = prompt_overflow
         self.shuffle = shuffle
+        self.streaming = streaming
+        self.shuffle_buffer = shuffle_buffer
         self.seed = seed
-        self.prompts: dict[Split, Any] = {}  # sequences, of the splits that are set up
+        self.prompts: dict[Split, list[Prompt] | RowPrompts | StreamedPrompts] = {}  # of the splits that are set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._rows: dict[Split, SplitRows] = {}
@@ -177,11 +187,11 @@ class PromptDataModule(L.LightningDataModule):
             names = ", ".join(repr(source.source) for source in rows.sources)
             logger.warning("row_filter dropped %d of %d rows of %s.", len(rows) - len(kept), len(rows), names)
         self._kept[split] = kept
-        return [self._prompt(rows, index) for index in kept]
+        return [self._prompt(rows.located(index)) for index in kept]
 
-    def _prompt(self, rows: SplitRows, index: int) -> Prompt:
+    def _prompt(self, located: LocatedRow) -> Prompt:
         """The prompt of a row, with messages."""
-        row, where = rows[index], rows.where(index)
+        row, where = located.row, located.where
         messages = row_messages(
             row,
             prompt_column=self.prompt_column,
@@ -193,8 +203,8 @@ class PromptDataModule(L.LightningDataModule):
             require_column(row, self.answer_column, where=where)
         images: tuple[str, ...] = ()
         if self.image_column is not None or any(isinstance(m.get("content"), list) for m in messages):
-            messages, images, row = self._with_images(messages, row, rows.source(index), where)
-        return Prompt(id=rows.prompt_id(index), messages=messages, fields=row, images=images)
+            messages, images, row = self._with_images(messages, row, located.source, where)
+        return Prompt(id=located.prompt_id, messages=messages, fields=row, images=images)
 
     def _with_images(
         self, messages: Messages, row: Row, source: DataSource, where: str
@@ -215,46 +225,65 @@ class PromptDataModule(L.LightningDataModule):
         return messages, images, row
 
     def _open(self, split: Split) -> SplitRows:
-        """The rows of a split; none if it has no source."""
+        """The rows of a split; none if it has no source. Streamed ones are read, all of them."""
         if split not in self._rows:
-            sources = self.sources[split]
-            parts = [
-                read_rows(
-                    source.source,
-                    name=source.name or self.name,
-                    split=source.split or self.dataset_splits[split],
-                    max_rows=self.max_prompts[split],
-                    arguments=source.arguments,
-                )
-                for source in sources
+            parts = [self._open_source(split, number) for number in range(len(self.sources[split]))]
+            read = [
+                [part.row(item) for item in part.one_pass()] if isinstance(part, StreamedRows) else part
+                for part in parts
             ]
-            self._rows[split] = SplitRows(split, sources, parts, self.columns)
+            self._rows[split] = SplitRows(split, self.sources[split], read, self.columns)
         return self._rows[split]
+
+    def _open_source(self, split: Split, number: int) -> Sequence[Row] | StreamedRows:
+        source, max_rows = self.sources[split][number], self.max_prompts[split]
+        name, of_split = source.name or self.name, source.split or self.dataset_splits[split]
+        if not self._is_streamed(source):
+            return read_rows(source.source, name=name, split=of_split, max_rows=max_rows, arguments=source.arguments)
+        return StreamedRows(
+            source.source,
+            open_stream(source.source, name=name, split=of_split, arguments=source.arguments),
+            seed=f"{self.order_seed}/{number}",
+            shuffle=self.shuffle,
+            buffer_rows=self.shuffle_buffer,
+            max_rows=max_rows,
+            row_of=_row_of,
+        )
+
+    def _is_streamed(self, source: DataSource) -> bool:
+        return self.streaming if source.streaming is None else source.streaming
+
+    @property
+    def order_seed(self) -> int:
+        """Of the order of train prompts."""
+        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
 
     def _filter(self) -> Callable[[Row], bool]:
         return function_of(self.row_filter, "row_filter") if self.row_filter is not None else lambda row: True
 
-    def prompts_on_reading(self, split: Split) -> RowPrompts:
-        """The rendered prompts of a split's rows, each made, and checked, when it is read; None for a dropped row."""
+    def _maker(self) -> Callable[[Sequence[LocatedRow]], list[Made]]:
+        """Makes the rendered prompts of rows: None for a dropped one, ValueError for a bad one."""
         tokenizer, context_tokens, pictures = self.policy_inputs()
         renderer = ChatRenderer(tokenizer, chat_template=self.chat_template, pictures=pictures)
-        max_tokens = smallest(self.max_prompt_tokens, context_tokens)
-        rows, keep = self._open(split), self._filter()
+        keep = self._filter()
+        return prompt_maker(
+            renderer,
+            lambda located: self._prompt(located) if keep(located.row) else None,
+            max_tokens=smallest(self.max_prompt_tokens, context_tokens),
+            min_tokens=self.min_prompt_tokens,
+            overflow=self.prompt_overflow,
+        )
 
-        def make(index: int) -> Prompt | None:
-            if not keep(rows[index]):
-                return None
-            prompt = renderer.rendered(self._prompt(rows, index), rows.where(index))
-            fit = length_fit(
-                prompt,
-                max_tokens=max_tokens,
-                min_tokens=self.min_prompt_tokens,
-                overflow=self.prompt_overflow,
-                where=rows.where(index),
-            )
-            return prompt if fit == "fits" else None
-
-        return RowPrompts(rows, make)
+    def prompts_on_reading(self, split: Split) -> RowPrompts | StreamedPrompts:
+        """The rendered prompts of a split's rows, each made, and checked, when it is read; None for a dropped row."""
+        sources = self.sources[split]
+        if not any(map(self._is_streamed, sources)) or split != "train":
+            return RowPrompts(self._open(split), self._maker())
+        parts = [self._open_source(split, number) for number in range(len(sources))]
+        sizes = [None if isinstance(part, StreamedRows) else len(part) for part in parts]
+        weights = [source.weight for source in sources]
+        order = MixtureOrder(sizes, weights, seed=self.order_seed, shuffle=self.shuffle)
+        return StreamedPrompts(split, sources, parts, order, columns=self.columns, make=self._maker())
 
     def setup(self, stage: str) -> None:
         """Makes, renders and checks the prompts of a stage, so problems in the data show up before training.
@@ -269,7 +298,7 @@ class PromptDataModule(L.LightningDataModule):
         for split in _SPLITS_OF_STAGE[stage]:
             self.prompts[split] = self._rendered(split, renderer, max_tokens)
         required = _SPLITS_OF_STAGE[stage][0]
-        if not self.prompts[required]:
+        if self.prompts[required] == []:
             names = [source.source for source in self.sources[required]]
             raise ValueError(
                 f"{type(self).__name__} has no {required} prompts ({required}={', '.join(names) or None}). Set "
@@ -279,12 +308,13 @@ class PromptDataModule(L.LightningDataModule):
             if not self.prompts["validation"]:
                 # Lightning validates if this hook is overridden, and warns about an empty loader.
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
-            seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+            seed = self.order_seed
             prompts = self.prompts["train"]
+            order: MixtureOrder | None = None
             if isinstance(prompts, RowPrompts):
                 weights = [source.weight for source in prompts.rows.sources]
                 order = MixtureOrder(prompts.rows.sizes, weights, seed=seed, shuffle=self.shuffle)
-            else:
+            elif isinstance(prompts, list):
                 order = self.mixture([prompt.id for prompt in prompts], seed=seed, shuffle=self.shuffle)
             self._stream = PromptStream(
                 prompts, batch_size=self.batch_size, seed=seed, shuffle=self.shuffle, order=order
@@ -312,7 +342,8 @@ class PromptDataModule(L.LightningDataModule):
             raise RuntimeError("prompt_stream is not available yet. Call setup('fit') first.")
         return self._stream
 
-    def train_dataloader(self) -> EpochLoader[Any]:
+    def train_dataloader(self) -> EpochLoader[Any] | PositionLoader[Any]:
+        self.check_run_length()
         return iteration_clock(self.prompt_stream, self.trainer)
 
     def val_dataloader(self) -> EpochLoader[Any]:
@@ -325,7 +356,9 @@ class PromptDataModule(L.LightningDataModule):
         return self.test_dataloader()
 
     def _evaluation_loader(self, split: Split) -> EpochLoader[Any]:
-        return prompt_batches(self.prompts[split], self.validation_batch_size)
+        prompts = self.prompts[split]
+        assert isinstance(prompts, list)
+        return prompt_batches(prompts, self.validation_batch_size)
 
     def policy_inputs(self) -> PolicyInputs:
         """The policy's tokenizer, longest prompt and picture reader, from `attach` or from the trainer's module."""
@@ -340,17 +373,22 @@ class PromptDataModule(L.LightningDataModule):
             )
         return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "pictures", None)
 
-    def _rendered(self, split: Split, renderer: ChatRenderer, max_tokens: int | None) -> Sequence[Prompt | None]:
-        if split == "train" and self._is_large():
-            large = self.prompts_on_reading(split)
-            num_kept = sum(prompt is not None for prompt in large[:_CHECKED_AT_START])
-            logger.info(
-                "Checked the first %d of %d train rows, of which %d make prompts; the others are checked when read.",
-                _CHECKED_AT_START,
-                len(large),
-                num_kept,
+    def check_run_length(self) -> None:
+        """Raises ValueError if the train rows are streamed and nothing says how long an epoch is."""
+        trainer = self.trainer
+        if self.prompt_stream.num_prompts is not None or trainer is None:
+            return
+        if trainer.max_steps == -1 and trainer.max_epochs != -1 and isinstance(trainer.limit_train_batches, float):
+            raise ValueError(
+                "How many rows streamed data has is not known, so the Trainer cannot know when an epoch ends. Set "
+                "trainer.max_steps, or trainer.limit_train_batches to the number of iterations of an epoch."
             )
-            return large
+
+    def _rendered(
+        self, split: Split, renderer: ChatRenderer, max_tokens: int | None
+    ) -> list[Prompt] | RowPrompts | StreamedPrompts:
+        if split == "train" and self._is_on_reading():
+            return self._checked_at_start()
         prompts = self.make_prompts(split)
         if split == "test" and not prompts:
             split = "validation"
@@ -366,13 +404,33 @@ class PromptDataModule(L.LightningDataModule):
             where=lambda index: self._where(split, index),
         )
 
-    def _is_large(self) -> bool:
+    def _is_on_reading(self) -> bool:
         """Whether train prompts are made when they are read; never those of a subclass's own `make_prompts`."""
-        return (
-            self.makes_prompts_of_rows
-            and not self.needs_all_prompts
-            and len(self._open("train")) > MAX_PROMPTS_AT_START
+        return self.makes_prompts_of_rows and (
+            any(map(self._is_streamed, self.sources["train"])) or len(self._open("train")) > MAX_PROMPTS_AT_START
         )
+
+    def _checked_at_start(self) -> RowPrompts | StreamedPrompts:
+        """The train prompts, of which the first are made now."""
+        prompts = self.prompts_on_reading("train")
+        if isinstance(prompts, StreamedPrompts):
+            made, total = next(prompts.one_pass()), ""
+        else:
+            made, total = prompts.many(range(min(_CHECKED_AT_START, len(prompts)))), f" of {len(prompts)}"
+        for item in made:
+            if isinstance(item, ValueError):
+                raise item
+        logger.info(
+            "Checked the first %d%s train rows, of which %d make prompts; the others are checked when read.",
+            len(made),
+            total,
+            sum(item is not None for item in made),
+        )
+        return prompts
+
+    def num_tokens_of(self, prompts: Sequence[Made]) -> list[int | ValueError | None]:
+        """The tokens that each row takes."""
+        return [len(item.token_ids or []) if isinstance(item, Prompt) else item for item in prompts]
 
     @property
     def makes_prompts_of_rows(self) -> bool:
@@ -384,6 +442,12 @@ class PromptDataModule(L.LightningDataModule):
         if index < len(kept):
             return self._rows[split].where(kept[index])
         return f"Row {index + 1} of the {split} prompts"
+
+
+def _row_of(item: Any, where: str) -> Row:
+    if not isinstance(item, Mapping):
+        raise ValueError(f"{where} must be a dict of columns, got a {type(item).__name__}.")
+    return json_able(dict(item))
 
 
 def _by_split(train: T, validation: T, test: T) -> dict[Split, T]:

@@ -18,13 +18,30 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lightrl.data.lazy import LazySequence
+
+if TYPE_CHECKING:
+    from lightrl.data.mixture import DataSource
+    from lightrl.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+
+
+class LocatedRow(NamedTuple):
+    """A row of a split."""
+
+    row: Row
+    source: DataSource
+    where: str  # names it in messages
+    prompt_id: str  # unique in the split
+
+
+# What becomes of a row: its prompt, None if it is dropped, what is wrong with it.
+Made: TypeAlias = "Prompt | ValueError | None"
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _LONGEST_BLANK = 16  # a longer line of spaces is refused as invalid JSON
@@ -54,7 +71,7 @@ def read_rows(
         ValueError: if the source does not exist, cannot be read, or has no rows.
     """
     path = Path(source).expanduser()
-    function = None if path.exists() else _function_of(source)
+    function = None if path.exists() else function_of_rows(source)
     if arguments and function is None:
         raise ValueError(
             f"Data {source!r} got arguments {dict(arguments)}, but only functions take arguments. Remove them, or fix "
@@ -106,7 +123,7 @@ def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
     return kept | {new: row[old] for new, old in columns.items()}
 
 
-def _function_of(source: str) -> Callable[..., Any] | None:
+def function_of_rows(source: str) -> Callable[..., Any] | None:
     """The function at a dotted path; None for names of files and hub datasets."""
     module, _, name = source.rpartition(".")
     if not module or not all(part.isidentifier() for part in source.split(".")) or Path(source).suffix in FILE_SUFFIXES:
@@ -132,7 +149,7 @@ def _made_by(
         ) from error
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"Data {source!r} must return dicts of columns, got rows that are not dicts.")
-    return [_json_able(dict(row)) for row in rows]
+    return [json_able(dict(row)) for row in rows]
 
 
 def _read_file(path: Path, max_rows: int | None) -> Sequence[Row]:
@@ -224,11 +241,16 @@ def _read_dataset(
     except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
         if data_files is not None:
             raise ValueError(f"Data file {data_files!r} is not valid Parquet: {error.__cause__ or error}.") from error
-        raise ValueError(
-            f"Dataset {source!r} (name={name!r}, split={split!r}) cannot be loaded: {error}. It must be a local "
-            f"{', '.join(FILE_SUFFIXES)} file or a hub name. Fix the name, or go online."
-        ) from error
+        raise ValueError(dataset_problem(source, name, split, error)) from error
     return _TableRows(dataset, max_rows)
+
+
+def dataset_problem(source: str, name: str | None, split: str, error: BaseException) -> str:
+    """Why `datasets` cannot load a source, and what to do."""
+    return (
+        f"Dataset {source!r} (name={name!r}, split={split!r}) cannot be loaded: {error}. It must be a local "
+        f"{', '.join(FILE_SUFFIXES)} file or a hub name. Fix the name, or go online."
+    )
 
 
 class _TableRows(LazySequence[Row]):
@@ -242,10 +264,10 @@ class _TableRows(LazySequence[Row]):
         return self._num_rows
 
     def make(self, index: int) -> Row:
-        return _json_able(dict(self._dataset[index]))
+        return json_able(dict(self._dataset[index]))
 
 
-def _json_able(row: Row) -> Row:
+def json_able(row: Row) -> Row:
     """The row with dates and the like as text: fields go to reward workers as JSON."""
     try:
         json.dumps(row)

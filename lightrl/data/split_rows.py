@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from lightrl.data.lazy import LazySequence
 from lightrl.data.mixture import DataSource
-from lightrl.data.rows import Row, renamed
+from lightrl.data.rows import LocatedRow, Made, Row, renamed
 from lightrl.trajectory import Prompt
+
+ROWS_AT_ONCE = 256  # are rendered with one call of the tokenizer
 
 
 class SplitRows(LazySequence[Row]):
@@ -40,6 +43,9 @@ class SplitRows(LazySequence[Row]):
         row, columns = self._rows[number][place], self._columns[number]
         return renamed(row, columns, where=self.where(index)) if columns else row
 
+    def located(self, index: int) -> LocatedRow:
+        return LocatedRow(self[index], self.source(index), self.where(index), self.prompt_id(index))
+
     def source(self, index: int) -> DataSource:
         """Which source a row comes from."""
         return self.sources[self._locate(index)[0]]
@@ -52,8 +58,7 @@ class SplitRows(LazySequence[Row]):
     def prompt_id(self, index: int) -> str:
         """Unique in the split: `train-7`, or `train-<label>-7` with several sources."""
         number, place = self._locate(index)
-        prefix = self.split if len(self.sources) == 1 else f"{self.split}-{self.sources[number].label}"
-        return f"{prefix}-{place}"
+        return f"{id_prefix(self.split, self.sources, number)}-{place}"
 
     def _locate(self, index: int) -> tuple[int, int]:
         """The number of its source, and the index there."""
@@ -61,15 +66,20 @@ class SplitRows(LazySequence[Row]):
         return number, index - self._starts[number]
 
 
+def id_prefix(split: str, sources: Sequence[DataSource], number: int) -> str:
+    """Begins the ids of one source's prompts."""
+    return split if len(sources) == 1 else f"{split}-{sources[number].label}"
+
+
 class RowPrompts(LazySequence["Prompt | None"]):
-    """The prompts of rows; None for a row that is dropped by a filter or for its length.
+    """The prompts of rows, each made when it is read; None for a row that is dropped by a filter or for its length.
 
     Args:
         rows: of a split.
-        make: the prompt at an index, rendered; raises ValueError if the row is bad.
+        make: the rendered prompts of some rows, or what is wrong with them.
     """
 
-    def __init__(self, rows: SplitRows, make: Callable[[int], Prompt | None]) -> None:
+    def __init__(self, rows: SplitRows, make: Callable[[Sequence[LocatedRow]], list[Made]]) -> None:
         self.rows = rows
         self._make = make
 
@@ -77,4 +87,30 @@ class RowPrompts(LazySequence["Prompt | None"]):
         return len(self.rows)
 
     def make(self, index: int) -> Prompt | None:
-        return self._make(index)
+        (made,) = self.many([index])
+        if isinstance(made, ValueError):
+            raise made
+        return made
+
+    def many(self, indices: Sequence[int]) -> list[Made]:
+        """The prompts at some indices, which is faster than one by one."""
+        return made_of(indices, self.rows.located, self._make)
+
+    def one_pass(self) -> Iterator[list[Made]]:
+        """All prompts, in the order of the data, some at a time."""
+        for start in range(0, len(self), ROWS_AT_ONCE):
+            yield self.many(range(start, min(start + ROWS_AT_ONCE, len(self))))
+
+
+def made_of(
+    places: Sequence[Any], locate: Callable[[Any], LocatedRow], make: Callable[[Sequence[LocatedRow]], list[Made]]
+) -> list[Made]:
+    """The prompts of rows, where `locate` raises ValueError for rows that cannot be read."""
+    located: list[LocatedRow | ValueError] = []
+    for place in places:
+        try:
+            located.append(locate(place))
+        except ValueError as error:
+            located.append(error)
+    made = iter(make([item for item in located if not isinstance(item, ValueError)]))
+    return [item if isinstance(item, ValueError) else next(made) for item in located]

@@ -1,20 +1,25 @@
-"""Prompts by position (PromptStream) and the sized loaders that Lightning iterates over (EpochLoader).
+"""Prompts by position (PromptStream) and the loaders that Lightning iterates over (EpochLoader).
 
 A position counts prompts over the whole run. Epoch e of the stream is positions e·n to (e + 1)·n - 1 for n prompts,
 each prompt once, in an order that follows from (seed, e) alone. So a position determines its prompt, and resuming needs
 one number, with any number of ranks. Weighted sources (mixture.py) bring their own order. An epoch of the loader has
-n // batch_size iterations; prompts left over at its end come first in the next, so none is skipped.
+n // batch_size iterations; prompts left over at its end come first in the next, so none is skipped. If a source is
+streamed (streamed.py), n is unknown and the loader never ends: Trainer says how long a run is.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data.mixture import MixtureOrder
+from lightrl.data.rows import Made
+from lightrl.data.split_rows import RowPrompts
+from lightrl.data.streamed import StreamedPrompts
 from lightrl.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -25,15 +30,17 @@ Item = TypeVar("Item")
 
 
 _FINGERPRINT_PROMPTS = 256  # of those that are made when they are read
+_MAX_MADE = 4096  # prompts made ahead of need
+_NOT_MADE = "not made"
 
 
 class PromptStream:
     """An endless sequence of prompts, addressable by position: `stream[position]` for any position from 0.
 
-    A prompt that is None is skipped by whoever reads.
+    A position whose row is dropped, by a filter or for its length, holds None.
 
     Args:
-        prompts: one epoch's, in the order of the data.
+        prompts: one epoch's, in the order of the data; or those of streamed sources, by position.
         batch_size: prompts per iteration, which is also groups per iteration.
         seed: determines the order, with the epoch.
         shuffle: False keeps the order of the data in every epoch.
@@ -45,7 +52,7 @@ class PromptStream:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt | None],
+        prompts: Sequence[Prompt | None] | StreamedPrompts,
         *,
         batch_size: int,
         seed: int = 0,
@@ -53,9 +60,10 @@ class PromptStream:
         order: MixtureOrder | None = None,
     ) -> None:
         check_bounds(1, batch_size=batch_size)
-        if len(prompts) < batch_size:
+        self.num_prompts = None if isinstance(prompts, StreamedPrompts) else len(prompts)  # per epoch, if known
+        if self.num_prompts is not None and self.num_prompts < batch_size:
             raise ValueError(
-                f"batch_size={batch_size} exceeds the {len(prompts)} train prompts. Lower batch_size or add data."
+                f"batch_size={batch_size} exceeds the {self.num_prompts} train prompts. Lower batch_size or add data."
             )
         # Those of rows that are not read yet are unique by construction.
         ids = [prompt.id for prompt in prompts if prompt is not None] if isinstance(prompts, list) else []
@@ -67,36 +75,91 @@ class PromptStream:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self.order = order or MixtureOrder([len(prompts)], [1.0], seed=seed, shuffle=shuffle)
+        sizes = [self.num_prompts]
+        self.order = order or MixtureOrder(sizes, [1.0], seed=seed, shuffle=shuffle)
+        self._made: dict[int, Made] = {}  # ahead of need, by position
 
     def __len__(self) -> int:
-        """Prompts per epoch."""
-        return len(self.prompts)
+        """Prompts per epoch; TypeError if that is not known."""
+        if self.num_prompts is None:
+            raise TypeError("How many prompts a streamed source has is not known.")
+        return self.num_prompts
 
     def __getitem__(self, position: int) -> Prompt | None:
         if position < 0:
             raise IndexError(f"position must be >= 0, got {position}.")
-        return self.prompts[self.order[position]]
+        if not isinstance(self.prompts, RowPrompts | StreamedPrompts):
+            return self.prompts[self.order[position]]
+        made = self._made.get(position, _NOT_MADE)
+        if isinstance(made, str):
+            (made,) = self.many([position])
+        if isinstance(made, ValueError):
+            raise made
+        return made
 
     @property
-    def num_iterations(self) -> int:
-        """Iterations per epoch of the loader."""
-        return len(self.prompts) // self.batch_size
+    def is_made_on_reading(self) -> bool:
+        """Whether reading a position takes time, unless it is prepared."""
+        return isinstance(self.prompts, RowPrompts | StreamedPrompts)
+
+    def is_prepared(self, position: int) -> bool:
+        """Whether reading this position takes no time."""
+        return position in self._made or not self.is_made_on_reading
+
+    def prepare(self, first: int, num: int) -> None:
+        """Makes the prompts of these positions, for an event loop that must not wait; may be called in a thread.
+
+        What is wrong with a row is raised when it is read.
+        """
+        missing = [position for position in range(first, first + num) if not self.is_prepared(position)]
+        self._made |= zip(missing, self.many(missing), strict=True)
+        for position in sorted(self._made)[:-_MAX_MADE]:
+            self._made.pop(position, None)
+
+    def many(self, positions: Sequence[int]) -> Sequence[Made]:
+        """The prompts at some positions, made now; ValueError where a row is bad."""
+        if isinstance(self.prompts, StreamedPrompts):
+            return self.prompts.many(positions)
+        indices = [self.order[position] for position in positions]
+        if isinstance(self.prompts, RowPrompts):
+            return self.prompts.many(indices)
+        return [self.prompts[index] for index in indices]
+
+    @property
+    def num_iterations(self) -> int | None:
+        """Iterations per epoch of the loader; None if that is not known."""
+        return None if self.num_prompts is None else self.num_prompts // self.batch_size
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identifies the prompts and their order: if it differs, a checkpoint's positions mean other prompts."""
+        if isinstance(self.prompts, StreamedPrompts):
+            return self.prompts.fingerprint
         content = hashlib.blake2b(digest_size=6)
         num = len(self.prompts)
         sample = self.prompts if isinstance(self.prompts, list) else self.prompts[:: -(-num // _FINGERPRINT_PROMPTS)]
         for prompt in sample:
             if prompt is not None:
                 content.update(f"{prompt.id} {prompt.token_ids or prompt.messages}\n".encode())
-        return f"{len(self.prompts)} prompts {self.order}, content {content.hexdigest()}"
+        return f"{num} prompts {self.order}, content {content.hexdigest()}"
 
     def first(self, num_prompts: int) -> PromptStream:
         """The first prompts of the data, over and over in order; for `overfit_batches`."""
-        return PromptStream(list(self.prompts[:num_prompts]), batch_size=self.batch_size, seed=self.seed, shuffle=False)
+        prompts: list[Prompt | None]
+        if isinstance(self.prompts, StreamedPrompts):
+            prompts = [self[position] for position in range(num_prompts)]
+        else:
+            prompts = list(self.prompts[:num_prompts])
+        return PromptStream(prompts, batch_size=self.batch_size, seed=self.seed, shuffle=False)
+
+    def state_dict(self, position: int) -> dict[str, Any] | None:
+        """From where streamed sources give the prompts from this position on; None if nothing is streamed."""
+        return self.prompts.state_dict(position) if isinstance(self.prompts, StreamedPrompts) else None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Saves reading what comes before; a stream without it gives the same prompts."""
+        if isinstance(self.prompts, StreamedPrompts):
+            self.prompts.load_state_dict(state)
 
 
 class EpochLoader(Generic[T]):
@@ -139,6 +202,45 @@ class EpochLoader(Generic[T]):
         """Nothing to restore."""
 
 
+class PositionLoader(Generic[T]):
+    """As EpochLoader, with batches counted over the whole run: an epoch continues where the last one ended.
+
+    Args:
+        num_batches: per epoch; None if that is not known: then the loader has no length and does not end.
+        batch_at: gives a batch by its number.
+        trainer: as in EpochLoader.
+    """
+
+    def __init__(
+        self, num_batches: int | None, batch_at: Callable[[int], T], *, trainer: L.Trainer | None = None
+    ) -> None:
+        self.num_batches = num_batches
+        self.batch_at = batch_at
+        self._trainer = trainer
+
+    def __len__(self) -> int:
+        if self.num_batches is None:
+            raise TypeError("How many batches streamed data has is not known.")
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[T]:
+        first = 0
+        if self._trainer is not None:
+            # Without a length Lightning requests a batch before it has set `completed`, which EpochLoader reads.
+            counters: Any = self._trainer.fit_loop.epoch_loop.batch_progress.total
+            first = counters.processed
+        numbers = itertools.count(first) if self.num_batches is None else range(first, first + self.num_batches)
+        for number in numbers:
+            yield self.batch_at(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty, as EpochLoader's."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
 class PromptBatch(list[Prompt]):
     """Prompts, which moving to a device leaves unchanged.
 
@@ -149,8 +251,10 @@ class PromptBatch(list[Prompt]):
         return self
 
 
-def iteration_clock(stream: PromptStream, trainer: L.Trainer | None = None) -> EpochLoader[int]:
+def iteration_clock(stream: PromptStream, trainer: L.Trainer | None = None) -> EpochLoader[int] | PositionLoader[int]:
     """The train loader of an RLModule: the index of each iteration in the epoch. The prompts are in the stream."""
+    if stream.num_iterations is None:
+        return PositionLoader(None, lambda number: number, trainer=trainer)
     return EpochLoader(stream.num_iterations, lambda epoch, index: index, trainer=trainer)
 
 

@@ -17,10 +17,8 @@ from lightrl.data.completions import CompletedPrompt, CompletionDataModule, padd
 from lightrl.data.mixture import DataSource, MixtureOrder, epoch_order
 from lightrl.data.rows import require_column
 from lightrl.data.stream import EpochLoader
+from lightrl.data.windows import BATCHES
 from lightrl.trajectory import Prompt
-
-# Sort by length within this many shuffled batches: removes most padding, keeps most randomness.
-_SORTED_BATCHES = 16
 
 
 class ChatBatch(NamedTuple):
@@ -61,6 +59,7 @@ class SFTDataModule(CompletionDataModule):
     """
 
     row_name = "chat"
+    sorts_by_length = True
 
     def __init__(
         self,
@@ -106,8 +105,8 @@ class SFTDataModule(CompletionDataModule):
         token_ids, loss_mask, _ = padded(rows)
         return ChatBatch(token_ids, loss_mask)
 
-    def train_dataloader(self) -> EpochLoader[ChatBatch]:
-        chats, size = self.completed["train"], self.batch_size
+    def _loader_of_all(self, rows: list[CompletedPrompt]) -> EpochLoader[ChatBatch]:
+        chats, size = rows, self.batch_size
         seed, shuffle = self.prompt_stream.seed, self._shuffles()
         lengths = [chat.num_tokens for chat in chats]
         order = self.mixture([chat.prompt_id for chat in chats], seed=seed, shuffle=shuffle)
@@ -126,7 +125,7 @@ def _batches(
     num = len(lengths)
     rows = [order[position] for position in range(epoch * num, (epoch + 1) * num)]
     if shuffle:
-        window = size * _SORTED_BATCHES
+        window = size * BATCHES
         windows = [rows[start : start + window] for start in range(0, len(rows), window)]
         rows = [row for window_rows in windows for row in sorted(window_rows, key=lambda row: lengths[row])]
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]

@@ -5,10 +5,13 @@ The framework checks `isinstance(engine, ScoresTokens)` before it uses an abilit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
+from lightrl.engines.engine import Completion
 from lightrl.models.lora import AdapterShape
+from lightrl.trajectory import Sampling
 from lightrl.weights import SharedFolder
 
 Proof = Literal["digests", "replicas", "version"]
@@ -24,6 +27,23 @@ class LivesOnLoop(Protocol):
 
     async def detach(self) -> None:
         """Called on the loop after its tasks are cancelled, before it ends."""
+        ...
+
+
+@runtime_checkable
+class WritesGroups(Protocol):
+    """Takes the completions of a group in one request, which spares the event loop a task for each of them."""
+
+    def write_group(
+        self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
+    ) -> list[asyncio.Future[Completion]]:
+        """A completion of this prompt for each sampling, with its seed, as `generate` would write it.
+
+        Called on the event loop. A future is done when its own completion is; cancelling it removes that request alone.
+
+        Raises:
+            ValueError, EngineError: as `generate`; an EngineError later is in the futures.
+        """
         ...
 
 

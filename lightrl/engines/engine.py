@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from lightrl.trajectory import FinishReason, Sampling
+from lightrl.trajectory import FinishReason, Sampling, token_array
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
@@ -15,12 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens after a prompt; the lists have one entry for each new token."""
+    """The tokens after a prompt, one entry for each new token; a list that is given becomes a TokenArray."""
 
-    token_ids: list[int]  # the stop token included
-    logprobs: list[float]  # nats, log-softmax(logits / temperature), before top-p and top-k; unscaled when greedy
-    weight_versions: list[int]  # the weights that sampled each token; never decreasing
+    token_ids: Sequence[int]  # int32, the stop token included
+    # float32, in nats: log-softmax(logits / temperature), before top-p and top-k; unscaled when greedy.
+    logprobs: Sequence[float]
+    weight_versions: Sequence[int]  # int32, the weights that sampled each token; never decreasing
     finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", token_array("token_ids", self.token_ids))
+        object.__setattr__(self, "logprobs", token_array("behavior_logprobs", self.logprobs))
+        object.__setattr__(self, "weight_versions", token_array("weight_versions", self.weight_versions))
 
 
 @runtime_checkable

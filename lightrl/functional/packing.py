@@ -9,8 +9,7 @@ Shapes: B trajectories, T tokens. Two exact forms of the same forward pass:
     └───────┘  └─────────────┘
 
 In a rectangle the padding is on the right, where a causal model needs no attention mask: no token sees what comes after
-it. In a packed row the model must separate trajectories by `position_ids` (Hugging Face models do, without an attention
-mask and with `use_cache=False`). On the CPU rectangles are fastest: a long packed row costs attention over all of it.
+it. In a packed row positions restart with each trajectory; attention is told where (strategies/packed_attention.py).
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightrl.functional.device_copy import to_device
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -30,13 +31,14 @@ class Packed:
 
     Example (trajectories [5, 6, 7] and [8, 9] in a [2, 3] tensor):
         Packed(token_ids=[[5, 6, 7, 8, 9]], position_ids=[[0, 1, 2, 0, 1]],
-               rows=[0, 0, 0, 1, 1], columns=[0, 1, 2, 0, 1])
+               rows=[0, 0, 0, 1, 1], columns=[0, 1, 2, 0, 1], starts=[0, 3])
     """
 
     token_ids: Tensor  # int64 [1, total]
     position_ids: Tensor  # int64 [1, total], from 0 in each trajectory
     rows: Tensor  # int64 [total], the trajectory of each token
     columns: Tensor  # int64 [total], its place in the trajectory
+    starts: Tensor  # int64 [B], of each trajectory in the row
 
 
 def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[int]]:
@@ -112,27 +114,32 @@ def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
     return alike if len(alike) <= len(best) else best
 
 
-def pack(token_ids: Tensor, lengths: Tensor) -> Packed:
+def pack(token_ids: Tensor, lengths: Sequence[int]) -> Packed:
     """Puts the trajectories of a right-padded tensor end to end.
 
     Args:
         token_ids: int64 [B, T], right-padded.
-        lengths: int64 [B], tokens of each trajectory, 0 to T.
+        lengths: tokens of each trajectory, 0 to T; numbers, so that the host does not wait for the device.
 
     Raises:
         ValueError: if shapes do not fit, or a length exceeds T.
     """
-    if token_ids.dim() != 2 or lengths.shape != token_ids.shape[:1]:
+    if token_ids.dim() != 2 or len(lengths) != len(token_ids):
         raise ValueError(
-            "token_ids must be [B, T] and lengths [B], one for each row, got shapes "
-            f"{tuple(token_ids.shape)} and {tuple(lengths.shape)}."
+            "token_ids must be [B, T] and lengths one number for each row, got shape "
+            f"{tuple(token_ids.shape)} and {len(lengths)} lengths."
         )
     width = token_ids.shape[1]
-    if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= width:
-        raise ValueError(f"lengths must be from 0 to T = {width}, got {int(lengths.min())} to {int(lengths.max())}.")
-    is_token = torch.arange(width, device=lengths.device) < lengths[:, None]
-    rows, columns = is_token.nonzero(as_tuple=True)
-    return Packed(token_ids=token_ids[rows, columns][None], position_ids=columns[None], rows=rows, columns=columns)
+    if lengths and not 0 <= min(lengths) <= max(lengths) <= width:
+        raise ValueError(f"lengths must be from 0 to T = {width}, got {min(lengths)} to {max(lengths)}.")
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    starts = sizes.cumsum(0) - sizes
+    rows = torch.arange(len(lengths)).repeat_interleave(sizes)
+    columns = torch.arange(len(rows)) - starts[rows]
+    starts, rows, columns = (to_device(value, token_ids.device) for value in (starts, rows, columns))
+    return Packed(
+        token_ids=token_ids[rows, columns][None], position_ids=columns[None], rows=rows, columns=columns, starts=starts
+    )
 
 
 def unpack(values: Tensor, packed: Packed, shape: Sequence[int]) -> Tensor:

@@ -8,6 +8,7 @@ Reading order:
     asked_once.py     a recorded trajectory keeps its judges' answers
     update.py         minibatches, microbatches, loss reduction, the optimizer step
     metrics.py        means, sums and bounds that do not depend on microbatches or ranks
+    step_log.py       numbers of an iteration, logged together
     evaluation.py     a validation batch becomes judged groups
     resume.py         what a resumed run continues from
     resume_check.py   fast_dev_run's check that a checkpoint restores everything
@@ -22,8 +23,18 @@ May import: everything below; Lightning's private names, each listed in tests/te
 
 from lightrl.loops.resume_check import ResumeCheck
 from lightrl.loops.rollout_loop import RolloutLoop, logging_allowed
-from lightrl.loops.rollout_stage import RolloutStage
+from lightrl.loops.rollout_stage import RolloutStage, devices_text
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.loops.state_before import StateBefore
+from lightrl.loops.step_log import StepLog
 
-__all__ = ["ResumeCheck", "RolloutLoop", "RolloutStage", "SharedRollout", "StateBefore", "logging_allowed"]
+__all__ = [
+    "ResumeCheck",
+    "RolloutLoop",
+    "RolloutStage",
+    "SharedRollout",
+    "StateBefore",
+    "StepLog",
+    "devices_text",
+    "logging_allowed",
+]

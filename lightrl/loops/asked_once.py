@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightrl.dataflow import ModelCall, follows_from_trajectories
-from lightrl.trajectory import Trajectory
+from lightrl.trajectory import Trajectory, as_array
 
 
 def asked_once(
@@ -31,10 +32,9 @@ def asked_once(
 
 
 def _joined(values: list[Any]) -> Tensor:
-    """A tensor of numbers, or of lists [T, ...] with padding."""
-    number = values[0]
-    while isinstance(number, list):
-        number = number[0]
+    """A tensor of numbers, or of arrays [T, ...] with padding."""
+    values = [as_array(value) for value in values]
+    if isinstance(values[0], np.ndarray):
+        return pad_sequence([torch.from_numpy(value) for value in values], batch_first=True)
     # The dtype is explicit because half precision, in another thread, changes the default.
-    tensors = [torch.tensor(value, dtype=torch.float32 if isinstance(number, float) else None) for value in values]
-    return pad_sequence(tensors, batch_first=True) if isinstance(values[0], list) else torch.stack(tensors)
+    return torch.tensor(values, dtype=torch.float32 if isinstance(values[0], float) else None)

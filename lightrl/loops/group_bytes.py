@@ -1,22 +1,28 @@
-"""Groups as bytes, from rank 0 to the other ranks: JSON, and the per-token lists as packed numbers. No pickle.
+"""Groups as bytes, from rank 0 to the other ranks: JSON, and the per-token fields as packed numbers. No pickle.
 
     length of the JSON (8 bytes) | JSON of everything else | token_ids | loss_mask | behavior_logprobs | ...
 
-A token takes 25 bytes; as JSON alone it took 40 and ten times as long.
+A token takes the bytes that it takes in memory, 8 in all unless its numbers have no runs.
 """
 
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightrl.trajectory import Group, Prompt, Trajectory, Turn
-
-# The per-token lists with the type code of their array.array, which is exact for Python's numbers.
-_LISTS = {"token_ids": "q", "loss_mask": "b", "behavior_logprobs": "d", "weight_versions": "q", "rewards": "d"}
+from lightrl.trajectory import (
+    TOKEN_FIELDS,
+    Group,
+    Prompt,
+    TokenArray,
+    Trajectory,
+    Turn,
+    as_array,
+    as_plain,
+    token_array,
+)
 
 
 def groups_to_bytes(groups: Sequence[Group]) -> bytes:
@@ -30,16 +36,15 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
     for group in groups:
         record: dict[str, Any] = {"id": group.id, "prompt": group.prompt.to_json(), "trajectories": []}
         for trajectory in group.trajectories:
-            rest = {name: value for name, value in vars(trajectory).items() if name not in (*_LISTS, "prompt")}
+            rest = {name: value for name, value in vars(trajectory).items() if name not in (*TOKEN_FIELDS, "prompt")}
             rest["turns"] = [asdict(turn) for turn in trajectory.turns]
             if trajectory.prompt is not group.prompt and trajectory.prompt != group.prompt:
                 rest["prompt"] = trajectory.prompt.to_json()
-            rest["num_tokens"] = {}
-            for name, code in _LISTS.items():
-                values = getattr(trajectory, name)
-                if values is not None:
-                    rest["num_tokens"][name] = len(values)
-                    lists.append(array(code, values).tobytes())
+            rest["call_outputs"] = {key: as_plain(value) for key, value in trajectory.call_outputs.items()}
+            stored = {name: getattr(trajectory, name) for name in TOKEN_FIELDS}
+            stored = {name: values.stored for name, values in stored.items() if values is not None}
+            rest["num_bytes"] = {name: [len(values), len(ends)] for name, (values, ends) in stored.items()}
+            lists += [part for parts in stored.values() for part in parts]
             record["trajectories"].append(rest)
         records.append(record)
     return with_head(records, lists)
@@ -51,8 +56,14 @@ def rewards_to_bytes(groups: Sequence[Group]) -> bytes:
     lists: list[bytes] = []
     for group in groups:
         items = group.trajectories
-        records.append([[item.sample, item.reward, item.metrics, item.rewards is not None] for item in items])
-        lists += [array(_LISTS["rewards"], item.rewards).tobytes() for item in items if item.rewards is not None]
+        stored = [token_array("rewards", item.rewards or ()).stored for item in items]
+        records.append(
+            [
+                [item.sample, item.reward, item.metrics, [len(values), len(ends)]]
+                for item, (values, ends) in zip(items, stored, strict=True)
+            ]
+        )
+        lists += [part for parts in stored for part in parts]
     return with_head(records, lists)
 
 
@@ -62,11 +73,11 @@ def set_rewards(groups: Sequence[Group], data: bytes) -> None:
     for group, record in zip(groups, records, strict=True):
         items = {item.sample: item for item in group.trajectories}
         group.trajectories = []
-        for sample, reward, metrics, is_per_token in record:
+        for sample, reward, metrics, num_bytes in record:
             item = items[sample]
             item.reward, item.metrics = reward, metrics
-            if is_per_token:
-                item.rewards, start = _numbers(data, start, "rewards", len(item.token_ids))
+            rewards, start = _numbers(data, start, "rewards", num_bytes)
+            item.rewards = rewards or None
             group.trajectories.append(item)
 
 
@@ -79,10 +90,10 @@ def groups_from_bytes(data: bytes) -> list[Group]:
         for rest in record["trajectories"]:
             own_prompt = rest.pop("prompt", None)
             lists: dict[str, Any] = {"rewards": None}
-            for name, num in rest.pop("num_tokens").items():
-                values, start = _numbers(data, start, name, num)
-                lists[name] = [bool(value) for value in values] if name == "loss_mask" else values
+            for name, num_bytes in rest.pop("num_bytes").items():
+                lists[name], start = _numbers(data, start, name, num_bytes)
             rest["turns"] = [Turn(**turn) for turn in rest["turns"]]
+            rest["call_outputs"] = {key: as_array(value) for key, value in rest["call_outputs"].items()}
             prompt = group.prompt if own_prompt is None else Prompt.from_json(own_prompt)
             group.trajectories.append(Trajectory(prompt=prompt, **lists, **rest))
         groups.append(group)
@@ -101,9 +112,8 @@ def read_head(data: bytes) -> tuple[Any, int]:
     return json.loads(data[8:start]), start
 
 
-def _numbers(data: bytes, start: int, name: str, num: int) -> tuple[list[Any], int]:
-    """The next list, and where the one after it starts."""
-    values = array(_LISTS[name])
-    end = start + num * values.itemsize
-    values.frombytes(data[start:end])
-    return values.tolist(), end
+def _numbers(data: bytes, start: int, name: str, num_bytes: Sequence[int]) -> tuple[TokenArray[Any], int]:
+    """The next array, and where the one after it starts."""
+    middle = start + num_bytes[0]
+    end = middle + num_bytes[1]
+    return TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0]), end

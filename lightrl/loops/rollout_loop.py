@@ -106,8 +106,9 @@ class RolloutLoop(_AutomaticOptimization):
         """The iteration's Experience with the outputs of the model calls, rewards and advantages."""
         rollout = self.trainer.rollout
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        experience = Experience.from_trajectories(trajectories, are_judged=not rollout.settings.judges_later)
-        experience = with_pictures(experience, trajectories, module.pictures).to(module.device)
+        with self._phase("score"):
+            experience = Experience.from_trajectories(trajectories, are_judged=not rollout.settings.judges_later)
+            experience = with_pictures(experience, trajectories, module.pictures).to(module.device)
         scored: set[str] = set()
         if rollout.settings.judges_later:
             graph = module.data_flow()

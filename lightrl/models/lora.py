@@ -33,6 +33,7 @@ _OFF: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
     "lora_bias": False,
+    "megatron_config": None,  # peft then imports the module that `megatron_core` names
     "modules_to_save": None,
     "use_dora": False,
 }

@@ -10,6 +10,7 @@ import copy
 import importlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -21,7 +22,7 @@ from safetensors import SafetensorError
 
 from lightrl.checks.disk_errors import is_disk_full, write_problem
 from lightrl.models.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
-from lightrl.models.model_spec import ModelSpec, scalar_head
+from lightrl.models.model_spec import ModelSpec, names_function, scalar_head
 from lightrl.models.pictures import save_processor, sees_pictures
 from lightrl.models.role import Role
 
@@ -34,6 +35,9 @@ _SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".txt", ".model", ".bi
 
 # Families whose scalar head has a bias in SGLang and none in transformers.
 _BIASED_IN_SGLANG = frozenset({"qwen2", "qwen3"})
+
+# Classes that a checkpoint may name: importing them runs transformers' own code only.
+_OF_TRANSFORMERS = re.compile(r"transformers\.models\.\w+\.modeling_\w+\.\w+")
 
 HEAD_STAYS_BEHIND = (
     "The export leaves out the critic's head on the policy's body: a run that starts from it begins with a new head. A "
@@ -97,6 +101,18 @@ class ModelDescription:
             body="policy",
         )
 
+    def code_named(self) -> list[str]:
+        """What this description would import, run or load beyond data and transformers' own classes; for messages."""
+        base = ModelSpec(**json.loads(self.base)) if self.base is not None else None
+        own = self.tokenizer if self.tokenizer is not None and names_function(self.tokenizer) else None
+        named = {
+            f"the class {self.model_class}": not _OF_TRANSFORMERS.fullmatch(self.model_class),
+            f"the tokenizer function {own}": own is not None,
+            "trust_remote_code": base is not None and base.trust_remote_code,
+            "options of from_pretrained": base is not None and bool(base.options),
+        }
+        return [name for name, is_named in named.items() if is_named]
+
     def with_head(self, body: Mapping[str, torch.Tensor], weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors that `save` needs for a critic on another role's body.
 
@@ -159,6 +175,7 @@ class ModelDescription:
                 generation_config = GenerationConfig.from_pretrained(folder)
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
         config.dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
+        config._attn_implementation = "eager"  # nothing is computed; another one may be code from the hub
         with torch.device("meta"):
             model: PreTrainedModel = model_class(config)
         if generation_config is not None:
@@ -180,14 +197,19 @@ class ModelDescription:
         return model
 
     def _model_class(self) -> Any:
+        from transformers import PreTrainedModel
+
         module, _, name = self.model_class.rpartition(".")
-        return getattr(importlib.import_module(module), name)
+        kind = getattr(importlib.import_module(module), name, None)
+        if not isinstance(kind, type) or not issubclass(kind, PreTrainedModel):
+            raise ValueError(f"model_class={self.model_class!r} is not a class of models. The checkpoint is damaged.")
+        return kind
 
     def _merged(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The weights of the base, loaded from its source, with the adapters merged into it."""
         assert self.adapter_config is not None
         assert self.base is not None
-        model = ModelSpec(**json.loads(self.base)).load_model()
+        model = replace(ModelSpec(**json.loads(self.base)), attn_implementation=None).load_model()
         with tempfile.TemporaryDirectory() as folder:
             save_adapter(tensors, self.adapter_config, Path(folder))
             LoRA(adapter=folder).add_to(model)

@@ -81,10 +81,18 @@ class ModelSpec:
 
         self._check_is_here()
         if self.config is None:
-            return AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        # Random weights have no end token: a family's default id may be any token of this tokenizer.
-        values = {"eos_token_id": None, **copy.deepcopy(self.config)}
-        return AutoConfig.for_model(values.pop("model_type"), **values)
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+        else:
+            # Random weights have no end token: a family's default id may be any token of this tokenizer.
+            values = {"eos_token_id": None, **copy.deepcopy(self.config)}
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+        kernel = _kernel_repository(config)
+        if kernel is not None and self.attn_implementation is None:
+            raise ValueError(
+                f"The config of {self.path or self.config!r} names attention code on the hub, {kernel!r}, which would "
+                "be downloaded and run. If you trust its owner, set attn_implementation to it; otherwise, to sdpa."
+            )
+        return config
 
     def load_model(self) -> PreTrainedModel:
         """The model on the CPU, in `dtype`, in evaluation mode (no dropout: engine and trainer must agree)."""
@@ -162,7 +170,7 @@ class ModelSpec:
 
         source = self.tokenizer or self.path
         assert source is not None
-        make = _dotted(source) if self.tokenizer is not None and "/" not in source else None
+        make = _dotted(source) if self.tokenizer is not None else None
         if make is None:
             return AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code)
         tokenizer = make()
@@ -197,15 +205,27 @@ def _looks_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
 
 
+def _kernel_repository(config: PretrainedConfig) -> str | None:
+    """The hub repository of attention kernels that a config asks for, or one of its parts does."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    names = [str(getattr(part, "_attn_implementation", None)) for part in parts]
+    return next((name for name in names if "/" in name), None)
+
+
+def names_function(tokenizer: str) -> bool:
+    """Whether this is the dotted path of a function: not a folder, nor a hub name with its owner."""
+    return "." in tokenizer and not Path(tokenizer).exists() and all(map(str.isidentifier, tokenizer.split(".")))
+
+
 def _dotted(name: str) -> Callable[[], Any] | None:
     """The function behind `package.module.function`; None if the name has another form or is a folder.
 
     Raises:
         ValueError: if there is no such module, or no such function in it.
     """
-    module, _, attribute = name.rpartition(".")
-    if not module or Path(name).exists() or not all(part.isidentifier() for part in name.split(".")):
+    if not names_function(name):
         return None
+    module, _, attribute = name.rpartition(".")
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -246,7 +246,7 @@ def _load_processor(config: PretrainedConfig) -> Any:
         (Path(source) / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")
     )
     if source and not is_bare:
-        return AutoImageProcessor.from_pretrained(source, backend="pil")
+        return AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
     size = config.vision_config.image_size
     return CLIPImageProcessorPil(size={"height": size, "width": size}, do_center_crop=False)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from lightrl.rewards.judgment import Judgment, Outcome, Runner
 from lightrl.rewards.supervisor import Supervisor
+from lightrl.rewards.transport import ListTrajectory
 from lightrl.trajectory import Trajectory
 
 _logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ _JOIN_TIMEOUT_S = 5.0
 class RewardHook(Supervisor[Trajectory]):
     """Judges trajectories by a callable of this process; sync calls run one after another, async calls together.
 
-    The function gets the trajectory itself, not a copy.
+    The function gets the trajectory with lists for its per-token fields; everything else in it is the original.
 
     Args:
         function: takes a Trajectory; returns what RewardPool's functions return; may be async.
@@ -47,7 +48,7 @@ class RewardHook(Supervisor[Trajectory]):
         Raises:
             RewardError: reason `raised`, `not_finite` or `timeout`; `killed` if this was closed.
         """
-        return await self._judge(trajectory, trajectory)
+        return await self._judge(trajectory, ListTrajectory(**vars(trajectory)))
 
     def _warn(self) -> None:
         if not self._has_warned:

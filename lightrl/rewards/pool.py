@@ -1,6 +1,6 @@
 """RewardPool: a reward function, named by its dotted path, in processes that can be killed.
 
-A path and a JSON trajectory travel, never a pickled callable. A function that hangs or crashes costs its own trajectory
+A path and bytes travel, never a pickled callable. A function that hangs or crashes costs its own trajectory
 and one process; `worker.py` is the other end of the pipes.
 """
 
@@ -15,18 +15,20 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.checks.printable import escape_unprintable
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome
 from lightrl.rewards.parts import Reward, parts_of
 from lightrl.rewards.supervisor import Supervisor, WorkerDied
+from lightrl.rewards.transport import prompt_to_bytes, trajectory_to_bytes
 from lightrl.trajectory import Prompt, Trajectory
 
 _READ_BYTES = 1 << 16
+_MAX_PROMPTS = 256  # whose JSON is kept; the trajectories of a group come at about the same time
 _STACK_WAIT_S = 0.5
 _END_TIMEOUT_S = 5.0
 _MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
@@ -80,6 +82,7 @@ class RewardPool(Supervisor[bytes]):
             "memory_limit_mib": memory_limit_mib,
         }
         import_path = [str(Path(entry).absolute()) for entry in (*search_paths, *sys.path)]  # "" is the working folder
+        self._prompts: dict[int, tuple[Prompt, bytes]] = {}  # by id, the oldest first
         super().__init__(
             self.path,
             lambda: _WorkerProcess(settings, import_path=import_path),
@@ -96,29 +99,18 @@ class RewardPool(Supervisor[bytes]):
             RewardError: reason `raised` (also if JSON cannot hold the prompt's fields), `not_finite`, `timeout` or
                 `killed` (also if the pool was closed).
         """
-        request = encoded(trajectory)
+        request = trajectory_to_bytes(trajectory, self._prompt_bytes(trajectory.prompt))
         return await self._judge(trajectory, request, len(request))
 
-
-def encoded(trajectory: Trajectory) -> bytes:
-    """`trajectory.to_json()` as JSON text, without its deep copies: a list of 30k tokens is walked once."""
-    try:
-        return json.dumps(vars(trajectory), default=_plain, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"Prompt {trajectory.prompt.id!r} or its trajectory cannot be sent to the reward process as JSON: {error}. "
-            "Use numbers, strings, lists and dicts in its fields."
-        ) from error
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, Prompt):
-        return value.to_json()
-    if is_dataclass(value) and not isinstance(value, type):
-        return vars(value)
-    if hasattr(value, "tolist"):  # a number or array of numpy or torch
-        return value.tolist()
-    raise TypeError(f"it holds {value!r:.100} ({type(value).__name__})")
+    def _prompt_bytes(self, prompt: Prompt) -> bytes:
+        """Made once for all trajectories of a group, which share the prompt."""
+        latest, data = self._prompts.get(id(prompt), (None, b""))
+        if latest is not prompt:
+            data = prompt_to_bytes(prompt)
+            if len(self._prompts) >= _MAX_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            self._prompts[id(prompt)] = (prompt, data)
+        return data
 
 
 class _WorkerProcess:
@@ -167,7 +159,8 @@ class _WorkerProcess:
 
     def send(self, requests: Sequence[bytes]) -> None:
         self._log.clear()
-        self._send_bytes(b"[" + b",".join(requests) + b"]\n")
+        lengths = json.dumps([len(request) for request in requests])
+        self._send_bytes(b"".join([lengths.encode(), b"\n", *requests]))
 
     def receive(self, wait_s: float) -> list[tuple[int, Outcome]]:
         return [_outcome(json.loads(line)) for line in self._receive_lines(wait_s)]
@@ -243,7 +236,7 @@ class _WorkerProcess:
     def _log_lines(self, forward: bool) -> None:
         *lines, self._error_bytes = self._error_bytes.split(b"\n")
         for line in lines:
-            text = line.decode(errors="replace")
+            text = escape_unprintable(line.decode(errors="replace"), keep="\t")
             self._log.append(text)
             if forward:
                 sys.stderr.write(f"[reward worker {self._process.pid}] {text}\n")

@@ -26,7 +26,7 @@ from lightrl.errors import RewardError
 from lightrl.rewards.judge import Judge, make_judge
 from lightrl.rewards.judgment import Judgment
 from lightrl.rewards.parts import Reward
-from lightrl.rewards.pool import encoded
+from lightrl.rewards.transport import as_json
 from lightrl.trajectory import Trajectory
 
 _logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class FailureLog:
         self._num_left -= 1
         try:
             head = json.dumps({"reason": error.reason, "message": str(error)})
-            line = head[:-1].encode() + b', "trajectory": ' + encoded(trajectory) + b"}\n"
+            line = head[:-1].encode() + b', "trajectory": ' + as_json(trajectory) + b"}\n"
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
                 file.write(line)

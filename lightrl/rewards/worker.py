@@ -1,9 +1,9 @@
 """The child's side of RewardPool: a fresh interpreter that imports one function and judges what comes through a pipe.
 
-Both directions carry one JSON value per line.
+Both directions carry one JSON value per line; a batch of trajectories follows the line with their lengths in bytes.
 
     pool ─► worker   {"parts": [{"path": ...}, ...], "timeout_s": ..., "memory_limit_mib": ...}, then batches:
-                     [trajectory, ...]
+                     [number of bytes, ...], then the trajectories (transport.py)
     worker ─► pool   {"runs_together": ...} or {"problem": ...}, then for each trajectory as soon as it is judged:
                      {"index": 0, "reward": 1.0, "metrics": {...}, "rewards": null, "extracted": null}
                      or {"index": 0, "error": ..., "reason": ...}
@@ -36,6 +36,7 @@ from lightrl.concurrency.parent_guard import kill_group, wait_for_parent
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Outcome, Runner, user_traceback
 from lightrl.rewards.parts import RewardPart, bound, summed
+from lightrl.rewards.transport import trajectory_from_bytes
 from lightrl.trajectory import Trajectory
 
 _SIGNALS = {signal.SIGTERM, signal.SIGUSR1}  # of the pool: end, and show the stack
@@ -67,7 +68,8 @@ def main() -> None:
         runner = Runner(function, name=" + ".join(part.path for part in parts), timeout_s=settings["timeout_s"])
         _reply(replies, {"runs_together": runner.runs_together})
         for line in lines:
-            for index, outcome in runner.outcomes(map(Trajectory.from_json, json.loads(line))):
+            batch = [lines.read(num_bytes) for num_bytes in json.loads(line)]
+            for index, outcome in runner.outcomes(map(trajectory_from_bytes, batch)):
                 _reply(replies, _record(index, outcome))
 
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from lightrl.rollout.group_book import GroupBook, RunningGroup
 from lightrl.rollout.group_filter import success_rate
 from lightrl.rollout.player import Player
 from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
+from lightrl.rollout.prompts_ahead import PromptsAhead
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.rollout.tasks import Tasks
@@ -94,6 +95,7 @@ class RolloutController:
         self._group_tasks: dict[int, list[asyncio.Task[None]]] = {}  # of running groups
         self._player = Player(engine, workflow, judge, self._book.tally, self._tasks)
         self._wave = Wave(engine)
+        self._ahead = PromptsAhead(self._cursor, self._tasks, self._pump)
         self._take_wait: _Wait | None = None  # of the `take` in progress
         self._is_closing = False
 
@@ -222,8 +224,13 @@ class RolloutController:
 
     def _state(self) -> dict[str, Any]:
         cursor = self._cursor
-        prompts = {"next_position": cursor.next_position, "prompts": cursor.fingerprint}
-        return {"run_seed": self.run_seed, **prompts, "curriculum": cursor.state_dict(), **self._book.state_dict()}
+        book = self._book.state_dict()
+        prompts = {
+            "next_position": cursor.next_position,
+            "prompts": cursor.fingerprint,
+            "stream": cursor.stream_state(min([cursor.next_position, *book["in_flight"]])),
+        }
+        return {"run_seed": self.run_seed, **prompts, "curriculum": cursor.state_dict(), **book}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.run_seed = int(state["run_seed"])
@@ -237,6 +244,7 @@ class RolloutController:
                 now,
             )
         self._cursor.next_position = int(state["next_position"])
+        self._cursor.load_stream_state(state.get("stream"))
         self._cursor.load_state_dict(state["curriculum"])
 
     async def _take(self, weight_version: int, wait: _Wait) -> list[Group]:
@@ -276,8 +284,14 @@ class RolloutController:
                 self._take_wait = None
 
     async def _pump(self) -> None:
-        """Starts what may start, on-policy as one wave. If it is cancelled, what it has started continues."""
+        """Starts what may start, on-policy as one wave. If it is cancelled, what it has started continues.
+
+        Prompts that are not made yet are made in a thread first, and then what may start does.
+        """
         if self._is_open() and self._book.may_start(self.engine.weight_version):
+            version = self.engine.weight_version
+            if self._ahead.lacks(self._book.startable(version), self._book.room(version), self.run_seed):
+                return
             # Off-policy a wave would stop what already runs, and no order is promised.
             is_wave = self.settings.max_staleness == 0
             async with self._wave.begin() if is_wave else contextlib.nullcontext():
@@ -300,39 +314,41 @@ class RolloutController:
                 self._start(position, self._cursor.read(position))
         except RolloutError as error:
             self._tasks.fail(error)
+        self._ahead.refill()
 
     def _start(self, position: int, prompt: Prompt) -> None:
         running = self._book.start(position, prompt, self.engine.weight_version)
-        runs = [self._play(running, sample) for sample in range(self.settings.group_size)]
-        self._group_tasks[position] = [self._tasks.spawn(run) for run in runs]
+        num, judge_now = self.settings.group_size, not self.settings.judges_later
+        parts = self._player.parts(
+            running.group, num, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
+        )
+        self._group_tasks[position] = [self._tasks.spawn(self._play(running, part)) for part in parts]
 
     def _redraw(self, group_ids: Sequence[int]) -> None:
         for group_id in group_ids:
             self._tasks.give_up(self._group_tasks.pop(group_id))
             self._start(group_id, self._book.redraw(group_id))
 
-    async def _play(self, running: RunningGroup, sample: int) -> None:
-        """Plays one trajectory of a group and reports it to the book."""
-        group, judge_now = running.group, not self.settings.judges_later
-        trajectory = await self._player.play(
-            group, sample, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
-        )
-        if self._book.running.get(group.id) is not running:
-            return  # it was redrawn or given up, and the workflow did not let itself be cancelled
-        if self._take_wait is not None:
-            self._take_wait.last_news = time.monotonic()
-        try:
-            is_done = self._book.record(running, sample, trajectory)
-            if is_done and group.trajectories:
-                self._cursor.observe(group.id, group.prompt.id, success_rate(group))
-            if is_done:
-                self._book.settle(group)
-        except RolloutError as error:  # before anything else starts
-            self._tasks.fail(error)
-        if len(running.results) == self.settings.group_size:
-            del self._group_tasks[group.id]
-            self._tasks.changed.set()
-            self._tasks.spawn(self._pump())
+    async def _play(self, running: RunningGroup, part: AsyncIterator[tuple[int, Trajectory | None]]) -> None:
+        """Plays a part of a group and reports its trajectories to the book."""
+        group = running.group
+        async for sample, trajectory in part:
+            if self._book.running.get(group.id) is not running:
+                return  # it was redrawn or given up, and the workflow did not let itself be cancelled
+            if self._take_wait is not None:
+                self._take_wait.last_news = time.monotonic()
+            try:
+                is_done = self._book.record(running, sample, trajectory)
+                if is_done and group.trajectories:
+                    self._cursor.observe(group.id, group.prompt.id, success_rate(group))
+                if is_done:
+                    self._book.settle(group)
+            except RolloutError as error:  # before anything else starts
+                self._tasks.fail(error)
+            if len(running.results) == self.settings.group_size:
+                del self._group_tasks[group.id]
+                self._tasks.changed.set()
+                self._tasks.spawn(self._pump())
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: _Wait

@@ -92,6 +92,11 @@ class GroupBook:
             self._again, max_concurrent = [], None
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued))
 
+    def room(self, weight_version: int) -> int:
+        """At most how many new positions `plan` asks for."""
+        max_concurrent = None if self.settings.max_staleness == 0 else self.settings.max_concurrent
+        return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued) - len(self._again))
+
     def queue(self, position: int) -> None:
         """This position of the prompt stream is next after those already queued."""
         self._queued.append(position)
@@ -242,7 +247,9 @@ class GroupBook:
             "num_consumed": self.num_consumed,
             "in_flight": in_flight,
             "redraws": [[position, self._redraws[position]] for position in in_flight if position in self._redraws],
-            "finished": [group.to_json() for group in [*self.taken, *(group for group, _ in self.finished.values())]],
+            "finished": [
+                group.state_dict() for group in [*self.taken, *(group for group, _ in self.finished.values())]
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, sampling_seed
 
 MAX_SKIPPED = 100_000  # positions in a row
+AHEAD = 256  # prompts that are made at once, ahead of need
 
 
 class Prompts(Protocol):
     """Endless prompts, by position; None where there is none to play."""
 
     def __getitem__(self, position: int) -> Prompt | None: ...
+
+
+@runtime_checkable
+class PreparesPrompts(Prompts, Protocol):
+    """Prompts that may take time to make: then a thread makes them before they are read."""
+
+    @property
+    def is_made_on_reading(self) -> bool: ...
+
+    def is_prepared(self, position: int) -> bool:
+        """Whether reading this position takes no time."""
+        ...
+
+    def prepare(self, first: int, num: int) -> None:
+        """Makes the prompts of these positions; called in a thread."""
+        ...
+
+    def state_dict(self, position: int) -> dict[str, Any] | None:
+        """What helps a resumed run to read from this position on; None if nothing does."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Curriculum(Protocol):
@@ -95,6 +118,56 @@ class PromptCursor:
             f"{type(self.curriculum).__name__} skipped {MAX_SKIPPED} prompts in a row. If all of them are solved, end "
             "the run, use harder prompts, or reset the curriculum."
         )
+
+    def unprepared(self, positions: Sequence[int], num: int, run_seed: int) -> int | None:
+        """The first of these positions, or of those of the next `num` choices, that is not prepared; None if all are.
+
+        Raises:
+            RolloutError: as `choose`.
+        """
+        prompts = self._on_reading
+        if prompts is None:
+            return None
+        missing = next((position for position in positions if not prompts.is_prepared(position)), None)
+        if missing is not None:
+            return missing
+        for position in range(self.next_position, self.next_position + MAX_SKIPPED):
+            if num <= 0:
+                return None
+            if not prompts.is_prepared(position):
+                return position
+            prompt = self._at(position)
+            num -= prompt is not None and self._is_played(run_seed, position, prompt)
+        return None
+
+    @property
+    def may_prepare(self) -> bool:
+        """Whether fewer prompts than half of `AHEAD` are prepared."""
+        prompts = self._on_reading
+        return prompts is not None and not prompts.is_prepared(self.next_position + AHEAD // 2)
+
+    def prepare(self, first: int) -> None:
+        """Makes the prompts from this position on; called in a thread.
+
+        Raises:
+            RolloutError: if the stream raises.
+        """
+        if self._on_reading is not None:
+            with named_user_code(f"Making the prompts from position {first} on"):
+                self._on_reading.prepare(first, AHEAD)
+
+    def stream_state(self, position: int) -> dict[str, Any] | None:
+        """What helps a resumed run to read from this position on, if anything does."""
+        return None if self._on_reading is None else self._on_reading.state_dict(position)
+
+    def load_stream_state(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None and self._on_reading is not None:
+            self._on_reading.load_state_dict(state)
+
+    @property
+    def _on_reading(self) -> PreparesPrompts | None:
+        prompts = self.prompts
+        return prompts if isinstance(prompts, PreparesPrompts) and prompts.is_made_on_reading else None
 
     def observe(self, position: int, prompt_id: str, success_rate: float) -> None:
         """Keeps the success rate of a judged group for the curriculum, if there is one."""

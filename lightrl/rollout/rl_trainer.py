@@ -67,6 +67,10 @@ class RLTrainer(L.Trainer):
         """Calls an RL hook of all callbacks and of the module; `self.log` works inside."""
         raise NotImplementedError
 
+    def log_number(self, name: str, value: float, *, prog_bar: bool) -> bool:
+        """Logs a number of the present training batch; False if there is none, so that Lightning must log it."""
+        raise NotImplementedError
+
     def judged_groups(self, batch: Any) -> list[Group]:
         """Rolls out and judges the prompts of a validation, test or predict batch."""
         raise NotImplementedError

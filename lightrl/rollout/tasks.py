@@ -18,7 +18,7 @@ class Tasks:
     def __init__(self) -> None:
         self.failure: BaseException | None = None  # the first one; it ends the run
         self.changed = asyncio.Event()  # the run has failed, or a group is done
-        self.given_up: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self.given_up: weakref.WeakSet[asyncio.Future[Any]] = weakref.WeakSet()
         self._spawned: set[asyncio.Task[Any]] = set()  # the event loop itself keeps weak references only
 
     def spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
@@ -28,7 +28,7 @@ class Tasks:
         task.add_done_callback(self._on_done)
         return task
 
-    def give_up(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+    def give_up(self, tasks: Iterable[asyncio.Future[Any]]) -> None:
         """Cancels these tasks; what they raise then is no failure."""
         for task in tasks:
             self.given_up.add(task)

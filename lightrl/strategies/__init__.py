@@ -2,12 +2,12 @@
 
 Reading order:
     single.py             one process, one device: no padding, logprobs from hidden states
-    shared_prefix.py      a group's prompt goes through the model once
+    packed_attention.py   attention over a packed row, without a mask of its whole width
+    shared_prefix.py      a group's prompt goes through the model once; halves.py: two threads for a small model
     probes.py             what a model supports, found by running it
     checkpoint.py         checkpoints of one process; how one process resumes
-    checkpoint_folder.py  checkpoints of several processes
-    checkpoint_fit.py     whether a checkpoint fits the configuration
-    atomic_write.py       files and folders that are whole or absent
+    checkpoint_folder.py  checkpoints of several processes; safe_reader.py: read as data, so that no code runs
+    checkpoint_fit.py     whether a checkpoint fits the configuration; atomic_write.py  files that are whole or absent
     ranks.py              the processes of a run: sums, shares of the rows, messages from rank 0
     balance.py            trajectories split over ranks by their tokens
     role_mesh.py          a role on its own ranks
@@ -29,15 +29,18 @@ from lightrl.strategies.checkpoint import AtomicCheckpointIO, load_model, load_o
 from lightrl.strategies.checkpoint_folder import META_FILE, read_tensors
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.fsdp2_model import run_inside, whole
+from lightrl.strategies.packed_attention import NAME as PACKED_ATTENTION
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.probes import head_is_plain
 from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ranks, mark_as_on_all_ranks
+from lightrl.strategies.safe_reader import load_plain
 from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.strategies.splits_models import SplitsModels, check_strategy, named_strategy, parallel_model, ranks_of
 from lightrl.strategies.tensor_parallel import local
 
 __all__ = [
     "META_FILE",
+    "PACKED_ATTENTION",
     "AtomicCheckpointIO",
     "FSDP2Strategy",
     "LogprobSettings",
@@ -52,6 +55,7 @@ __all__ = [
     "is_on_all_ranks",
     "load_model",
     "load_optimizers",
+    "load_plain",
     "local",
     "mark_as_on_all_ranks",
     "named_strategy",

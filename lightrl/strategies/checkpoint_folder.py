@@ -12,15 +12,13 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,9 +31,7 @@ from torch.utils._pytree import tree_map_only
 from lightrl.checks.disk_errors import cause_to_show
 from lightrl.strategies.atomic_write import publish, remove_checkpoint, write_error
 from lightrl.strategies.checkpoint_fit import check_named_optimizer, check_optimizer_names, check_weights
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import ReadItem
+from lightrl.strategies.safe_reader import SafeReader, load_parts, load_plain
 
 META_FILE = "meta.pt"
 # By parameter name: ranks may hold different parameters, so lists of states would not match.
@@ -94,7 +90,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Any]) -
         ValueError: if the folder is incomplete, or holds other models or optimizers.
     """
     check_folder(path)
-    saved = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    saved = SafeReader(path).read_metadata().state_dict_metadata
     state: dict[str, Any] = get_model_state_dict(model)
     present = {name: value for name, value in state.items() if f"state_dict.{name}" in saved}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -111,20 +107,19 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Any]) -
         check_optimizer_names(saved_names, states[key], optimizer, path)
         _read(path, states)
         load_optimizer_state(model, optimizer, states[key], path)
-    rest: dict[str, Any] = torch.load(path / META_FILE, weights_only=True)
-    return rest
+    return load_plain(path / META_FILE)
 
 
 def _read(path: Path, state: dict[str, Any]) -> None:
     """Fills the tensors of a state in place; collective, even for a rank that has none."""
     state = {name: values for name, values in state.items() if values}
-    dcp.state_dict_loader.load(state, checkpoint_id=str(path), planner=SafeLoadPlanner())
+    load_parts(state, path)
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
     """The whole checkpoint in this process, however many saved it; optimizer states are by parameter name."""
     check_folder(folder)
-    checkpoint: dict[str, Any] = torch.load(folder / META_FILE, map_location="cpu", weights_only=True)
+    checkpoint = load_plain(folder / META_FILE)
     checkpoint["state_dict"] = read_tensors(folder, "state_dict.")
     optimizers: list[dict[str, Any]] = []
     while state := read_tensors(folder, f"optimizer_{len(optimizers)}.", with_numbers=True):
@@ -135,9 +130,8 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> dict[str, Any]:
     """The whole tensors whose names start with `prefix`, by the rest of the name; `with_numbers`, other values too."""
-    reader = FileSystemReader(folder)
     tensors: dict[str, Any] = {}
-    for name, item in reader.read_metadata().state_dict_metadata.items():
+    for name, item in SafeReader(folder).read_metadata().state_dict_metadata.items():
         if not name.startswith(prefix):
             continue
         if isinstance(item, TensorStorageMetadata):
@@ -147,7 +141,7 @@ def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> di
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # on purpose
         if tensors:
-            dcp.state_dict_loader.load(tensors, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
+            load_parts(tensors, folder, no_dist=True)
     return {name.removeprefix(prefix): value for name, value in tensors.items()}
 
 
@@ -158,15 +152,6 @@ def check_folder(folder: Path) -> None:
             f"Checkpoint folder {folder} lacks {META_FILE} or .metadata, so it is not a complete checkpoint of several "
             "processes. Use one that is, or start from exported weights: model.policy=FOLDER."
         )
-
-
-class SafeLoadPlanner(DefaultLoadPlanner):
-    """Reads plain data only: loading a checkpoint runs no code."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)
-        value.seek(0)
-        super().load_bytes(read_item, value)
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -48,17 +47,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class ShardedMixedPrecision(Precision):
-    """`bf16-mixed` by FSDP2 itself: parameters are gathered and used in bfloat16, gradients summed in float32."""
-
-    precision = "bf16-mixed"
-
-
 class FSDP2Strategy(ModelParallelStrategy):
     """Data parallelism with sharded models, for an RLModule: `Trainer(devices=8, strategy=FSDP2Strategy())`.
 
     Shards every role's model, trained or not, over all ranks or those of its `Role.mesh`. Precision and gradient
-    clipping are the Trainer's: `bf16-mixed` keeps float32 shards and computes in bfloat16, `bf16-true` keeps bfloat16.
+    clipping are the Trainer's: `bf16-mixed` is autocast as in one process, with float32 shards and hidden states, but
+    layers are gathered in bfloat16, which rounds the weights of their norms too; `bf16-true` keeps bfloat16.
 
     Args:
         num_replicas: copies of the model, each sharded over `world size / num_replicas` ranks (hybrid sharding). With
@@ -155,9 +149,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def _make_mesh(self) -> Any:
-        """Makes the mesh to shard over, one axis or (replicas, shards), and sets the precision; gives the dp group."""
-        if self.precision_plugin.precision == "bf16-mixed":
-            self.precision_plugin = ShardedMixedPrecision()
+        """Makes the mesh to shard over, one axis or (replicas, shards); gives the dp group."""
         dp_mesh = self._mesh = self.device_mesh["data_parallel"]
         if self.num_replicas > 1:
             sizes = (self.num_replicas, self.world_size // self.num_replicas)
@@ -217,20 +209,26 @@ class FSDP2Strategy(ModelParallelStrategy):
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
         """Shards a model in place, layer by layer, and loads its weights if it has none yet; collective."""
         ranks = self.ranks if place is None else place.ranks
-        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        is_mixed = self.precision_plugin.precision == "bf16-mixed"
         settings: dict[str, Any] = {
             "mesh": self._mesh if place is None else place.mesh,
-            "mp_policy": mixed if self.precision_plugin.precision == "bf16-mixed" else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy() if self._offloads else OffloadPolicy(),
         }
+        # Half of the bytes to gather. Autocast would round the same weights, but for those of norms.
+        of_layers = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        if is_mixed:
+            settings["mp_policy"] = of_layers
         for layer in decoder_layers(model):
             trains = any(parameter.requires_grad for parameter in layer.parameters())
             if self.compile_layers:
                 layer.forward = torch.compile(layer.forward)
+            if is_mixed:  # probes and scores run outside of the Trainer's autocast
+                layer.forward = torch.autocast(self.root_device.type, torch.bfloat16)(layer.forward)
             if self.activation_checkpointing and trains:
                 layer.forward = functools.partial(checkpoint_activations, layer.forward, use_reentrant=False)
             fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **settings)
         # The logprobs read the root's own parameters (embedding, last norm, head) outside of its forward.
+        settings["mp_policy"] = MixedPrecisionPolicy()
         fully_shard(model, reshard_after_forward=False, **settings)
         role = take_role(model)
         if role is not None:

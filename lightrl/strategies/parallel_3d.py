@@ -24,6 +24,7 @@ from lightrl.functional import aligned_to_tokens
 from lightrl.models import Backward, LossFunction, More, Outputs, RoleMesh, asked_of_policy
 from lightrl.models.lora import Part
 from lightrl.strategies.fsdp2 import FSDP2Strategy
+from lightrl.strategies.packed_attention import make_packable
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
 from lightrl.strategies.role_mesh import Place, check_meshes, make_place, roles_of
@@ -201,8 +202,8 @@ class Parallel3DModel:
     Args:
         split: what `split_model` made of it.
         settings: what the engine does to the logits.
-        is_packed: each microbatch as one row with restarting positions; None for all devices but the CPU, where
-            separate rows are faster.
+        is_packed: each microbatch as one row, for models with plain causal attention; None packs on all devices but the
+            CPU, where separate rows are faster.
         group: all ranks that share the model; None for all of the run.
     """
 
@@ -218,7 +219,8 @@ class Parallel3DModel:
         self.group = group
         self._gather: PlannedGather | None = None
         self.settings = settings
-        self.is_packed = split.pipeline.device.type != "cpu" if is_packed is None else is_packed
+        wants_packed = split.pipeline.device.type != "cpu" if is_packed is None else is_packed
+        self.is_packed = wants_packed and make_packable(split.model)
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightrl.strategies.packed_attention import NotPackable, PackedRows, arguments, make_packable
 from lightrl.strategies.shared_prefix import new_cache, repeated_cache
 
 if TYPE_CHECKING:
@@ -70,13 +71,17 @@ def can_share_prefixes(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether trajectories in one row, separated by restarting positions, do not see each other."""
-    if not _takes(model, "position_ids") or _rope_depends_on_length(model):
+    """Whether trajectories in one row do not see each other; gives the model an attention that keeps them apart."""
+    if not _takes(model, "position_ids") or _rope_depends_on_length(model) or not make_packable(model):
         return False
     token_ids = _some_tokens(model, 6)
     position_ids = torch.arange(3, device=model.device).repeat(2)[None]
-    packed = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-    return _is_close(packed[:, 3:], _hidden(model, token_ids[:, 3:]))
+    told = arguments(model, PackedRows((3, 3), model.device))
+    try:
+        output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **told)
+    except (NotPackable, TypeError):  # TypeError: the model takes no further arguments
+        return False
+    return _is_close(output.last_hidden_state[:, 3:], _hidden(model, token_ids[:, 3:]))
 
 
 def _some_tokens(model: PreTrainedModel, num: int) -> Tensor:

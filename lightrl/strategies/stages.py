@@ -23,10 +23,11 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.utils.checkpoint import checkpoint
 
 from lightrl.experience import Experience
-from lightrl.functional import hidden_logprobs, hidden_topk, pack, predicted_token_ids, predicting_positions
+from lightrl.functional import hidden_logprobs, hidden_topk, on_host, pack, predicted_token_ids, predicting_positions
 from lightrl.models import ModelSpec, More, scalar_head
 from lightrl.strategies.empty_model import give_memory, parameter_reader, take_role
 from lightrl.strategies.fsdp2_model import reshard
+from lightrl.strategies.packed_attention import PackedRows, no_mask
 from lightrl.strategies.pipeline import Pipeline
 from lightrl.strategies.role_mesh import empty_out
 from lightrl.strategies.single import LogprobSettings, ids_to_read, stops_are_masked
@@ -51,7 +52,7 @@ class Feed:
 
     token_ids: Tensor  # int64 [R, W]
     position_ids: Tensor  # int64 [R, W] or [1, W]; restart in a packed row
-    is_packed: bool
+    packed_rows: PackedRows | None  # of a packed row, for its attention
     rows: Tensor  # [N], the predicting positions in [R, W]
     columns: Tensor
     places: tuple[Tensor, Tensor]  # [N] each, row and column of these positions in the Experience
@@ -66,16 +67,17 @@ class Feed:
         """The feed of a microbatch; W is a multiple of `multiple`."""
         rows, columns = places = predicting_positions(experience.loss_mask)
         device = experience.token_ids.device
+        packed_rows = None
         if is_packed:
-            packed = pack(experience.token_ids, experience.lengths)
-            place = torch.zeros_like(experience.token_ids)
-            place[packed.rows, packed.columns] = torch.arange(len(packed.rows), device=device)
-            rows, columns = torch.zeros_like(rows), place[rows, columns]
+            lengths = on_host(experience.lengths).tolist()
+            packed = pack(experience.token_ids, lengths)
+            rows, columns = torch.zeros_like(rows), packed.starts[rows] + columns
             extra = -len(packed.rows) % multiple
+            packed_rows = PackedRows([*lengths, extra], device)
             token_ids = nn.functional.pad(packed.token_ids, (0, extra))
             position_ids = torch.cat([packed.position_ids, torch.arange(extra, device=device)[None]], 1)
         else:  # no token sees the padding at the end of its row; a row's last token predicts nothing
-            width = max(1, int(experience.lengths.max()) - 1)
+            width = max(1, int(on_host(experience.lengths).max()) - 1)
             width += -width % multiple
             token_ids = experience.token_ids[:, :width]
             token_ids = nn.functional.pad(token_ids, (0, width - token_ids.shape[1]))
@@ -84,7 +86,7 @@ class Feed:
         return cls(
             token_ids=token_ids,
             position_ids=position_ids,
-            is_packed=is_packed,
+            packed_rows=packed_rows,
             rows=rows,
             columns=columns,
             places=places,
@@ -148,6 +150,7 @@ class Stage(nn.Module):
         hidden = self._embed(feed.token_ids) if self.is_first else hidden
         assert hidden is not None
         masks = self._masks(feed, hidden)
+        told = {} if feed.packed_rows is None else {"packed_rows": feed.packed_rows}
         ropes = self._ropes(feed, hidden)
         for layer, kind in zip(self.layers, self.kinds, strict=True):
             hidden = layer(
@@ -156,6 +159,7 @@ class Stage(nn.Module):
                 position_embeddings=ropes[kind],
                 position_ids=feed.position_ids,
                 past_key_values=None,
+                **told,
             )
         return self._results(hidden, feed, settings) if self.is_last else hidden
 
@@ -169,6 +173,8 @@ class Stage(nn.Module):
     def _masks(self, feed: Feed, hidden: Tensor) -> dict[str, Any]:
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+        if feed.packed_rows is not None:
+            return dict.fromkeys(self.kinds, no_mask(hidden.device))
         make = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
         # Only its shape, dtype and device are read; `hidden` may be a part of the whole width.
         like = hidden.new_empty(1).expand(*feed.token_ids.shape, self.config.hidden_size)
@@ -178,7 +184,6 @@ class Stage(nn.Module):
                 inputs_embeds=like,
                 attention_mask=None,
                 past_key_values=None,
-                position_ids=feed.position_ids if feed.is_packed else None,
             )
             for kind in set(self.kinds)
         }

@@ -6,9 +6,8 @@ Reading order:
     fake_server_process.py  FakeServerProcess starts a fake server and ends it
     fake_server.py          speaks SGLang's interface; fake_server_weights.py  its routes for weights
     fake_server_lora.py     its routes for adapters
-    fake_server_faults.py   what goes wrong with which requests
     fake_server_faults.py   what goes wrong with which requests; fake_server_wrong_loads.py  with weights, in silence
-    fake_server_cache.py    which prompts it has seen
+    fake_server_cache.py    which prompts it has seen; fake_server_draft.py  its draft model
     fake_server_script.py, fake_server_model.py  its answers: by rule, or with a LocalEngine
     fake_server_layout.py   the names and shards under which SGLang holds parameters
 

@@ -387,6 +387,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=int, default=1000, help="of the script")
     parser.add_argument("--context-length", type=int, default=2**20, help="of the script")
     parser.add_argument("--tp-size", type=int, default=1, help="of the model: how many ranks its checksums tell")
+    parser.add_argument("--speculative-algorithm", choices=["EAGLE"], help="the model's checksums tell of a draft too")
     parser.add_argument("--dtype", default="float32", help="of the model")
     parser.add_argument("--delay-s", type=float, default=0.0, help="of the script, before the first token")
     parser.add_argument("--seconds-per-token", type=float, default=0.0, help="of the script")
@@ -422,6 +423,7 @@ async def _serve(options: argparse.Namespace) -> None:
             version=options.weight_version,
         )
     else:
+        from lightrl.testing.fake_server_draft import DraftModel
         from lightrl.testing.fake_server_model import EmbeddedModel, JudgingModel
 
         model = (
@@ -433,6 +435,7 @@ async def _serve(options: argparse.Namespace) -> None:
                 piece_tokens=options.piece_tokens,
                 dtype=options.dtype,
                 num_ranks=options.tp_size,
+                draft=DraftModel() if options.speculative_algorithm else None,
             )
         )
     arguments = {name: value for name, value in vars(options).items() if name != "fault"}

@@ -69,6 +69,8 @@ class LoraRoutes:
                 await asyncio.to_thread(
                     self._model.load_adapter, name, config, payload, body.get("expected_checksums"), self._die
                 )
+                if (fault := self._faults.next("/load_lora_adapter_from_tensors", ("old_adapter",))) is not None:
+                    fault.num_wrong_values += self._model.copy_adapter(list(self.names)[-1], name)
                 self.names[name] = True
         return self._answer()
 

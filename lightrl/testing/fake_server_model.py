@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError
+from lightrl.testing.fake_server_draft import DraftModel
 from lightrl.testing.fake_server_faults import Fault
 from lightrl.testing.fake_server_layout import checksums
 from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
@@ -45,6 +46,7 @@ class EmbeddedModel(ScriptedModel):
         piece_tokens: per piece.
         dtype: of its weights.
         num_ranks: whose shares of the weights its checksums tell; it computes without ranks.
+        draft: whose checksums it tells too.
     """
 
     takes_tensors = True
@@ -57,6 +59,7 @@ class EmbeddedModel(ScriptedModel):
         piece_tokens: int = 16,
         dtype: str = "float32",
         num_ranks: int = 1,
+        draft: DraftModel | None = None,
     ) -> None:
         config = AutoConfig.from_pretrained(folder)
         self.piece_tokens = piece_tokens
@@ -70,6 +73,9 @@ class EmbeddedModel(ScriptedModel):
             vocab_size=int(config.vocab_size), max_context=int(self._engine.max_context or 2**20), version=version
         )
         self.config = config
+        self.draft = draft
+        if draft is not None:
+            draft.target = self._engine.read_weights
         eos = config.eos_token_id
         self.eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
         if list(Path(folder).glob("*.safetensors")):
@@ -100,6 +106,12 @@ class EmbeddedModel(ScriptedModel):
             raise Refused(f"{error}") from error
         self._adapted[name] = engine
 
+    def copy_adapter(self, source: str, target: str) -> int:
+        old, new = self._adapters[source][1], self._adapters[target][1]
+        self._adapters[target] = self._adapters[source]
+        self._adapted[target].load_weights([Bucket(self._with_adapter(target), is_last=True)], weight_version=1)
+        return sum(int((old[name] != tensor).sum()) for name, tensor in new.items())
+
     def unload_adapter(self, name: str) -> None:
         del self._adapters[name]
         self._adapted.pop(name).close()
@@ -128,6 +140,8 @@ class EmbeddedModel(ScriptedModel):
 
     def forget_history(self) -> None:
         self._history = None
+        if self.draft is not None:
+            self.draft.share()
 
     def keep_stale(self) -> None:
         if self._stale is None:
@@ -208,7 +222,13 @@ class EmbeddedModel(ScriptedModel):
         await asyncio.to_thread(self._load, [dict(tensors)], version, fault)
 
     def checksums(self) -> list[dict[str, str]]:
-        return checksums(self._engine.read_weights(), self.config, self._num_ranks)
+        held = self._engine.read_weights()
+        ranks = checksums(held, self.config, self._num_ranks)
+        if self.draft is not None:
+            drafts = checksums(self.draft.parameters(), self.config, self._num_ranks)
+            for rank, draft in zip(ranks, drafts, strict=True):
+                rank |= {f"draft.{name}": digest for name, digest in draft.items()}
+        return ranks
 
     def _load(self, files: Sequence[Tensors], version: str | None, fault: Fault | None) -> None:
         """As SGLang: what is missing stays, what is unknown is ignored, and another shape ends the process."""

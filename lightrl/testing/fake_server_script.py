@@ -71,6 +71,7 @@ class ScriptedModel:
         self.version = version
         self.num_loads = 0
         self.config: Any = None  # of a model
+        self.draft: Any = None  # a DraftModel
         self._sums: dict[str, str] = {"script": "0"}
         self._running = asyncio.Event()
         self._running.set()
@@ -137,6 +138,10 @@ class ScriptedModel:
     def load_adapter(self, name: str, config: Any, payload: str, checksums: Any, die: Any) -> None:
         """Adds an adapter, or raises Refused."""
         raise Refused("A fake server with a script takes no adapters. Start it with --model-path.")
+
+    def copy_adapter(self, source: str, target: str) -> int:
+        """Puts the values of one adapter into another; how many of them changed."""
+        raise Refused("A fake server with a script has no adapters.")
 
     def unload_adapter(self, name: str) -> None:
         raise Refused("A fake server with a script has no adapters.")

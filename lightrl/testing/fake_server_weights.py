@@ -85,7 +85,11 @@ class WeightRoutes:
                     self._model.keep_stale()
                 elif body.get("flush_cache", True):
                     self.flush_cache()
+                if (stale := self._faults.next(path, ("stale_draft",))) is not None:
+                    self._model.draft.keep()
                 await load(f"not-{version}" if is_wrong else version, self._faults.next(path, OF_LOADS))
+                if stale is not None:
+                    stale.num_wrong_values += self._model.draft.num_wrong()
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     async def _from_disk(self, body: dict[str, Any]) -> Any:
@@ -160,9 +164,11 @@ class WeightRoutes:
             raise Refused(f"the fake server does not know the action {body.get('action')!r}")
         sums = await asyncio.to_thread(self._model.checksums)
         digests = [hashlib.blake2b(json.dumps(one, sort_keys=True).encode(), digest_size=16) for one in sums]
+        has_draft = any(name.startswith("draft.") for name in sums[0])
         ranks = [
             {"checksums": one, "per_gpu_checksum": digest.hexdigest(), "parallelism_info": [
-                {"role": "target", "tp_rank": rank, "tp_size": len(sums), "pp_rank": 0, "pp_size": 1}]}
+                {"role": role, "tp_rank": rank, "tp_size": len(sums), "pp_rank": 0, "pp_size": 1}
+                for role in ["target", "draft"][: 1 + has_draft]]}
             for rank, (one, digest) in enumerate(zip(sums, digests, strict=True))
         ]  # fmt: skip
         whole = hashlib.blake2b(b"".join(digest.digest() for digest in digests), digest_size=16).hexdigest()

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-import zlib
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -74,7 +74,7 @@ class DeltaFolder:
         self.version = NOTHING
         self._session = ""  # of the version that is arriving
         self._base = ""
-        self._checks: dict[int, int] = {}  # a CRC of each part that has arrived
+        self._checks: dict[int, int] = {}  # checksums of the parts that have arrived
         self._files: dict[str, int] = {}  # of the version: sizes in bytes
         self._bits: dict[str, Bits] = {}  # of the version's parameters, in its files
         self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta")
@@ -110,10 +110,10 @@ class DeltaFolder:
         self._session, self._base, self._checks = session, base, {}
 
     def write(self, session: str, index: int, content: bytes, check: int) -> None:
-        """Keeps part `index`, in any order; `check` is its CRC."""
+        """Keeps part `index`, in any order; `check` is its `checksum`."""
         self._check_session(session)
-        if zlib.crc32(content) != check:
-            raise DeltaError(f"Part {index} is torn: its CRC differs.")
+        if checksum(content) != check:
+            raise DeltaError(f"Part {index} is torn: its checksum differs.")
         _check_room(self.root, len(content))
         (self.root / "incoming" / self._part(index)).write_bytes(content)
         self._checks[index] = check
@@ -129,7 +129,7 @@ class DeltaFolder:
         self._session = ""
         parts = [self.root / "incoming" / self._part(index) for index in range(num_parts)]
         for index, part in enumerate(parts):
-            if index not in self._checks or not part.is_file() or zlib.crc32(part.read_bytes()) != self._checks[index]:
+            if index not in self._checks or not part.is_file() or checksum(part.read_bytes()) != self._checks[index]:
                 raise DeltaError(f"Part {index} of {num_parts} of version {version.weight_version} is missing or torn.")
         if self._base:
             self._check_base(self._base)
@@ -198,14 +198,25 @@ class DeltaFolder:
             raise DeltaError(f"The files of {source} have changed: one is missing or has another size.")
         source.rename(changing)
         self.version = NOTHING
+        sums: dict[tuple[str, int], int] = {}
         try:
             for part in parts:
                 deltas = read_part(part.read_bytes())
-                list(self._pool.map(lambda delta: apply(delta, self._chunk_of(delta), backward=backward), deltas))
-            self._name(changing, target)
+                places = [(delta.name, delta.number) for delta in deltas]
+                if len(set(places)) < len(places) or not sums.keys().isdisjoint(places):
+                    raise DeltaError("The delta has a chunk twice.")
+                changed = self._pool.map(lambda delta: self._changed(delta, backward=backward), deltas)
+                sums |= dict(zip(places, changed, strict=True))
+            self._name(changing, target, sums)
         except DeltaError:
             self.clear()
             raise
+
+    def _changed(self, delta: ChunkDelta, *, backward: bool) -> int:
+        """Changes a chunk; its checksum then, while it is in the cache."""
+        bits = self._chunk_of(delta)
+        apply(delta, bits, backward=backward)
+        return checksum(bits)
 
     def _chunk_of(self, delta: ChunkDelta) -> Bits:
         bits = self._bits.get(delta.name)
@@ -213,13 +224,14 @@ class DeltaFolder:
             raise DeltaError(f"The delta has chunk {delta.number} of {delta.name!r}, which the model does not have.")
         return chunk(bits, delta.number)
 
-    def _name(self, folder: Path, version: Version) -> None:
-        """Gives the folder the version's name, if its content is that version's."""
-        tasks = [(name, index) for name, bits in self._bits.items() for index in range(num_chunks(len(bits)))]
-        sums = self._pool.map(lambda task: checksum(chunk(self._bits[task[0]], task[1])), tasks)
-        checksums: dict[str, list[int]] = {name: [] for name in self._bits}
-        for (name, _), one in zip(tasks, sums, strict=True):
-            checksums[name].append(one)
+    def _name(self, folder: Path, version: Version, sums: Mapping[tuple[str, int], int] | None = None) -> None:
+        """Gives the folder the version's name, if its content is that version's; `sums` are known checksums."""
+        known = dict(sums or {})
+        chunks = {name: [(name, index) for index in range(num_chunks(len(bits)))] for name, bits in self._bits.items()}
+        missing = [place for places in chunks.values() for place in places if place not in known]
+        added = self._pool.map(lambda place: checksum(chunk(self._bits[place[0]], place[1])), missing)
+        known |= dict(zip(missing, added, strict=True))
+        checksums = {name: [known[place] for place in places] for name, places in chunks.items()}
         if version_digest(version.run, version.weight_version, checksums) != version.digest:
             self.clear()
             raise DeltaError(f"The result is not the trainer's version {version.weight_version}: its digest differs.")
@@ -247,6 +259,12 @@ class DeltaFolder:
 
     def _remove(self, name: str) -> None:
         shutil.rmtree(self.root / name, ignore_errors=True)
+
+
+def folder_in_memory(prefix: str) -> Path:
+    """A new folder below /dev/shm, or in the temporary folder where this process may not write there."""
+    memory = "/dev/shm"
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=memory if os.access(memory, os.W_OK) else None))
 
 
 def _mapped(path: Path) -> Iterator[tuple[str, Bits]]:

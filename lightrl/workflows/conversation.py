@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lightrl.checks.user_code import user_code
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
-from lightrl.trajectory import Prompt, Trajectory, Turn
+from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -146,26 +146,24 @@ class Conversation:
             token_ids += renderer.encode(_text(opening))
         if not token_ids:
             raise RolloutError(f"Prompt {prompt.id!r} has neither messages nor token ids.")
-        self.prompt = replace(prompt, token_ids=token_ids)
-        self.token_ids = list(token_ids)
-        self.loss_mask = [False] * len(token_ids)
-        self.logprobs = [0.0] * len(token_ids)
-        self.weight_versions = [-1] * len(token_ids)
+        # The prompt itself, if possible: its JSON is made once for all trajectories that share it.
+        self.prompt = prompt if token_ids == prompt.token_ids else replace(prompt, token_ids=token_ids)
+        self.token_ids: TokenArray[int] = TokenArray((), "i")
+        self.loss_mask: TokenArray[bool] = TokenArray((), "?")
+        self.logprobs: TokenArray[float] = TokenArray((), "f")
+        self.weight_versions: TokenArray[int] = TokenArray((), "i")
+        self._add_read(token_ids)
 
     def copy(self) -> Conversation:
         """One that can continue differently."""
         other = copy.copy(self)
-        for name in ("token_ids", "loss_mask", "logprobs", "weight_versions", "turns"):
-            setattr(other, name, list(getattr(self, name)))
+        other.turns = list(self.turns)
         return other
 
     def add_completion(self, completion: Completion) -> str:
         """Appends a completion; returns its text without special tokens."""
         start, written = len(self.token_ids), completion.token_ids
-        self.token_ids += written
-        self.loss_mask += [True] * len(written)
-        self.logprobs += completion.logprobs
-        self.weight_versions += completion.weight_versions
+        self._add(written, completion.logprobs, completion.weight_versions, is_written=True)
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
         return self.renderer.decode(written, skip_special_tokens=True)
 
@@ -199,10 +197,7 @@ class Conversation:
 
     def add_observation(self, observed: Observed) -> None:
         """Appends a result of `encode_observation`."""
-        self.token_ids += observed.token_ids
-        self.loss_mask += [False] * len(observed.token_ids)
-        self.logprobs += [0.0] * len(observed.token_ids)
-        self.weight_versions += [-1] * len(observed.token_ids)
+        self._add_read(observed.token_ids)
         self.messages, self.text = observed.messages, observed.text
 
     def trajectory(self, rewards: Sequence[float], *, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
@@ -212,9 +207,10 @@ class Conversation:
             rewards: one for each turn, placed on the turn's last token.
         """
         last = self.turns[-1]
-        token_rewards = [0.0] * last.end
-        for turn, reward in zip(self.turns, rewards, strict=True):
-            token_rewards[turn.end - 1] += reward
+        reward_runs: list[tuple[float, int]] = []
+        starts = [0, *(turn.end for turn in self.turns[:-1])]
+        for start, turn, reward in zip(starts, self.turns, rewards, strict=True):
+            reward_runs += [(0.0, turn.end - 1 - start), (reward, 1)]
         written = self.token_ids[last.start : last.end]
         return Trajectory(
             prompt=self.prompt,
@@ -228,10 +224,24 @@ class Conversation:
             completion=self.renderer.decode(written, skip_special_tokens=True),
             finish_reason=last.finish_reason,
             is_truncated=is_truncated,
-            rewards=token_rewards,
+            rewards=TokenArray.of_runs(reward_runs, "d"),
             turns=list(self.turns),
             metrics=metrics,
         )
+
+    def _add_read(self, token_ids: Sequence[int]) -> None:
+        num = len(token_ids)
+        nothing: TokenArray[float] = TokenArray.of_runs([(0.0, num)], "f")
+        self._add(token_ids, nothing, TokenArray.of_runs([(-1, num)], "i"), is_written=False)
+
+    def _add(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, is_written: bool
+    ) -> None:
+        self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
+        self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
+        self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)
+        added: TokenArray[bool] = TokenArray.of_runs([(is_written, len(token_ids))], "?")
+        self.loss_mask = TokenArray.joined([self.loss_mask, added], "?", as_runs=True)
 
 
 def read_template(template: str | None) -> str | None:

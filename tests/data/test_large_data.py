@@ -64,7 +64,7 @@ def test_only_the_first_rows_are_rendered_at_the_start(tmp_path: Path, plain_tok
     monkeypatch.setattr(
         prompts.ChatRenderer,
         "rendered",
-        lambda self, prompt, where: rendered.append(prompt.id) or whole(self, prompt, where),
+        lambda self, prompts, where: rendered.extend(item.id for item in prompts) or whole(self, prompts, where),
     )
     data = make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["ab"] * 9), shuffle=False)
     assert rendered == ["train-0", "train-1"]

@@ -20,7 +20,7 @@ class Items(Dataset):
 
 class Endless(IterableDataset):
     def __iter__(self):
-        yield "hi"
+        yield from ("hi", "hello")
 
 
 ITEMS = Items(
@@ -50,6 +50,13 @@ def test_a_shuffling_loader_gives_a_shuffling_stream(plain_tokenizer: PreTrained
     assert not wrap_train_loader(DataLoader(ITEMS, batch_size=2), plain_tokenizer).shuffle
 
 
+def test_an_iterable_dataset_is_read_in_order_over_and_over(plain_tokenizer: PreTrainedTokenizerFast):
+    stream = wrap_train_loader(DataLoader(Endless(), batch_size=2), plain_tokenizer)
+    assert [stream[position].id for position in (4, 0, 1, 2)] == ["train-0", "train-0", "train-1", "train-0"]
+    assert stream[1].messages == [{"role": "user", "content": "hello"}]
+    assert stream.num_iterations is None
+
+
 def test_a_batch_of_items_becomes_rendered_prompts(plain_tokenizer: PreTrainedTokenizerFast):
     items = [ITEMS[index] for index in range(3)]
     prompts = prompts_of(items, plain_tokenizer, name="validation-0", max_prompt_tokens=8)
@@ -60,7 +67,7 @@ def test_a_batch_of_items_becomes_rendered_prompts(plain_tokenizer: PreTrainedTo
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        pytest.param(DataLoader(Endless()), r"Endless, must have __len__ and __getitem__", id="unsized"),
+        pytest.param(DataLoader(Endless(), batch_size=None), r"no batch_size", id="iterable without batch size"),
         pytest.param([["hi"]], r"must be a torch DataLoader over a map-style dataset, got a list", id="no loader"),
         pytest.param(DataLoader(ITEMS, batch_size=None), r"no batch_size", id="no batch size"),
         pytest.param(

@@ -25,7 +25,7 @@ from lightrl.engines import SGLangEngine, Timeouts
 from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.held_port import HeldPort
 from lightrl.engines.sglang.receivers import Receivers
-from lightrl.engines.sglang.relay import spread
+from lightrl.engines.sglang.relay import PROTOCOL, spread
 from lightrl.engines.sglang.sync_report import SyncFailed
 from lightrl.engines.sglang.transports import DeltaTransport
 from lightrl.testing import tiny_policy
@@ -224,7 +224,8 @@ def test_the_trainer_that_follows_a_killed_one_starts_from_a_full_version(receiv
 
 
 TRAINER = """
-import asyncio, os, signal, zlib
+import asyncio, os, signal
+from lightrl.weights.delta import checksum
 from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.relay import spread
 
@@ -232,7 +233,7 @@ async def main():
     ask = lambda path, body, fields=None: spread(
         lambda url: Connection(url, token={token!r}), [{url!r}], path, body, fields, timeout_s=20)
     print(await ask("/begin", {{"session": "s", "base": ""}}))
-    print(await ask("/part", b"half of it", {{"session": "s", "index": 0, "check": zlib.crc32(b"half of it")}}))
+    print(await ask("/part", b"half of it", {{"session": "s", "index": 0, "check": checksum(b"half of it")}}))
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
@@ -283,7 +284,9 @@ class OnlyState(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
         is_state = self.path.startswith("/state")
-        body = json.dumps({"": {"protocol": 1, "digest": "", "undo": "", "folder": ""}} if is_state else {}).encode()
+        body = json.dumps(
+            {"": {"protocol": PROTOCOL, "digest": "", "undo": "", "folder": ""}} if is_state else {}
+        ).encode()
         self.send_response(200 if is_state else 503)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -17,10 +17,11 @@ from waits import until as until_true
 
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.draft_models import DraftModels, target_digests
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.engines.sglang.server_process import ServerProcess, other_model
 from lightrl.engines.sglang.sync_report import Fleet
-from lightrl.engines.sglang.weight_proofs import WeightProofs, target_digests
+from lightrl.engines.sglang.weight_proofs import WeightProofs
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
@@ -402,11 +403,11 @@ def test_a_server_that_matches_in_no_dtype_is_rejected():
     [
         (ServerProcess.read({"quantization": "fp8", "device": "cpu"}), {}, "quantization=fp8"),
         (ServerProcess.read({"pp_size": 2, "device": "cpu"}), {}, "pp_size=2"),
-        (ServerProcess("a", dtype=torch.float32), None, "no /weights_checker"),
+        (ServerProcess("a", dtype=torch.float32), None, "does not have /weights_checker"),
         (
             ServerProcess("a", dtype=torch.float32),
             answer_of(config_of(), torch.float32, **{"model.mystery": "0" * 16}),
-            "1 parameters that the trainer has not (model.mystery)",
+            "1 parameters that the trainer does not have (model.mystery)",
         ),
     ],
     ids=["quantized", "pipeline stages", "no checksums", "an unknown parameter"],
@@ -429,7 +430,7 @@ def test_parameters_that_only_one_side_has_are_another_model():
     proofs = proofs_of(config_of(), ServerProcess("a", dtype=torch.float32))
     proof, problem = proofs.judge(URL, 0, answer_of(config_of(tie_word_embeddings=True), torch.float32))
     assert proof is None
-    assert "1 parameters that the server has not (lm_head.weight)" in problem
+    assert "1 parameters that the server does not have (lm_head.weight)" in problem
 
 
 def test_draft_models_and_adapters_do_not_hide_the_targets_parameters():
@@ -437,3 +438,45 @@ def test_draft_models_and_adapters_do_not_hide_the_targets_parameters():
     first = {"checksums": {"a.weight": "1", "draft.a.weight": "2"}, "parallelism_info": infos}
     second = {"checksums": {"a.base_layer.weight": "3"}, "parallelism_info": {"role": "target", "tp_rank": 0}}
     assert target_digests({"ranks": [first, second]}) == [{"a.weight": "3"}, {"a.weight": "1"}]
+
+
+def drafted(target: str, shared: str, own: str) -> dict[str, Any]:
+    """An answer of a server whose draft shares the embedding and has two parameters of its own."""
+    draft = {"draft.model.embed_tokens.weight": shared, "draft.model.fc.weight": own, "draft.model.norm.weight": "1"}
+    infos = [{"role": "target", "tp_rank": 0}, {"role": "draft", "tp_rank": 0}]
+    checksums = {"model.embed_tokens.weight": target, "model.norm.weight": f"norm of {target}", **draft}
+    return {"ranks": [{"checksums": checksums, "parallelism_info": infos}]}
+
+
+def test_a_draft_must_follow_in_what_it_shares_and_stay_the_same_in_what_is_its_own():
+    drafts, process = DraftModels(), (URL, "a")
+    assert drafts.note(process, drafted("v0", "v0", "own")) == (1, 2)
+    assert drafts.problem(process, drafted("v1", "v1", "own")) == ""
+    assert "no longer equal the policy's, which it shared (draft.model.embed_tokens.weight)" in drafts.problem(
+        process, drafted("v2", "v1", "own")
+    )
+    assert "1 parameters that changed (draft.model.fc.weight)" in drafts.problem(process, drafted("v2", "v2", "new"))
+    assert drafts.problem((URL, "restarted"), drafted("v2", "v2", "new")) == ""
+
+
+def test_a_draft_that_gets_the_policys_parameters_is_right():
+    drafts, process = DraftModels(), (URL, "a")
+    drafts.note(process, drafted("v0", "v0", "own"))
+    answer = drafted("v1", "v1", "own")
+    answer["ranks"][0]["checksums"]["draft.model.norm.weight"] = "norm of v1"  # a load from a folder reaches it
+    assert drafts.problem(process, answer) == ""
+
+
+def test_a_stale_draft_is_reported_once_and_its_server_stays(serving, folder, engines, caplog):
+    servers = serving(1, folder, speculative_algorithm="EAGLE", tp_size=2)
+    with caplog.at_level("INFO", logger="lightrl"):
+        engine = engines(servers, config_of())
+        load(engine, parameters_of(config_of()), 0)
+        servers[0].fault("stale_draft", UPDATE)
+        for version in range(1, 4):
+            load(engine, parameters_of(config_of(), version), version)
+            assert engine.proofs() == {servers[0].url: "digests"}
+    assert sum("shares 2 parameters with the policy" in message for message in caplog.messages) == 1
+    stale = [message for message in caplog.messages if "no longer equal the policy's" in message]
+    assert len(stale) == 1
+    assert engine.pool.urls("routable") == [servers[0].url]

@@ -1,6 +1,7 @@
 """Reward functions that the tests name by dotted path; how each behaves is the prompt's field `do`."""
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -38,6 +39,20 @@ def length(trajectory: Trajectory) -> int:
     return len(trajectory.completion_ids)
 
 
+def reads_lists(trajectory: Trajectory) -> dict[str, float]:
+    """What a reward may do with lists; `numpy` is 1 where that needed numpy."""
+    ids, rewards = trajectory.token_ids, trajectory.rewards
+    assert ids[2:4] == [5, 1]
+    assert [0] + ids == [0, 7, 8, 5, 1]  # noqa: RUF005  # as users write it
+    assert trajectory.completion_ids
+    assert json.loads(json.dumps(ids)) == ids
+    assert trajectory.loss_mask == [False, False, True, True]
+    assert trajectory.behavior_logprobs[3] == -1.25
+    assert (trajectory.oldest_version, trajectory.newest_version) == (4, 4)
+    ids.append(9)
+    return {"reward": sum(rewards), "tokens": len(trajectory.token_ids), "numpy": float("numpy" in sys.modules)}
+
+
 def hold_the_interpreter() -> None:
     """Hangs in C code that lets no other thread run."""
     re.match(r"(a+)+$", "a" * 64 + "b")
@@ -63,7 +78,7 @@ def obey(trajectory: Trajectory) -> object:
         return float(os.environ["OMP_NUM_THREADS"])
     if what == "print":
         print('{"index": 0, "reward": 7.0, "metrics": {}, "rewards": null}')  # noqa: T201
-        os.write(1, b"raw bytes on descriptor 1\n")
+        os.write(1, b"raw bytes on descriptor 1\n\x1b]0;title\x07\x1b[2J\n")
     if what == "read":
         return len(sys.stdin.read())
     if what == "sys.exit":

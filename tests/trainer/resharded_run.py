@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import shutil
 import signal
 import sys
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from rank_scripts import fork_runs, leave
 from tiny_run import CONFIG, Digits, make_trainer, token_reward
@@ -141,11 +144,30 @@ class ByGradients(TinyPPO):
         return torch.optim.SGD(self.parameter_groups(), lr=0.1)
 
 
-def refusal(folder: Path, module: TinyPPO) -> str:
-    """What is said about the checkpoint of two ranks, whose models or optimizer are others than this module's."""
+class Runs:
+    """Unpickling it creates a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+def craft(folder: Path) -> None:
+    """Copies the checkpoint of two ranks, with a command in its `.metadata`."""
+    crafted = folder / "crafted" / "step=2.ckpt"
+    shutil.copytree(folder / "two ranks" / "step=2.ckpt", crafted)
+    metadata = pickle.loads((crafted / ".metadata").read_bytes())
+    metadata.planner_data["more"] = Runs(folder / "it_ran")
+    (crafted / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def refusal(folder: Path, module: TinyPPO, name: str = "two ranks") -> str:
+    """What is said about the checkpoint of two ranks, which does not fit this module or was tampered with."""
     trainer = make_trainer(folder, max_steps=4, devices=2, strategy="FSDP2Strategy")
     try:
-        trainer.fit(module, datamodule=Digits(), ckpt_path=folder / "two ranks" / "step=2.ckpt")
+        trainer.fit(module, datamodule=Digits(), ckpt_path=folder / name / "step=2.ckpt")
     except ValueError as error:
         return str(error)
     return ""
@@ -170,6 +192,10 @@ def work(size: int, folder: Path) -> dict[str, Any]:
         wider = replace(SPEC, config={**SPEC.config, "intermediate_size": 24})  # type: ignore[dict-item]
         found["another model"] = refusal(folder, TinyPPO(wider))
         found["another optimizer"] = refusal(folder, ByGradients())
+        if os.environ["LOCAL_RANK"] == "0":
+            craft(folder)
+        dist.barrier()
+        found["crafted"] = refusal(folder, TinyPPO(), "crafted")
         with slow_main_rank():
             found["adapters"] = play(folder, "adapters", settings=ADAPTED, devices=2, strategy="FSDP2Strategy")
         return found

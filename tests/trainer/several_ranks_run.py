@@ -54,6 +54,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LoRA on a checkpoint read tensor by tensor": ({"is_from_folder": True, "lora": LoRA(rank=2)}, {}),
 }
 
+# Autocast in one process; layers gathered in bfloat16 on several.
+MIXED = "bf16-mixed"
+MIXED_CASE = ({"num_minibatches": 2, "microbatch_tokens": 20}, {"activation_checkpointing": True})
+
 
 class Recorded(TinyGRPO):
     """Keeps the metrics of each update. Trains by SGD: Adam would divide the rounding of a tiny gradient by itself.
@@ -99,7 +103,8 @@ def save_model(folder: Path) -> None:
 
 def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     """Trains the case; gives what is compared."""
-    settings, strategy = CASES[name]
+    settings, strategy = MIXED_CASE if name == MIXED else CASES[name]
+    precision = MIXED if name == MIXED else "32-true"
     settings = dict(settings)
     lora = settings.pop("lora", None)
     if settings.pop("is_from_folder", False):
@@ -107,7 +112,7 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     module = Recorded(**settings)
     engine = LocalEngine()
     spread = {"devices": devices, "strategy": FSDP2Strategy(**strategy)} if devices > 1 else {}
-    trainer = make_trainer(folder, engine=engine, gradient_clip_val=0.5, **spread)
+    trainer = make_trainer(folder, engine=engine, gradient_clip_val=0.5, precision=precision, **spread)
     synced: dict[str, Tensor] = {}
     module.on_weights_synced = lambda version: synced.update(engine_weights(engine))  # type: ignore[attr-defined]
     trainer.fit(module, datamodule=Digits())
@@ -229,7 +234,7 @@ def main() -> None:
     if sys.argv[2] == "fail":
         fail(folder, int(sys.argv[3]), sys.argv[4])
         return
-    found = {name: play(name, folder, devices=2) for name in CASES}
+    found = {name: play(name, folder, devices=2) for name in (*CASES, MIXED)}
     found["resume"] = resume(folder)
     found["configured"] = configure(folder)
     leave(found, folder)

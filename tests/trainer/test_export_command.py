@@ -23,7 +23,7 @@ def finished_run(tmp_path_factory):
 
 def test_the_exported_folder_loads_bit_equal(finished_run, tmp_path):
     made, checkpoint = finished_run
-    export_checkpoint(checkpoint, tmp_path / "model")
+    export_checkpoint(checkpoint, tmp_path / "model", tokenizer="tiny_run.tokenizer")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     trained = made.policy.state_dict()
     assert loaded.keys() == trained.keys()
@@ -32,7 +32,8 @@ def test_the_exported_folder_loads_bit_equal(finished_run, tmp_path):
 
 
 def test_the_command_exports(finished_run, tmp_path):
-    assert main(["export", str(finished_run[1]), "--to", str(tmp_path / "model")]) == 0
+    options = ["--to", str(tmp_path / "model"), "--tokenizer", "tiny_run.tokenizer"]
+    assert main(["export", str(finished_run[1]), *options]) == 0
     assert (tmp_path / "model" / "config.json").exists()
 
 

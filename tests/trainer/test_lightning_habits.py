@@ -543,14 +543,15 @@ def test_a_users_module_may_give_the_loaders_and_log_in_its_own_validation(tmp_p
     assert 0 <= trainer.callback_metrics["val/highest"] <= 1
 
 
-def test_an_unsized_loader_is_refused(tmp_path: Path) -> None:
+def test_an_iterable_dataset_trains(tmp_path: Path) -> None:
     class Endless(IterableDataset[str]):
         def __iter__(self) -> Any:
             while True:
                 yield "0 1"
 
-    with pytest.raises(ValueError, match=r"Endless, must have __len__ and __getitem__.*Use a map-style dataset"):
-        make_trainer(tmp_path).fit(TinyGRPO(), DataLoader(Endless(), batch_size=2))
+    module = TinyGRPO()
+    make_trainer(tmp_path, max_steps=2).fit(module, DataLoader(Endless(), batch_size=2))
+    assert module.trained == [[0, 1], [2, 3]]
 
 
 def test_validation_draws_the_same_each_time_without_ids(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_checkpoint_holds_adapters_only(finished: Any) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it
 def test_an_export_loads_in_peft(finished: Any, base: Path, tmp_path: Path) -> None:
     module, folder, _ = finished
-    export_checkpoint(folder / "run.ckpt", tmp_path / "model")
+    export_checkpoint(folder / "run.ckpt", tmp_path / "model", tokenizer="tiny_run.tokenizer")
     for adapter in (folder / "model", tmp_path / "model"):
         loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
         assert torch.equal(logits(loaded), logits(module.policy))
@@ -89,7 +89,7 @@ def test_an_export_loads_in_peft(finished: Any, base: Path, tmp_path: Path) -> N
 
 def test_a_merged_export_has_the_merged_weights(finished: Any, tmp_path: Path) -> None:
     module, folder, _ = finished
-    export_checkpoint(folder / "run.ckpt", tmp_path / "model", merged=True)
+    export_checkpoint(folder / "run.ckpt", tmp_path / "model", tokenizer="tiny_run.tokenizer", merged=True)
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
     merged = dict(merged_parameters(module.policy))
     assert loaded.keys() == merged.keys()

@@ -11,8 +11,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_scripts import ROUNDING, finished, left_by, run
-from resharded_run import ADAPTED, ON_BODY, ByGradients, TinyPPO, play
+from resharded_run import ADAPTED, ON_BODY, SPEC, ByGradients, TinyPPO, play
 from tiny_run import Digits, make_trainer
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightrl.commands.export import export_checkpoint
@@ -105,7 +106,7 @@ def test_adapters_of_two_ranks_go_on_in_one_process(two: dict[str, Any], folder:
 def test_the_command_exports_what_the_run_did(
     saved: str, role: str, kind: Any, four: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
-    export_checkpoint(folder / saved / "step=4.ckpt", tmp_path / "model", role=role)
+    export_checkpoint(folder / saved / "step=4.ckpt", tmp_path / "model", role=role, tokenizer=SPEC.tokenizer)
     assert same_tensors(tmp_path / "model", folder / f"{saved} {role}", kind)
 
 
@@ -121,6 +122,13 @@ def test_the_checkpoint_of_another_optimizer_is_refused(two: dict[str, Any], fol
     trainer, checkpoint = make_trainer(tmp_path, max_steps=4), folder / "two ranks" / "step=2.ckpt"
     with pytest.raises(ValueError, match=difference):
         trainer.fit(ByGradients(), datamodule=Digits(), ckpt_path=checkpoint)
+
+
+def test_two_ranks_do_not_run_what_a_checkpoint_says(two: dict[str, Any], folder: Path) -> None:
+    assert "is not what torch.distributed.checkpoint writes (it names posix.system)" in two["crafted"]
+    assert not (folder / "it_ran").exists()
+    FileSystemReader(folder / "crafted" / "step=2.ckpt").read_metadata()
+    assert (folder / "it_ran").exists()  # with torch's own reader
 
 
 def test_fast_dev_run_on_two_ranks_finds_what_a_resume_would_lose(two: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ def test_the_policys_export_is_a_plain_language_model_and_says_where_the_head_is
     finished: Finished, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "lightrl"):
-        export_checkpoint(finished.checkpoint, tmp_path / "policy", merged=True)
+        export_checkpoint(finished.checkpoint, tmp_path / "policy", merged=True, tokenizer="tiny_run.tokenizer")
     assert "role critic exports body and head" in caplog.text
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
     assert not info["unexpected_keys"]
@@ -86,7 +86,8 @@ def test_the_policys_export_is_a_plain_language_model_and_says_where_the_head_is
 
 
 def test_the_critics_export_says_what_head_and_body_said(finished: Finished, tmp_path: Path) -> None:
-    assert main(["export", str(finished.checkpoint), "--to", str(tmp_path / "critic"), "--role", "critic"]) == 0
+    options = ["--to", str(tmp_path / "critic"), "--role", "critic", "--tokenizer", "tiny_run.tokenizer"]
+    assert main(["export", str(finished.checkpoint), *options]) == 0
     module, experience = finished.module, finished.module.first
     expected = values(module.policy, experience, module.value_head)
     assert expected.abs().max() > 1e-3
@@ -107,7 +108,7 @@ def test_the_critics_export_is_the_start_of_a_critic_and_a_reward_model(finished
 
 
 def test_a_run_from_the_policys_export_begins_with_a_head_that_says_0(finished: Finished, tmp_path: Path) -> None:
-    export_checkpoint(finished.checkpoint, tmp_path / "policy", merged=True)
+    export_checkpoint(finished.checkpoint, tmp_path / "policy", merged=True, tokenizer="tiny_run.tokenizer")
     module = TinyPPO(str(tmp_path / "policy"))
     module.configure_model()
     assert module.value_head is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightrl.weights import ServerForm, bucketed
-from lightrl.weights.delta import version_digest
+from lightrl.weights.delta import checksum, version_digest
 from lightrl.weights.delta_copy import DeltaCopy, full_parts
 from lightrl.weights.delta_folder import NOTHING, DeltaFolder, Version
 
@@ -52,7 +51,7 @@ class DeltaTrainer:
 def send(folder: DeltaFolder, version: Version, parts: list[bytes], base: str = "") -> Path:
     folder.begin("session", base)
     for index, part in enumerate(parts):
-        folder.write("session", index, part, zlib.crc32(part))
+        folder.write("session", index, part, checksum(part))
     return folder.finish("session", version, len(parts), {"model_type": "qwen3"})
 
 

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-import zlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ import pytest
 from delta_cases import DeltaTrainer, is_equal, loaded, send
 
 from lightrl.weights import delta_folder
-from lightrl.weights.delta import DeltaError
+from lightrl.weights.delta import DeltaError, checksum
 from lightrl.weights.delta_folder import NOTHING, DeltaFolder, NotTheBase
 
 
@@ -92,14 +91,14 @@ def test_a_torn_missing_or_late_part_is_refused_and_changes_nothing(folder, trai
     part = trainer.parts[0]
     folder.begin("session", trainer.base.digest)
     with pytest.raises(DeltaError, match="torn"):
-        folder.write("session", 0, part[:-1], zlib.crc32(part))
+        folder.write("session", 0, part[:-1], checksum(part))
     with pytest.raises(NotTheBase):
-        folder.write("an older session", 0, part, zlib.crc32(part))
+        folder.write("an older session", 0, part, checksum(part))
     with pytest.raises(DeltaError, match="missing or torn"):
         folder.finish("session", trainer.version, len(trainer.parts), {})
     folder.begin("session", trainer.base.digest)
     for index, part in enumerate(trainer.parts):
-        folder.write("session", index, part, zlib.crc32(part))
+        folder.write("session", index, part, checksum(part))
     file = next((folder.root / "incoming").iterdir())
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(DeltaError, match="missing or torn"):
@@ -109,12 +108,20 @@ def test_a_torn_missing_or_late_part_is_refused_and_changes_nothing(folder, trai
     assert is_equal(loaded(folder.path), trainer.expected())
 
 
+def test_a_delta_with_a_chunk_twice_is_refused(folder, trainer):
+    trainer.step()
+    with pytest.raises(DeltaError, match="chunk twice"):
+        send(folder, trainer.version, [*trainer.parts, trainer.parts[0]], trainer.base.digest)
+    trainer.send_full(folder)
+    assert is_equal(loaded(folder.path), trainer.expected())
+
+
 def test_parts_may_arrive_in_any_order(folder, trainer):
     trainer.step()
     assert len(trainer.parts) > 1
     folder.begin("session", trainer.base.digest)
     for index, part in reversed(list(enumerate(trainer.parts))):
-        folder.write("session", index, part, zlib.crc32(part))
+        folder.write("session", index, part, checksum(part))
     folder.finish("session", trainer.version, len(trainer.parts), {})
     assert is_equal(loaded(folder.path), trainer.expected())
 

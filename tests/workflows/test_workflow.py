@@ -61,11 +61,11 @@ def single_turn() -> SingleTurn:
 
 
 def test_single_turn_aligns_everything_to_the_token_it_describes() -> None:
-    trajectory, asked = played(single_turn(), Completion([9, 4, 0], [-1.5, -0.5, -0.1], [2, 2, 3], "stop"))
+    trajectory, asked = played(single_turn(), Completion([9, 4, 0], [-1.5, -0.5, -0.125], [2, 2, 3], "stop"))
     assert asked == [[3, 7, 1]]
     assert trajectory.token_ids == [3, 7, 1, 9, 4, 0]
     assert trajectory.loss_mask == [False, False, False, True, True, True]
-    assert trajectory.behavior_logprobs == [0.0, 0.0, 0.0, -1.5, -0.5, -0.1]
+    assert trajectory.behavior_logprobs == [0.0, 0.0, 0.0, -1.5, -0.5, -0.125]
     assert trajectory.weight_versions == [-1, -1, -1, 2, 2, 3]
     assert (trajectory.completion_ids, trajectory.completion) == ([9, 4, 0], "9 4")
     assert (trajectory.oldest_version, trajectory.newest_version) == (2, 3)
@@ -80,12 +80,11 @@ def test_only_a_completion_ended_by_length_is_truncated(reason: FinishReason, is
     assert (trajectory.finish_reason, trajectory.is_truncated) == (reason, is_truncated)
 
 
-def test_the_prompt_and_the_completion_are_not_changed_by_the_trajectory() -> None:
-    completion = Completion([9], [-1.0], [0], "stop")
-    trajectory, _ = played(single_turn(), completion)
-    trajectory.token_ids.append(5)
-    trajectory.behavior_logprobs.append(0.0)
-    assert (PROMPT.token_ids, completion.token_ids, completion.logprobs) == ([3, 7, 1], [9], [-1.0])
+def test_what_shares_memory_with_a_completion_cannot_be_changed() -> None:
+    trajectory, _ = played(single_turn(), Completion([9], [-1.0], [0], "stop"))
+    for values in (trajectory.token_ids, trajectory.completion_ids, trajectory.behavior_logprobs):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            values[-1] = 5  # type: ignore[index]
 
 
 @pytest.mark.parametrize("token_ids", [None, []], ids=["messages that nobody rendered", "an empty prompt"])

@@ -1,7 +1,7 @@
 """DecodeThread: the one thread that touches the batch of a LocalEngine.
 
-    write() ─► waiting rows ─► RunningBatch (slots) ─► completions, handed to the caller's event loop
-    any loop   in call order   this thread              in one call per loop and step
+    submit() ─► waiting rows ─► RunningBatch (slots) ─► completions, handed to the caller's event loop
+    any loop    in call order   this thread              in one call per loop and step
 
 Everything else goes through one condition: callers add requests, cancellations and holds; the thread looks at them
 between two tokens, which is what "token boundary" means. A hold (a pause, a load of weights, a score) keeps it from
@@ -15,8 +15,8 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lightrl.concurrency.wake_up import WakeUps
@@ -25,15 +25,6 @@ from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.errors import EngineError, EngineTimeout
 
 _ADMIT_FRACTION = 8  # rows are admitted when 1/8 of the slots are free: one prefill for several rows
-
-
-@dataclass(eq=False)
-class _Request:
-    """The rows of one call of `write`."""
-
-    future: asyncio.Future[list[Completion]]
-    completions: list[Completion | None]
-    is_cancelled: bool = False
 
 
 class DecodeThread(threading.Thread):
@@ -51,7 +42,7 @@ class DecodeThread(threading.Thread):
         self._condition = threading.Condition()  # guards all below
         self.weight_version = -1
         self.is_closed = False
-        self._requests: set[_Request] = set()  # whose callers wait
+        self._awaited: set[asyncio.Future[Completion]] = set()  # of waiting and running rows
         self._waiting: deque[Row] = deque()
         self._num_running = 0
         self._has_cancellations = False
@@ -66,28 +57,28 @@ class DecodeThread(threading.Thread):
         with self._condition:
             return {"running": self._num_running, "waiting": len(self._waiting)}
 
-    async def write(self, rows: list[Row]) -> list[Completion]:
-        """The completions of these rows. On cancellation they leave at the next token boundary."""
-        request = _Request(asyncio.get_running_loop().create_future(), [None] * len(rows))
-        for sample, row in enumerate(rows):
-            row.owner = (request, sample)
+    def submit(self, rows: list[Row]) -> list[asyncio.Future[Completion]]:
+        """The completion of each row, as a future of the running loop; cancelled, the row leaves at the next token."""
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Completion]] = []
+        for row in rows:
+            row.owner = future = loop.create_future()
+            future.add_done_callback(self._on_done)
+            futures.append(future)
         with self._condition:
             self.check_alive()
             if self.weight_version < 0:
                 raise EngineError("LocalEngine has no weights yet. Call load_weights before the first request.")
-            self._requests.add(request)
+            self._awaited.update(futures)
             self._waiting.extend(rows)
             self._condition.notify_all()
-        try:
-            return await request.future
-        except asyncio.CancelledError:
+        return futures
+
+    def _on_done(self, future: asyncio.Future[Completion]) -> None:
+        if future.cancelled():
             with self._condition:
-                request.is_cancelled = self._has_cancellations = True
+                self._has_cancellations = True
                 self._condition.notify_all()
-            raise
-        finally:
-            with self._condition:
-                self._requests.discard(request)
 
     async def pause(self) -> None:
         """Returns when decoding has stopped between two tokens, until `resume`. The pause outlives a cancellation."""
@@ -184,8 +175,9 @@ class DecodeThread(threading.Thread):
             while True:
                 if self._has_cancellations:
                     self._has_cancellations = False
-                    self._waiting = deque(row for row in self._waiting if not row.owner[0].is_cancelled)
-                    self._batch.remove(lambda row: bool(row.owner[0].is_cancelled))
+                    self._waiting = deque(row for row in self._waiting if not row.owner.cancelled())
+                    self._batch.remove(lambda row: bool(row.owner.cancelled()))
+                    self._awaited = {future for future in self._awaited if not future.cancelled()}
                 self._num_running = self._batch.size
                 if self.is_closed:
                     return False
@@ -228,23 +220,22 @@ class DecodeThread(threading.Thread):
     def _deliver(self, finished: list[tuple[Row, Completion]]) -> None:
         wake_ups = WakeUps()
         for row, completion in finished:
-            request, sample = row.owner
-            request.completions[sample] = completion
-            if not all(logprob == logprob and logprob > float("-inf") for logprob in completion.logprobs):
+            if not np.isfinite(completion.logprobs).all():
                 raise FloatingPointError("the logits of a token are not finite")
-            if all(done is not None for done in request.completions):
-                wake_ups.settle(request.future, request.completions)
+            wake_ups.settle(row.owner, completion)
+        with self._condition:
+            self._awaited.difference_update(row.owner for row, _ in finished)
         wake_ups.send()
 
     def _fail_requests(self) -> None:
         with self._condition:
-            requests = list(self._requests)
+            futures = list(self._awaited)
             self._waiting.clear()
             self._num_running = 0
             self._reach_boundary()
         del self._batch  # and with it the model
         wake_ups = WakeUps()
-        for request in requests:
+        for future in futures:
             closed = EngineError("LocalEngine was closed before the completion was finished.")
-            wake_ups.settle(request.future, closed if self._failure is None else self._failure_error())
+            wake_ups.settle(future, closed if self._failure is None else self._failure_error())
         wake_ups.send()

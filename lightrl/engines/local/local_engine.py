@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.engines.abilities import DecodesInThreads, LimitsContext, NamesDtypes, ScoresTokens
+from lightrl.engines.abilities import DecodesInThreads, LimitsContext, NamesDtypes, ScoresTokens, WritesGroups
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.local.copy_in import copy_in
 from lightrl.engines.local.decode_thread import DecodeThread
@@ -25,13 +27,15 @@ from lightrl.weights import Bucket
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+log = logging.getLogger(__name__)
+
 # Measured on 2 cores, batch 64: with a second thread 1 M parameters fall from 6,789 to 3,610 tokens/s, 27 M rise from
 # 415 to 508.
-ONE_THREAD_PARAMETERS = 10_000_000
+SMALL_MODEL_PARAMETERS = 10_000_000
 
 
-class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, NamesDtypes):
-    """A rollout engine in this process, on the CPU (or one GPU), with its own copy of the weights.
+class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, NamesDtypes, WritesGroups):
+    """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; any other decoder-only model with a key-value cache
     runs Hugging Face's code, with pictures too. Both share the scheduler: rows wait in the order of the calls, are
@@ -46,12 +50,13 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
     of rows and tokens so far.
 
     Args:
-        max_batch: slots, the most completions that decode together.
+        max_batch: slots, the most completions that decode together; None takes 512 for a model below 10 M parameters,
+            whose steps cost more for each operation than for each row, and 256 for others.
         threads: cores that decoding uses; None takes 1 for a model below 10 M parameters, whose small operations a
             second thread slows down, and for others as many as torch uses in the thread that calls `start`.
         max_context: most tokens of prompt and completion together; None is the config's `max_position_embeddings`.
         dtype: of the engine's weights, such as `bfloat16`; `auto` is float32 on the CPU, elsewhere the config's.
-        device: where to decode.
+        device: where to decode; None is the trainer's CUDA device, or the CPU.
         fast_path: False runs Hugging Face's code for every model.
         prefill_tokens: most prompt tokens, with padding, in one forward; bounds the memory of a wave's prefill.
         boundary_timeout_s: how long `pause`, `load_weights` and `close` wait for the token in progress.
@@ -62,11 +67,11 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
     def __init__(
         self,
         *,
-        max_batch: int = 256,
+        max_batch: int | None = None,
         threads: int | None = None,
         max_context: int | None = None,
         dtype: str = "auto",
-        device: str = "cpu",
+        device: str | None = None,
         fast_path: bool = True,
         prefill_tokens: int = 8192,
         boundary_timeout_s: float = 120.0,
@@ -83,7 +88,9 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
         self.max_context = max_context  # a number after `start`
         self._given_max_context = max_context
         self.dtype = dtype
-        self.device = torch.device(device)
+        self._given_device = device
+        self.device = torch.device(device or "cpu")  # as chosen, after `start`
+        self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
         self.fast_path = fast_path
         self.prefill_tokens = prefill_tokens
         self.boundary_timeout_s = boundary_timeout_s
@@ -106,16 +113,27 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
             raise ValueError(
                 f"max_context must be at most the model's max_position_embeddings={room}, got {self.max_context}."
             )
+        self.choose_device()
         self.weight_version = -1
         self._vocab_size = text_config.vocab_size
         self._pictures = Pictures.of(config)
         self._decoder = self._make_decoder(config)
+        is_small = sum(shape.numel() for shape in self._decoder.shapes.values()) < SMALL_MODEL_PARAMETERS
         if self.threads is None:
-            num_parameters = sum(shape.numel() for shape in self._decoder.shapes.values())
-            self.threads = 1 if num_parameters < ONE_THREAD_PARAMETERS else torch.get_num_threads()
-        batch = RunningBatch(self._decoder, max_rows=self.max_batch, vocab_size=self._vocab_size, device=self.device)
+            self.threads = 1 if is_small else torch.get_num_threads()
+        max_rows = self.max_batch or (512 if is_small else 256)
+        batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
         self._thread = DecodeThread(batch, threads=self.threads, boundary_timeout_s=self.boundary_timeout_s)
         self._thread.start()
+
+    def choose_device(self) -> torch.device:
+        """Where it decodes, from `device` and `trainer_devices`; `start` calls it."""
+        if self._given_device is None and self.trainer_devices:
+            first = self.trainer_devices[0]
+            self.device = first if first.type == "cuda" else torch.device("cpu")
+            if first.type not in ("cpu", "cuda"):
+                log.warning("LocalEngine decodes on the CPU: its sampler needs float64, which %s lacks.", first.type)
+        return self.device
 
     @property
     def is_fast(self) -> bool:
@@ -129,13 +147,15 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
         self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
     ) -> list[Completion]:
         """`n` completions of one prompt, without a deadline: the controller has one."""
-        thread = self._started()
-        check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self.max_context)
-        pixels = self._pixel_values(images, token_ids) if images else None
-        prompt = tuple(token_ids)
-        return await thread.write(
-            [Row(prompt, sampling, completion_seed(sampling.seed, sample), images, pixels) for sample in range(n)]
-        )
+        if n < 1:
+            raise ValueError(f"n must be at least 1 completion, got {n}.")
+        seeds = [completion_seed(sampling.seed, sample) for sample in range(n)]
+        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images)))
+
+    def write_group(
+        self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
+    ) -> list[asyncio.Future[Completion]]:
+        return self._submit(token_ids, samplings, [sampling.seed for sampling in samplings], images)
 
     async def pause(self) -> None:
         """Raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`; the pause stays."""
@@ -184,6 +204,17 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
         if self._thread is not None:
             self._thread.close()
             self._decoder = None
+
+    def _submit(
+        self, token_ids: list[int], samplings: Sequence[Sampling], seeds: Sequence[int], images: tuple[str, ...]
+    ) -> list[asyncio.Future[Completion]]:
+        thread = self._started()
+        longest = max(samplings, key=lambda sampling: sampling.max_new_tokens)
+        check_request(token_ids, longest, len(samplings), vocab_size=self._vocab_size, max_context=self.max_context)
+        pixels = self._pixel_values(images, token_ids) if images else None
+        prompt = tuple(token_ids)
+        rows = zip(samplings, seeds, strict=True)
+        return thread.submit([Row(prompt, sampling, seed, images, pixels) for sampling, seed in rows])
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]

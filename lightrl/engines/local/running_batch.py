@@ -18,7 +18,7 @@ from torch import Tensor
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.decoder import Decoder
 from lightrl.engines.local.sampler import ban_stop_tokens, draw_tokens, uniforms
-from lightrl.trajectory import FinishReason, Sampling
+from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
 _FIRST_WIDTH = 64  # tokens; W doubles from here
 
@@ -139,8 +139,8 @@ class RunningBatch:
         lengths = self._generated[slots].tolist()
         reasons: list[FinishReason] = ["stop" if stopped else "length" for stopped in is_stopped[slots].tolist()]
         longest = max(lengths)
-        token_ids = self._token_ids[slots, :longest].tolist()
-        logprobs = self._logprobs[slots, :longest].tolist()
+        token_ids = self._token_ids[slots, :longest].int().cpu().numpy()
+        logprobs = self._logprobs[slots, :longest].cpu().numpy()
         completions = []
         for place, slot in enumerate(finished):
             row, length = self._rows[slot], lengths[place]
@@ -263,9 +263,8 @@ def _distinct(
     return prompts, owners, [pictures]
 
 
-def _versions(changes: Sequence[tuple[int, int]], length: int) -> list[int]:
+def _versions(changes: Sequence[tuple[int, int]], length: int) -> TokenArray[int]:
     """The weight version of each token, from the positions at which it changed."""
-    versions: list[int] = []
-    for (start, version), end in zip(changes, [*(start for start, _ in changes[1:]), length], strict=True):
-        versions.extend([version] * (end - start))
-    return versions
+    ends = [*(start for start, _ in changes[1:]), length]
+    runs = [(version, end - start) for (start, version), end in zip(changes, ends, strict=True)]
+    return TokenArray.of_runs(runs, "i")

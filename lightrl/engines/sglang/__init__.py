@@ -9,14 +9,13 @@ Reading order:
       client.py      SGLang's routes as methods; connection.py  HTTP with retries and deadlines; open_files.py  sockets
       loading.py     weight versions, checked, to all servers or to one that is back
     sync.py          new weights into paused servers, verified; sync_report.py  what happened to each server
-      weight_proofs.py  are they the trainer's?  cache_canary.py  is its cache flushed?  server_process.py  who is it?
       transports/    how the bytes get there; bucket_feed.py  from thread to loop
       receiver.py    the delta transport's process beside the servers; receivers.py  where; relay.py  a tree of them
       served_adapters.py  adapters beside their base, one per version
       memory.py      what a colocated server has released
       weight_proofs.py  digests of what was sent, against the servers'; cache_canary.py  was the prefix cache emptied?
-      server_process.py  which process answers at an address, and of which model
-    server.py        one server process; command.py  its command line; held_port.py  its port
+      draft_models.py  of speculative decoding; server_process.py  which process answers, of which model
+    server.py        one server process; command.py  its command line; held_port.py  its port; gpus.py  its GPUs
       fleet.py       several of them, restarted when they die
     scoring.py       a teacher's logprobs or a reward model's numbers, from a server
 

@@ -17,6 +17,8 @@ from lightrl.errors import EngineError
 from lightrl.weights.shared_memory import LOAD_FORMAT
 
 _NOT_FOUND = 404
+# Not the draft models of speculative decoding: they have what they share with it, and are of other shapes otherwise.
+_TARGET = {"selector": "target"}
 
 
 class SGLangClient(Connection):
@@ -92,7 +94,7 @@ class SGLangClient(Connection):
     async def begin_weight_update(self) -> bool:
         """Opens the bracket around updates by tensors or a group; False if the server is too old to have one."""
         try:
-            await self._update("/begin_weight_update", {"selector": "all"})
+            await self._update("/begin_weight_update", _TARGET)
         except ServerRefused as error:
             if error.status == _NOT_FOUND:
                 return False
@@ -140,6 +142,7 @@ class SGLangClient(Connection):
             "dtypes": [str(dtype).removeprefix("torch.") for _, dtype, _ in layout],
             "shapes": [list(shape) for _, _, shape in layout],
             "group_name": group_name,
+            **_TARGET,
             **_version(weight_version),
         }
         await self._update("/update_weights_from_distributed", body, timeout_s)
@@ -152,7 +155,7 @@ class SGLangClient(Connection):
     ) -> None:
         """Sends tensors, one base64 string per tp rank, pickled as SGLang demands; the last call has the version."""
         body = {"serialized_named_tensors": list(serialized_named_tensors), "load_format": LOAD_FORMAT}
-        await self._update("/update_weights_from_tensor", body | _version(weight_version), timeout_s)
+        await self._update("/update_weights_from_tensor", body | _TARGET | _version(weight_version), timeout_s)
 
     async def adapters(self) -> list[str]:
         """Names of the LoRA adapters it has."""

@@ -43,6 +43,7 @@ from lightrl.engines.sglang.cache_canary import CacheCanary
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import dtype_of_auto, usable_token
 from lightrl.engines.sglang.connection import Connection
+from lightrl.engines.sglang.gpus import started_on, visible
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.loading import Loading
 from lightrl.engines.sglang.members import Members
@@ -105,7 +106,8 @@ class SGLangEngine(
         tp: GPUs of each of these (`tp_size`).
         sglang_python: Python of the environment that has SGLang; for None see docs/serve-with-sglang.md.
         server_args: SGLang's arguments by their own names, such as `{mem_fraction_static: 0.8}`.
-        devices: GPUs of the started servers, `tp` for each in turn; None numbers them from 0, or uses none.
+        devices: GPUs of the started servers, `tp` for each in turn; None takes those that the trainer does not use, or
+            the trainer's if colocated.
         seed: of the started servers; each adds its number.
         token: the servers' API key; those we start get a random one. None reads LIGHTRL_SERVER_TOKEN.
         transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU), `tensor` (same host; SGLang
@@ -188,6 +190,7 @@ class SGLangEngine(
         self.sglang_python = sglang_python
         self.server_args = dict(server_args or {})
         self.devices = list(devices) if devices is not None else None
+        self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
         self.seed = seed
         self.token = token
         self.transport = transport
@@ -454,12 +457,12 @@ class SGLangEngine(
         if self._served is not None and self._expected_adapters is not None:
             shape, num_versions = self._expected_adapters
             more |= shape.server_args(num_versions)
-        devices = self.devices if self.devices is not None else list(range(torch.cuda.device_count())) or None
+        gpus = started_on(self)
         servers = make_servers(
             write_model_folder(config, scratch / "model"),
             self.num_servers,
             tp=self.tp,
-            devices=devices,
+            devices=None if gpus is None else visible(gpus),
             seed=self.seed,
             args={"load_format": "dummy", **more, **self.server_args},
             python=self.sglang_python,

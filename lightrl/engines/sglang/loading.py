@@ -18,6 +18,7 @@ import torch
 
 from lightrl.engines.abilities import Proof
 from lightrl.engines.sglang.client import SGLangClient
+from lightrl.engines.sglang.draft_models import target_digests
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.memory import EngineMemory
@@ -25,7 +26,6 @@ from lightrl.engines.sglang.server_process import other_model
 from lightrl.engines.sglang.sync import ServerSync, checksums
 from lightrl.engines.sglang.sync_report import Fleet, SyncFailed, SyncReport
 from lightrl.engines.sglang.timeouts import Timeouts
-from lightrl.engines.sglang.weight_proofs import target_digests
 from lightrl.engines.sglang.writer import Writer
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import Bucket, SharedFolder
@@ -206,6 +206,8 @@ class Loading:
             await self._members.identify(client.url)
             info, answer = await client.model_info(), await checksums(client, self._timeouts.sync_s)
             names = target_digests(answer)[0] if answer is not None else {}
+            if self._sync.proofs is not None:
+                self._sync.proofs.meet(client.url, answer)
             assert self._config is not None
             problem = other_model(self._config, info, self._members.processes[client.url], names)
             if problem is not None:

@@ -160,9 +160,8 @@ class Members:
         return {name for name in names if name is not None} or {"auto"}
 
     async def _dtype(self, client: SGLangClient) -> str | None:
-        with contextlib.suppress(EngineError, TimeoutError):  # a server that is gone computes nothing
-            async with asyncio.timeout(self._timeouts.request_s):  # its retries included
-                info = await client.server_info()
+        with contextlib.suppress(EngineError, asyncio.TimeoutError):  # a server that is gone computes nothing
+            info = await asyncio.wait_for(client.server_info(), self._timeouts.request_s)  # its retries included
             is_coarse = info.get("quantization") or str(info.get("kv_cache_dtype")).startswith("fp8")
             return "float8_e4m3fn" if is_coarse else str(info.get("dtype") or "auto")
         return None

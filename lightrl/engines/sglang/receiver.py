@@ -16,9 +16,7 @@ import hmac
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -27,7 +25,7 @@ from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.relay import PROTOCOL, spread
-from lightrl.weights.delta_folder import DeltaFolder, NotTheBase, Version
+from lightrl.weights.delta_folder import DeltaFolder, NotTheBase, Version, folder_in_memory
 
 _MAX_PART_BYTES = 2**36  # of a request: a part is larger than its bound if one tensor is
 _MAX_LINE_BYTES = 2**18  # of a request's first line, which names the receivers to pass it on to
@@ -75,9 +73,11 @@ class Receiver:
             body = await request.read()
             fields = {name: value for name, value in request.query.items() if name not in ("relay", "timeout_s")}
             others = [url for url in request.query.get("relay", "").split(",") if url]
-            passing = spread(
-                self._connect, others, request.path, body, fields, timeout_s=float(request.query["timeout_s"])
-            )
+            try:
+                timeout_s = float(request.query["timeout_s"])
+            except (KeyError, ValueError):
+                return web.json_response({"error": "timeout_s must be a number of seconds in the query."}, status=400)
+            passing = spread(self._connect, others, request.path, body, fields, timeout_s=timeout_s)
             own, answers = await asyncio.gather(self._answered(answer, request, body), passing)
             return web.json_response({"": own, **answers})
 
@@ -147,8 +147,7 @@ def main() -> None:
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
         sys.exit(f"The receiver needs {TOKEN_VARIABLE}, the token of the servers and of the run.")
-    memory = Path("/dev/shm")
-    folder = options.folder or tempfile.mkdtemp(prefix="lightrl-weights-", dir=memory if memory.is_dir() else None)
+    folder = options.folder or folder_in_memory("lightrl-weights-")
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)  # nobody can load what is left there
         receiver = Receiver(DeltaFolder(folder), token)

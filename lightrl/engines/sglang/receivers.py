@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from lightrl.engines.sglang.addresses import RECEIVER_HELP, as_url, receivers_from_environment
+from lightrl.weights.delta_folder import folder_in_memory
 
 if TYPE_CHECKING:
     from lightrl.engines.sglang.fleet import ServerFleet
@@ -38,10 +37,7 @@ class Receivers:
         from lightrl.engines.sglang.fleet import ServerFleet
         from lightrl.engines.sglang.server import SGLangServer
 
-        memory = Path("/dev/shm")
-        self._folder = Path(
-            tempfile.mkdtemp(prefix="lightrl-weights-", dir=memory if os.access(memory, os.W_OK) else None)
-        )
+        self._folder = folder_in_memory("lightrl-weights-")
         command = [sys.executable, "-m", "lightrl.engines.sglang.receiver", "--host", host, "--port", "{port}"]
         process = SGLangServer(
             self._folder,

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from lightrl.engines.sglang.connection import Connection
 from lightrl.errors import EngineError
 
-PROTOCOL = 1  # of the requests; trainer and receiver must agree
+PROTOCOL = 2  # of the requests; trainer and receiver must agree
 FAN_OUT = 2  # receivers that one process sends to
 _HOP = 0.9  # of the deadline is left to the next receivers of the tree, so that the one that failed is named
 
@@ -38,7 +38,7 @@ async def spread(
                 "POST", f"{path}?{query}", body, timeout_s=timeout_s, num_retries=0
             )
             own = answers.pop("")
-        except (EngineError, KeyError, AttributeError) as error:  # the latter: it is no receiver
+        except (EngineError, KeyError, AttributeError) as error:  # the latter two: it is not a receiver
             through = f"the receiver {first}, which should have passed it on, failed"
             behind = {url: {"error": through, "is_behind": True} for url in rest}
             return {first: {"error": str(error)}, **behind}

@@ -10,13 +10,16 @@ import gc
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
 from lightrl.models.pictures import Pictures, data_url, refusal
-from lightrl.trajectory import FinishReason, Sampling
+from lightrl.trajectory import FinishReason, Sampling, TokenArray
+
+_NO_IDS: TokenArray[int] = TokenArray((), "i")
+_NO_LOGPROBS: TokenArray[float] = TokenArray((), "f")
 
 
 class MalformedAnswer(EngineError):
@@ -25,11 +28,11 @@ class MalformedAnswer(EngineError):
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of one request; the lists have one entry for each token."""
+    """The tokens of one request, one entry for each."""
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)
+    token_ids: TokenArray[int] = _NO_IDS
+    logprobs: TokenArray[float] = _NO_LOGPROBS
+    weight_versions: TokenArray[int] = _NO_IDS
     finish: str = "abort"
     problem: str = ""  # why it is unusable
 
@@ -67,9 +70,9 @@ class CompletionDraft:
     prompt: list[int]
     sampling: Sampling  # of the whole completion; `max_new_tokens` counts all its requests together
     sample: int = 0  # which of the n completions of the prompt
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)
+    token_ids: TokenArray[int] = _NO_IDS
+    logprobs: TokenArray[float] = _NO_LOGPROBS
+    weight_versions: TokenArray[int] = _NO_IDS
     finish_reason: FinishReason | None = None
     pictures: RequestPictures | None = None
     adapter: AdapterVersion | None = None  # of the latest request
@@ -101,7 +104,7 @@ class CompletionDraft:
         pictures = self.pictures
         body = {
             "rid": rid,
-            "input_ids": (self.prompt if pictures is None else pictures.prompt) + self.token_ids,
+            "input_ids": (self.prompt if pictures is None else pictures.prompt) + self.token_ids.tolist(),
             "sampling_params": params,
             "return_logprob": True,
             "extra_key": cache_key,
@@ -120,27 +123,28 @@ class CompletionDraft:
                 f"{server} answered /generate with {answer.problem}. Check that this run loaded its weights."
             )
         if self.adapter is not None:
-            if other := sorted(set(versions) - {self.adapter.base_version}):
+            if other := sorted({version for version, _ in versions.runs()} - {self.adapter.base_version}):
                 raise MalformedAnswer(
                     f"{server} wrote with base {other} below adapter {self.adapter.name}, which belongs to base "
                     f"{self.adapter.base_version}."
                 )
-            versions = [self.adapter.version] * len(token_ids)
+            versions = TokenArray.of_runs([(self.adapter.version, len(token_ids))], "i")
         if len(self.token_ids) + len(token_ids) > self.sampling.max_new_tokens:
             raise MalformedAnswer(
                 f"{server} wrote {len(token_ids)} tokens after {len(self.token_ids)}, more than "
                 f"max_new_tokens={self.sampling.max_new_tokens}."
             )
-        if [self.last_version, *versions] != sorted([self.last_version, *versions]):
+        order = [self.last_version, *(version for version, _ in versions.runs())]
+        if order != sorted(order):
             raise MalformedAnswer(
                 f"{server} wrote with weight versions {versions[:1]} to {versions[-1:]} after the newer "
                 f"{self.last_version}."
             )
         if finish == "stop" and not token_ids:
             raise MalformedAnswer(f"{server} stopped without a stop token.")
-        self.token_ids += token_ids
-        self.logprobs += logprobs
-        self.weight_versions += versions
+        self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
+        self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
+        self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)
         if finish == "stop" and self._is_end(self.token_ids[-1]):
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.sampling.max_new_tokens:
@@ -181,17 +185,18 @@ def read_answer(content: bytes) -> Answer:
 def _read(answer: Any) -> Answer:
     try:
         meta = answer["meta_info"]
-        token_ids = list(answer.get("output_ids") or [])
+        written = answer.get("output_ids") or []
         finish = str(meta["finish_reason"]["type"])
         triples = meta.get("output_token_logprobs") or []
-        logprobs = [float(triple[0]) for triple in triples]
-        written = [triple[1] for triple in triples]
-        versions = _token_versions(meta, len(token_ids)) if token_ids else []
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        is_complete = written == [triple[1] for triple in triples]
+        token_ids: TokenArray[int] = TokenArray(written, "i")
+        logprobs: TokenArray[float] = TokenArray([triple[0] for triple in triples], "f")
+        versions = _token_versions(meta, len(written)) if written else _NO_IDS
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         return Answer(
             problem=f"{str(answer)[:200]} ({error!r}) instead of tokens, logprobs and a numbered weight version"
         )
-    if written != token_ids or len(versions) != len(token_ids) or finish not in ("stop", "length", "abort"):
+    if not is_complete or len(versions) != len(token_ids) or finish not in ("stop", "length", "abort"):
         return Answer(
             problem=f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions and the finish "
             f"reason {finish!r}; the numbers must be equal, the reason stop, length or abort"
@@ -199,14 +204,14 @@ def _read(answer: Any) -> Answer:
     return Answer(token_ids, logprobs, versions, finish)
 
 
-def _token_versions(meta: Mapping[str, Any], num_tokens: int) -> list[int]:
+def _token_versions(meta: Mapping[str, Any], num_tokens: int) -> TokenArray[int]:
     """One per token, from the spans; a server without spans (before 0.5.20) has one version for all."""
     spans = meta.get("weight_versions")
     if not spans:
-        return [int(meta["weight_version"])] * num_tokens
-    versions: list[int] = []
+        return TokenArray.of_runs([(int(meta["weight_version"]), num_tokens)], "i")
+    end = 0
     for span in spans:
-        if span["start"] != len(versions):
-            raise ValueError(f"a span starts at {span['start']}, not at {len(versions)}")
-        versions += [int(span["version"])] * (span["end"] - span["start"])
-    return versions
+        if span["start"] != end:
+            raise ValueError(f"a span starts at {span['start']}, not at {end}")
+        end = span["end"]
+    return TokenArray.of_runs([(int(span["version"]), span["end"] - span["start"]) for span in spans], "i")

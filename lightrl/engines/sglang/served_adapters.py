@@ -193,9 +193,20 @@ class ServedAdapters:
 
     async def _retire(self, version: int) -> None:
         """Unloads a version when its last request has ended: a server would hold other updates back until then."""
-        while self._in_use.get(version):
+        deadline = time.monotonic() + self._timeouts.sync_s
+        while (requests := self._in_use.get(version)) and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_S)
         self._in_use.pop(version, None)
+        if requests:
+            log.warning(
+                "Requests under %s were aborted and still run after timeouts.sync_s=%g s, %d of them on %s. The next "
+                "load removes this adapter.",
+                name_of(version),
+                self._timeouts.sync_s,
+                len(requests),
+                ", ".join(sorted({client.url for client in requests.values()})),
+            )
+            return
         for url in self._members.pool.urls("routable", "syncing"):
             with contextlib.suppress(EngineError):  # it may have been lost meanwhile
                 await self._members.clients[url].unload_adapter(name_of(version), timeout_s=self._timeouts.sync_s)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import hashlib
+import json
 import logging
 import time
 from collections import Counter
@@ -28,6 +30,7 @@ from lightrl.engines.sglang.bucket_feed import LOOP_ENDED, BucketFeed, wait_whil
 from lightrl.engines.sglang.cache_canary import CacheCanary
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
+from lightrl.engines.sglang.draft_models import target_digests
 from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.sync_report import Fleet, SyncFailed, SyncReport
 from lightrl.engines.sglang.transports import WeightTransport
@@ -295,11 +298,9 @@ async def _verify(fleet: Fleet, weight_version: int, proofs: WeightProofs | None
             else:
                 checked[url] = proof
     others = {
-        client.url: (len(answer.get("ranks") or [None]), str(answer["per_engine_checksum"]))
+        client.url: (len(ranks), hashlib.sha256(json.dumps(ranks, sort_keys=True).encode()).hexdigest())
         for client in fleet.clients
-        if checked[client.url] == "version"
-        and (answer := answers[client.url]) is not None
-        and answer.get("per_engine_checksum") is not None
+        if checked[client.url] == "version" and (ranks := target_digests(answers[client.url] or {}))
     }
     for url, agrees in _agreeing(others).items():
         if agrees:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightrl.engines.abilities import Proof
+from lightrl.engines.sglang.draft_models import DraftModels, target_digests
 from lightrl.engines.sglang.server_process import ServerProcess
 from lightrl.weights import Digests, ServerForm, ServerLayout
 from lightrl.weights.digests import RankDigests, unknown_layout
@@ -56,6 +57,8 @@ class WeightProofs:
         self._dtypes: dict[tuple[str, str | None], torch.dtype] = {}  # that a process's digests turned out to have
         self._versions: dict[int, Digests] = {}
         self._logged: dict[tuple[str, str | None], Proof] = {}
+        self._drafts = DraftModels()
+        self._draft_problems: dict[tuple[str, str | None], str] = {}  # that were logged
 
     def begin(self, weight_version: int, urls: Iterable[str]) -> Digests:
         """Computes what these servers must answer after a load; keeps it, also for late servers and a roll-back."""
@@ -86,7 +89,8 @@ class WeightProofs:
             digests cannot be compared.
         """
         proof, problem = self._compare(url, weight_version, answer)
-        process = (url, self._processes[url].identity if url in self._processes else None)
+        process = self._process(url)
+        self._judge_drafts(url, answer)
         if proof == "version" and process in self._dtypes:
             return None, f"its weights can no longer be compared with the trainer's: {problem}"
         if proof is not None and self._logged.get(process) != proof:
@@ -102,6 +106,33 @@ class WeightProofs:
                 )
         return proof, problem
 
+    def meet(self, url: str, answer: Mapping[str, Any] | None) -> None:
+        """Takes what a server answers before its first load: what its draft models hold then, they should keep."""
+        num_shared, num_own = self._drafts.note(self._process(url), answer)
+        if num_shared or num_own:
+            log.info(
+                "%s: its draft model shares %d parameters with the policy, which each sync updates, and has %d of its "
+                "own, which no sync updates: tokens stay right, but fewer drafts are accepted as the policy changes.",
+                url,
+                num_shared,
+                num_own,
+            )
+
+    def _judge_drafts(self, url: str, answer: Mapping[str, Any] | None) -> None:
+        """Logs what is wrong with a server's draft models, once; it stays, for its tokens are the target's."""
+        process = self._process(url)
+        problem = self._drafts.problem(process, answer)
+        if problem and problem != self._draft_problems.get(process):
+            log.warning(
+                "%s: its draft model has %s. Its tokens are right, but it accepts fewer drafts. Restart the server.",
+                url,
+                problem,
+            )
+        self._draft_problems[process] = problem
+
+    def _process(self, url: str) -> tuple[str, str | None]:
+        return url, self._processes[url].identity if url in self._processes else None
+
     def _compare(self, url: str, weight_version: int, answer: Mapping[str, Any] | None) -> tuple[Proof | None, str]:
         process = self._processes.get(url)
         if process is None or weight_version not in self._versions:
@@ -112,7 +143,7 @@ class WeightProofs:
         if problem is None and not any(layout in expected for layout in layouts):
             problem = f"the digests of version {weight_version} were not computed for {layouts[0]}"
         if problem is None and answer is None:
-            problem = "it has no /weights_checker (SGLang before 0.5.15)"
+            problem = "it does not have /weights_checker"
         if problem is not None or answer is None:
             return "version", str(problem)
         ranks = target_digests(answer)
@@ -149,27 +180,11 @@ class WeightProofs:
         missing = sorted(set(ours) - set(theirs) - optional)
         if not extra and not missing:
             return None
-        told = " and ".join(
-            f"{len(names)} parameters that the {who} has not ({', '.join(names[:3])})"
+        differences = " and ".join(
+            f"{len(names)} parameters that the {who} does not have ({', '.join(names[:3])})"
             for names, who in ((extra, "trainer"), (missing, "server"))
             if names
         )
         if all(_USUAL.fullmatch(name) for name in extra + missing):
-            return None, f"it serves another model: there are {told}"
-        return "version", f"there are {told}"
-
-
-def target_digests(answer: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Digests by rank and name, from an answer of `/weights_checker`; without those of draft models."""
-    by_rank: list[tuple[int, dict[str, str]]] = []
-    for entry in answer.get("ranks") or []:
-        infos = entry.get("parallelism_info") or {}
-        infos = infos if isinstance(infos, list) else [infos]
-        drafts = tuple(f"{info['role']}." for info in infos if info.get("role", "target") != "target")
-        digests = {
-            name.replace(".base_layer.", "."): digest  # with `enable_lora`
-            for name, digest in entry["checksums"].items()
-            if not name.startswith(drafts)
-        }
-        by_rank.append((int(infos[0].get("tp_rank") or 0) if infos else 0, digests))
-    return [digests for _, digests in sorted(by_rank, key=lambda item: item[0])]
+            return None, f"it serves another model: there are {differences}"
+        return "version", f"there are {differences}"

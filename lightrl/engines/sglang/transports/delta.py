@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
-import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,15 @@ from lightrl.engines.sglang.sync_report import Fleet
 from lightrl.engines.sglang.transports.transport import WeightTransport
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError
 from lightrl.weights import Bucket, ServerForm
-from lightrl.weights.delta import version_digest
+from lightrl.weights.delta import checksum, version_digest
 from lightrl.weights.delta_copy import DeltaCopy, full_parts
 from lightrl.weights.delta_folder import NOTHING, Version
 from lightrl.weights.disk import served_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
 
 _IN_FLIGHT = 4  # parts: hides the way through the tree, and bounds the memory
 _LOOK_S = 0.2  # between two questions to a receiver that is starting
@@ -73,17 +75,17 @@ class DeltaTransport(WeightTransport):
         self._folders, self.num_bytes = {}, 0
         self.copy.begin(weight_version)
         async with _Receivers(self._connect, fleet.timeout_s) as receivers:
-            states = await self._states(receivers, self._urls(fleet))
-            reached = [url for url, state in states.items() if "error" not in state]
-            has_base = [url for url in reached if base.digest and states[url]["digest"] == base.digest]
-            delta = _Sending(receivers, has_base, base.digest)
-            full = _Sending(receivers, [url for url in reached if url not in has_base], "")
-            await asyncio.gather(delta.begin(), full.begin())
-            async for bucket in buckets:
-                parts, copied = await in_thread(self.copy.take_delta, bucket, bool(base.digest))
-                del bucket  # else it stays alive while the next is gathered
-                await delta.send(parts)
-                await full.send(full_parts(copied))
+            beginning = asyncio.ensure_future(self._begun(receivers, self._urls(fleet), base))
+            try:
+                async for bucket in buckets:
+                    parts, copied = await in_thread(self.copy.take_delta, bucket, bool(base.digest))
+                    del bucket  # else it stays alive while the next is gathered
+                    delta, full = await beginning
+                    await delta.send(parts)
+                    await full.send(full_parts(copied))
+                delta, full = await beginning
+            finally:
+                beginning.cancel()
             if self.copy.weight_version != weight_version:
                 raise WeightSyncError(f"the export of version {weight_version} ended before its last bucket")
             digest = await in_thread(version_digest, self._run, weight_version, self.copy.checksums)
@@ -91,7 +93,19 @@ class DeltaTransport(WeightTransport):
             await asyncio.gather(*(sending.finish(self._version, self._config) for sending in (delta, full)))
             self._folders = {**delta.folders, **full.folders}
             self.num_bytes = delta.num_bytes + full.num_bytes
+            for url, error in delta.errors.items():
+                log.warning("The weight receiver %s did not take a delta and gets the whole version: %s", url, error)
             await self._bring(fleet, receivers, self._version, delta.broken | full.broken)
+
+    async def _begun(self, receivers: _Receivers, urls: Sequence[str], base: Version) -> tuple[_Sending, _Sending]:
+        """To the receivers that have the base, and to those that need the whole version."""
+        states = await self._states(receivers, urls)
+        reached = [url for url, state in states.items() if "error" not in state]
+        has_base = [url for url in reached if base.digest and states[url]["digest"] == base.digest]
+        delta = _Sending(receivers, has_base, base.digest)
+        full = _Sending(receivers, [url for url in reached if url not in has_base], "")
+        await asyncio.gather(delta.begin(), full.begin())
+        return delta, full
 
     async def load(self, fleet: Fleet, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
         await fleet.ask(lambda client: self._load(client, fleet.timeout_s, weight_version))
@@ -191,8 +205,8 @@ class _Receivers:
         except (KeyError, TypeError):
             return {"error": f"This is not a weight receiver. {RECEIVER_HELP}"}
         if state.get("protocol") != PROTOCOL:
-            said = state.get("protocol")
-            return {"error": f"It speaks protocol {said}, not {PROTOCOL}. Install the trainer's lightrl on its host."}
+            theirs = state.get("protocol")
+            return {"error": f"It speaks protocol {theirs}, not {PROTOCOL}. Install the trainer's lightrl on its host."}
         return state
 
     def _connect(self, url: str) -> Connection:
@@ -226,7 +240,7 @@ class _Sending:
         iterator = iter(parts)
         while (part := await in_thread(next, iterator, None)) is not None:
             await self._settle(_IN_FLIGHT - 1)
-            check = await in_thread(zlib.crc32, part)
+            check = await in_thread(checksum, part)
             fields = {"session": self._session, "index": self._num_parts, "check": check}
             self._in_flight.add(asyncio.ensure_future(self._send(part, fields)))
             self._num_parts += 1

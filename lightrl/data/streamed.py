@@ -1,0 +1,328 @@
+"""Sources that can only be read in order, such as a hub dataset that is not downloaded: StreamedRows, StreamedPrompts.
+
+Rows come in blocks: `buffer_rows` consecutive rows of a pass over the source, fewer at its end. With `shuffle` each
+pass has its shards in another order, and each block its rows. So a row's number, counted over all passes, determines
+the row, and a resume gives the rows that an uninterrupted run reads. A Mark is where a block begins; the checkpoint
+keeps the one from which what is in flight can be read again, so that a resume need not read what comes before.
+
+torchdata's StatefulDataLoader would add worker processes and a state that counts what was handed out, not what is in
+flight. `datasets` goes to any row by itself, and prompts are made ahead in a thread (stream.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightrl.data.mixture import DataSource, MixtureOrder, epoch_order
+from lightrl.data.rows import LocatedRow, Made, Row, dataset_problem, function_of_rows, renamed
+from lightrl.data.split_rows import ROWS_AT_ONCE, id_prefix, made_of
+
+OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
+
+_KEPT_BLOCKS = 2  # in memory
+_MAX_MARKS = 10_000
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_END = object()
+
+
+class Mark(NamedTuple):
+    """Where a block begins."""
+
+    number: int = 0  # of its first row, over all passes
+    epoch: int = 0  # the pass
+    num_read: int = 0  # rows of the pass before this block
+    turn: int = 0  # shards of the pass before this one
+    row: int = 0  # rows of the shard before this block
+    state: Any = None  # `state_dict` of the shard there; None: its first rows are skipped
+
+
+class StreamedRow(NamedTuple):
+    item: Any  # as the source has it
+    shard: int
+    place: int  # in the shard, from 0
+
+
+class StreamedRows:
+    """The rows of one source by their number, counted over all passes; how many a pass has is not known.
+
+    Args:
+        name: of the source, for messages.
+        shards: each is read from its start to its end in every pass.
+        seed: of the orders, with the pass and the block.
+        shuffle: False reads shards and rows in order.
+        buffer_rows: rows that are shuffled with one another.
+        max_rows: of a pass; None for all.
+        row_of: an item of a shard, and where it is, to a row; raises ValueError if it is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shards: Sequence[OpenShard],
+        *,
+        seed: int | str,
+        shuffle: bool,
+        buffer_rows: int,
+        max_rows: int | None = None,
+        row_of: Callable[[Any, str], Any] = lambda item, where: item,
+    ) -> None:
+        self.name = name
+        self.shards = shards
+        self.seed = seed
+        self.shuffle = shuffle
+        self.block_rows = buffer_rows if shuffle else min(buffer_rows, ROWS_AT_ONCE)
+        self.max_rows = max_rows
+        self._row_of = row_of
+        self._marks = [Mark()]  # of the blocks that were read, and of the next one
+        self._blocks: dict[int, list[StreamedRow]] = {}  # the last ones, by number, in the order of training
+        self._reader = _Reader(self, Mark())  # at the last mark
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        order = f"shuffled by {self.block_rows}" if self.shuffle else "in order"
+        return f"{self.name!r} streamed from {len(self.shards)} shards, {order}"
+
+    def __getitem__(self, number: int) -> StreamedRow:
+        """Reads on to the end of the row's block; waits for the source.
+
+        Raises:
+            ValueError: if the source cannot be read, or has no rows.
+        """
+        with self._lock:
+            if number < self._marks[0].number:
+                self._go_to(Mark())
+            while self._marks[-1].number <= number:
+                self._read_on()
+            mark = self._marks[bisect_right(self._marks, number, key=lambda item: item.number) - 1]
+            if mark.number not in self._blocks:
+                self._keep(mark.number, _Reader(self, mark).block())
+            return self._blocks[mark.number][number - mark.number]
+
+    def row(self, item: StreamedRow) -> Any:
+        """Raises ValueError if the source has something else there."""
+        return self._row_of(item.item, self.where(item))
+
+    def where(self, item: StreamedRow) -> str:
+        """Names a row in messages."""
+        shard = f" of shard {item.shard + 1}" if len(self.shards) > 1 else ""
+        return f"Row {item.place + 1}{shard} of {self.name!r}"
+
+    def id(self, item: StreamedRow) -> str:
+        """Identifies a row of the source."""
+        return f"{item.shard}-{item.place}" if len(self.shards) > 1 else str(item.place)
+
+    def one_pass(self) -> Iterator[StreamedRow]:
+        """Every row once, in the order of the source."""
+        in_order = StreamedRows(self.name, self.shards, seed=0, shuffle=False, buffer_rows=ROWS_AT_ONCE)
+        in_order.max_rows = self.max_rows
+        reader = _Reader(in_order, Mark())
+        while reader.mark.epoch == 0:
+            yield from reader.block()
+
+    def state_dict(self, number: int) -> dict[str, Any]:
+        """From where this row can be read again; earlier ones are no longer needed. Does not wait for the source."""
+        marks = self._marks
+        return marks[max(0, bisect_right(marks, number, key=lambda item: item.number) - 1)]._asdict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._go_to(Mark(**state))
+
+    def _go_to(self, mark: Mark) -> None:
+        self._marks, self._blocks, self._reader = [mark], {}, _Reader(self, mark)
+
+    def _read_on(self) -> None:
+        number, rows = self._reader.mark.number, self._reader.block()
+        marks = [*self._marks, self._reader.mark] if rows else [*self._marks[:-1], self._reader.mark]
+        self._keep(number, rows)
+        self._marks = marks[len(marks) // 2 :] if len(marks) > _MAX_MARKS else marks
+
+    def _keep(self, number: int, rows: list[StreamedRow]) -> None:
+        if not rows:
+            return
+        if self.shuffle:
+            rows = [rows[index] for index in epoch_order(len(rows), f"{self.seed}/rows", number).tolist()]
+        self._blocks[number] = rows
+        for oldest in sorted(self._blocks)[:-_KEPT_BLOCKS]:
+            if oldest != number:
+                del self._blocks[oldest]
+
+
+class _Reader:
+    """Reads block after block."""
+
+    def __init__(self, source: StreamedRows, mark: Mark) -> None:
+        self.source = source
+        self.mark = mark  # of the next block
+        self._shard: Any = None  # that is read now
+        self._rows: Iterator[Any] | None = None
+
+    def block(self) -> list[StreamedRow]:
+        """The rows of the next block, in the order of the source; may be empty where a pass ends."""
+        mark, source = self.mark, self.source
+        size, num_shards = source.block_rows, len(source.shards)
+        if source.max_rows is not None:
+            size = min(size, source.max_rows - mark.num_read)
+        order = list(range(num_shards))
+        if source.shuffle:
+            order = epoch_order(num_shards, f"{source.seed}/shards", mark.epoch).tolist()
+        turn, row = mark.turn, mark.row
+        rows: list[StreamedRow] = []
+        while len(rows) < size and turn < num_shards:
+            item = self._next(order[turn], row, mark.state if row == mark.row and turn == mark.turn else None)
+            if item is _END:
+                turn, row, self._rows = turn + 1, 0, None
+            else:
+                rows.append(StreamedRow(item, order[turn], row))
+                row += 1
+        if not rows and mark.num_read == 0:
+            raise ValueError(f"Data {source.name!r} has no rows.")
+        if len(rows) < source.block_rows:  # the pass has ended
+            self.mark, self._rows = Mark(mark.number + len(rows), mark.epoch + 1), None
+            return rows
+        state = self._shard.state_dict() if _has_state(self._shard) else None
+        num_read = mark.num_read + len(rows)
+        self.mark = Mark(mark.number + len(rows), mark.epoch, num_read, turn, row, copy.deepcopy(state))
+        return rows
+
+    def _next(self, shard: int, row: int, state: Any) -> Any:
+        import datasets
+
+        try:
+            if self._rows is None:
+                self._shard = self.source.shards[shard]()
+                if state is not None:
+                    self._shard.load_state_dict(copy.deepcopy(state))
+                self._rows = islice(iter(self._shard), 0 if state is not None else row, None)
+            return next(self._rows, _END)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            self._rows = None
+            where = self.source.where(StreamedRow(None, shard, row))
+            raise ValueError(f"{where} cannot be read: {error.__cause__ or error}.") from error
+
+
+def _has_state(shard: object) -> bool:
+    return hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")
+
+
+class StreamedPrompts:
+    """The prompts of a split of which a source is streamed, by position in the run: there is no length.
+
+    Args:
+        split: its name begins the prompts' ids.
+        sources: where the rows come from.
+        parts: of each source its rows.
+        order: whose turn it is.
+        columns: new column names → the data's own, for all sources.
+        make: as in RowPrompts.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        sources: Sequence[DataSource],
+        parts: Sequence[Sequence[Row] | StreamedRows],
+        order: MixtureOrder,
+        *,
+        columns: Mapping[str, str],
+        make: Callable[[Sequence[LocatedRow]], list[Made]],
+    ) -> None:
+        self.split = split
+        self.sources = sources
+        self.parts = parts
+        self.order = order
+        self.columns = columns
+        self._make = make
+
+    def many(self, positions: Sequence[int]) -> list[Made]:
+        """The prompts at some positions, or what is wrong with them."""
+        return made_of(positions, self._at, self._make)
+
+    def one_pass(self) -> Iterator[list[Made]]:
+        """The prompts of every row of every source, once, in the order of the data, some at a time."""
+        for number, part in enumerate(self.parts):
+            rows: Iterator[Any] = part.one_pass() if isinstance(part, StreamedRows) else iter(range(len(part)))
+            while block := list(islice(rows, ROWS_AT_ONCE)):
+                yield made_of(block, partial(self._of_source, number), self._make)
+
+    @property
+    def fingerprint(self) -> str:
+        parts = ", ".join(str(part) for part in self.parts if isinstance(part, StreamedRows))
+        return f"{parts}; {self.order}"
+
+    def state_dict(self, position: int) -> dict[str, Any]:
+        """By source from where the prompts from this position on can be read again."""
+        streamed = ((n, part) for n, part in enumerate(self.parts) if isinstance(part, StreamedRows))
+        return {str(n): part.state_dict(self.order.num_before(n, position)) for n, part in streamed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for number, part in enumerate(self.parts):
+            if isinstance(part, StreamedRows) and str(number) in state:
+                part.load_state_dict(state[str(number)])
+
+    def _at(self, position: int) -> LocatedRow:
+        number = self.order.source(position)
+        turn, part = self.order.num_before(number, position), self.parts[number]
+        return self._of_source(number, part[turn] if isinstance(part, StreamedRows) else self.order.row(number, turn))
+
+    def _of_source(self, number: int, item: StreamedRow | int) -> LocatedRow:
+        """A row of one source; of one that is not streamed, by its index."""
+        source, part = self.sources[number], self.parts[number]
+        if isinstance(item, int):
+            assert not isinstance(part, StreamedRows)
+            row, where, name = part[item], f"Row {item + 1} of {source.source!r}", str(item)
+        else:
+            assert isinstance(part, StreamedRows)
+            row, where, name = part.row(item), part.where(item), part.id(item)
+        if columns := {**self.columns, **source.columns}:
+            row = renamed(row, columns, where=where)
+        return LocatedRow(row, source, where, f"{id_prefix(self.split, self.sources, number)}-{name}")
+
+
+def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping[str, Any]) -> list[OpenShard]:
+    """The shards of a source that is read in order.
+
+    Args:
+        source, name, split, arguments: as `read_rows`; a file's name may be a pattern such as `shards/*.jsonl`, each
+            of whose files is a shard, and a function is called again for each pass.
+
+    Raises:
+        ValueError: if the source does not exist or cannot be opened.
+    """
+    import datasets
+
+    path = Path(source).expanduser()
+    function = None if path.exists() else function_of_rows(source)
+    if function is not None:
+        return shards_of(lambda: function(split=split, **arguments))
+    is_file = path.suffix in _BUILDERS
+    try:
+        if is_file:
+            dataset = datasets.load_dataset(_BUILDERS[path.suffix], split="train", data_files=str(path), streaming=True)
+        else:
+            dataset = datasets.load_dataset(source, name, split=split, streaming=True)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(dataset_problem(source, name, split, error)) from error
+    return shards_of(lambda: dataset)
+
+
+def shards_of(make: Callable[[], Iterable[Any]]) -> list[OpenShard]:
+    """The shards of an iterable dataset that `make` gives; one, unless it is one of `datasets`."""
+    import datasets
+
+    dataset = make()
+    if not isinstance(dataset, datasets.IterableDataset):
+        return [make]
+    num = dataset.num_shards
+
+    def open_shard(index: int) -> OpenShard:
+        return lambda: dataset.shard(num_shards=num, index=index)  # a new object, which begins at its first row
+
+    return [open_shard(index) for index in range(num)]

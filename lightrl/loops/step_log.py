@@ -1,0 +1,80 @@
+"""StepLog: the numbers that an iteration logs, kept as one dict beside what Lightning keeps for each name.
+
+For each value Lightning's `log` makes metadata, compares it with that of the call before, and updates a torchmetrics
+Metric: 0.3 ms, of which an iteration with 30 values has 30. A plain number of the present step needs none of this.
+Everything that reads metrics (loggers, callbacks, progress bar) gets both kinds together, in one row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from torch import Tensor
+
+
+class StepLog(_LoggerConnector):
+    """As in Lightning, a number that is not logged again keeps its value until the end of the epoch."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._numbers: dict[str, float] = {}
+        self._in_bar: set[str] = set()
+        self._tensors: dict[str, Tensor] = {}  # the numbers as float32, like Lightning's
+
+    def put(self, name: str, value: float, *, prog_bar: bool) -> bool:
+        """Keeps a number of this training batch; False outside a batch, where Lightning logs for the epoch."""
+        if not self._is_in_batch:
+            return False
+        self._numbers[name] = value
+        self._tensors = {}
+        if prog_bar:
+            self._in_bar.add(name)
+        return True
+
+    @property
+    def metrics(self) -> Any:
+        metrics: Any = super().metrics
+        metrics["log"].update(self._own())
+        metrics["callback"].update(self._own())
+        metrics["pbar"].update(self._own_in_bar())
+        return metrics
+
+    # Lightning reads `metrics` for these only if something was logged its way.
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        return _updated(super().callback_metrics, self._own())
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        return _updated(super().logged_metrics, self._own())
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        return _updated(super().progress_bar_metrics, self._own_in_bar())
+
+    def reset_results(self) -> None:
+        super().reset_results()
+        self._numbers, self._in_bar, self._tensors = {}, set(), {}
+
+    @property
+    def _is_in_batch(self) -> bool:
+        return bool(self.trainer.training) and self._first_loop_iter is not None
+
+    def _own(self) -> dict[str, Tensor]:
+        if not self._numbers or not self._is_in_batch:
+            return {}
+        if not self._tensors:
+            values = torch.tensor([*self._numbers.values()], dtype=torch.float32)
+            self._tensors = dict(zip(self._numbers, values.unbind(), strict=True))
+        return self._tensors
+
+    def _own_in_bar(self) -> dict[str, float]:
+        return {name: value.item() for name, value in self._own().items() if name in self._in_bar}
+
+
+def _updated(kept: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    kept.update(values)
+    return kept

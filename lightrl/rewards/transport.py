@@ -1,0 +1,105 @@
+"""Trajectories on their way to reward functions, which read lists: from this process, or through a pipe as bytes.
+
+    length of the prompt's JSON, of the other JSON (8 bytes each) | both | the per-token fields as they are stored
+
+Most reward functions read the completion's text alone, so a list is made when it is first read.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from lightrl.errors import RewardError
+from lightrl.trajectory import TOKEN_FIELDS, Prompt, TokenArray, Trajectory, Turn, as_plain
+
+_LENGTHS = struct.Struct("<qq")
+_FIELDS = {item.name for item in fields(Trajectory)}
+
+
+class ListTrajectory(Trajectory):
+    """A Trajectory whose per-token fields are lists.
+
+    Args:
+        values: all fields; TokenArrays become lists when they are read.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self._arrays = {name: value for name, value in values.items() if isinstance(value, TokenArray)}
+        self.__dict__.update((name, value) for name, value in values.items() if name not in self._arrays)
+        if "rewards" in self._arrays:  # `__getattr__` is not asked, since the class has a default
+            self.rewards = self._arrays["rewards"].tolist()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        arrays = self.__dict__.get("_arrays", {})
+        if name not in arrays:
+            raise AttributeError(f"Trajectory has no {name!r}; it has {sorted(_FIELDS)}.")
+        self.__dict__[name] = arrays[name].tolist()
+        return self.__dict__[name]
+
+
+def prompt_to_bytes(prompt: Prompt) -> bytes:
+    """Its JSON, which the trajectories of a group share.
+
+    Raises:
+        RewardError: if JSON cannot hold its fields.
+    """
+    return _json(prompt.to_json(), prompt)
+
+
+def trajectory_to_bytes(trajectory: Trajectory, prompt: bytes) -> bytes:
+    """Bytes from which `trajectory_from_bytes` makes a copy; raises RewardError if JSON cannot hold its metrics.
+
+    Args:
+        prompt: the bytes of its prompt.
+    """
+    values = {name: value for name, value in vars(trajectory).items() if name != "prompt"}
+    stored = {name: values.pop(name).stored for name in TOKEN_FIELDS if values[name] is not None}
+    values["stored"] = [[name, len(numbers), len(ends)] for name, (numbers, ends) in stored.items()]
+    others = _json(values, trajectory.prompt)
+    parts = [part for pair in stored.values() for part in pair]
+    return b"".join([_LENGTHS.pack(len(prompt), len(others)), prompt, others, *parts])
+
+
+def trajectory_from_bytes(data: bytes) -> ListTrajectory:
+    num_prompt, num_others = _LENGTHS.unpack_from(data)
+    start = _LENGTHS.size + num_prompt
+    prompt = Prompt.from_json(json.loads(data[_LENGTHS.size : start]))
+    values = json.loads(data[start : start + num_others])
+    start += num_others
+    for name, num_numbers, num_ends in values.pop("stored"):
+        middle, end = start + num_numbers, start + num_numbers + num_ends
+        values[name] = TokenArray.of_stored(data[start:middle], data[middle:end], TOKEN_FIELDS[name][0])
+        start = end
+    return ListTrajectory(**values | {"prompt": prompt, "turns": [Turn(**turn) for turn in values["turns"]]})
+
+
+def as_json(trajectory: Trajectory) -> bytes:
+    """`trajectory.to_json()` as JSON text, for files; raises RewardError if JSON cannot hold it."""
+    return _json(vars(trajectory), trajectory.prompt)
+
+
+def _json(value: object, prompt: Prompt) -> bytes:
+    try:
+        return json.dumps(value, default=_plain, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"Prompt {prompt.id!r} or its trajectory cannot be sent to the reward process as JSON: {error}. "
+            "Use numbers, strings, lists and dicts in its fields."
+        ) from error
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Prompt):
+        return value.to_json()
+    if is_dataclass(value) and not isinstance(value, type):
+        return vars(value)
+    plain = as_plain(value)
+    if plain is value:
+        raise TypeError(f"it holds {value!r:.100} ({type(value).__name__})")
+    return plain

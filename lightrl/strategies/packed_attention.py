@@ -1,0 +1,334 @@
+"""Attention over a packed row: each trajectory attends to itself only, and no mask of T × T exists.
+
+transformers separates packed trajectories by a dense mask over the whole row (1 GiB in bool for 32,768 tokens), unless
+the attention is told where they start. `make_packable` registers an attention that is told, for packed rows only; other
+forwards stay torch's SDPA. What runs is the first of these that works for the device, dtype and head size, which a
+trial on a few tokens finds:
+
+    flash   torch's variable-length flash attention (torch >= 2.10, bfloat16 or float16)
+    flex    torch's flex attention, compiled, over the blocks that a trajectory touches
+    sdpa    SDPA on rectangles of trajectories of like length; always works, and is the CPU's
+
+Shapes: T tokens of the row, N trajectories, D head size, tensors of attention [1, heads, T, D].
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from lightrl.functional import rectangles, to_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+NAME = "lightrl_packed"  # of this attention, in transformers' registry
+
+# Cost in tokens of one more call of SDPA: below it, padding is cheaper.
+_CALL_OVERHEAD_TOKENS = 64
+_BLOCK = 128  # of flex attention
+# Of the largest value, between kernels; a token that sees too much or too little differs far more.
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+class NotPackable(ValueError):
+    """This model's attention is more than causal attention with an optional window."""
+
+
+class PackedRows:
+    """Where the trajectories of one packed row start, known on the host: no kernel has to ask the device.
+
+    Args:
+        lengths: tokens of each trajectory, in the row's order; those without tokens do not count.
+        device: of the row.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = [length for length in lengths if length > 0]
+        self.device = device
+        self.longest = max(self.lengths, default=0)
+        self._starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        self._block_masks: dict[int | None, Any] = {}  # by window
+
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """int32 [N + 1], on the device; the last is T."""
+        return to_device(self._starts.int(), self.device)
+
+    @functools.cached_property
+    def documents(self) -> Tensor:
+        """int32 [T], on the device: the trajectory of each token."""
+        numbers = torch.arange(len(self.lengths), dtype=torch.int32)
+        return to_device(numbers.repeat_interleave(torch.tensor(self.lengths)), self.device)
+
+    @functools.cached_property
+    def rectangles(self) -> tuple[list[Tensor], Tensor]:
+        """Tokens of each rectangle, int64 [rows, longest], padded with the row's last; and each token's place in them.
+
+        The places, int64 [T], index the rectangles' outputs end to end.
+        """
+        starts, lengths = self._starts[:-1], torch.tensor(self.lengths)
+        places = torch.empty(int(self._starts[-1]), dtype=torch.int64)
+        parts, first = [], 0
+        for members in rectangles(self.lengths, _CALL_OVERHEAD_TOKENS):
+            picked = lengths[members]
+            columns = torch.arange(int(picked.max()))
+            tokens = starts[members][:, None] + torch.minimum(columns, picked[:, None] - 1)
+            is_token = columns < picked[:, None]
+            places[tokens[is_token]] = first + torch.arange(tokens.numel()).view_as(tokens)[is_token]
+            first += tokens.numel()
+            parts.append(to_device(tokens, self.device))
+        return parts, to_device(places, self.device)
+
+    def block_mask(self, window: int | None) -> Any:
+        """Flex attention's BlockMask, from the starts alone; `window` as in `blocks`."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        if window in self._block_masks:
+            return self._block_masks[window]
+        (num_partial, partial), (num_full, full) = blocks(self._starts.tolist(), window)
+        documents = self.documents
+
+        def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            seen = (query >= key) & (documents[query] == documents[key])
+            return seen if window is None else seen & (query - key < window)
+
+        mask = BlockMask.from_kv_blocks(
+            num_partial, partial, num_full, full, BLOCK_SIZE=_BLOCK, mask_mod=is_seen, seq_lengths=(len(documents),) * 2
+        )
+        self._block_masks[window] = mask.to(self.device)
+        return self._block_masks[window]
+
+
+def blocks(starts: Sequence[int], window: int | None) -> list[tuple[Tensor, Tensor]]:
+    """The key blocks that each query block needs: (numbers [1, 1, Q], indices [1, 1, Q, Q]), partial ones, then full.
+
+    A block is full if each of its queries sees each of its keys, which then needs no mask.
+
+    Args:
+        starts: of the trajectories, from 0, and the end of the last.
+        window: keys that a query sees at most, itself included; None for all before it.
+    """
+    ends = torch.tensor(starts)
+    first = torch.arange(0, starts[-1], _BLOCK)
+    last = first + _BLOCK - 1
+    document = torch.searchsorted(ends, first, right=True) - 1
+    start, end = ends[document], ends[document + 1]
+    reach = starts[-1] if window is None else window
+    lowest = torch.maximum(start, first - reach + 1)
+    keys = first[None]  # [1, Q], against queries [Q, 1]
+    is_needed = (keys >= (lowest // _BLOCK * _BLOCK)[:, None]) & (keys <= first[:, None])
+    is_full = is_needed & (keys < first[:, None]) & (keys >= start[:, None])
+    is_full &= ((end > last)[:, None]) & (last[:, None] - keys < reach)
+    parts = []
+    for picked in (is_needed & ~is_full, is_full):
+        order = picked.int().argsort(dim=1, descending=True, stable=True)  # those picked, ascending, then the others
+        parts.append((picked.sum(1).int()[None, None], order.int()[None, None]))
+    return parts
+
+
+def make_packable(model: PreTrainedModel) -> bool:
+    """Gives the model this attention, if its own is SDPA or flash attention; whether it could."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    now: str = model.config._attn_implementation
+    if now == "sdpa":
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+        model.set_attn_implementation(NAME)
+        now = model.config._attn_implementation
+    return now == NAME or _is_flash(now)
+
+
+def arguments(model: PreTrainedModel, rows: PackedRows) -> dict[str, Any]:
+    """What the model's forward needs to tell the attention, in addition to `position_ids`."""
+    if _is_flash(model.config._attn_implementation):
+        longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
+        return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest}
+    return {"packed_rows": rows, "attention_mask": no_mask(rows.device)}
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """One element of four dimensions: transformers passes such a mask on and makes none of its own."""
+    return torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def _is_flash(name: str) -> bool:
+    return name.startswith("flash_attention")
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_rows: PackedRows | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """transformers' interface of an attention: [1, heads, T, D] three times, to [1, T, heads, D].
+
+    Raises:
+        NotPackable: if the model wants more than `scaling` and `sliding_window`.
+    """
+    if packed_rows is None:
+        if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
+            raise NotPackable(f"{type(module).__name__} was not told where the trajectories of a packed row start.")
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+        return plain
+    more = sorted(name for name in ("softcap", "s_aux", "position_bias", "cache") if settings.get(name) is not None)
+    if more or settings.get("dropout") or settings.get("is_causal") is False:
+        raise NotPackable(f"Packed rows have causal attention without {', '.join(more) or 'dropout'}.")
+    return _attend(query, key, value, packed_rows, settings.get("scaling"), settings.get("sliding_window")), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]  # lists of numbers that differ in every microbatch would compile anew each time
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
+) -> Tensor:
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if window is not None and window >= rows.longest:
+        window = None
+    kernel = kernel_for(query.device, dtype, query.shape[-1], value.shape[-1])
+    with torch.autocast(device, enabled=False):
+        return KERNELS[kernel](query, key, value, rows, scale, window)
+
+
+@functools.cache
+def kernel_for(device: torch.device, dtype: torch.dtype, head_size: int, value_size: int) -> str:
+    """The name of the kernel for these tensors, found by a trial; logged once."""
+    skipped: list[str] = []
+    for name, kernel in KERNELS.items():
+        if name == "sdpa":
+            break
+        if not _is_tried_on(device):
+            continue
+        why = _failure(kernel, device, dtype, head_size, value_size)
+        if why is None:
+            break
+        skipped.append(f"{name}: {why}")
+    reasons = f" ({'; '.join(skipped)})" if skipped else ""
+    log.info("attention of packed rows: %s, %s on %s%s", name, str(dtype).removeprefix("torch."), device, reasons)
+    return name
+
+
+def _is_tried_on(device: torch.device) -> bool:
+    """The first two kernels are made for GPUs; flex attention has no backward on a CPU (torch 2.13)."""
+    return device.type != "cpu"
+
+
+@torch.enable_grad()
+@torch.inference_mode(False)
+def _failure(
+    kernel: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, head_size: int, value_size: int
+) -> str | None:
+    """Why a kernel cannot be used: its error, or that its numbers differ from SDPA's; None if it can."""
+    rows = PackedRows((_BLOCK + 3, 5), device)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(heads: int, size: int) -> Tensor:
+        shape = (1, heads, sum(rows.lengths), size)
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    tensors = (random(2, head_size), random(1, head_size), random(1, value_size))
+    results: list[list[Tensor]] = []
+    for function in (kernel, _sdpa):
+        try:
+            output = function(*tensors, rows, None, None)
+            results.append([output.detach(), *torch.autograd.grad(output.float().square().sum(), tensors)])
+        except (RuntimeError, ImportError, NotImplementedError, ValueError, AssertionError) as error:
+            return (str(error).strip() or type(error).__name__).splitlines()[0][:100]
+    for actual, expected in zip(*results, strict=True):
+        error_size = float((actual - expected).abs().max() / expected.abs().max())
+        if not error_size <= _TOLERANCE.get(dtype, 1e-2):
+            return f"differs from SDPA by {error_size:.0e}"
+    return None
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found, unused-ignore]
+
+    takes = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {}
+    if "window_size" in takes:
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is None:
+        options["is_causal"] = True  # torch 2.10
+    else:
+        raise NotImplementedError("torch 2.10's varlen_attn has no window")
+    if scale is not None and "scale" in takes:
+        options["scale"] = scale
+    elif scale is not None:
+        query = query * (scale * query.shape[-1] ** 0.5)
+    if query.shape[1] != key.shape[1] and "enable_gqa" in takes:
+        options["enable_gqa"] = True
+    elif query.shape[1] != key.shape[1]:
+        key, value = _repeated(query, key, value)
+    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    output: Any = varlen_attn(query, key, value, rows.starts, rows.starts, rows.longest, rows.longest, **options)
+    result: Tensor = output[None]
+    return result
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)  # type: ignore[no-any-return, unused-ignore]
+
+
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
+) -> Tensor:
+    options = {"block_mask": rows.block_mask(window), "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    output: Tensor = _compiled_flex()(query.contiguous(), key.contiguous(), value.contiguous(), **options)
+    return output.transpose(1, 2)
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
+) -> Tensor:
+    parts, places = rows.rectangles
+    key, value = _repeated(query, key, value)
+    outputs = []
+    for tokens in parts:
+        num, width = tokens.shape
+        q, k, v = (
+            tensor[0].index_select(1, tokens.view(-1)).view(-1, num, width, tensor.shape[-1]).transpose(0, 1)
+            for tensor in (query, key, value)
+        )
+        mask = None
+        if window is not None and window < width:  # of one trajectory, not of the row
+            places_in_it = torch.arange(width, device=query.device)
+            difference = places_in_it[:, None] - places_in_it
+            mask = (difference >= 0) & (difference < window)
+        output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        outputs.append(output.transpose(1, 2).reshape(num * width, *output.shape[1::2]))  # [tokens, heads, D]
+    return torch.cat(outputs).index_select(0, places)[None]
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values once for each query head."""
+    times = query.shape[1] // key.shape[1]
+    return (key, value) if times == 1 else (key.repeat_interleave(times, 1), value.repeat_interleave(times, 1))
+
+
+# In the order in which they are tried.
+KERNELS: dict[str, Callable[..., Tensor]] = {"flash": _flash, "flex": _flex, "sdpa": _sdpa}

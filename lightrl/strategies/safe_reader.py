@@ -1,0 +1,154 @@
+"""Reads torch's checkpoint folders as data: whatever a file says, no code runs.
+
+torch's own reader unpickles `.metadata` and single values without limits, so a crafted file runs any command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import ReadItem
+
+_METADATA_FILE = ".metadata"
+_CLASSES: tuple[type, ...] = (
+    metadata.Metadata,
+    metadata.StorageMeta,
+    metadata.MetadataIndex,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.TensorProperties,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+)
+
+
+def load_plain(file: Path, **options: Any) -> dict[str, Any]:
+    """The content of a checkpoint's file, on the CPU; raises ValueError if it is damaged or more than plain data."""
+    try:
+        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, **options)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{str(file)!r} is not a checkpoint of lightrl ({error}). Use an earlier one.") from error
+    return content
+
+
+def load_parts(state: dict[str, Any], folder: Path, **options: Any) -> None:
+    """Fills a state in place from a checkpoint folder; collective unless `no_dist`.
+
+    Raises:
+        ValueError: if the folder is damaged, or holds more than plain data.
+    """
+    try:
+        dcp.state_dict_loader.load(state, storage_reader=SafeReader(folder), planner=_SafePlanner(), **options)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise ValueError(
+            f"Checkpoint {str(folder)!r} cannot be read (rank {rank}: {cause}). Use an earlier one."
+        ) from error
+
+
+class SafeReader(FileSystemReader):
+    """torch's reader of a checkpoint folder, with a fixed list of what `.metadata` may name.
+
+    Args:
+        folder: of the checkpoint.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the folder holds; raises ValueError if `.metadata` is not what torch writes."""
+        file = Path(self.path) / _METADATA_FILE
+        try:
+            with file.open("rb") as stream, _unchanged_classes():
+                unpickled = _MetadataUnpickler(stream).load()
+            read = _checked(unpickled)
+        # A damaged or crafted pickle fails in as many ways as there are operations.
+        except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, LookupError, EOFError, ImportError,
+                RuntimeError, MemoryError) as error:  # fmt: skip
+            raise ValueError(
+                f"{str(file)!r} is not what torch.distributed.checkpoint writes ({error}). The checkpoint is damaged, "
+                "or was made to run code. Use an earlier one."
+            ) from error
+        read.storage_meta = read.storage_meta or StorageMeta()
+        read.storage_meta.load_id = self.load_id
+        return read
+
+
+class _SafePlanner(DefaultLoadPlanner):
+    """torch's planner, which loads single values as plain data."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # Not torch's method, which loads without limits.
+        name = read_item.dest_index.fqn
+        set_element(self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True))
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        # Functions of this object alone, since a pickle can set attributes of what it names.
+        self._names: dict[tuple[str, str], Any] = {
+            **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
+            **dict.fromkeys([(room, "PosixPath") for room in _PATHLIB], lambda *parts: "/".join(parts)),
+            **dict.fromkeys([(room, "WindowsPath") for room in _PATHLIB], lambda *parts: "\\".join(parts)),
+            ("torch", "Size"): torch.Size,
+            ("torch.serialization", "_get_layout"): lambda name: {"torch.strided": torch.strided}[name],
+            ("collections", "OrderedDict"): dict,
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        value = self._names.get((module, name))
+        if value is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            value = getattr(torch, name)
+        if value is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return value
+
+
+_PATHLIB = ("pathlib", "pathlib._local")  # Python 3.13 has the second
+
+
+@contextlib.contextmanager
+def _unchanged_classes() -> Iterator[None]:
+    """Takes back what a pickle has set on torch's classes themselves, and raises ValueError for it."""
+    before = [(kind, dict(vars(kind))) for kind in _CLASSES]
+    try:
+        yield
+    finally:
+        changed = [kind for kind, attributes in before if dict(vars(kind)) != attributes]
+        for kind, attributes in before:
+            for name in vars(kind).keys() - attributes.keys():
+                delattr(kind, name)
+            for name, value in attributes.items():
+                if vars(kind)[name] is not value:
+                    setattr(kind, name, value)
+    if changed:
+        raise ValueError(f"it changes the class {changed[0].__name__}")
+
+
+def _checked(read: Any) -> Metadata:
+    """The argument; raises ValueError unless it is the metadata of tensors and values in files of the same folder."""
+    if not isinstance(read, Metadata) or not isinstance(read.state_dict_metadata, dict):
+        raise ValueError(f"it holds {type(read).__name__}")
+    places = read.storage_data
+    if not isinstance(places, dict):
+        raise ValueError("it does not say where tensors are")
+    for place in places.values():
+        name = getattr(place, "relative_path", None)
+        if not isinstance(place, filesystem._StorageInfo) or not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"it names the file {name!r}, which is not in the folder")
+    return read

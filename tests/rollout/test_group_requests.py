@@ -1,0 +1,156 @@
+"""One request and one task for a group: what comes of it is what one of each for every trajectory gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from test_controller import CONFIG, Numbers, PlainJudge, Words, iterate, load_version, wait_until
+
+from lightrl.engines.engine import Completion, check_request
+from lightrl.engines.fake_engine import FakeEngine
+from lightrl.errors import EngineError, RewardError, RolloutError
+from lightrl.rollout.controller import RolloutController
+from lightrl.rollout.settings import RolloutSettings
+from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
+from lightrl.workflows.workflow import SingleTurn
+
+
+class GroupEngine(FakeEngine):
+    """Takes groups; each of their completions is a request of FakeEngine. `abort_samples` end as aborted."""
+
+    def __init__(self, *, abort_samples: Sequence[int] = (), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.abort_samples = abort_samples
+        self.num_groups = 0
+
+    async def generate(self, *args: Any, **kwargs: Any) -> list[Completion]:
+        return await super().generate(*args, **kwargs)
+
+    def write_group(
+        self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
+    ) -> list[asyncio.Future[Completion]]:
+        check_request(token_ids, samplings[0], len(samplings), vocab_size=CONFIG.vocab_size, max_context=64)
+        self.num_groups += 1
+
+        async def write(sample: int, sampling: Sampling) -> Completion:
+            (completion,) = await self.generate(token_ids, sampling, session=f"{session}/{sample}")
+            if sample not in self.abort_samples:
+                return completion
+            return Completion(completion.token_ids, completion.logprobs, completion.weight_versions, "abort")
+
+        return [asyncio.ensure_future(write(*pair)) for pair in enumerate(samplings)]
+
+
+class LoneEngine(GroupEngine):
+    """A user's engine, which replaces `generate` and knows nothing of groups."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> list[Completion]:
+        return await super().generate(*args, **kwargs)
+
+
+@pytest.fixture
+def make() -> Any:
+    made: list[RolloutController] = []
+
+    def factory(engine: FakeEngine, reward: Any = lambda trajectory: 1.0, **settings: Any) -> RolloutController:
+        engine.start(CONFIG)
+        settings = {"group_size": 3, "groups_per_iteration": 2} | settings
+        prompts = settings.pop("prompts", Numbers())
+        controller = RolloutController(
+            engine,
+            SingleTurn(Words()),  # type: ignore[arg-type]
+            PlainJudge(reward),
+            RolloutSettings(**settings),
+            sampling=Sampling(max_new_tokens=4),
+            run_seed=7,
+            prompts=prompts,
+        )
+        made.append(controller)
+        load_version(controller, 0)
+        return controller
+
+    yield factory
+    for controller in made:
+        controller.close()
+        assert controller.engine.num_running == 0  # type: ignore[attr-defined]
+
+
+def records(groups: list[Group]) -> list[Any]:
+    return [group.to_json() for group in groups]
+
+
+@pytest.mark.parametrize("settings", [{}, {"judges_later": True}, {"max_staleness": 1}], ids=str)
+def test_a_group_with_one_request_equals_one_of_single_requests(make: Any, settings: dict[str, Any]) -> None:
+    iterations = []
+    for engine in (GroupEngine(), LoneEngine()):
+        controller = make(engine, lambda trajectory: float(sum(trajectory.completion_ids)), **settings)
+        first = controller.take(0)
+        if settings.get("judges_later"):
+            controller.wait_for_rewards(first)
+        controller.commit()
+        load_version(controller, 1)
+        iterations.append(records([*first, *controller.take(1)]))
+        assert bool(engine.num_groups) == (type(engine) is GroupEngine)
+    assert iterations[0] == iterations[1]
+    assert len({request.sampling.seed for request in engine.requests}) == len(engine.requests)
+
+
+def test_a_group_is_one_request(make: Any) -> None:
+    engine = GroupEngine()
+    controller = make(engine)
+    iterate(controller, 0)
+    assert (engine.num_groups, len(engine.requests)) == (2, 6)
+
+
+def test_a_trajectory_is_judged_while_others_of_its_group_are_written(make: Any) -> None:
+    judged: list[tuple[int, int]] = []
+
+    def reward(trajectory: Trajectory) -> float:
+        judged.append((trajectory.group_id, trajectory.sample))
+        return 1.0
+
+    make(GroupEngine(hang_requests=[1]), reward, groups_per_iteration=1, max_staleness=1)
+    wait_until(lambda: {(0, 0), (0, 2)} <= set(judged))
+    assert (0, 1) not in judged
+
+
+def test_one_failure_drops_one_trajectory(make: Any) -> None:
+    def reward(trajectory: Trajectory) -> float:
+        if trajectory.sample == 2:
+            raise RewardError("no")
+        return 1.0
+
+    controller = make(GroupEngine(abort_samples=[0]), reward, max_failed_fraction=1.0)
+    groups = controller.take(0)
+    assert [[item.sample for item in group.trajectories] for group in groups] == [[1], [1]]
+    messages = sorted(drop.message for drop in controller.drain_drops())
+    assert messages[:2] == ["The engine aborted turn 0 of prompt 'p0'.", "The engine aborted turn 0 of prompt 'p1'."]
+    assert messages[2:] == ["no", "no"]
+
+
+def test_a_prompt_that_the_engine_refuses_drops_its_trajectories_alone(make: Any) -> None:
+    class Wrong(Numbers):
+        def __getitem__(self, position: int) -> Prompt:
+            return Prompt(id=f"p{position}", token_ids=[10_000 if position == 0 else position])
+
+    controller = make(GroupEngine(), prompts=Wrong(), max_failed_fraction=1.0)
+    groups = controller.take(0)
+    assert 0 not in [group.id for group in groups if group.trajectories]
+    assert {"outside the model's vocabulary" in drop.message for drop in controller.drain_drops()} == {True}
+
+
+def test_an_engine_that_fails_ends_the_run(make: Any) -> None:
+    controller = make(GroupEngine(fail_requests=[4]))
+    with pytest.raises(EngineError, match="fails request 4"):
+        controller.take(0)
+
+
+def test_a_group_that_is_given_up_leaves_the_engine(make: Any) -> None:
+    controller = make(GroupEngine(hang_requests=[1]), max_staleness=0, rollout_timeout_s=0.5)
+    with pytest.raises(RolloutError, match="no trajectory finished"):
+        controller.take(0)
+    controller.close()
+    assert controller.engine.num_running == 0

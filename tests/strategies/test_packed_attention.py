@@ -1,0 +1,191 @@
+"""Attention over packed rows: each trajectory alone, by every kernel, and nothing of size T × T."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_scripts import ROUNDING, finished
+from tiny import random_experience, tiny_model
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightrl.experience import Experience
+from lightrl.models import Outputs
+from lightrl.strategies import LogprobSettings, SingleModel, packed_attention
+from lightrl.strategies.packed_attention import PackedRows, arguments, attend, blocks, kernel_for, make_packable
+
+CPU = torch.device("cpu")
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
+    """[1, heads, T, D] -> [1, T, heads, D], by a dense mask."""
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    places = torch.arange(len(documents))
+    seen = (documents[:, None] == documents) & (places[:, None] >= places)
+    if window is not None:
+        seen &= places[:, None] - places < window
+    times = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def heads(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(1, num, num_tokens, 8, generator=generator).requires_grad_() for num in (4, 2, 2)]
+    return made[0], made[1], made[2]
+
+
+def fake_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    """torch 2.11's, without grouped heads, in a loop."""
+    assert query.shape[1] == key.shape[1]
+    assert cu_seq_q.dtype == torch.int32
+    lengths = cu_seq_q.diff().tolist()
+    assert max_q == max_k == max(lengths)
+    assert window_size[1] == 0  # causal
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    tensors = (tensor.transpose(0, 1)[None] for tensor in (query * (scale / 0.3), key, value))
+    return reference(*tensors, lengths, window)[0]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kernel", ["flash", "flex", "sdpa"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_each_kernel_keeps_trajectories_apart(kernel: str, window: int | None, monkeypatch: Any) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake_varlen)
+    monkeypatch.setattr(packed_attention, "_compiled_flex", lambda: flex_attention)  # its reference; needs no compiler
+    lengths = [100, 0, 1, 130, 30, 29, 31]
+    inputs = heads(sum(lengths))
+    if kernel == "flex":  # forward only: torch 2.13 has no backward of it on a CPU
+        inputs = tuple(tensor.detach() for tensor in inputs)
+    rows = PackedRows(lengths, CPU)
+    expected = reference(*inputs, [length for length in lengths if length], window)
+    actual = packed_attention.KERNELS[kernel](*inputs, rows, 0.3, window)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    if kernel == "flex":
+        return
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad((output * weights).sum(), inputs) for output in (actual, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 300])
+def test_the_blocks_of_flex_attention_are_those_of_a_dense_mask(window: int | None) -> None:
+    lengths = [200, 300, 1, 12, 512, 60]
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    documents = torch.nn.functional.pad(documents, (0, 128), value=-1)  # torch asks beyond the end
+
+    def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (query >= key) & (documents[query] == documents[key])
+        return seen if window is None else seen & (query - key < window)
+
+    dense = create_block_mask(is_seen, None, None, starts[-1], starts[-1], device="cpu")
+    (num_partial, partial), (num_full, full) = blocks(starts, window)
+    assert num_partial.equal(dense.kv_num_blocks)
+    assert num_full.equal(dense.full_kv_num_blocks)
+    for number, mine, theirs in ((num_partial, partial, dense.kv_indices), (num_full, full, dense.full_kv_indices)):
+        for row, count in enumerate(number[0, 0].tolist()):
+            assert mine[0, 0, row, :count].tolist() == theirs[0, 0, row, :count].tolist()
+
+
+def outputs_and_gradient(form: Any, experience: Experience, **changes: Any) -> tuple[Tensor, Tensor]:
+    model = tiny_model(**changes)
+    single = SingleModel(model, LogprobSettings(), form=form)
+    results: list[Tensor] = []
+
+    def loss(part: Experience, outputs: Outputs) -> Tensor:
+        results.append(outputs.logprobs.detach())
+        return (outputs.logprobs * part.rewards[:, None] + outputs.entropy).sum()
+
+    single.forward_backward([experience], loss, Tensor.backward)
+    return results[0], torch.cat([item.grad.flatten() for item in model.parameters() if item.grad is not None])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral with a window", "gemma3 hybrid"])
+def test_packed_rows_give_the_numbers_of_rectangles(family: str) -> None:
+    experience = random_experience()
+    model = {"family": family, "dtype": torch.float64}
+    packed, apart = (outputs_and_gradient(form, experience, **model) for form in ("packed", "rectangles"))
+    torch.testing.assert_close(packed, apart, rtol=1e-6, atol=1e-6)  # gemma multiplies by a float32
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation made."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for value in results if isinstance(results, tuple | list) else [results]:
+            if isinstance(value, Tensor):
+                self.num = max(self.num, value.numel())
+        return results
+
+
+def test_no_tensor_of_a_packed_row_grows_with_its_square() -> None:
+    experience = random_experience(num_groups=16, group_size=8)
+    total = int(experience.lengths.sum())
+    with Largest() as largest:
+        outputs_and_gradient("packed", experience)
+    assert largest.num < total * total / 4
+
+
+def test_the_whole_mask_that_transformers_would_make_is_seen_by_that_test() -> None:
+    model = tiny_model()
+    position_ids = torch.arange(10).repeat(40)[None]
+    with Largest() as largest, torch.no_grad():
+        model.base_model(input_ids=position_ids, position_ids=position_ids, use_cache=False)
+    assert largest.num >= 400 * 400
+
+
+def test_the_first_kernel_that_works_is_taken_and_named_once(caplog: Any, monkeypatch: Any) -> None:
+    def broken(*args: Any) -> Tensor:
+        raise RuntimeError("needs a newer GPU\nand more lines")
+
+    def wrong(query: Tensor, *args: Any) -> Tensor:
+        return query.transpose(1, 2) + sum(tensor.sum() for tensor in args[:2])
+
+    kernels = {"flash": broken, "flex": wrong, "sdpa": packed_attention._sdpa}
+    monkeypatch.setattr(packed_attention, "KERNELS", kernels)
+    monkeypatch.setattr(packed_attention, "_is_tried_on", lambda device: True)
+    kernel_for.cache_clear()
+    with caplog.at_level(logging.INFO, "lightrl"):
+        assert [kernel_for(CPU, torch.float32, 8, 8) for _ in range(2)] == ["sdpa", "sdpa"]
+    kernel_for.cache_clear()
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("attention of packed rows: sdpa, float32 on cpu (flash: needs a newer GPU; flex: differs")
+
+
+def test_no_microbatch_makes_the_host_wait_for_the_device(tmp_path: Path) -> None:
+    done = finished(Path(__file__).with_name("fake_device_run.py"), tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found.pop("each kind")["waits"]) >= {"_local_scalar_dense", "nonzero", "copy to the host"}  # it counts
+    assert len(found) == 6
+    for algorithm, one in found.items():
+        assert one["waits"] == {}, algorithm
+        assert one["difference"] < ROUNDING, algorithm
+
+
+def test_a_model_whose_attention_is_not_plain_is_not_packed() -> None:
+    model = tiny_model("gemma2 with capped logits")
+    assert not make_packable(model) or not SingleModel(model, LogprobSettings()).can_pack
+    with pytest.raises(packed_attention.NotPackable, match="without s_aux"):
+        attend(model, *heads(4), None, packed_rows=PackedRows([4], CPU), s_aux=torch.zeros(4))
+    with pytest.raises(packed_attention.NotPackable, match="was not told where"):
+        attend(model, *heads(4), packed_attention.no_mask(CPU))
+
+
+def test_flash_attention_of_transformers_is_told_the_starts_by_the_host() -> None:
+    model = tiny_model()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    told = arguments(model, PackedRows([3, 0, 2], CPU))
+    assert told["cu_seq_lens_q"].tolist() == told["cu_seq_lens_k"].tolist() == [0, 3, 5]
+    assert told["max_length_q"] == told["max_length_k"] == 3

@@ -1,0 +1,97 @@
+"""Numbers that an iteration logs reach loggers, callbacks and the bar as Lightning's own would, in one row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from tiny_run import Digits, TinyGRPO, make_trainer
+
+from lightrl.experience import Experience
+
+
+class Rows(DummyLogger):
+    """Keeps what it is given, a row for each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+class Logging(TinyGRPO):
+    """Logs the iteration's number in each way that a user may."""
+
+    def on_experience_ready(self, experience: Experience) -> None:
+        value = float(self.weight_version)
+        self.log("own/number", value, prog_bar=True)
+        self.log("own/tensor", torch.tensor(value))
+        self.log("own/epoch", value, on_step=False, on_epoch=True)
+        self.log("own/hidden", value, logger=False)
+        if value == 0:
+            self.log("own/once", 0.1)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("own/at_end", 5.0)
+
+
+@pytest.fixture
+def logger(tmp_path: Path) -> Rows:
+    logger = Rows()
+    trainer = make_trainer(tmp_path, max_epochs=1, logger=logger)
+    trainer.fit(Logging(), datamodule=Digits())
+    logger.trainer = trainer  # type: ignore[attr-defined]
+    return logger
+
+
+def test_a_step_is_one_row_with_numbers_and_tensors_together(logger: Rows) -> None:
+    steps = [(step, row) for step, row in logger.rows if "own/number" in row]
+    assert [(step, row["own/number"], row["own/tensor"]) for step, row in steps] == [(0, 0, 0), (1, 1, 1), (2, 2, 2)]
+    for _, row in steps:
+        assert {"policy/loss", "rollout/reward", "time/update_s", "staleness/max_versions"} <= set(row)
+        assert "own/hidden" not in row
+        assert row["own/once"] == torch.tensor(0.1).item()  # a value stays until the epoch ends, as float32
+
+
+def test_what_is_logged_for_the_epoch_is_lightnings(logger: Rows) -> None:
+    (_, last) = logger.rows[-1]
+    assert last.keys() == {"own/epoch", "own/at_end", "epoch"}
+    assert (last["own/epoch"], last["own/at_end"]) == (1.0, 5.0)
+
+
+def test_callbacks_and_the_bar_see_the_numbers(logger: Rows) -> None:
+    trainer: Any = logger.trainer  # type: ignore[attr-defined]
+    assert trainer.callback_metrics["own/number"] == 2
+    assert isinstance(trainer.callback_metrics["own/number"], torch.Tensor)
+    assert trainer.callback_metrics["own/hidden"] == 2
+    assert trainer.progress_bar_metrics["own/number"] == 2.0
+
+
+def test_the_first_batch_shows_its_numbers_at_its_end(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Looking(TinyGRPO):
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append(self.trainer.callback_metrics["rollout/length_tokens"].item())
+
+    make_trainer(tmp_path, max_steps=1).fit(Looking(), datamodule=Digits())
+    assert len(seen) == 1
+
+
+def test_every_second_step_may_be_logged(tmp_path: Path) -> None:
+    logger = Rows()
+    make_trainer(tmp_path, logger=logger, max_steps=3, log_every_n_steps=2).fit(Logging(), datamodule=Digits())
+    assert [step for step, row in logger.rows if "own/number" in row] == [1]
+
+
+def test_outside_of_a_hook_nothing_can_be_logged() -> None:
+    module = TinyGRPO()
+    module._trainer = SimpleNamespace(barebones=False, _results={})  # type: ignore[assignment]
+    with pytest.raises(Exception, match="not managed by the `Trainer` control flow"):
+        module.log("late", 1.0)
