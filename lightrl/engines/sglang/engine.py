@@ -49,7 +49,7 @@ from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.engines.sglang.own_fleet import fleet_of
-from lightrl.engines.sglang.pool import PooledServer, ServerPool
+from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.receivers import Receivers
 from lightrl.engines.sglang.request import RequestPictures
 from lightrl.engines.sglang.routes import check_routes
@@ -242,9 +242,6 @@ class SGLangEngine(
     def fleet(self) -> ServerFleet | None:
         """The processes of servers that were started here."""
         return self._members.fleet if self._members is not None else None
-
-    def server_states(self) -> list[PooledServer]:
-        return list(self.pool.servers.values())
 
     def expect_adapters(self, shape: AdapterShape, *, num_versions: int) -> None:
         """Servers that are started here get SGLang's arguments for these adapters."""
