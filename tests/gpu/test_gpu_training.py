@@ -58,6 +58,7 @@ def test_fsdp2_on_one_device_updates_as_one_process_does(
     assert sharded["behavior_abs_dlogp_nats"] == pytest.approx(one["behavior_abs_dlogp_nats"], abs=bound)
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(accelerator: str, tmp_path: Path) -> None:
     def run(name: str, ckpt_path: Path | None) -> TinyGRPO:
         module = TinyGRPO(num_minibatches=2)
