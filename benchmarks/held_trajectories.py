@@ -1,6 +1,6 @@
 """The axis `trajectories` of `benchmarks.growth`: what a finished trajectory costs the controller, and what it holds.
 
-Two fake servers in other processes answer with precomputed tokens (those of `benchmarks.orchestrator`); SGLangEngine,
+A fake server in another process answers with precomputed tokens (that of `benchmarks.orchestrator`); SGLangEngine,
 SingleTurn and RewardPool make them judged groups, which are all held, as those of one iteration are.
 """
 
@@ -22,7 +22,6 @@ from lightrl.trajectory import Group, Sampling
 from lightrl.workflows import SingleTurn
 
 IN_FLIGHT = 64
-NUM_SERVERS = 2
 
 
 def measured(num: int, num_tokens: int) -> dict[str, Any]:
@@ -34,21 +33,24 @@ def measured(num: int, num_tokens: int) -> dict[str, Any]:
 
 
 def hold(num: int, num_tokens: int) -> dict[str, Any]:
-    """Bytes per token of all held trajectories, and trajectories per second of this process's processor time."""
-    servers = [Server(0.1, num_tokens) for _ in range(NUM_SERVERS)]
+    """Bytes per token of all held trajectories, and trajectories per second of this process's processor time.
+
+    A first iteration of the same size is held too, and not measured: what requests in flight take is in memory then.
+    """
+    server = Server(0.1, num_tokens)
     try:
-        setting = Setting([server.start().url for server in servers], IN_FLIGHT, num, Sampling())
-        take(setting, num=GROUP_SIZE * NUM_SERVERS, num_tokens=num_tokens)  # buffers and code are in memory now
+        setting = Setting([server.start().url], IN_FLIGHT, num, Sampling())
+        first = take(setting, num=num, num_tokens=num_tokens)
+        gc.collect()
         before, start = rss_bytes(), time.process_time()
         groups = take(setting, num=num, num_tokens=num_tokens)
         processor_s = time.process_time() - start
         gc.collect()
         held = rss_bytes() - before
     finally:
-        for server in servers:
-            server.stop()
+        server.stop()
     trajectories = [item for group in groups for item in group.trajectories]
-    assert len(trajectories) == num
+    assert len(trajectories) == num == sum(len(group.trajectories) for group in first)
     total = sum(len(item.token_ids) for item in trajectories)
     assert total == num * (len(PROMPT) + num_tokens)
     return {

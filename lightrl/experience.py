@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.choices import check_choice
+from lightrl.functional.device_copy import to_device
 from lightrl.functional.packing import bins
 from lightrl.trajectory import Trajectory
 
@@ -189,7 +190,9 @@ class Experience:
         return cls._of(joined)
 
     def to(self, device: torch.device | str) -> Self:
-        return self.with_tensors({name: value.to(device) for name, value in self.tensors().items()})
+        """On this device; the host does not wait, and `on_host` of a field is what was copied."""
+        place = torch.device(device)
+        return self.with_tensors({name: to_device(value, place) for name, value in self.tensors().items()})
 
     def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0, unit: LossUnit = "trajectory") -> Iterator[Self]:
         """`num` minibatches for each of `epochs` passes: a new shuffle of the units each pass, cut evenly.

@@ -191,7 +191,9 @@ class TokenArray(Sequence[_Number]):
         return iter(self._expanded())
 
     def __eq__(self, other: object) -> bool:
-        return self.tolist() == list(other) if isinstance(other, TokenArray | list) else NotImplemented
+        if isinstance(other, TokenArray):
+            return self._expanded() == other._expanded()
+        return self.tolist() == other if isinstance(other, list) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))
@@ -276,12 +278,16 @@ class Trajectory:
     @property
     def oldest_version(self) -> int:
         """The lowest weight version of the tokens that the policy wrote; -1 if it wrote none."""
-        return min((version for version, _ in _runs(self.weight_versions) if version >= 0), default=-1)
+        return min((version for version, _ in self._version_runs() if version >= 0), default=-1)
 
     @property
     def newest_version(self) -> int:
         """The highest weight version of the tokens; -1 if the policy wrote none."""
-        return max((version for version, _ in _runs(self.weight_versions)), default=-1)
+        return max((version for version, _ in self._version_runs()), default=-1)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(length for trains, length in token_array("loss_mask", self.loss_mask).runs() if trains)
 
     @property
     def accuracy(self) -> float:
@@ -309,6 +315,9 @@ class Trajectory:
         recorded = values.get("call_outputs", {})
         values["call_outputs"] = {key: as_array(value) for key, value in recorded.items()}
         return cls(**values)
+
+    def _version_runs(self) -> list[tuple[int, int]]:
+        return token_array("weight_versions", self.weight_versions).runs()
 
     def _others(self) -> dict[str, Any]:
         """What is not per token."""
@@ -410,10 +419,6 @@ def _packed(values: Any, code: str) -> bytes:
 
 def _view(data: bytes | memoryview, code: str) -> memoryview[Any]:
     return memoryview(data).cast(code)  # type: ignore[call-overload,no-any-return]
-
-
-def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
-    return token_array("weight_versions", values).runs()
 
 
 def as_array(value: Any) -> Any:

@@ -5,8 +5,9 @@
         hosts.cut(2)                             # the link goes down; nobody is told
         hosts.kill(2)                            # every process gets SIGKILL; the kernel closes their connections
 
-A host has its own network and process ids, and shares the files of this machine. No interface of the real machine is
-touched; all ends with the process that made it. Needs Linux, root, util-linux and iproute2.
+A host has its own network and process ids, and shares the files of this machine; with `are_named` it has a name
+(`node1`, `node2` …) that all know, and a /run of its own, as daemons need. No interface of the real machine is touched;
+all ends with the process that made it. Needs Linux, root, util-linux and iproute2.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,8 +39,10 @@ def why_not() -> str | None:
 class Hosts:
     """`num` hosts, numbered from 1."""
 
-    def __init__(self, num: int) -> None:
+    def __init__(self, num: int, *, are_named: bool = False) -> None:
         self.num = num
+        self.are_named = are_named
+        self._names = tempfile.TemporaryDirectory(prefix="hosts-")
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # 0 is the switch
         self._pids: dict[int, int] = {}
         self._commands: list[subprocess.Popen[Any]] = []
@@ -51,7 +55,7 @@ class Hosts:
         """Starts a command on a host, without the real machine's proxies."""
         environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", **options.pop("env", {})}
-        enter = ["nsenter", "-t", str(self._pids[number]), "-n", "-p", "-m"]
+        enter = ["nsenter", "-t", str(self._pids[number]), "-n", "-p", "-m", *(["-u"] if self.are_named else [])]
         self._commands.append(subprocess.Popen([*enter, *command], env=environment, **options))
         return self._commands[-1]
 
@@ -66,6 +70,10 @@ class Hosts:
         self._processes[number].wait()
 
     def __enter__(self) -> Hosts:
+        folder = Path(self._names.name)
+        names = (f"{self.address(number)} node{number}\n" for number in range(1, self.num + 1))
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{''.join(names)}")
+        (folder / "nsswitch.conf").write_text("hosts: files\n")  # no name server: a look-up fails at once
         self._start(0)
         self._on_switch("ip link add br0 type bridge; ip link set br0 up")
         for number in range(1, self.num + 1):
@@ -84,9 +92,17 @@ class Hosts:
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+        self._names.cleanup()
 
     def _start(self, number: int) -> None:
-        process = subprocess.Popen([*_APART, "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE)
+        begin = ["echo"]
+        if self.are_named and number:
+            begin = [f"hostname node{number}", "mount -t tmpfs tmpfs /run", "mkdir -p /run/lock"]
+            begin += [f"mount --bind {self._names.name}/{name} /etc/{name}" for name in ("hosts", "nsswitch.conf")]
+            begin += ["echo"]
+        begin += ["sleep infinity & while :; do wait -n; done"]  # bash reaps what daemons leave
+        apart = [*_APART, *(["--uts"] if self.are_named else []), "bash", "-ec", "\n".join(begin)]
+        process = subprocess.Popen(apart, stdout=subprocess.PIPE)
         self._processes[number] = process
         assert process.stdout is not None
         process.stdout.readline()  # the namespaces are there

@@ -17,6 +17,7 @@ from benchmarks import (
     gpu_update,
     growth,
     grpo_vs_trl,
+    held_trajectories,
     local_engine,
     orchestrator,
     packing,
@@ -160,13 +161,26 @@ def test_local_engine_prints_its_ratio_to_generate(capsys):
     assert printed(capsys)[-1]["ratio_1M_64_skewed"] > 0
 
 
-def test_growth_opens_prompts_in_every_form(capsys):
+def test_growth_opens_prompts_in_every_form_and_draws_what_it_measures(capsys, tmp_path):
     growth.main(["--quick"])
-    rows = [line for line in printed(capsys) if line.get("axis") == "prompts"]
+    lines = printed(capsys)
+    rows = [line for line in lines if line.get("axis") == "prompts"]
     assert [(row["prompts"], row["form"], row["is_cached"]) for row in rows] == [
         (20_000, "jsonl", False), (20_000, "parquet", False), (20_000, "parquet", True),
     ]  # fmt: skip
     assert all(row["start_s"] > 0 and row["rss_mib"] > row["imports_mib"] for row in rows)
+    marks = [line for line in lines if line.get("axis") == "iterations"]
+    assert [row["iteration"] for row in marks] == [2, 10]
+    assert all(row["checkpoint_bytes"] > 0 and row["processor_s"] > 0 for row in marks)
+    (tmp_path / "growth.jsonl").write_text("a table\n" + "\n".join(json.dumps(line) for line in lines))
+    growth.main(["--plot", str(tmp_path / "growth.jsonl")])
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_growth_measures_what_it_costs_to_hold_trajectories():
+    row = held_trajectories.hold(16, 50)
+    assert (row["trajectories"], row["tokens_each"], "bytes_per_token" in row) == (16, 250, True)
+    assert row["trajectories_per_processor_s"] > 0
 
 
 def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):

@@ -23,6 +23,7 @@ FLOORS = [
     {"rollout", "module", "data"},
     {"algorithms", "loops", "callbacks"},
     {"trainer"},
+    {"launch"},
     {"commands"},
     {"__main__"},
 ]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightrl.callbacks.rl_callback import RLCallback
@@ -28,7 +29,47 @@ HELD_OUT_ACCURACY = "val/accuracy_fraction"
 
 _BLUE, _ORANGE, _GRAY = "#2f6db3", "#d9541e", "#6b6b6b"  # distinct for any color vision, and in gray
 
-Curve = Mapping[int, float]  # iteration → value
+MAX_POINTS = 1000  # of a curve: what a picture shows, and what a checkpoint holds however long the run
+
+Curve = Mapping[float, float]  # iteration → value
+
+
+class Points:
+    """A curve of at most `MAX_POINTS`: when it is full, each two neighbors become one, the mean of their values.
+
+    So after n iterations a point is the mean over n / 1000 to n / 500 of them, evenly over the whole run. Its place is
+    the middle of its iterations.
+    """
+
+    def __init__(self) -> None:
+        self.stride = 1  # iterations per point
+        self._sums: dict[int, tuple[float, int]] = {}  # point → sum and number of its values
+
+    def add(self, iteration: int, value: float) -> None:
+        self._put(iteration // self.stride, value, 1)
+        if len(self._sums) > MAX_POINTS:
+            self.stride *= 2
+            before, self._sums = self._sums, {}
+            for point, (total, num) in before.items():
+                self._put(point // 2, total, num)
+
+    def values(self) -> dict[float, float]:
+        """Iteration → value, in order."""
+        middle = (self.stride - 1) / 2
+        places = ((point * self.stride + middle, point) for point in sorted(self._sums))
+        return {place if middle else int(place): self._sums[point][0] / self._sums[point][1] for place, point in places}
+
+    def state_dict(self) -> dict[str, Any]:
+        rows = [[point, total, num] for point, (total, num) in self._sums.items()]
+        return {"stride": self.stride, "sums": torch.tensor(rows, dtype=torch.float64)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.stride = state["stride"]
+        self._sums = {int(point): (total, int(num)) for point, total, num in state["sums"].tolist()}
+
+    def _put(self, point: int, total: float, num: int) -> None:
+        before, num_before = self._sums.get(point, (0.0, 0))
+        self._sums[point] = (before + total, num_before + num)
 
 
 class LearningCurve(RLCallback):
@@ -36,7 +77,8 @@ class LearningCurve(RLCallback):
 
     When `fit` ends, by itself or by Ctrl-C, it writes `learning_curve.png` to the run's folder and, if no CSVLogger
     keeps the metrics, the plotted numbers to `learning_curve.csv`. Then it prints the folder and its contents. The
-    numbers are part of the checkpoint, so a resumed run draws the whole curve.
+    numbers are part of the checkpoint, so a resumed run draws the whole curve: of more than 1,000 iterations the means
+    over 2, 4, 8, … of them, so that checkpoints stop growing.
 
     Iteration i on the axis means: sampled by the weights after i iterations. With `num_sanity_val_steps=-1` there is a
     held-out accuracy of iteration 0. It draws what `RolloutMetrics` and validation log; a run without these has no
@@ -68,7 +110,7 @@ class LearningCurve(RLCallback):
         self.title = title
         self.held_out = held_out
         self.held_out_label = held_out_label
-        self._curves: dict[str, dict[int, float]] = {REWARD: {}, SAMPLED_ACCURACY: {}, HELD_OUT_ACCURACY: {}}
+        self._curves = {name: Points() for name in (REWARD, SAMPLED_ACCURACY, HELD_OUT_ACCURACY)}
         self._run_folder: Path | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -80,12 +122,12 @@ class LearningCurve(RLCallback):
         metrics = trainer.callback_metrics
         for name in (REWARD, SAMPLED_ACCURACY):
             if name in metrics:
-                self._curves[name][trainer.global_step - 1] = float(metrics[name])
+                self._curves[name].add(trainer.global_step - 1, float(metrics[name]))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         is_whole = not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf")
         if is_whole and self.held_out in trainer.callback_metrics:
-            self._curves[HELD_OUT_ACCURACY][trainer.global_step] = float(trainer.callback_metrics[self.held_out])
+            self._curves[HELD_OUT_ACCURACY].add(trainer.global_step, float(trainer.callback_metrics[self.held_out]))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._finish(trainer, pl_module)
@@ -95,22 +137,24 @@ class LearningCurve(RLCallback):
             self._finish(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"curves": {name: dict(curve) for name, curve in self._curves.items()}}
+        return {"curves": {name: curve.state_dict() for name, curve in self._curves.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._curves = {name: dict(curve) for name, curve in state_dict["curves"].items()}
+        for name, curve in state_dict["curves"].items():
+            self._curves[name].load_state_dict(curve)
 
     def _finish(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         run_folder, self._run_folder = self._run_folder, None
         if run_folder is None or not trainer.is_global_zero or cast("RLTrainer", trainer).fast_dev_run:
             return
-        if any(self._curves.values()):
+        curves = {name: curve.values() for name, curve in self._curves.items()}
+        if any(curves.values()):
             try:
                 run_folder.mkdir(parents=True, exist_ok=True)
                 if not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
-                    write_curves(self._curves, run_folder / "learning_curve.csv")
+                    write_curves(curves, run_folder / "learning_curve.csv")
                 draw_learning_curve(
-                    self._curves,
+                    curves,
                     run_folder / "learning_curve.png",
                     title=self.title or type(module).__name__,
                     constant_baseline=self.constant_baseline,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.disk_errors import write_problem
+from lightrl.checks.printable import escape_unprintable
 from lightrl.dataflow import follows_from_trajectories
 from lightrl.trajectory import Trajectory
 
@@ -202,13 +203,6 @@ def format_table(
         right = pad(shorten(completion, completion_width, keep_start=0.5), completion_width)
         lines.append(f"{left}  {right}  {reward:>6}  {advantage:>9}")
     return "\n".join(lines)
-
-
-def escape_unprintable(text: str) -> str:
-    """Line breaks, control characters and the like as Python writes them; everything else as it is."""
-    if text.isprintable():
-        return text
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def _fields(value: object) -> Any:

@@ -8,6 +8,8 @@ Reading order:
     plan.py           shows what an iteration computes, from what and where
     doctor.py         reads the data and tries the reward before a run
     serve.py          starts SGLang servers in the foreground
+    launch.py         starts ranks and servers on one machine or many
+    status.py         shows what a run and its launch do
     export.py         turns a checkpoint into a Hugging Face folder
 
 May import: everything. To add a command: a module with `run(args) -> exit code`, and its line in main.py.

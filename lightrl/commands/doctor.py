@@ -29,7 +29,8 @@ from typing import Any, Literal
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from lightrl.callbacks.trajectory_log import escape_unprintable, num_columns, pad, printable_on_stdout, shorten
+from lightrl.callbacks.trajectory_log import num_columns, pad, printable_on_stdout, shorten
+from lightrl.checks.printable import escape_unprintable
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_errors import UsageError
 from lightrl.commands.console import reported

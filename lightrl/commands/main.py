@@ -17,11 +17,13 @@ COMMANDS = {
     "export": "turn a checkpoint into a Hugging Face folder",
     "plan": "show what an iteration of a config computes: models, calls, keys, devices",
     "doctor": "check data and reward before a run, or its failures: doctor data, doctor reward, doctor replay",
+    "launch": "plan a run on one machine or many, and start its ranks and servers there",
+    "status": "show what a run and its launch do: phase, iteration, servers, last error",
     "serve": "start SGLang servers in the foreground and print how a run uses them",
 }
 
 # The commands beside Lightning's: each is `run(args) -> exit code` of the module of its name.
-_OWN_MODULES = ("export", "plan", "doctor", "serve")
+_OWN_MODULES = ("export", "plan", "doctor", "launch", "status", "serve")
 
 _HELP = f"""\
 usage: lightrl <command> --config run.yaml [--setting value ...]

@@ -14,6 +14,7 @@ from lightrl.commands.config_errors import UsageError
 from lightrl.commands.console import reported
 from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall
+from lightrl.loops import devices_text
 from lightrl.models import RoleMesh
 from lightrl.module import RLModule
 
@@ -40,7 +41,8 @@ class PlanCLI(LightRLCLI):
         if not isinstance(module, RLModule):
             raise UsageError(f"lightrl plan needs an RLModule such as GRPO or PPO, got {type(module).__name__}.")
         graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
-        sys.stdout.write(f"{plan_text(module, graph)}\n\n{_DRAWING}\n\n{plan_mermaid(graph)}\n")
+        devices = f"devices\n  {devices_text(self.trainer)}"
+        sys.stdout.write(f"{plan_text(module, graph)}\n\n{devices}\n\n{_DRAWING}\n\n{plan_mermaid(graph)}\n")
 
     def after_fit(self) -> None:
         """Has no run folder."""

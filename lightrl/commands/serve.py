@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from lightrl.commands.config_errors import UsageError, explain
 from lightrl.commands.console import reported
-from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE
+from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
 from lightrl.engines.sglang.command import usable_token
 from lightrl.engines.sglang.fleet import ServerFleet
 from lightrl.engines.sglang.receivers import Receivers
@@ -75,8 +76,8 @@ def serve(
         tp: GPUs of each.
         devices: GPUs to use, such as `0,1,2,3`; `tp` for each server in turn.
         host: address to listen on; the default only lets this machine connect.
-        port: of the first server, the next ones count up; free ones if not set.
-        token: that requests must carry; a random one, printed, if not set.
+        port: of the first server, the next ones count up, then the weight receiver; free ones if not set.
+        token: that requests must carry; LIGHTRL_SERVER_TOKEN if not set, else a random one, printed.
         sglang_python: the python of an environment with SGLang.
         server_args: SGLang's arguments by their own names, one by one as `--server_args.NAME VALUE`.
         seed: of the servers' random numbers.
@@ -89,7 +90,7 @@ def serve(
         ValueError: if there is no SGLang, no such model, or fewer devices than needed.
         EngineError: if a server does not get ready, or is given up later.
     """
-    token = usable_token(token)
+    token = usable_token(token or os.environ.get(TOKEN_VARIABLE))
     gpus = devices.split(",") if isinstance(devices, str) and devices else devices
     with tempfile.TemporaryDirectory(prefix="lightrl-serve-", ignore_cleanup_errors=True) as scratch:
         logs = log_folder or Path(tempfile.mkdtemp(prefix="lightrl-serve-logs-"))
@@ -101,7 +102,7 @@ def serve(
         log.info("Starting %d server%s; logs in %s.", servers, "s" if servers > 1 else "", logs)
         receivers = Receivers()
         try:
-            receivers.start(host, token, log_folder=logs)
+            receivers.start(host, token, port=port + servers if port else 0, log_folder=logs)
             _run(processes, until or threading.Event(), lambda fleet: write(usage(fleet, receivers, token, host)))
         finally:
             receivers.stop()
@@ -207,8 +208,15 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     parser = ArgumentParser(prog="lightrl serve", exit_on_error=False, epilog=_EPILOG, formatter_class=_HelpFormatter)
     parser.add_argument("--config", help="a run's YAML, for its policy and its SGLangEngine; may be repeated")
     parser.add_argument("--model", help="a hub name or a folder with weights, instead of the config's policy")
-    parser.add_function_arguments(serve, skip={"model", "until", "write"})
+    parser.add_argument("--token_file", type=Path, help="holds the token; else LIGHTRL_SERVER_TOKEN, or a random one")
+    parser.add_function_arguments(serve, skip={"model", "until", "write", "token"})
+    token = settings.pop("token", None)
     parser.set_defaults(settings)
+    if any(arg.partition("=")[0] == "--token" for arg in rest):
+        raise UsageError(
+            "All users of this machine can read a command line. Set LIGHTRL_SERVER_TOKEN, or pass --token_file FILE, "
+            "instead of --token."
+        )
     try:
         values = parser.parse_args(rest).as_dict()
     except ArgumentError as error:
@@ -218,7 +226,12 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     policy = values.pop("model") or policy
     if policy is None:
         raise ValueError("lightrl serve needs a model. Add --model PATH, or --config with model.init_args.policy.")
-    return {**values, "model": model_of(policy)}
+    file = values.pop("token_file")
+    if file is not None:
+        token = file.read_text().strip()
+        if not token:
+            raise ValueError(f"--token_file={file} is empty. Write the token into it.")
+    return {**values, "model": model_of(policy), "token": token or os.environ.get(TOKEN_VARIABLE)}
 
 
 def _with_value(arg: str, following: str) -> str:

@@ -97,9 +97,14 @@ class PromptStream:
             raise made
         return made
 
+    @property
+    def is_made_on_reading(self) -> bool:
+        """Whether reading a position takes time, unless it is prepared."""
+        return isinstance(self.prompts, RowPrompts | StreamedPrompts)
+
     def is_prepared(self, position: int) -> bool:
         """Whether reading this position takes no time."""
-        return position in self._made or not isinstance(self.prompts, RowPrompts | StreamedPrompts)
+        return position in self._made or not self.is_made_on_reading
 
     def prepare(self, first: int, num: int) -> None:
         """Makes the prompts of these positions, for an event loop that must not wait; may be called in a thread.
@@ -181,8 +186,10 @@ class EpochLoader(Generic[T]):
         return self.num_batches
 
     def __iter__(self) -> Iterator[T]:
-        first, per_epoch = first_batch(self._trainer), self.num_batches
+        first, per_epoch = 0, self.num_batches
         if self._trainer is not None:
+            # Read when the first batch is requested: Lightning creates the iterator before it sets its counters.
+            first = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
             per_epoch = min(per_epoch, int(self._trainer.num_training_batches))
         for position in range(first, first + self.num_batches):  # Lightning stops at the end of its epoch
             yield self.batch_at(*divmod(position, per_epoch))
@@ -217,9 +224,14 @@ class PositionLoader(Generic[T]):
         return self.num_batches
 
     def __iter__(self) -> Iterator[T]:
-        first = first_batch(self._trainer)
+        first = 0
+        if self._trainer is not None:
+            # Without a length Lightning requests a batch before it has set `completed`, which EpochLoader reads.
+            counters: Any = self._trainer.fit_loop.epoch_loop.batch_progress.total
+            first = counters.processed
         numbers = itertools.count(first) if self.num_batches is None else range(first, first + self.num_batches)
-        return map(self.batch_at, numbers)
+        for number in numbers:
+            yield self.batch_at(number)
 
     def state_dict(self) -> dict[str, Any]:
         """Empty, as EpochLoader's."""
@@ -229,10 +241,15 @@ class PositionLoader(Generic[T]):
         """Nothing to restore."""
 
 
-def first_batch(trainer: L.Trainer | None) -> int:
-    """The number of the batch with which a train loader begins, counted over the whole run."""
-    # Read when the first batch is requested: Lightning creates the iterator before it sets its counters.
-    return 0 if trainer is None else trainer.fit_loop.epoch_loop.batch_progress.total.completed
+def check_run_length(stream: PromptStream, trainer: L.Trainer | None) -> None:
+    """Raises ValueError if the train rows are streamed and nothing says how long an epoch is."""
+    if stream.num_prompts is not None or trainer is None:
+        return
+    if trainer.max_steps == -1 and trainer.max_epochs != -1 and isinstance(trainer.limit_train_batches, float):
+        raise ValueError(
+            "How many rows streamed data has is not known, so the Trainer cannot know when an epoch ends. Set "
+            "trainer.max_steps, or trainer.limit_train_batches to the number of iterations of an epoch."
+        )
 
 
 class PromptBatch(list[Prompt]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
 from lightrl.data.mixture import epoch_order
@@ -44,7 +44,6 @@ class Windows(Generic[Item]):
         self._starts: dict[int, int] = {0: 0}  # of the last windows, the position of their first row
         self._present: tuple[int, list[list[Item]]] = (-1, [])  # a window's number and batches
         self._next: tuple[int, Future[list[list[Item]]]] | None = None
-        self._thread = ThreadPoolExecutor(1, "lightrl-data")
 
     def __getitem__(self, number: int) -> list[Item]:
         """The rows of a batch.
@@ -55,10 +54,16 @@ class Windows(Generic[Item]):
         window, index = divmod(number, BATCHES)
         if self._present[0] != window:
             if self._next is None or self._next[0] != window:
-                self._next = (window, self._thread.submit(self._batches, window))
+                self._begin(window)
+            assert self._next is not None
             self._present = (window, self._next[1].result())
-            self._next = (window + 1, self._thread.submit(self._batches, window + 1))
+            self._begin(window + 1)
         return self._present[1][index]
+
+    def wait(self) -> None:
+        """For the thread that reads ahead."""
+        if self._next is not None:
+            wait([self._next[1]])
 
     def state_dict(self) -> dict[str, Any]:
         return {"starts": sorted(self._starts.items())}
@@ -71,6 +76,12 @@ class Windows(Generic[Item]):
     def first_position(self) -> int:
         """Of the rows that may be read again."""
         return min(self._starts.values())
+
+    def _begin(self, window: int) -> None:
+        self.wait()
+        thread = ThreadPoolExecutor(1, "lightrl-data")
+        self._next = (window, thread.submit(self._batches, window))
+        thread.shutdown(wait=False)  # it ends with the window
 
     def _batches(self, window: int) -> list[list[Item]]:
         if window < min(self._starts):

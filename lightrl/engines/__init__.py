@@ -3,6 +3,7 @@
 Reading order:
     engine.py       RolloutEngine, the protocol, and Completion
     abilities.py    optional protocols: ScoresTokens, LimitsContext, SharesDevices and others
+    placing.py      which devices an engine gets beside the trainer
     fake_engine.py  deterministic, slow or broken on request, for tests
     local/          LocalEngine, for a laptop: decodes in this process
     sglang/         SGLangEngine, for a fleet: SGLang servers over HTTP
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lightrl.engines.engine import Completion, RolloutEngine
     from lightrl.engines.fake_engine import FakeEngine
     from lightrl.engines.local.local_engine import LocalEngine
+    from lightrl.engines.placing import choose_devices
     from lightrl.engines.sglang.engine import SGLangEngine
     from lightrl.engines.sglang.timeouts import Timeouts
 
@@ -31,8 +33,9 @@ _HOMES = {
     "RolloutEngine": "engine",
     "SGLangEngine": "sglang.engine",
     "Timeouts": "sglang.timeouts",
+    "choose_devices": "placing",
 }
 
-__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine", "Timeouts"]  # fmt: skip
+__all__ = ["Completion", "FakeEngine", "LocalEngine", "RolloutEngine", "SGLangEngine", "Timeouts", "choose_devices"]
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

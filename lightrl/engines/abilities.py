@@ -143,3 +143,12 @@ class ServesAdapters(Protocol):
     def needs_base(self) -> bool:
         """Whether the next load must bring the base."""
         ...
+
+
+@runtime_checkable
+class ShowsServers(Protocol):
+    """Tells what its servers do, for `lightrl status`."""
+
+    def server_states(self) -> Sequence[object]:
+        """Data classes with url, state, weight_version, num_requests, outstanding_tokens and reason."""
+        ...

@@ -15,6 +15,7 @@ Reading order:
     kl.py           estimators of the KL divergence, its adaptive weight
     divergence.py   KL and Jensen-Shannon divergence over a teacher's likeliest tokens
     reduction.py    masking before and after the loss, and three ways to average it
+    device_copy.py  copies to a device that the host does not wait for
     packing.py      trajectories of unequal length without their padding
 
 May import: errors, checks, trajectory.
@@ -24,6 +25,7 @@ beside it in tests/functional/ a value worked by hand and an independent slow im
 """
 
 from lightrl.functional.advantages import batch_normalized, group_advantages
+from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.divergence import Divergence, check_divergence, rest_mass, topk_divergence
 from lightrl.functional.importance import ImportanceWeights, interpolated_proximal_logprobs, second_moment_mask
 from lightrl.functional.kl import KLController, kl
@@ -43,7 +45,7 @@ from lightrl.functional.losses import (
     is_clipped,
     sapo_loss,
 )
-from lightrl.functional.packing import Packed, bins, pack, rectangles, to_device, unpack
+from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
 from lightrl.functional.preference import bradley_terry_loss, preference_loss, preference_margin
 from lightrl.functional.ratios import policy_ratio, sequence_ratio
 from lightrl.functional.reduction import loss_counts, masked_mean, neutralize, reduce_loss
@@ -93,6 +95,7 @@ __all__ = [
     "rectangles",
     "bins",
     "Packed",
+    "on_host",
     "pack",
     "to_device",
     "unpack",

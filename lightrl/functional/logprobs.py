@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.shapes import check_same_shape
 
 # Up to this many logits are kept for the backward pass instead of being computed twice (64 MiB in float32).
@@ -80,8 +81,8 @@ def predicting_positions(loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         loss_mask: bool [B, T]; position 0 does not count, since nothing predicts it.
     """
-    rows, columns = loss_mask[:, 1:].nonzero(as_tuple=True)
-    return rows, columns
+    rows, columns = on_host(loss_mask)[:, 1:].nonzero(as_tuple=True)
+    return to_device(rows, loss_mask.device), to_device(columns, loss_mask.device)
 
 
 def predicted_token_ids(token_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -247,10 +248,10 @@ def _checked(
     return masked_ids, masked_rows
 
 
-def _masked_places(mask: _Mask) -> tuple[Tensor, Tensor]:
-    """The (row, id) pairs that the mask removes, for indexing [N, V] logits."""
+def _masked(values: Tensor, mask: _Mask, number: float) -> Tensor:
+    """[N, V] with `number` at the (row, id) pairs that the mask removes; nothing asks the device how many there are."""
     ids, rows = mask
-    return rows.nonzero(), ids
+    return values.index_copy(1, ids, values.index_select(1, ids).masked_fill(rows[:, None], number))
 
 
 def _scores(logits: Tensor, temperature: float, mask: _Mask | None) -> Tensor:
@@ -261,8 +262,7 @@ def _scores(logits: Tensor, temperature: float, mask: _Mask | None) -> Tensor:
         logits = logits / temperature
     if mask is not None:
         # The lowest finite number instead of -inf: its probability is 0, and 0 times it is 0.
-        lowest = logits.new_tensor(torch.finfo(logits.dtype).min)
-        logits = logits.index_put(_masked_places(mask), lowest)
+        logits = _masked(logits, mask, torch.finfo(logits.dtype).min)
     return logits
 
 
@@ -309,7 +309,7 @@ def _logits_gradient(
     if temperature != 1:
         gradient /= temperature
     if mask is not None:
-        gradient.index_put_(_masked_places(mask), gradient.new_zeros(()))
+        gradient = _masked(gradient, mask, 0.0)
     return gradient
 
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightrl.functional.device_copy import to_device
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -110,13 +112,6 @@ def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
         best[part].append(index)
         bisect.insort(rooms, (room - sizes[index], part))
     return alike if len(alike) <= len(best) else best
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device of a tensor in host memory, which the host does not wait for; itself if it is there."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def pack(token_ids: Tensor, lengths: Sequence[int]) -> Packed:

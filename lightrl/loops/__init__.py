@@ -23,9 +23,18 @@ May import: everything below; Lightning's private names, each listed in tests/te
 
 from lightrl.loops.resume_check import ResumeCheck
 from lightrl.loops.rollout_loop import RolloutLoop, logging_allowed
-from lightrl.loops.rollout_stage import RolloutStage
+from lightrl.loops.rollout_stage import RolloutStage, devices_text
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.loops.state_before import StateBefore
 from lightrl.loops.step_log import StepLog
 
-__all__ = ["ResumeCheck", "RolloutLoop", "RolloutStage", "SharedRollout", "StateBefore", "StepLog", "logging_allowed"]
+__all__ = [
+    "ResumeCheck",
+    "RolloutLoop",
+    "RolloutStage",
+    "SharedRollout",
+    "StateBefore",
+    "StepLog",
+    "devices_text",
+    "logging_allowed",
+]

@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightrl.concurrency.call_all import call_all
 from lightrl.data import PromptStream, prompt_source
 from lightrl.dataflow import DataFlowGraph
-from lightrl.engines import LocalEngine
+from lightrl.engines import LocalEngine, choose_devices
 from lightrl.engines.abilities import DecodesInThreads, LimitsContext, ServesAdapters
 from lightrl.loops.refused_callbacks import check_callbacks
 from lightrl.loops.resume import Resume
@@ -161,6 +161,7 @@ class RolloutStage:
         if isinstance(engine, ServesAdapters) and engine.adapters == "served":
             policy: Any = module.policy
             engine.expect_adapters(AdapterShape.of(policy), num_versions=settings.max_staleness + 1)
+        log.info("devices: %s", devices_text(self.trainer))
         engine.start(module.policy_config)
         self._engine_is_open = True
         workflow = module.configure_workflow()
@@ -253,6 +254,14 @@ def _of_rank_0(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
     plain = ranks.broadcast_json(plain)
     others: dict[str, Any] = {} if ranks.is_main else dict.fromkeys(vars(settings).keys() - plain.keys())
     return dataclasses.replace(settings, **{**plain, **others})
+
+
+def devices_text(trainer: RLTrainer) -> str:
+    """Who has which device on this machine; tells the engine those of the trainer."""
+    devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
+    engine = trainer.engine or LocalEngine()
+    text = f"trainer {', '.join(map(str, devices))}; {type(engine).__name__} {choose_devices(engine, devices)}"
+    return text.rstrip()
 
 
 def _log_what_runs(trainer: RLTrainer, module: RLModule, settings: RolloutSettings | None) -> None:

@@ -138,7 +138,11 @@ def verdict(
     if before == text == "":  # it exited early
         return "wrong_answer"
     expected = True if isinstance(test, str) else test["expected"]
-    return "accepted" if _same_value(json.loads(text), expected, tolerance) else "wrong_answer"
+    try:
+        is_same = _same_value(json.loads(text), expected, tolerance)
+    except (ValueError, RecursionError, OverflowError):  # what a program prints is data: no JSON, too deep, too large
+        is_same = False
+    return "accepted" if is_same else "wrong_answer"
 
 
 def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:

@@ -54,7 +54,7 @@ def evaluation_numbers(groups: Sequence[Group], group_size: int) -> dict[str, li
         for name in {name for item in trajectories for name in item.metrics} - {"accuracy"}:
             numbers[name] = [item.metrics[name] for item in trajectories if name in item.metrics]
         numbers["accuracy_fraction"] = [item.accuracy for item in trajectories]
-        numbers["length_tokens"] = [float(sum(item.loss_mask)) for item in trajectories]
+        numbers["length_tokens"] = [float(item.num_loss_tokens) for item in trajectories]
         numbers["truncated_fraction"] = [float(item.is_truncated) for item in trajectories]
         if group_size > 1:
             solved = [float(any(item.accuracy >= 1 for item in group.trajectories)) for group in judged]

@@ -1,8 +1,8 @@
 r"""math_answer: whether the marked answer of a completion is right, for GSM8K, MATH and multiple choice.
 
 The last marked answer counts: in `\boxed{}` or after `####`; without both, after "the answer is". Where it stands is
-the format, a number of its own. Plain numbers are compared exactly, as fractions; letters of a choice and words as such;
-other expressions by math-verify, without its own time limits (they use SIGALRM): the pool's deadline applies.
+the format, a number of its own. Plain numbers are compared exactly, as fractions; letters of a choice and words as they
+are; other expressions by math-verify, without its own time limits (they use SIGALRM): the pool's deadline applies.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.checks.printable import escape_unprintable
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome
 from lightrl.rewards.parts import Reward, parts_of
@@ -235,7 +236,7 @@ class _WorkerProcess:
     def _log_lines(self, forward: bool) -> None:
         *lines, self._error_bytes = self._error_bytes.split(b"\n")
         for line in lines:
-            text = line.decode(errors="replace")
+            text = escape_unprintable(line.decode(errors="replace"), keep="\t")
             self._log.append(text)
             if forward:
                 sys.stderr.write(f"[reward worker {self._process.pid}] {text}\n")

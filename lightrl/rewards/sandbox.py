@@ -1,9 +1,12 @@
 """LocalSandbox: runs an untrusted Python program with limits, and leaves nothing of it behind.
 
-Each layer of protection is used where the system has it; a missing one is logged once.
+Each layer of protection is used where the system has it. `Run.layers` and `Run.missing` say which were in force in each
+run; what is missing is also logged, when that changes.
 
-    namespaces     own processes (all die together), no network, files in a bounded memory disk of its own.
-                   Linux as root, or as a user who may make user namespaces
+    namespaces     own processes (all die together), no network. Linux as root, in containers too, or as a user who may
+                   make user namespaces
+    disk, proc     parts of namespaces: files in a bounded memory disk of its own; a /proc that shows own processes,
+                   from which memory and number of all processes together are bounded. Containers may refuse either
     private_user   Linux as root: an own user id, which owns nothing, may write nowhere and has its own process count
     landlock       Linux 5.13: reads only Python and the system's libraries, writes only its own folder
     seccomp        Linux on x86-64 and ARM64: no sockets, no look into other processes
@@ -34,6 +37,7 @@ from typing import Any, Literal, Protocol
 
 from lightrl.checks.bounds import check_positive
 from lightrl.errors import RewardError
+from lightrl.rewards.sandbox_guard.layers import is_root
 
 LAYERS = ("namespaces", "private_user", "landlock", "seccomp")
 
@@ -78,6 +82,7 @@ class Run:
     wall_s: float
     cpu_s: float
     layers: frozenset[str] = field(default_factory=frozenset)  # the protections in force
+    missing: frozenset[str] = field(default_factory=frozenset)  # those that were asked for and could not be put on
 
 
 class Sandbox(Protocol):
@@ -123,7 +128,7 @@ class LocalSandbox:
         self._layers = frozenset(layers)
         self._guard: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self._has_warned = False
+        self._warned_of: frozenset[str] = frozenset()
 
     def run(self, program: str, stdin: str, limits: Limits) -> Run:
         """Raises RewardError if the sandbox itself fails; a program that fails is a Run."""
@@ -140,11 +145,12 @@ class LocalSandbox:
         problem = reply.pop("problem")
         if problem is not None:
             raise RewardError(
-                f"The sandbox cannot run programs on this system: {problem} (layers: {reply['layers']}). Use Linux "
-                "5.13 or newer, or another Sandbox; lightrl/rewards/sandbox.py explains the layers."
+                f"The sandbox cannot run programs on this system: {problem} (layers: {reply['layers']}). "
+                f"{what_to_allow()} docs/security.md explains the layers; another Sandbox can stand in."
             )
-        run = Run(**{**reply, "layers": frozenset(reply["layers"])})
-        self._warn(run)
+        layers = frozenset(reply["layers"])
+        run = Run(**{**reply, "layers": layers, "missing": self._missing(layers)})
+        self._warn(run.missing)
         if run.stopped_by is None and run.exit_code == 1 and _last_line(run.stderr).startswith("MemoryError"):
             run = Run(**{**vars(run), "stopped_by": "memory"})
         return run
@@ -202,15 +208,40 @@ class LocalSandbox:
             guard.wait()
         guard.stdout.close()
 
-    def _warn(self, run: Run) -> None:
-        missing = self._layers - run.layers - ({"private_user"} if os.getuid() != 0 else set())
-        if missing and run.layers and not self._has_warned:
-            self._has_warned = True
+    def _missing(self, layers: frozenset[str]) -> frozenset[str]:
+        """What was asked for and is not in force; only a root of many users can give a program one of its own."""
+        parts = {"disk", "proc"} if "namespaces" in self._layers else set()
+        return (self._layers | parts) - layers - (set() if is_root() else {"private_user"})
+
+    def _warn(self, missing: frozenset[str]) -> None:
+        if missing - self._warned_of:
             _logger.warning(
-                "The sandbox runs without %s, which this system refuses; only the other layers hold programs (see "
-                "lightrl/rewards/sandbox.py).",
+                "The sandbox runs without %s, which this system refuses; only the other layers hold programs. %s See "
+                "docs/security.md.",
                 ", ".join(sorted(missing)),
+                what_to_allow(),
             )
+        self._warned_of = missing
+
+
+def what_to_allow(settings_folder: Path = Path("/proc/sys")) -> str:
+    """What would let this user have all layers here."""
+    if sys.platform != "linux":
+        return "Only Linux has these layers."
+    settings = {
+        "kernel/apparmor_restrict_unprivileged_userns": ("1", "0"),  # Ubuntu from 24.04
+        "kernel/unprivileged_userns_clone": ("0", "1"),  # Debian
+        "user/max_user_namespaces": ("0", "10000"),
+    }
+    for name, (closed, opened) in settings.items():
+        file = settings_folder / name
+        if file.is_file() and file.read_text().strip() == closed:
+            profile = ", or load the AppArmor profile in docs/security.md" if "apparmor" in name else ""
+            return f"Allow user namespaces: sudo sysctl -w {name.replace('/', '.')}={opened}{profile}."
+    return (
+        "Use Linux 5.13 or newer; in a container, allow unshare and mount: docker run --security-opt "
+        "seccomp=unconfined --security-opt systempaths=unconfined."
+    )
 
 
 def _line(descriptor: int, timeout_s: float) -> bytes | None:

@@ -6,10 +6,10 @@ Reading order:
     settings.py       RolloutSettings: sizes, bounds, what is dropped
     controller.py     keeps groups in flight and hands over batches
       group_book.py   decides what starts and what may be trained on
-      player.py       plays and judges one trajectory
+      player.py       plays and judges the trajectories of a group
       tasks.py        the first error of a task ends the run
       wave.py         requests that the engine admits in a fixed order
-    prompt_cursor.py  which prompt comes next
+    prompt_cursor.py  which prompt comes next; prompts_ahead.py  made before it is needed
     group_filter.py, drop_tally.py  which groups are replaced, and how many
     recorded.py       hands over the groups of an earlier run
     rl_trainer.py     RLTrainer: the trainer as the loop and the callbacks see it

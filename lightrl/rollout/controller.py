@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -28,7 +28,8 @@ from lightrl.rollout.drop_tally import Drop
 from lightrl.rollout.group_book import GroupBook, RunningGroup
 from lightrl.rollout.group_filter import success_rate
 from lightrl.rollout.player import Player
-from lightrl.rollout.prompt_cursor import AHEAD, PromptCursor, Prompts
+from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
+from lightrl.rollout.prompts_ahead import PromptsAhead
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.rollout.tasks import Tasks
@@ -94,7 +95,7 @@ class RolloutController:
         self._group_tasks: dict[int, list[asyncio.Task[None]]] = {}  # of running groups
         self._player = Player(engine, workflow, judge, self._book.tally, self._tasks)
         self._wave = Wave(engine)
-        self._preparing: asyncio.Task[None] | None = None  # prompts ahead of need
+        self._ahead = PromptsAhead(self._cursor, self._tasks, self._pump)
         self._take_wait: _Wait | None = None  # of the `take` in progress
         self._is_closing = False
 
@@ -289,34 +290,12 @@ class RolloutController:
         """
         if self._is_open() and self._book.may_start(self.engine.weight_version):
             version = self.engine.weight_version
-            missing = self._unprepared(self._book.startable(version), self._book.room(version))
-            if missing is not None:
-                self._prepare(missing)
+            if self._ahead.lacks(self._book.startable(version), self._book.room(version), self.run_seed):
                 return
             # Off-policy a wave would stop what already runs, and no order is promised.
             is_wave = self.settings.max_staleness == 0
             async with self._wave.begin() if is_wave else contextlib.nullcontext():
                 self._start_groups()
-
-    def _unprepared(self, positions: Sequence[int], num: int) -> int | None:
-        """The first of these positions and of the next choices whose prompt is not made; None after a failure."""
-        try:
-            return self._cursor.unprepared(positions, num, self.run_seed)
-        except RolloutError as error:
-            self._tasks.fail(error)
-            return None
-
-    def _prepare(self, first: int) -> None:
-        """Makes the prompts from this position on, in a thread, and then starts what may start; once at a time."""
-        if self._preparing is not None and not self._preparing.done():
-            return
-
-        async def prepare() -> None:
-            await asyncio.to_thread(self._cursor.prepare, first)
-            self._preparing = None
-            await self._pump()
-
-        self._preparing = self._tasks.spawn(prepare())
 
     def _is_open(self) -> bool:
         """Whether groups may start at all; on-policy only while a batch is waited for."""
@@ -335,57 +314,41 @@ class RolloutController:
                 self._start(position, self._cursor.read(position))
         except RolloutError as error:
             self._tasks.fail(error)
-        ahead = self._unprepared([], AHEAD // 2)
-        if ahead is not None:
-            self._prepare(ahead)
+        self._ahead.refill()
 
     def _start(self, position: int, prompt: Prompt) -> None:
         running = self._book.start(position, prompt, self.engine.weight_version)
-        if self._player.plays_groups:
-            runs = [self._play_group(running)]
-        else:
-            runs = [self._play(running, sample) for sample in range(self.settings.group_size)]
-        self._group_tasks[position] = [self._tasks.spawn(run) for run in runs]
+        num, judge_now = self.settings.group_size, not self.settings.judges_later
+        parts = self._player.parts(
+            running.group, num, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
+        )
+        self._group_tasks[position] = [self._tasks.spawn(self._play(running, part)) for part in parts]
 
     def _redraw(self, group_ids: Sequence[int]) -> None:
         for group_id in group_ids:
             self._tasks.give_up(self._group_tasks.pop(group_id))
             self._start(group_id, self._book.redraw(group_id))
 
-    async def _play(self, running: RunningGroup, sample: int) -> None:
-        """Plays one trajectory of a group and reports it to the book."""
-        judge_now = not self.settings.judges_later
-        trajectory = await self._player.play(
-            running.group, sample, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
-        )
-        self._record(running, sample, trajectory)
-
-    async def _play_group(self, running: RunningGroup) -> None:
-        """Plays all trajectories of a group and reports each to the book."""
-        num, judge_now = self.settings.group_size, not self.settings.judges_later
-        async for sample, trajectory in self._player.play_group(
-            running.group, num, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
-        ):
-            self._record(running, sample, trajectory)
-
-    def _record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
+    async def _play(self, running: RunningGroup, part: AsyncIterator[tuple[int, Trajectory | None]]) -> None:
+        """Plays a part of a group and reports its trajectories to the book."""
         group = running.group
-        if self._book.running.get(group.id) is not running:
-            return  # it was redrawn or given up, and the workflow did not let itself be cancelled
-        if self._take_wait is not None:
-            self._take_wait.last_news = time.monotonic()
-        try:
-            is_done = self._book.record(running, sample, trajectory)
-            if is_done and group.trajectories:
-                self._cursor.observe(group.id, group.prompt.id, success_rate(group))
-            if is_done:
-                self._book.settle(group)
-        except RolloutError as error:  # before anything else starts
-            self._tasks.fail(error)
-        if len(running.results) == self.settings.group_size:
-            del self._group_tasks[group.id]
-            self._tasks.changed.set()
-            self._tasks.spawn(self._pump())
+        async for sample, trajectory in part:
+            if self._book.running.get(group.id) is not running:
+                return  # it was redrawn or given up, and the workflow did not let itself be cancelled
+            if self._take_wait is not None:
+                self._take_wait.last_news = time.monotonic()
+            try:
+                is_done = self._book.record(running, sample, trajectory)
+                if is_done and group.trajectories:
+                    self._cursor.observe(group.id, group.prompt.id, success_rate(group))
+                if is_done:
+                    self._book.settle(group)
+            except RolloutError as error:  # before anything else starts
+                self._tasks.fail(error)
+            if len(running.results) == self.settings.group_size:
+                del self._group_tasks[group.id]
+                self._tasks.changed.set()
+                self._tasks.spawn(self._pump())
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: _Wait

@@ -51,7 +51,7 @@ class GroupFilter:
         """The reason and message of the first rule that drops the group; None if no rule does."""
         rewards = [trajectory.reward for trajectory in group.trajectories]
         success = success_rate(group)
-        longest = max(sum(trajectory.loss_mask) for trajectory in group.trajectories)
+        longest = max(trajectory.num_loss_tokens for trajectory in group.trajectories)
         name = f"Group {group.id} of prompt {group.prompt.id!r}"
         if success < self.min_success:
             return "filtered_too_hard", f"{name} has success rate {success:.2f}, below min_success={self.min_success}."

@@ -50,9 +50,26 @@ class Player:
             return self._begun_judging(trajectory)
         return trajectory if await self._set_reward(trajectory) else None
 
+    def parts(
+        self, group: Group, num: int, sampling: Sampling, run_seed: int, seed_name: str, *, judge_now: bool = True
+    ) -> list[AsyncIterator[tuple[int, Trajectory | None]]]:
+        """`play` for `num` samples, in parts that may run at the same time: the whole group if it can be one request.
+
+        Returns:
+            Of each part an iterator of its samples, each with its trajectory, as they are done.
+        """
+        settings: Any = {"judge_now": judge_now}
+        if self._plays_groups:
+            return [self._play_group(group, num, sampling, run_seed, seed_name, **settings)]
+
+        async def alone(sample: int) -> AsyncIterator[tuple[int, Trajectory | None]]:
+            yield sample, await self.play(group, sample, sampling, run_seed, seed_name, **settings)
+
+        return [alone(sample) for sample in range(num)]
+
     @functools.cached_property
-    def plays_groups(self) -> bool:
-        """Whether `play_group` can be used: one completion is all, and the engine takes those of a group together.
+    def _plays_groups(self) -> bool:
+        """Whether `_play_group` can be used: one completion is all, and the engine takes those of a group together.
 
         An engine whose class replaces `generate` alone gets each request by itself.
         """
@@ -62,10 +79,10 @@ class Player:
         ]
         return type(self.workflow).run is SingleTurn.run and homes[0] is homes[1]
 
-    async def play_group(
-        self, group: Group, num: int, sampling: Sampling, run_seed: int, seed_name: str, *, judge_now: bool = True
+    async def _play_group(
+        self, group: Group, num: int, sampling: Sampling, run_seed: int, seed_name: str, *, judge_now: bool
     ) -> AsyncIterator[tuple[int, Trajectory | None]]:
-        """`play` for `num` samples with one request and one task: each sample and its trajectory when that is done."""
+        """`parts` with one request and one task."""
         steps: asyncio.Queue[tuple[int, asyncio.Future[Any]]] = asyncio.Queue()
         waits: list[asyncio.Future[Any]] = []
         played: dict[int, Trajectory] = {}  # by sample, while they are judged

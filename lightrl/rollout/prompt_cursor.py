@@ -21,7 +21,10 @@ class Prompts(Protocol):
 
 @runtime_checkable
 class PreparesPrompts(Prompts, Protocol):
-    """Prompts that take time to make, and are made in a thread before they are read."""
+    """Prompts that may take time to make: then a thread makes them before they are read."""
+
+    @property
+    def is_made_on_reading(self) -> bool: ...
 
     def is_prepared(self, position: int) -> bool:
         """Whether reading this position takes no time."""
@@ -122,8 +125,8 @@ class PromptCursor:
         Raises:
             RolloutError: as `choose`.
         """
-        prompts = self.prompts
-        if not isinstance(prompts, PreparesPrompts):
+        prompts = self._on_reading
+        if prompts is None:
             return None
         missing = next((position for position in positions if not prompts.is_prepared(position)), None)
         if missing is not None:
@@ -137,23 +140,34 @@ class PromptCursor:
             num -= prompt is not None and self._is_played(run_seed, position, prompt)
         return None
 
+    @property
+    def may_prepare(self) -> bool:
+        """Whether fewer prompts than half of `AHEAD` are prepared."""
+        prompts = self._on_reading
+        return prompts is not None and not prompts.is_prepared(self.next_position + AHEAD // 2)
+
     def prepare(self, first: int) -> None:
         """Makes the prompts from this position on; called in a thread.
 
         Raises:
             RolloutError: if the stream raises.
         """
-        if isinstance(self.prompts, PreparesPrompts):
+        if self._on_reading is not None:
             with named_user_code(f"Making the prompts from position {first} on"):
-                self.prompts.prepare(first, AHEAD)
+                self._on_reading.prepare(first, AHEAD)
 
     def stream_state(self, position: int) -> dict[str, Any] | None:
         """What helps a resumed run to read from this position on, if anything does."""
-        return self.prompts.state_dict(position) if isinstance(self.prompts, PreparesPrompts) else None
+        return None if self._on_reading is None else self._on_reading.state_dict(position)
 
     def load_stream_state(self, state: Mapping[str, Any] | None) -> None:
-        if state is not None and isinstance(self.prompts, PreparesPrompts):
-            self.prompts.load_state_dict(state)
+        if state is not None and self._on_reading is not None:
+            self._on_reading.load_state_dict(state)
+
+    @property
+    def _on_reading(self) -> PreparesPrompts | None:
+        prompts = self.prompts
+        return prompts if isinstance(prompts, PreparesPrompts) and prompts.is_made_on_reading else None
 
     def observe(self, position: int, prompt_id: str, success_rate: float) -> None:
         """Keeps the success rate of a judged group for the curriculum, if there is one."""

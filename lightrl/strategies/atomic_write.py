@@ -93,6 +93,13 @@ def publish(part: Path, place: Path) -> None:
         part.replace(place)
 
 
+def write_whole(place: Path, text: str) -> None:
+    """Writes a small file that others may read at any moment."""
+    part = place.with_name(f"{place.name}.part")
+    part.write_text(text, encoding="utf-8", errors="backslashreplace")
+    part.replace(place)
+
+
 def remove_checkpoint(path: Path) -> None:
     """Removes a file, a folder or a link, if it exists."""
     if path.is_dir() and not path.is_symlink():

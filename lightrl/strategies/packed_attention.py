@@ -239,11 +239,11 @@ def _failure(
 ) -> str | None:
     """Why a kernel cannot be used: its error, or that its numbers differ from SDPA's; None if it can."""
     rows = PackedRows((_BLOCK + 3, 5), device)
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
     def random(heads: int, size: int) -> Tensor:
         shape = (1, heads, sum(rows.lengths), size)
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_()
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
 
     tensors = (random(2, head_size), random(1, head_size), random(1, value_size))
     results: list[list[Tensor]] = []

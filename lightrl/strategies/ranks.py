@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,12 +20,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 from lightrl.experience import Experience, LossUnit
 from lightrl.strategies.balance import balanced_shares, token_imbalance
 from lightrl.strategies.rank_watch import RankWatch
+from lightrl.weights.broadcast import listen
 
 if TYPE_CHECKING:
     pass
@@ -306,11 +309,26 @@ class OtherRanks(Ranks):
 def watch_all(control_group: Any, *, main_address: str, hang_timeout_s: float) -> RankWatch:
     """Starts watching this rank, through a store on rank 0's machine, `main_address`; collective."""
     rank, size = dist.get_rank(control_group), dist.get_world_size(control_group)
-    store = TCPStore(main_address, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    port = torch.tensor([0 if store is None else store.port])
-    dist.broadcast(port, group=control_group, group_src=0)
-    store = store or TCPStore(main_address, int(port), is_master=False)
-    return RankWatch(store, rank, size, hang_timeout_s=hang_timeout_s)
+    store = _watch_store(main_address) if rank == 0 else None
+    # A stranger who reaches the port cannot guess the names of keys.
+    sent = torch.tensor([0 if store is None else store.port, *secrets.token_bytes(16)])
+    dist.broadcast(sent, group=control_group, group_src=0)
+    store = store or TCPStore(main_address, int(sent[0]), is_master=False)
+    return RankWatch(PrefixStore(bytes(sent[1:].tolist()).hex(), store), rank, size, hang_timeout_s=hang_timeout_s)
+
+
+def _watch_store(main_address: str) -> TCPStore:
+    """Rank 0's, at this address alone, unless others may know it by another one."""
+    listener = None
+    with contextlib.suppress(OSError):  # a name without address here, or an address of another network
+        address = socket.gethostbyname(main_address)
+        # Some systems give a machine's own name an address of the loopback, which others cannot reach.
+        if not address.startswith("127.") or main_address in ("localhost", address):
+            listener = listen(address)
+    if listener is None:
+        return TCPStore(main_address, 0, is_master=True, wait_for_workers=False)
+    port = listener.getsockname()[1]
+    return TCPStore(main_address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:

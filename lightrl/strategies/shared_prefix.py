@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightrl.experience import Experience
-from lightrl.functional import predicting_positions, rectangles
+from lightrl.functional import on_host, predicting_positions, rectangles, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,13 +37,13 @@ def find_shared_prompts(experience: Experience) -> list[SharedPrompt]:
     The prompt is what precedes the first loss token; prompts are the same if group and tokens are. The last token of a
     trajectory predicts nothing, so a trajectory without loss tokens counts as a prompt without its last token.
     """
-    columns = torch.arange(experience.token_ids.shape[1], device=experience.token_ids.device)
-    has_loss = experience.loss_mask.any(1)
-    starts = torch.where(has_loss, experience.loss_mask.int().argmax(1), experience.lengths - 1).clamp(min=1)
-    prompts = torch.where(columns < starts[:, None], experience.token_ids, -1).tolist()
+    token_ids, loss_mask = on_host(experience.token_ids), on_host(experience.loss_mask)
+    columns = torch.arange(token_ids.shape[1])
+    starts = torch.where(loss_mask.any(1), loss_mask.int().argmax(1), on_host(experience.lengths) - 1).clamp(min=1)
+    prompts = torch.where(columns < starts[:, None], token_ids, -1).tolist()
     parts: dict[int, tuple[list[int], list[int], list[int]]] = {}
     index_of: dict[tuple[int, tuple[int, ...]], int] = {}
-    for row, (group, start) in enumerate(zip(experience.group_ids.tolist(), starts.tolist(), strict=True)):
+    for row, (group, start) in enumerate(zip(on_host(experience.group_ids).tolist(), starts.tolist(), strict=True)):
         first_rows, rows, prompt_of_row = parts.setdefault(start, ([], [], []))
         key = (group, tuple(prompts[row][:start]))
         if key not in index_of:
@@ -84,27 +84,29 @@ def shared_prefix_hidden(
     device = experience.token_ids.device
     for part in shared:
         cache = new_cache(model)
-        first_rows = torch.tensor(part.first_rows, device=device)
+        first_rows = to_device(torch.tensor(part.first_rows), device)
         inputs = layer_input(experience, first_rows, experience.token_ids[first_rows, : part.num_tokens])
         hidden = model.base_model(**inputs, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-        rows = torch.tensor(part.rows, device=device)
-        prompt_of_row = torch.tensor(part.prompt_of_row, device=device)
+        rows = to_device(torch.tensor(part.rows), device)
+        prompt_of_row = to_device(torch.tensor(part.prompt_of_row), device)
         columns = torch.full_like(rows, part.num_tokens - 1)
         # The prompt's last position predicts each trajectory's first loss token.
-        starts = experience.loss_mask[rows].any(1).nonzero()[:, 0]
+        starts = to_device(on_host(experience.loss_mask)[part.rows].any(1).nonzero()[:, 0], device)
         yield rows[starts], columns[starts], hidden.index_select(0, prompt_of_row[starts])
 
-        rests = experience.lengths[rows] - 1 - part.num_tokens
+        rests = on_host(experience.lengths)[part.rows] - 1 - part.num_tokens
         longer = (rests > 0).nonzero()[:, 0]
         for members in rectangles(rests[longer].tolist(), overhead_tokens):
-            picked = longer[torch.tensor(members, device=device)]
-            end = part.num_tokens + int(rests[picked].max())
+            end = part.num_tokens + int(rests[longer[members]].max())
+            picked = to_device(longer[members], device)
             token_ids = experience.token_ids[rows[picked], part.num_tokens : end]
             hidden = model.base_model(
                 input_ids=token_ids, past_key_values=repeated_cache(model, cache, prompt_of_row[picked]), use_cache=True
             ).last_hidden_state
             # Column 0 of this part is token L, the first of the completion, which predicts the one after it.
-            at, offsets = predicting_positions(experience.loss_mask[rows[picked], part.num_tokens : end + 1])
+            of_rows = torch.tensor(part.rows)[longer[members]]
+            at, offsets = predicting_positions(on_host(experience.loss_mask)[of_rows, part.num_tokens : end + 1])
+            at, offsets = to_device(at, device), to_device(offsets, device)
             yield rows[picked][at], offsets + part.num_tokens, hidden[at, offsets]
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.utils.checkpoint import checkpoint
 
 from lightrl.experience import Experience
-from lightrl.functional import hidden_logprobs, hidden_topk, pack, predicted_token_ids, predicting_positions
+from lightrl.functional import hidden_logprobs, hidden_topk, on_host, pack, predicted_token_ids, predicting_positions
 from lightrl.models import ModelSpec, More, scalar_head
 from lightrl.strategies.empty_model import give_memory, parameter_reader, take_role
 from lightrl.strategies.fsdp2_model import reshard
@@ -69,7 +69,7 @@ class Feed:
         device = experience.token_ids.device
         packed_rows = None
         if is_packed:
-            lengths = experience.lengths.tolist()
+            lengths = on_host(experience.lengths).tolist()
             packed = pack(experience.token_ids, lengths)
             rows, columns = torch.zeros_like(rows), packed.starts[rows] + columns
             extra = -len(packed.rows) % multiple
@@ -77,7 +77,7 @@ class Feed:
             token_ids = nn.functional.pad(packed.token_ids, (0, extra))
             position_ids = torch.cat([packed.position_ids, torch.arange(extra, device=device)[None]], 1)
         else:  # no token sees the padding at the end of its row; a row's last token predicts nothing
-            width = max(1, int(experience.lengths.max()) - 1)
+            width = max(1, int(on_host(experience.lengths).max()) - 1)
             width += -width % multiple
             token_ids = experience.token_ids[:, :width]
             token_ids = nn.functional.pad(token_ids, (0, width - token_ids.shape[1]))

@@ -146,7 +146,7 @@ class Conversation:
             token_ids += renderer.encode(_text(opening))
         if not token_ids:
             raise RolloutError(f"Prompt {prompt.id!r} has neither messages nor token ids.")
-        # The prompt itself, if possible: its JSON is then made once for the group.
+        # The prompt itself, if possible: its JSON is made once for all trajectories that share it.
         self.prompt = prompt if token_ids == prompt.token_ids else replace(prompt, token_ids=token_ids)
         self.token_ids: TokenArray[int] = TokenArray((), "i")
         self.loss_mask: TokenArray[bool] = TokenArray((), "?")
@@ -231,7 +231,8 @@ class Conversation:
 
     def _add_read(self, token_ids: Sequence[int]) -> None:
         num = len(token_ids)
-        self._add(token_ids, [0.0] * num, [-1] * num, is_written=False)
+        nothing: TokenArray[float] = TokenArray.of_runs([(0.0, num)], "f")
+        self._add(token_ids, nothing, TokenArray.of_runs([(-1, num)], "i"), is_written=False)
 
     def _add(
         self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, is_written: bool
@@ -239,7 +240,8 @@ class Conversation:
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)
-        self.loss_mask = TokenArray.joined([self.loss_mask, [is_written] * len(token_ids)], "?", as_runs=True)
+        added: TokenArray[bool] = TokenArray.of_runs([(is_written, len(token_ids))], "?")
+        self.loss_mask = TokenArray.joined([self.loss_mask, added], "?", as_runs=True)
 
 
 def read_template(template: str | None) -> str | None:

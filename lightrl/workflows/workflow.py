@@ -6,6 +6,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn
@@ -83,8 +85,10 @@ class SingleTurn(Workflow):
             sample=-1,
             token_ids=TokenArray.joined([prompt.token_ids, completion.token_ids], "i"),
             loss_mask=TokenArray.of_runs([(False, start), (True, num_new)], "?"),
-            behavior_logprobs=TokenArray.joined([[0.0] * start, completion.logprobs], "f"),
-            weight_versions=TokenArray.joined([[-1] * start, completion.weight_versions], "i", as_runs=True),
+            behavior_logprobs=TokenArray.joined([TokenArray.of_runs([(0.0, start)], "f"), completion.logprobs], "f"),
+            weight_versions=TokenArray.joined(
+                [TokenArray.of_runs([(-1, start)], "i"), completion.weight_versions], "i", as_runs=True
+            ),
             completion_ids=completion.token_ids,
             completion=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
             finish_reason=completion.finish_reason,
@@ -121,8 +125,7 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
             f"{name} returned lists of lengths {lengths} for prompt {prompt.id!r}; each needs one entry per token. "
             "Use False, 0.0 and -1 for tokens that the policy did not write."
         )
-    trained = zip(trajectory.loss_mask, trajectory.weight_versions, strict=True)
-    if any(is_trained and version < 0 for is_trained, version in trained):
+    if bool((np.asarray(trajectory.loss_mask) & (np.asarray(trajectory.weight_versions) < 0)).any()):
         raise RolloutError(
             f"{name} set loss_mask where weight_versions is -1 for prompt {prompt.id!r}: only tokens that the policy "
             "wrote can be trained on. Copy weight_versions from the Completion, or clear loss_mask there."

@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from played_run import PlayedTrainer, ValidatedModule, batches, groups_of
 
-from lightrl.callbacks.learning_curve import LearningCurve, draw_learning_curve, running_mean
+from lightrl.callbacks.learning_curve import LearningCurve, Points, draw_learning_curve, running_mean
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
 from lightrl.callbacks.trajectory_log import TrajectoryLog
 from lightrl.trajectory import Group
@@ -56,6 +56,30 @@ def test_the_end_of_fit_leaves_a_picture_and_its_numbers(tmp_path: Path) -> None
     ]
 
 
+def test_a_curve_of_a_long_run_has_the_means_of_equal_parts() -> None:
+    points = Points()
+    for iteration in range(10_000):
+        points.add(iteration, float(iteration))
+    values = points.values()
+    assert points.stride == 16
+    assert len(values) == 625
+    assert list(values.items())[:2] == [(7.5, 7.5), (23.5, 23.5)]  # of iterations 0 to 15, and 16 to 31
+    assert all(place == value for place, value in values.items())
+
+
+def test_a_resumed_curve_is_the_uninterrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.callbacks.learning_curve.MAX_POINTS", 4)
+    whole, resumed = Points(), Points()
+    for iteration in range(11):
+        whole.add(iteration, iteration**2)
+        if iteration == 6:
+            resumed.load_state_dict(whole.state_dict())
+        elif iteration > 6:
+            resumed.add(iteration, iteration**2)
+    assert resumed.values() == whole.values()
+    assert len(whole.values()) == 3  # of 4 iterations each
+
+
 def test_another_metric_of_validation_can_be_drawn(tmp_path: Path) -> None:
     class WithTokens(ValidatedModule):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -79,7 +103,7 @@ def test_the_numbers_of_a_resumed_run_hold_all_of_it(tmp_path: Path) -> None:
         default_root_dir=tmp_path / "parts",
     )
     trainer.fit(ValidatedModule(play), batches(2), batches(1), ckpt_path=tmp_path / "two.ckpt", weights_only=True)
-    assert after.state_dict() == whole.state_dict()
+    assert repr(after.state_dict()) == repr(whole.state_dict())
 
 
 def test_the_end_of_fit_tells_where_everything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

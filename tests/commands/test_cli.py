@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonargparse import Namespace
 from parsed import parsed
 
 import lightrl
-from lightrl.commands.cli import default_loggers, last_checkpoint
+from lightrl.commands.cli import default_loggers, last_checkpoint, without_secrets
 from lightrl.commands.console import reported
 from lightrl.commands.main import COMMANDS, main
 from lightrl.engines.sglang.held_port import HeldPort
@@ -79,6 +80,14 @@ def test_the_seed_is_0_unless_given(settings, config):
 
 def test_flags_are_not_abbreviated(settings, config):
     assert main(["fit", "--config", config(settings), "--trainer.max_step", "3"]) == 2
+
+
+def test_tokens_are_not_saved_with_a_runs_configuration():
+    config = Namespace(trainer=Namespace(engine=Namespace(init_args=Namespace(token="s3cret", servers=2))))
+    kept = without_secrets(config)
+    assert "s3cret" not in str(kept)
+    assert kept.trainer.engine.init_args.servers == 2
+    assert config.trainer.engine.init_args.token == "s3cret"  # the run itself needs it
 
 
 # ---------------------------------------------------------------------- running

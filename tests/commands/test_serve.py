@@ -178,3 +178,16 @@ def test_without_sglang_it_says_how_to_get_it(tiny_folder, tmp_path):
     assert "python scripts/sglang_cpu/build.py" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(Path(tmp_path).glob("sglang-cpu*"))
+
+
+def test_a_token_comes_from_a_file_or_the_environment_and_not_from_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "of-environment")
+    assert parse(["--model", "m/m"])["token"] == "of-environment"
+    (tmp_path / "token").write_text("of-file\n")
+    assert parse(["--model", "m/m", "--token_file", str(tmp_path / "token")])["token"] == "of-file"
+    for option in (["--token", "t"], ["--token=t"]):
+        with pytest.raises(UsageError, match="All users of this machine can read a command line"):
+            parse(["--model", "m/m", *option])
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        parse(["--model", "m/m", "--token_file", str(tmp_path / "token")])

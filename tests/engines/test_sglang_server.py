@@ -375,6 +375,18 @@ def test_a_server_sees_its_devices_and_variables_but_not_the_trainers_packages(s
     assert SGLangPython("/other/python").environment()["SGLANG_FORCE_STREAM_INTERVAL"] == "1"
 
 
+def test_a_server_does_not_get_the_trainers_secrets_nor_send_codes_to_a_terminal(tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "LIGHTRL_SERVER_TOKEN"):
+        monkeypatch.setenv(name, "s3cret")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    environment = SGLangPython("/other/python").environment()
+    assert "s3cret" not in environment.values()
+    assert environment["TOKENIZERS_PARALLELISM"] == "false"
+    server = SGLangServer(tmp_path, command=["true"], log_file=tmp_path / "log")
+    (tmp_path / "log").write_text("one\n\x1b[2Jtwo")
+    assert server.log_tail() == "one\n\\x1b[2Jtwo"
+
+
 def test_a_python_is_found_in_the_order_argument_variable_cpu_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTRL_SGLANG_CACHE", str(tmp_path))
     monkeypatch.delenv("LIGHTRL_SGLANG_PYTHON", raising=False)

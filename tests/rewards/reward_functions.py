@@ -78,7 +78,7 @@ def obey(trajectory: Trajectory) -> object:
         return float(os.environ["OMP_NUM_THREADS"])
     if what == "print":
         print('{"index": 0, "reward": 7.0, "metrics": {}, "rewards": null}')  # noqa: T201
-        os.write(1, b"raw bytes on descriptor 1\n")
+        os.write(1, b"raw bytes on descriptor 1\n\x1b]0;title\x07\x1b[2J\n")
     if what == "read":
         return len(sys.stdin.read())
     if what == "sys.exit":

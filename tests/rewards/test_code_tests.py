@@ -79,6 +79,27 @@ def test_a_program_that_only_looks_right_earns_nothing(program, tests):
     assert judged(program, tests)["reward"] == 0.0
 
 
+# Read the word from stdin and print it before these: what a program prints is data, and never a failure of the reward.
+ECHO = "import sys, json, os; text = sys.stdin.read(); word = json.loads(text)[0] if text[:1] == '[' else ''; "
+
+
+@pytest.mark.parametrize("tests", [SUM, ADD, ASSERT], ids=["output", "calls", "statements"])
+@pytest.mark.parametrize(
+    "printed",
+    ["'[' * 100_000", "'1' * 5_000", "'1' * 400", "''", "'{'", "'NaN'", "word * 3", "'\\ud800'"],
+    ids=["brackets", "long integer", "large integer", "nothing", "half", "NaN", "words", "surrogate"],
+)
+def test_what_a_program_prints_scores_0_and_drops_nothing(printed, tests):
+    program = ECHO + f"os.write(1, (word + {printed}).encode('utf8', 'surrogatepass')); os._exit(0)"
+    result = judged(program, tests, tolerance=1e-6)
+    assert result["reward"] == 0.0
+    assert verdict_of(result) == "wrong_answer"
+
+
+def test_a_program_that_is_no_text_scores_0():
+    assert verdict_of(judged("print('\ud800')", SUM)) == "runtime_error"
+
+
 def test_partial_credit_is_the_fraction_of_tests_passed():
     program = "def add(a, b):\n    return 3\n"
     assert judged(program, ADD, partial_credit=True)["reward"] == 0.5

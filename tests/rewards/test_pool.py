@@ -99,6 +99,8 @@ def test_prints_leave_the_results_alone_and_go_to_stderr_with_a_prefix(pool, cap
     printed = capfd.readouterr()
     assert printed.out == ""
     assert re.search(r"\[reward worker \d+\] raw bytes on descriptor 1\n", printed.err)
+    assert "\\x1b]0;title\\x07\\x1b[2J\n" in printed.err  # a terminal shows these codes, and does not obey them
+    assert "\x1b" not in printed.err
 
 
 def test_a_function_that_reads_stdin_finds_it_empty(pool):

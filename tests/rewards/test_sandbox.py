@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from lightrl.errors import RewardError
-from lightrl.rewards.sandbox import LAYERS, Limits, LocalSandbox, Run
+from lightrl.rewards.sandbox import LAYERS, Limits, LocalSandbox, Run, what_to_allow
 
 WITHOUT_NAMESPACES = ("private_user", "landlock", "seccomp")
 
@@ -287,3 +287,105 @@ def test_a_guard_that_died_is_replaced(namespaced):
     namespaced._guard.wait()
     assert run(namespaced, "print(1)").stdout == "1\n"
     assert json.loads(run(namespaced, "print([1])").stdout) == [1]
+
+
+AS_ANOTHER = """
+import json, sys
+from lightrl.rewards.sandbox import Limits, LocalSandbox
+program = "import threading\\nfor _ in range(3): threading.Thread().start()\\nprint(open('program.py').read(1))"
+run = LocalSandbox().run(program, "", Limits(max_processes=8))
+print(json.dumps([run.exit_code, run.stdout.split(), sorted(run.layers), sorted(run.missing)]))
+"""
+
+
+@pytest.mark.parametrize("user", ["root of one user", "an ordinary user"])
+def test_namespaces_are_made_by_whoever_may_have_a_user_namespace(user, tmp_path):
+    if user == "an ordinary user":
+        tmp_path.chmod(0o777)
+        become = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"] if os.getuid() == 0 else ["env"]
+    else:
+        become = ["unshare", "--user", "--map-root-user"]
+    try:
+        able = subprocess.run([*become, "unshare", "--user", sys.executable, "-c", "import lightrl"], check=False)
+    except FileNotFoundError:
+        pytest.skip(f"no {become[0]} here")
+    if able.returncode != 0:
+        pytest.skip("this system refuses user namespaces, or hides the interpreter from other users")
+    command = [*become, sys.executable, "-c", AS_ANOTHER]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "HOME": str(tmp_path)}
+    )
+    exit_code, printed, layers, missing = json.loads(done.stdout)
+    assert (exit_code, printed) == (0, ["i"])
+    assert {"namespaces", "disk", "seccomp"} <= set(layers), done.stderr
+    assert "private_user" not in [*layers, *missing]
+
+
+def test_parts_that_cannot_be_put_on_are_named_in_each_run_and_logged(namespaced, caplog):
+    sandbox = LocalSandbox()
+    ordinary = sandbox._ask
+
+    def without_proc(request, timeout_s):
+        reply = ordinary(request, timeout_s)
+        return {**reply, "layers": [layer for layer in reply["layers"] if layer not in ("proc", "disk")]}
+
+    sandbox._ask = without_proc
+    for _ in range(2):
+        assert {"disk", "proc"} <= sandbox.run("", "", Limits()).missing
+    assert [record.message.count("disk, ") for record in caplog.records] == [1]
+    sandbox._ask = ordinary
+    sandbox.run("", "", Limits())
+    sandbox._ask = without_proc
+    sandbox.run("", "", Limits())
+    assert len(caplog.records) == 2
+    sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        (
+            "kernel/apparmor_restrict_unprivileged_userns",
+            "1",
+            "kernel.apparmor_restrict_unprivileged_userns=0, or load",
+        ),
+        ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
+        ("user/max_user_namespaces", "0", "user.max_user_namespaces=10000"),
+        ("user/max_user_namespaces", "96365", "--security-opt seccomp=unconfined"),
+    ],
+)
+def test_what_to_allow_is_said_exactly(name, value, advice, tmp_path):
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text(value + "\n")
+    assert advice in what_to_allow(tmp_path)
+
+
+CALLS = """
+import ctypes, errno, platform
+libc = ctypes.CDLL(None, use_errno=True)
+on_intel = platform.machine() == "x86_64"
+numbers = {"open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
+           "mount_setattr": 442, "clone3": 435, "msgget": 68 if on_intel else 186, "semget": 64 if on_intel else 190,
+           "clone": 56 if on_intel else 220}
+for name, number in numbers.items():
+    arguments = (0x10000000 | 17, 0, 0, 0, 0) if name == "clone" else (0,) * 5
+    if libc.syscall(number, *map(ctypes.c_ulong, arguments)) == 0 and name == "clone":
+        libc._exit(0)  # the child of a clone that was not refused
+    print(name, errno.errorcode.get(ctypes.get_errno()))
+"""
+
+
+def test_calls_for_namespaces_mounts_and_uncounted_memory_are_refused(sandbox):
+    result = run(sandbox, CALLS)
+    answers = dict(line.split() for line in result.stdout.splitlines())
+    assert answers.pop("clone3") == "ENOSYS"  # so that C libraries use clone, whose flags the filter sees
+    assert set(answers.values()) == {"EPERM"}, answers
+    assert len(answers) == 10
+    assert run(sandbox, "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1)'])").stdout == "1\n"
+
+
+def test_folders_within_folders_do_not_harm_the_guard(sandbox):
+    deep = "import os\nfor _ in range(1100):\n    os.mkdir('x' * 50)\n    os.chdir('x' * 50)"
+    run(sandbox, deep)
+    assert run(sandbox, "import os; print(os.listdir('.'))").stdout == "['program.py']\n"
+    assert not list(Path(tempfile.gettempdir()).glob("lightrl-sandbox-*"))

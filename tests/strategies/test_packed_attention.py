@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_scripts import ROUNDING, finished
 from tiny import random_experience, tiny_model
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -158,6 +161,17 @@ def test_the_first_kernel_that_works_is_taken_and_named_once(caplog: Any, monkey
     kernel_for.cache_clear()
     (line,) = [record.message for record in caplog.records]
     assert line.startswith("attention of packed rows: sdpa, float32 on cpu (flash: needs a newer GPU; flex: differs")
+
+
+def test_no_microbatch_makes_the_host_wait_for_the_device(tmp_path: Path) -> None:
+    done = finished(Path(__file__).with_name("fake_device_run.py"), tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found.pop("each kind")["waits"]) >= {"_local_scalar_dense", "nonzero", "copy to the host"}  # it counts
+    assert len(found) == 6
+    for algorithm, one in found.items():
+        assert one["waits"] == {}, algorithm
+        assert one["difference"] < ROUNDING, algorithm
 
 
 def test_a_model_whose_attention_is_not_plain_is_not_packed() -> None:

@@ -3,6 +3,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from tiny import random_experience, random_trajectories
@@ -12,9 +13,22 @@ from lightrl.experience import Experience
 from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes, rewards_to_bytes, set_rewards
 from lightrl.strategies import rank_watch
 from lightrl.strategies.rank_watch import RankState, RankWatch, find_behind, hang_message
-from lightrl.strategies.ranks import Ranks, masked_row, nearest_divisors
+from lightrl.strategies.ranks import Ranks, _watch_store, masked_row, nearest_divisors
 from lightrl.trajectory import Group, Turn
 from lightrl.weights import Bucket
+
+
+@pytest.mark.parametrize("main_address", ["127.0.0.1", "localhost"])
+def test_the_watchs_store_listens_at_the_main_address_alone(main_address: str) -> None:
+    store = _watch_store(main_address)
+    addresses = {
+        item.laddr.ip
+        for item in psutil.Process().net_connections("tcp")
+        if item.status == psutil.CONN_LISTEN and item.laddr.port == store.port
+    }
+    assert addresses == {"127.0.0.1"}
+    store.set("key", "value")
+    assert store.get("key") == b"value"
 
 
 class OneOfSeveral(Ranks):

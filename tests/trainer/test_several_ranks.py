@@ -48,8 +48,8 @@ def test_two_ranks_learn_what_one_process_learns(name: str, two_ranks: Any, tmp_
 
 def test_bf16_mixed_means_the_same_on_one_and_on_several_ranks(two_ranks: Any, tmp_path: Path) -> None:
     one, two = play(MIXED, tmp_path, devices=1)["updates"][0], two_ranks[0][MIXED]["updates"][0]
-    # One rounding to bfloat16 (2^-8). With hidden states in bfloat16, FSDP2's own policy, a larger model differed by 5 %
-    # and by a factor of 2.5.
+    # One rounding to bfloat16 (2^-8). With hidden states in bfloat16, FSDP2's own policy, a larger model differed by
+    # 5 % and by a factor of 2.5.
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=2**-8)
     assert two["behavior_abs_dlogp_nats"] == pytest.approx(one["behavior_abs_dlogp_nats"], rel=0.5)
     assert two["behavior_abs_dlogp_nats"] > 0  # or it was float32

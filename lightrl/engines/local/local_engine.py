@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,13 +27,15 @@ from lightrl.weights import Bucket
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+log = logging.getLogger(__name__)
+
 # Measured on 2 cores, batch 64: with a second thread 1 M parameters fall from 6,789 to 3,610 tokens/s, 27 M rise from
 # 415 to 508.
 SMALL_MODEL_PARAMETERS = 10_000_000
 
 
 class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, NamesDtypes, WritesGroups):
-    """A rollout engine in this process, on the CPU (or one GPU), with its own copy of the weights.
+    """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; any other decoder-only model with a key-value cache
     runs Hugging Face's code, with pictures too. Both share the scheduler: rows wait in the order of the calls, are
@@ -53,7 +56,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
             second thread slows down, and for others as many as torch uses in the thread that calls `start`.
         max_context: most tokens of prompt and completion together; None is the config's `max_position_embeddings`.
         dtype: of the engine's weights, such as `bfloat16`; `auto` is float32 on the CPU, elsewhere the config's.
-        device: where to decode.
+        device: where to decode; None is the trainer's CUDA device, or the CPU.
         fast_path: False runs Hugging Face's code for every model.
         prefill_tokens: most prompt tokens, with padding, in one forward; bounds the memory of a wave's prefill.
         boundary_timeout_s: how long `pause`, `load_weights` and `close` wait for the token in progress.
@@ -68,7 +71,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
         threads: int | None = None,
         max_context: int | None = None,
         dtype: str = "auto",
-        device: str = "cpu",
+        device: str | None = None,
         fast_path: bool = True,
         prefill_tokens: int = 8192,
         boundary_timeout_s: float = 120.0,
@@ -85,7 +88,9 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
         self.max_context = max_context  # a number after `start`
         self._given_max_context = max_context
         self.dtype = dtype
-        self.device = torch.device(device)
+        self._given_device = device
+        self.device = torch.device(device or "cpu")  # as chosen, after `start`
+        self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
         self.fast_path = fast_path
         self.prefill_tokens = prefill_tokens
         self.boundary_timeout_s = boundary_timeout_s
@@ -108,6 +113,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
             raise ValueError(
                 f"max_context must be at most the model's max_position_embeddings={room}, got {self.max_context}."
             )
+        self.choose_device()
         self.weight_version = -1
         self._vocab_size = text_config.vocab_size
         self._pictures = Pictures.of(config)
@@ -119,6 +125,15 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
         batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
         self._thread = DecodeThread(batch, threads=self.threads, boundary_timeout_s=self.boundary_timeout_s)
         self._thread.start()
+
+    def choose_device(self) -> torch.device:
+        """Where it decodes, from `device` and `trainer_devices`; `start` calls it."""
+        if self._given_device is None and self.trainer_devices:
+            first = self.trainer_devices[0]
+            self.device = first if first.type == "cuda" else torch.device("cpu")
+            if first.type not in ("cpu", "cuda"):
+                log.warning("LocalEngine decodes on the CPU: its sampler needs float64, which %s lacks.", first.type)
+        return self.device
 
     @property
     def is_fast(self) -> bool:

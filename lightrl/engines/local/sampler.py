@@ -40,8 +40,9 @@ def ban_stop_tokens(logits: Tensor, is_banned: Tensor, stop_token_ids: Tensor) -
 
     `stop_token_ids` [n, K] has -1 for no token.
     """
-    rows, columns = torch.nonzero(is_banned[:, None] & (stop_token_ids >= 0), as_tuple=True)
-    logits[rows, stop_token_ids[rows, columns]] = float("-inf")
+    is_out = is_banned[:, None] & (stop_token_ids >= 0)
+    bound = torch.where(is_out, -torch.inf, torch.inf).to(logits.dtype)
+    logits.scatter_reduce_(1, stop_token_ids.clamp(min=0), bound, "amin")
 
 
 def draw_tokens(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -23,6 +24,8 @@ from lightrl.checks.bounds import check_bounds
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# Names of variables that hold a secret: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, SSH_AUTH_SOCK, ...
+_SECRET = re.compile(r"(^|_)(TOKENS?|KEYS?|APIKEY|SECRETS?|PASSW(OR)?D|PASS|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE)
 _READY = "lightrl-sglang-cpu.json"  # scripts/sglang_cpu/build.py writes it last, into the environment
 _RESERVED_TOKENS = 8
 _HOW = (
@@ -67,9 +70,9 @@ class SGLangPython:
         return "lightrl_sglang_cpu.launch" if self.is_plain_cpu else "sglang.launch_server"
 
     def environment(self) -> dict[str, str]:
-        """The server's: the trainer's, without paths to the trainer's packages, and what lightrl relies on."""
+        """The server's: the trainer's, without secrets and paths to its packages, and what lightrl relies on."""
         ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if self.path != sys.executable else set()
-        kept = {name: value for name, value in os.environ.items() if name not in ours}
+        kept = {name: value for name, value in os.environ.items() if name not in ours and not _SECRET.search(name)}
         # Without it the last tokens of an interrupted request are lost (up to 49).
         kept["SGLANG_FORCE_STREAM_INTERVAL"] = "1"
         kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `context_args`

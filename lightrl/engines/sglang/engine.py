@@ -35,6 +35,7 @@ from lightrl.engines.abilities import (
     ServesAdapters,
     SharesDevices,
     SharesFolder,
+    ShowsServers,
 )
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
@@ -47,7 +48,8 @@ from lightrl.engines.sglang.loading import Loading
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.open_files import raise_open_files
-from lightrl.engines.sglang.pool import ServerPool
+from lightrl.engines.sglang.own_fleet import fleet_of
+from lightrl.engines.sglang.pool import PooledServer, ServerPool
 from lightrl.engines.sglang.receivers import Receivers
 from lightrl.engines.sglang.request import RequestPictures
 from lightrl.engines.sglang.routes import check_routes
@@ -84,6 +86,7 @@ class SGLangEngine(
     ProvesWeights,
     SharesFolder,
     ServesAdapters,
+    ShowsServers,
 ):
     """A rollout engine of one or many SGLang servers: token ids in, token ids out, a weight version on each.
 
@@ -103,7 +106,8 @@ class SGLangEngine(
         tp: GPUs of each of these (`tp_size`).
         sglang_python: Python of the environment that has SGLang; for None see docs/serve-with-sglang.md.
         server_args: SGLang's arguments by their own names, such as `{mem_fraction_static: 0.8}`.
-        devices: GPUs of the started servers, `tp` for each in turn; None numbers them from 0, or uses none.
+        devices: GPUs of the started servers, `tp` for each in turn; None takes those that the trainer does not use, or
+            the trainer's if colocated.
         seed: of the started servers; each adds its number.
         token: the servers' API key; those we start get a random one. None reads LIGHTRL_SERVER_TOKEN.
         transport: how weights travel: `disk`, `distributed` (NCCL, gloo on the CPU), `tensor` (same host; SGLang
@@ -186,6 +190,7 @@ class SGLangEngine(
         self.sglang_python = sglang_python
         self.server_args = dict(server_args or {})
         self.devices = list(devices) if devices is not None else None
+        self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
         self.seed = seed
         self.token = token
         self.transport = transport
@@ -238,6 +243,9 @@ class SGLangEngine(
         """The processes of servers that were started here."""
         return self._members.fleet if self._members is not None else None
 
+    def server_states(self) -> list[PooledServer]:
+        return list(self.pool.servers.values())
+
     def expect_adapters(self, shape: AdapterShape, *, num_versions: int) -> None:
         """Servers that are started here get SGLang's arguments for these adapters."""
         self._expected_adapters = (shape, num_versions)
@@ -270,7 +278,11 @@ class SGLangEngine(
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             if urls is None:
-                members.fleet = self._make_fleet(config, Path(self._scratch.name), members)
+                self._token = usable_token(self._token)
+                adapters = self._expected_adapters if self._served is not None else None
+                members.fleet = fleet_of(
+                    self, config, Path(self._scratch.name) / "model", members, adapters, self._token
+                )
                 urls = members.fleet.start()
                 if self.transport == "delta":
                     self._receivers.start(members.fleet.servers[0].host, self._token)
@@ -439,41 +451,6 @@ class SGLangEngine(
                 timeouts=self.timeouts, is_aborting=is_aborting,
             )  # fmt: skip
         return members
-
-    def _make_fleet(self, config: PretrainedConfig, scratch: Path, members: Members) -> ServerFleet:
-        from lightrl.engines.sglang.fleet import ServerFleet
-        from lightrl.engines.sglang.server import make_servers, write_model_folder
-
-        assert self.num_servers is not None
-        self._token = usable_token(self._token)
-        more: dict[str, Any] = {}
-        if self.placement == "colocated" and torch.cuda.is_available():
-            more["enable_memory_saver"] = True
-        if self._served is not None and self._expected_adapters is not None:
-            shape, num_versions = self._expected_adapters
-            more |= shape.server_args(num_versions)
-        devices = self.devices if self.devices is not None else list(range(torch.cuda.device_count())) or None
-        servers = make_servers(
-            write_model_folder(config, scratch / "model"),
-            self.num_servers,
-            tp=self.tp,
-            devices=devices,
-            seed=self.seed,
-            args={"load_format": "dummy", **more, **self.server_args},
-            python=self.sglang_python,
-            token=self._token,
-            command=self.command,
-            startup_timeout_s=self.timeouts.startup_s,
-        )
-        return ServerFleet(
-            servers,
-            on_lost=members.on_lost,
-            on_started=members.on_started,
-            on_given_up=members.on_given_up,
-            silent_s=members.silent_s,
-            hang_timeout_s=self.timeouts.hang_s,
-            probe_interval_s=self.probe_interval_s,
-        )
 
     def _open_writer(self) -> Writer:
         if not self._is_open or self._writer is None:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightrl.checks.printable import escape_unprintable
 from lightrl.concurrency import parent_guard
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.command import (
@@ -217,7 +218,7 @@ class SGLangServer:
         with self.log_file.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
             text = file.read().decode(errors="replace")
-        return text.replace(self.token, "<token>").strip()
+        return escape_unprintable(text.replace(self.token, "<token>").strip(), keep="\n\t")
 
     def last_output(self) -> str:
         """Command, log file and its end, for messages."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import functools
 import os
 import platform
 import resource
+import stat
 import struct
 import sys
 from pathlib import Path
@@ -22,17 +25,23 @@ _EXECUTE_AND_READ = 0b1101  # Landlock: execute, read a file, list a folder
 _READ_AND_WRITE_FILE = 0b0110
 # Refused by the filter: sockets, looking into other processes, namespaces and mounts, memory that no limit counts.
 # In this order: socket, ptrace, unshare, setns, mount, umount2, add_key, request_key, keyctl, perf_event_open, bpf,
-# userfaultfd, open_by_handle_at, process_vm_readv, process_vm_writev, io_uring_setup, memfd_create, shmget, mq_open.
+# userfaultfd, open_by_handle_at, process_vm_readv, process_vm_writev, io_uring_setup, memfd_create, shmget, mq_open,
+# msgget, semget.
 _REFUSED_CALLS = {
     "x86_64": (
         0xC000003E,
-        (41, 101, 272, 308, 165, 166, 248, 249, 250, 298, 321, 323, 304, 310, 311, 425, 319, 29, 240),
+        (41, 101, 272, 308, 165, 166, 248, 249, 250, 298, 321, 323, 304, 310, 311, 425, 319, 29, 240, 68, 64),
     ),
     "aarch64": (
         0xC00000B7,
-        (198, 117, 97, 268, 40, 39, 217, 218, 219, 241, 280, 282, 265, 270, 271, 425, 279, 194, 180),
+        (198, 117, 97, 268, 40, 39, 217, 218, 219, 241, 280, 282, 265, 270, 271, 425, 279, 194, 180, 186, 190),
     ),
 }
+
+# The same numbers everywhere: open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, mount_setattr.
+_REFUSED_EVERYWHERE = (428, 429, 430, 431, 432, 433, 442)
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3 = 435  # its flags are in memory, where no filter can see them; without it, C libraries use clone
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -78,27 +87,52 @@ def _num_threads_of_user() -> int:
     return num
 
 
-def enter_namespaces() -> bool:
-    """Own processes, network, mounts and shared memory; as an ordinary user through a user namespace."""
-    flags = _NEWPID | _NEWNET | _NEWNS | _NEWIPC
+@functools.cache
+def kind_of_namespaces(has_private_user: bool) -> str | None:
+    """Which namespaces this system allows: `plain`, or `user` for those within a user namespace; None for neither.
+
+    A child tries, since there is no way back from half of it: Ubuntu 24.04 lets anyone make a user namespace and then
+    refuses everything in it.
+    """
+    # Within a user namespace root's own files would be the program's; without, one user's processes would be counted.
+    for kind in ("plain",) if has_private_user else ("plain", "user") if is_root() else ("user",):
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(OSError):
+                if enter_namespaces(kind):
+                    os._exit(0)
+            os._exit(1)
+        if os.waitpid(child, 0)[1] == 0:
+            return kind
+    return None
+
+
+def enter_namespaces(kind: str) -> bool:
+    """Own processes, network, mounts and shared memory; with kind `user` through a user namespace.
+
+    Raises:
+        OSError: if the user namespace gets no user; this process is then of no use.
+    """
+    flags = _NEWPID | _NEWNET | _NEWNS | _NEWIPC | (_NEWUSER if kind == "user" else 0)
     user, group = os.getuid(), os.getgid()
-    if user != 0:
-        flags |= _NEWUSER
     if _libc.unshare(flags) != 0:
         return False
-    if user != 0:
+    if kind == "user":
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     return True
 
 
-def mount_own_disk(folder: str, owner: int, limits: dict[str, Any]) -> bool:
-    """A bounded memory disk at `folder`; whether the namespace also has a `/proc` of its own."""
-    _mount("none", "/", None, _MS_REC_PRIVATE, "")
-    size = f"size={limits['file_mib']}m,nr_inodes={limits['max_files']},mode=700,uid={owner},gid={owner}"
-    _mount("tmpfs", folder, "tmpfs", _MS_NOSUID_NODEV, size)
-    return _mount("proc", "/proc", "proc", _MS_NOSUID_NODEV, "")
+def mount_own(folder: str, owner: int, limits: dict[str, Any]) -> set[str]:
+    """In namespaces: `disk`, a bounded memory disk at `folder`, and `proc`, a `/proc` of its own; those that worked."""
+    if not _mount("none", "/", None, _MS_REC_PRIVATE, ""):
+        return set()  # a mount could reach the system's
+    group = owner if owner != os.getuid() else os.getgid()
+    size = f"size={limits['file_mib']}m,nr_inodes={limits['max_files']},mode=700,uid={owner},gid={group}"
+    has_disk = _mount("tmpfs", folder, "tmpfs", _MS_NOSUID_NODEV, size)
+    has_proc = _mount("proc", "/proc", "proc", _MS_NOSUID_NODEV, "")
+    return ({"disk"} if has_disk else set()) | ({"proc"} if has_proc else set())
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str) -> bool:
@@ -107,13 +141,24 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str)
     return bool(result == 0)
 
 
-def may_have_private_user(needs_read_right: bool) -> bool:
-    if sys.platform != "linux" or os.getuid() != 0:
+def may_have_private_user(uid: int, needs_read_right: bool) -> bool:
+    if sys.platform != "linux" or os.getuid() != 0 or not _is_mapped(uid):
         return False
     needed = (1 << _CAP_SETUID) | ((1 << _CAP_DAC_READ_SEARCH) if needs_read_right else 0)
     lines = Path("/proc/self/status").read_text().splitlines()
     has = next(int(line.split()[1], 16) for line in lines if line.startswith("CapPrm:"))
     return has & needed == needed
+
+
+def is_root() -> bool:
+    """Whether this is a root of many users; the only user of a rootless container is an ordinary user outside."""
+    return os.getuid() == 0 and (sys.platform != "linux" or _is_mapped(1))
+
+
+def _is_mapped(uid: int) -> bool:
+    """Whether this user namespace has the user."""
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    return any(int(first) <= uid < int(first) + int(num) for first, _, num in ranges)
 
 
 def is_public(path: str) -> bool:
@@ -189,13 +234,15 @@ def restrict_files(folder: str, readable: list[str]) -> int:
         return 0
     devices = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
     rules = [(folder, all_files)]
-    rules += [(path, _EXECUTE_AND_READ if Path(path).is_dir() else 0b101) for path in readable]
+    rules += [(path, _EXECUTE_AND_READ) for path in readable]
     rules += [(path, _READ_AND_WRITE_FILE) for path in devices]
-    for path, rights in rules:
+    for path, rights in rules:  # those that this user cannot reach stay closed
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue
+        if rights == _EXECUTE_AND_READ and not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            rights = 0b101  # files cannot be listed
         _libc.syscall(445, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
         os.close(descriptor)
     is_done = _libc.syscall(446, ruleset, 0) == 0
@@ -204,16 +251,19 @@ def restrict_files(folder: str, readable: list[str]) -> int:
 
 
 def refuse_calls() -> bool:
-    """A seccomp filter that answers EPERM to `_REFUSED_CALLS`."""
+    """A seccomp filter that answers EPERM to `_REFUSED_CALLS`, and to a clone with a user namespace."""
     if platform.machine() not in _REFUSED_CALLS:
         return False
     architecture, calls = _REFUSED_CALLS[platform.machine()]
-    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
-    allow, refuse = 0x7FFF0000, 0x00050001
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, not_implemented = 0x7FFF0000, 0x00050001, 0x00050000 + errno.ENOSYS
     code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, refuse), (load, 0, 0, 0)]
     code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # x86-64's second table of calls
-    for call in calls:
+    for call in (*calls, *_REFUSED_EVERYWHERE):
         code += [(equal, 0, 1, call), (answer, 0, 0, refuse)]
+    code += [(equal, 0, 1, _CLONE3), (answer, 0, 0, not_implemented)]
+    code += [(equal, 0, 4, _CLONE[platform.machine()]), (load, 0, 0, 16), (any_bit, 0, 1, _NEWUSER)]  # its flags
+    code += [(answer, 0, 0, refuse), (answer, 0, 0, allow)]
     code.append((answer, 0, 0, allow))
     buffer = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
     program = struct.pack("@HP", len(code), ctypes.addressof(buffer))

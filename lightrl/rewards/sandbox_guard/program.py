@@ -28,7 +28,14 @@ class Program:
         self.layers: set[str] = set(request["layers"]) if sys.platform == "linux" else set()
         self.uid = _FIRST_PRIVATE_UID + os.getpid()
         self.needs_read_right = not layers.is_public(request["command"][0])
-        if not layers.may_have_private_user(self.needs_read_right):
+        if not layers.may_have_private_user(self.uid, self.needs_read_right):
+            self.layers.discard("private_user")
+        self.kind: str | None = None
+        if "namespaces" in self.layers:
+            self.kind = layers.kind_of_namespaces("private_user" in self.layers)
+        if self.kind is None:
+            self.layers.discard("namespaces")
+        if self.kind == "user":  # which has no other users
             self.layers.discard("private_user")
 
 
@@ -54,7 +61,7 @@ def start(program: Program, folder: str, streams: tuple[int, int, int], report: 
     """
     with _LastBlock(report):
         os.setsid()
-        if "namespaces" in program.layers and not layers.enter_namespaces():
+        if program.kind is not None and not layers.enter_namespaces(program.kind):
             program.layers.discard("namespaces")
         keeper = os.fork()
         if keeper:
@@ -65,7 +72,8 @@ def start(program: Program, folder: str, streams: tuple[int, int, int], report: 
 
 def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: int, life: int) -> NoReturn:
     """The keeper: prepares the folder, starts the program, watches it, and reports how it ended."""
-    has_own_proc = _prepare(program, folder)
+    _prepare(program, folder)
+    has_own_proc = "proc" in program.layers
     started, started_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -96,16 +104,16 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
                 signal.pause()
 
 
-def _prepare(program: Program, folder: str) -> bool:
-    """Puts the program's files into its folder; whether `/proc` shows the processes of its namespace alone."""
+def _prepare(program: Program, folder: str) -> None:
+    """Puts the program's files into its folder, on a disk of its own if that can be."""
     layers.hide_memory()
     owner = program.uid if "private_user" in program.layers else os.getuid()
-    has_own_proc = "namespaces" in program.layers and layers.mount_own_disk(folder, owner, program.limits)
+    if "namespaces" in program.layers:
+        program.layers |= layers.mount_own(folder, owner, program.limits)
     for name, text in program.request["files"].items():
-        (Path(folder) / name).write_text(text, encoding="utf-8", errors="surrogateescape")
+        (Path(folder) / name).write_text(text, encoding="utf-8", errors="surrogatepass")
         os.chown(Path(folder) / name, owner, -1)
     os.chown(folder, owner, -1)
-    return has_own_proc
 
 
 def _become(program: Program, folder: str, streams: tuple[int, int, int], started: int) -> None:
@@ -120,7 +128,7 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
             signal.signal(number, signal.SIG_DFL)
     with contextlib.suppress(OSError):  # if the machine runs out of memory, this process goes first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    remaining = program.layers
+    remaining, is_root = program.layers, layers.is_root()
     layers.set_limits(program.limits, counts_all_of_user=not remaining & {"private_user", "namespaces"})
     layers.give_up_privileges(program.uid if "private_user" in remaining else None, program.needs_read_right)
     if "landlock" in remaining:
@@ -130,7 +138,7 @@ def _become(program: Program, folder: str, streams: tuple[int, int, int], starte
     if "seccomp" in remaining and not layers.refuse_calls():
         remaining.discard("seccomp")
     unprotected = layers.unprotected_by(remaining)
-    if os.getuid() == 0 and not remaining & {"namespaces", "private_user"}:
+    if is_root and not remaining & {"namespaces", "private_user"}:
         unprotected = unprotected or ["other processes from root"]
     elif program.request["unprotected"]:
         unprotected = []

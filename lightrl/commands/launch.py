@@ -1,0 +1,138 @@
+"""lightrl launch: plans where the ranks and servers of a run are, and starts them there or submits them as a job."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import yaml
+
+from lightrl.commands.cli import LightRLCLI
+from lightrl.commands.config_errors import UsageError
+from lightrl.commands.console import reported
+from lightrl.launch import Launch, Launcher, Plan, describe, facts_of, make_folder, make_plan, write_files
+from lightrl.launch.free_ports import free_ports
+from lightrl.launch.kubernetes import KubernetesLauncher
+from lightrl.launch.local import LocalLauncher
+from lightrl.launch.slurm import SlurmLauncher, host_names
+from lightrl.launch.torchrun import TorchrunLauncher
+
+_HELP = """\
+usage: lightrl launch --config run.yaml [--setting value ...] [--dry-run] [--wait]
+
+Starts a run on one machine or many, as its section `launch:` says: trainer ranks, SGLang servers, or both. Takes the
+settings of lightrl fit; those of the launch are --launch.nodes, --launch.servers and so on (lightrl fit --help).
+
+  --dry-run   print the plan as a picture of the hosts and a table, and the files that would be submitted
+  --wait      with Slurm: stay until the job ends, show the output of rank 0, and end the job on Ctrl-C
+
+lightrl status FOLDER shows how the run is; docs/clusters.md has an example for each launcher.
+"""
+PORT, NUM_PORTS = 29500, 64  # where the launch does not say; see Launch.port
+_LAUNCHERS: dict[str, Callable[..., Launcher]] = {
+    "local": LocalLauncher,
+    "torchrun": TorchrunLauncher,
+    "slurm": SlurmLauncher,
+    "kubernetes": KubernetesLauncher,
+}
+
+
+class _Parsed(Exception):
+    """The configuration is read, and nothing is to be built; its argument is the CLI."""
+
+
+class LaunchCLI(LightRLCLI):
+    """Parses the settings of `fit` and stops there."""
+
+    def before_instantiate_classes(self) -> None:
+        raise _Parsed(self)
+
+
+def parsed(args: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """The settings of `lightrl fit ARGS` as nested dicts, and as YAML that gives the same run."""
+    try:
+        LaunchCLI(["fit", *args])
+    except _Parsed as done:
+        cli: LightRLCLI = done.args[0]
+        return cli.config["fit"].as_dict(), cli.config_text()
+    raise AssertionError("the command line was not parsed")
+
+
+def plan_of(settings: Mapping[str, Any], *, folder: str, is_shown: bool = False) -> Plan:
+    """The plan of a parsed configuration.
+
+    Args:
+        is_shown: hosts that a job has yet to get are `node1` and so on, not what its scripts call them.
+
+    Raises:
+        ValueError: if it does not fit.
+    """
+    launch = Launch.of(settings["launch"])
+    facts = facts_of(settings)
+    own = {"local": ["127.0.0.1"], "slurm": [] if is_shown else host_names(launch.nodes)}
+    is_local = launch.launcher == "local"
+    return make_plan(
+        launch,
+        facts,
+        folder=folder,
+        hosts=own.get(launch.launcher, launch.hosts),
+        gpus_per_host=torch.cuda.device_count() if is_local and not facts.on_cpu else None,
+        port=launch.port or (free_ports(NUM_PORTS) if is_local else PORT),
+        python="python" if launch.container else sys.executable,
+    )
+
+
+def launch(args: Sequence[str]) -> int:
+    """Plans a run and starts it, or only prints the plan with `--dry-run`; returns the exit code."""
+    words = [word for word in args if word not in ("--dry-run", "--wait")]
+    settings, config = parsed(words)
+    if settings.get("launch") is None:
+        raise UsageError("lightrl launch needs a section `launch:` in the YAML, or --launch.servers 1 and such.")
+    root = facts_of(settings).root
+    is_dry = "--dry-run" in args
+    plan = plan_of(settings, folder=str(Path(root).absolute() / "launch-N"))  # refused before a folder is made
+    if not is_dry:
+        plan = plan_of(settings, folder=str(make_folder(root)))
+    launcher = _LAUNCHERS[plan.launch.launcher](plan)
+    sys.stdout.write(describe(plan_of(settings, folder=plan.folder, is_shown=True)))
+    if is_dry:
+        layout = {"layout.yaml": yaml.safe_dump(dict(plan.settings), sort_keys=False)}
+        for name, text in {**layout, **launcher.files()}.items():
+            sys.stdout.write(f"\n--- {plan.folder}/{name}\n{text}")
+        return 0
+    write_files(plan, config, launcher.files())
+    sys.stdout.write(f"\nLogs and status: lightrl status {plan.folder}\n")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    try:
+        launcher.start()
+        is_watched = plan.launch.launcher == "local" or "--wait" in args
+        return launcher.wait() if is_watched else 0
+    except BaseException:  # Ctrl-C too: nothing that it started may outlive the launcher
+        launcher.end()
+        raise
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def run(args: Sequence[str]) -> int:
+    """`lightrl launch ARGS`; returns the run's exit code, 130 if Ctrl-C or SIGTERM ended it, 2 for a wrong call."""
+    if not args or any(word in ("-h", "--help") for word in args):
+        sys.stdout.write(_HELP)
+        return 0
+
+    def command(callbacks: Sequence[Any]) -> int:
+        try:
+            return launch(args)
+        except KeyboardInterrupt:
+            sys.stderr.write("The launch is ended.\n")
+            return 130
+
+    return reported(command)

@@ -1,0 +1,111 @@
+"""lightrl status: what a run and its launch do at the moment, from the files in their folders; it asks no process."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrl.callbacks.status_file import STATUS_FILE
+from lightrl.commands.config_errors import UsageError
+from lightrl.commands.console import reported
+from lightrl.launch.launcher import STATE_FILE
+
+_HELP = """\
+usage: lightrl status FOLDER
+
+FOLDER is a run's root (trainer.default_root_dir), a run in it (lightning_logs/version_3) or a launch in it (launch-3).
+Shows the newest run's phase and iteration, each server's weight version and queue, the last error, and the processes
+of the newest launch with their logs.
+"""
+_SILENT_S = 60.0  # a running process writes more often, except in a long phase
+
+
+def status_text(folder: Path) -> str:
+    """What the newest run and launch in a folder do; raises UsageError if there is neither."""
+    root = folder.parent if folder.name.startswith("launch-") else folder
+    run = _newest(root, (STATUS_FILE, f"lightning_logs/*/{STATUS_FILE}"))
+    launch = _newest(folder, (STATE_FILE, f"launch-*/{STATE_FILE}"))
+    if run is None and launch is None:
+        raise UsageError(f"{folder} has no run and no launch. Pass the run's trainer.default_root_dir.")
+    lines = [*(_run_lines(run) if run else ()), *(_launch_lines(launch) if launch else ())]
+    return "\n".join(f"{name:<10} {text}".rstrip() for name, text in lines) + "\n"
+
+
+def _newest(folder: Path, patterns: Sequence[str]) -> Path | None:
+    found = [path for pattern in patterns for path in folder.glob(pattern)]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
+    status = json.loads(path.read_text())
+    now = time.time()
+    yield "run", str(path.parent)
+    progress = f", {status['progress']}" if status["progress"] else ""
+    yield "phase", f"{status['phase']}{progress}, for {_seconds(now - status['since'])} ({_freshness(status, now)})"
+    of_all = f" of {status['max_steps']}" if status["max_steps"] > 0 else ""
+    yield "iteration", f"{status['iteration']}{of_all}; weight version {status['weight_version']}"
+    for number, server in enumerate(status["servers"]):
+        reason = f" ({server['reason']})" if server["reason"] else ""
+        text = f"version {server['weight_version']}, {server['num_requests']} requests"
+        text += f" of {server['outstanding_tokens']} tokens{reason}"
+        yield "" if number else "servers", f"{server['url']}  {server['state']}  {text}"
+    if "error" in status:
+        yield "error", status["error"].strip().replace("\n", "\n" + " " * 11)
+
+
+def _freshness(status: Mapping[str, Any], now: float) -> str:
+    """How old this is, and whether its process still runs, where that can be seen from here."""
+    age = f"written {_seconds(now - status['at'])} ago"
+    if status["phase"] in ("done", "failed"):
+        return age
+    is_here = status["host"] == socket.gethostname()
+    if is_here and not Path(f"/proc/{status['pid']}").exists() and Path("/proc/self").exists():
+        return f"{age}; its process {status['pid']} is gone"
+    is_silent = now - status["at"] > _SILENT_S
+    return f"{age}; process {status['pid']} on {status['host']}" + (", silent since" if is_silent else "")
+
+
+def _launch_lines(path: Path) -> Iterator[tuple[str, str]]:
+    launch = json.loads(path.read_text())
+    launch["state"] = _text_of(path.with_name("state")) or launch["state"]
+    hosts = {f"${{hosts[{number}]}}": host for number, host in enumerate(_text_of(path.with_name("hosts")).split())}
+    details = {"job": "job {}", "restarts": "{} restarts"}
+    words = [text.format(launch[name]) for name, text in details.items() if launch.get(name)]
+    yield "launch", f"{path.parent}: {', '.join([launch['launcher'], launch['state'], *words])}"
+    processes = launch["processes"].items()
+    width = max((len(name) for name, _ in processes), default=0)
+    for name, process in processes:
+        text = f"{name:<{width}}  {process['host']}  {process.get('state', '')}  {process['log']}"
+        yield "", re.sub(r"\$\{hosts\[\d+\]\}", lambda found: hosts.get(found[0], "?"), text)
+    if "error" in launch:
+        yield "error", launch["error"]
+
+
+def _text_of(path: Path) -> str:
+    """Of a file that a job's script writes."""
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def run(args: Sequence[str]) -> int:
+    """`lightrl status FOLDER`; returns 0, or 2 for a wrong call."""
+    if len(args) != 1 or args[0] in ("-h", "--help"):
+        sys.stdout.write(_HELP)
+        return 0 if args and args[0] in ("-h", "--help") else 2
+
+    def command(callbacks: Sequence[Any]) -> int:
+        sys.stdout.write(status_text(Path(args[0])))
+        return 0
+
+    return reported(command)

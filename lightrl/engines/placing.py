@@ -1,0 +1,31 @@
+"""choose_devices: which devices an engine of this machine gets, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightrl.engines.engine import RolloutEngine
+from lightrl.engines.local.local_engine import LocalEngine
+from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.engines.sglang.own_fleet import started_on
+
+
+def choose_devices(engine: RolloutEngine, trainer_devices: Sequence[torch.device]) -> str:
+    """Tells the engine the devices of the trainer's ranks on this machine; gives what it will use, in words.
+
+    Raises:
+        ValueError: if there are too few GPUs for its servers, or it has the trainer's without being colocated.
+    """
+    if isinstance(engine, LocalEngine):
+        engine.trainer_devices = trainer_devices
+        return f"on {engine.choose_device()}"
+    if not isinstance(engine, SGLangEngine):
+        return ""
+    engine.trainer_devices = trainer_devices
+    if not engine.num_servers:
+        return "on servers that run elsewhere"
+    gpus = started_on(engine)
+    where = "the CPU" if gpus is None else ", ".join(f"cuda:{gpu}" for gpu in gpus)
+    return f"{engine.num_servers} servers with tp={engine.tp} on {where}, {engine.placement}"

@@ -1,0 +1,34 @@
+"""Launch: one run on one machine or many. A plan says who runs where; existing engines start and end the processes.
+
+Reading order:
+    settings.py     Launch: the section `launch:` of the YAML; allocation.py: AReaL's strings for the same
+    run_facts.py    what the planner must know of a run
+    plan.py         the plan, pure: ranks and servers on hosts and GPUs; fit.py: whether the model fits there
+    picture.py      a plan as text
+    launcher.py     the protocol of launchers, and the folder of a launch
+    scripts.py      shell scripts that start a process
+    slurm.py, torchrun.py, kubernetes.py  on other hosts
+    local.py        on this machine; followed_log.py: output, live; free_ports.py: ports in a row
+
+May import: everything up to trainer. To add a launcher: a class with the methods of Launcher in a file of at most 250
+lines, its name in settings.py and commands/launch.py, a test, and a section in docs/clusters.md.
+"""
+
+from lightrl.launch.launcher import Launcher, make_folder, write_files
+from lightrl.launch.local import LocalLauncher
+from lightrl.launch.picture import describe
+from lightrl.launch.plan import Plan, make_plan
+from lightrl.launch.run_facts import facts_of
+from lightrl.launch.settings import Launch
+
+__all__ = [
+    "Launch",
+    "Launcher",
+    "LocalLauncher",
+    "Plan",
+    "describe",
+    "facts_of",
+    "make_folder",
+    "make_plan",
+    "write_files",
+]

@@ -1,0 +1,169 @@
+"""KubernetesLauncher: manifests of a run: a TrainJob (Kubeflow Trainer 2.2) for ranks, a LeaderWorkerSet for servers.
+
+The launch's folder is on a volume that all pods have at the same path: the claim `options.claim`, mounted at the run's
+root. Each server is a pod of its own, found by the name that its LeaderWorkerSet gives it. Sources:
+https://github.com/kubeflow/trainer/blob/master/pkg/apis/trainer/v1alpha1/trainjob_types.go,
+https://github.com/kubernetes-sigs/lws/blob/main/docs/examples/sglang/lws.yaml. It was not run on a cluster.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES, RECEIVER_VARIABLE
+from lightrl.launch.launcher import LaunchState
+from lightrl.launch.plan import CONFIG, LAYOUT, SERVER_OFFSET, Plan
+from lightrl.launch.scripts import inside, script_head
+
+_OPTIONS = ("claim", "namespace", "name", "runtime")
+_TRAINER = "node"  # the replicated job, and its container, of Kubeflow's runtime torch-distributed
+
+
+class KubernetesLauncher:
+    """Writes a plan's manifests.
+
+    Args:
+        write: gets what to apply.
+    """
+
+    def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stdout.write) -> None:
+        options = plan.launch.options
+        if unknown := sorted(options.keys() - set(_OPTIONS)):
+            raise ValueError(f"launch.options of kubernetes are {', '.join(_OPTIONS)}, got {', '.join(unknown)}.")
+        if "claim" not in options:
+            raise ValueError("launcher: kubernetes needs launch.options.claim, a volume claim that all pods can mount.")
+        if plan.layout.placement == "colocated":
+            raise ValueError("launcher: kubernetes cannot colocate: two pods do not share a GPU. Use separate.")
+        self.plan = plan
+        self.name = options.get("name", "lightrl")
+        self._write = write
+
+    def files(self) -> Mapping[str, str]:
+        """The manifests, and the scripts that the pods start."""
+        files = {"trainer.yaml": _dump(self.train_job()), "trainer.sh": self._trainer()}
+        if self.plan.layout.servers:
+            files |= {"servers.yaml": _dump(self.leader_worker_set()), "servers.sh": self._servers()}
+        return files
+
+    def start(self) -> None:
+        """Prints what to apply."""
+        LaunchState(self.plan).set({}, state="written")
+        names = " ".join(f"-f {self.plan.folder}/{name}" for name in self.files() if name.endswith(".yaml"))
+        self._write(f"\nThe claim must hold {self.plan.folder}. Then:\n  kubectl apply {names}\n")
+        self._write("When the TrainJob is complete, delete the servers:\n")
+        self._write(f"  kubectl delete {names}\n")
+
+    def wait(self) -> int:
+        """Kubernetes watches."""
+        return 0
+
+    def end(self) -> None:
+        """Nothing runs."""
+
+    def train_job(self) -> dict[str, Any]:
+        """The trainer: as many nodes as it has hosts."""
+        plan = self.plan
+        trainer: dict[str, Any] = {
+            "image": plan.launch.container,
+            "command": ["bash", f"{plan.folder}/trainer.sh"],
+            "numNodes": plan.trainer_hosts,
+            "numProcPerNode": plan.ranks_per_host,
+        }
+        if not plan.on_cpu:
+            trainer["resourcesPerNode"] = _gpus(plan.ranks_per_host)
+        pod = {"volumes": [self._volume()], "containers": [{"name": _TRAINER, "volumeMounts": [self._mount()]}]}
+        job = {"name": _TRAINER, "template": {"spec": {"template": {"spec": pod}}}}
+        patch = {
+            "manager": "lightrl.launch",
+            "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
+        }
+        runtime = {"name": plan.launch.options.get("runtime", "torch-distributed")}
+        spec = {"runtimeRef": runtime, "trainer": trainer, "runtimePatches": [patch]}
+        return self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", self.name, spec)
+
+    def leader_worker_set(self) -> dict[str, Any]:
+        """The servers: one pod each, which Kubernetes replaces when it ends."""
+        plan = self.plan
+        container: dict[str, Any] = {
+            "name": "server",
+            "image": plan.launch.container,
+            "command": ["bash", f"{plan.folder}/servers.sh"],
+            "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+            "ports": [{"containerPort": plan.port + SERVER_OFFSET}],
+            "volumeMounts": [self._mount(), {"name": "shm", "mountPath": "/dev/shm"}],
+        }
+        if not plan.on_cpu:
+            container["resources"] = _gpus(plan.layout.tp)
+        volumes = [self._volume(), {"name": "shm", "emptyDir": {"medium": "Memory"}}]
+        group = {
+            "size": 1,
+            "restartPolicy": "RecreateGroupOnPodRestart",
+            "workerTemplate": {"spec": {"containers": [container], "volumes": volumes}},
+        }
+        spec = {
+            "replicas": plan.layout.servers,
+            "networkConfig": {"subdomainPolicy": "Shared"},
+            "leaderWorkerTemplate": group,
+        }
+        return self._object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", f"{self.name}-servers", spec)
+
+    def _trainer(self) -> str:
+        ours = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")  # the runtime's, and a pod's own GPUs
+        first = self.plan.of("trainer")[0]
+        environment = {name: value for name, value in first.environment.items() if name not in ours}
+        port = self.plan.port + SERVER_OFFSET
+        hosts = [f"{self.name}-servers-{number}.{self.name}-servers" for number in range(self.plan.layout.servers)]
+        for name, its_port in ((ADDRESS_VARIABLES[0], port), (RECEIVER_VARIABLE, port + 1)):
+            if name in environment:
+                environment[name] = ",".join(f"{host}:{its_port}" for host in hosts)
+        python, *fit = first.command
+        command = inside(self.plan, [python, "-m", "torch.distributed.run", *fit])  # PET_* have the rest
+        return (
+            "\n".join([*script_head(self.plan, environment, before=self._log("trainer-$PET_NODE_RANK")), command])
+            + "\n"
+        )
+
+    def _servers(self) -> str:
+        plan = self.plan
+        config = [word for name in (CONFIG, LAYOUT) for word in ("--config", f"{plan.folder}/{name}")]
+        settings = {
+            "servers": "1",
+            "tp": str(plan.layout.tp),
+            "host": "$POD_IP",
+            "port": str(plan.port + SERVER_OFFSET),
+        }
+        settings |= {"log_folder": f"{plan.folder}/$HOSTNAME"}
+        settings |= {} if plan.on_cpu else {"devices": ",".join(map(str, range(plan.layout.tp)))}
+        words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+        command = inside(plan, ["python", "-m", "lightrl", "serve", *config, *words])
+        return "\n".join([*script_head(plan, {}, before=self._log("servers")), f"exec {command}"]) + "\n"
+
+    def _log(self, name: str) -> list[str]:
+        folder = f"{shlex.quote(self.plan.folder)}/$HOSTNAME"
+        return [f"mkdir -p {folder}", f"exec > >(tee -a {folder}/{name}.log) 2>&1"]
+
+    def _object(self, version: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+        metadata = {"name": name}
+        if namespace := self.plan.launch.options.get("namespace"):
+            metadata["namespace"] = namespace
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}
+
+    def _volume(self) -> dict[str, Any]:
+        return {"name": "runs", "persistentVolumeClaim": {"claimName": self.plan.launch.options["claim"]}}
+
+    def _mount(self) -> dict[str, str]:
+        return {"name": "runs", "mountPath": str(Path(self.plan.folder).parent)}
+
+
+def _gpus(number: int) -> dict[str, Any]:
+    return {"limits": {"nvidia.com/gpu": number}}
+
+
+def _dump(manifest: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(dict(manifest), sort_keys=False))

@@ -1,0 +1,248 @@
+"""The plan of a launch: which process runs on which host and GPUs, with which command, environment and addresses.
+
+Pure: it starts nothing and looks at no machine. Trainer ranks come first, so that rank 0 is on the first host
+(Lightning under Slurm takes the main address from there), servers fill the GPUs that are left:
+
+    nodes 2 × 4 GPUs, 4 ranks, 2 servers with tp 2      node 1: ranks 0 1 2 3      node 2: server 0 0, server 1 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Any, Literal
+
+from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES, RECEIVER_VARIABLE
+from lightrl.launch.fit import check_memory, check_model
+from lightrl.launch.run_facts import RunFacts
+from lightrl.launch.settings import Launch, Layout, layout_of
+
+SERVER_OFFSET = 1  # ports of servers, after the trainer's store
+CONFIG, LAYOUT = "config.yaml", "layout.yaml"  # in the launch's folder: the run's settings, and what the plan changes
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the plan."""
+
+    name: str  # such as trainer-3
+    role: Literal["trainer", "servers"]
+    host: int  # index into Plan.hosts
+    gpus: tuple[int, ...]  # of its host that it uses
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside that of the launcher
+    rank_environment: Mapping[str, str] = field(default_factory=dict)  # what torchrun sets; Slurm has its own
+    ports: tuple[int, ...] = ()  # of the servers that it starts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch's processes."""
+
+    launch: Launch
+    layout: Layout
+    folder: str  # of logs and files, which all hosts see
+    hosts: tuple[str, ...]
+    port: int  # of the trainer's store
+    gpus_per_host: int
+    on_cpu: bool
+    processes: tuple[Process, ...]
+    settings: Mapping[str, Any]  # of the run, which override its own
+    notes: tuple[str, ...] = ()
+
+    def of(self, role: str) -> list[Process]:
+        return [process for process in self.processes if process.role == role]
+
+    @property
+    def ranks_per_host(self) -> int:
+        return sum(process.host == 0 for process in self.of("trainer"))
+
+    @property
+    def trainer_hosts(self) -> int:
+        return len({process.host for process in self.of("trainer")})
+
+    def log_file(self, process: Process) -> str:
+        """`HOST/NAME.log` below the folder."""
+        return f"{self.folder}/{self.hosts[process.host]}/{process.name}.log"
+
+
+def make_plan(
+    launch: Launch,
+    facts: RunFacts,
+    *,
+    folder: str,
+    port: int,
+    hosts: Sequence[str] = (),
+    gpus_per_host: int | None = None,
+    python: str = "python",
+    flags: Sequence[str] = (),
+) -> Plan:
+    """Places the ranks and servers of a run.
+
+    Args:
+        folder: of the launch; all hosts must see it.
+        port: of the trainer's store on the first host; those above are the servers'.
+        hosts: names or addresses; else `node1`, `node2` and so on.
+        gpus_per_host: that there are if the launch does not say.
+        python: on the hosts.
+        flags: of the command line, after the configuration files.
+
+    Raises:
+        ValueError: if something does not fit, before anything is started.
+    """
+    layout = layout_of(launch, ranks=facts.ranks, servers=facts.servers, tp=facts.tp)
+    served = layout.servers * layout.tp if layout.placement == "separate" else 0
+    needed = layout.ranks + (served and -layout.ranks % layout.tp) + served
+    gpus = launch.gpus_per_node or gpus_per_host or -(-needed // launch.nodes)
+    split = _trainer_split(layout, facts)
+    settings, notes = _settings(layout, facts)
+    ranks_of, servers_of = place(layout, launch.nodes, gpus, split[1])
+    check_model(layout, facts, split)
+    notes += check_memory(layout, facts, split, launch.gpu_memory_gb)
+    names = tuple(hosts) or tuple(f"node{number + 1}" for number in range(launch.nodes))
+    config = [item for name in (CONFIG, LAYOUT) for item in ("--config", f"{folder}/{name}")]
+    processes = _trainers(ranks_of, names, port, facts.on_cpu, [python, "-m", "lightrl", "fit", *config, *flags])
+    servers = _servers(servers_of, names, port, layout, facts, folder, [python, "-m", "lightrl", "serve", *config])
+    if servers:
+        addresses = [f"{names[one.host]}:{number}" for one in servers for number in one.ports]
+        found = {ADDRESS_VARIABLES[0]: ",".join(addresses)}
+        receivers = [f"{names[one.host]}:{one.ports[-1] + 1}" for one in servers]
+        found |= {RECEIVER_VARIABLE: ",".join(receivers)} if facts.transport == "delta" else {}
+        processes = [replace(one, environment={**one.environment, **found}) for one in processes]
+        elsewhere = {one.host for one in servers} - {0}
+        if elsewhere and facts.transport == "disk" and facts.weight_folder is None:
+            settings["trainer"]["engine"]["init_args"]["weight_folder"] = f"{folder}/weights"
+    used = {(host, gpu) for placed in (ranks_of, servers_of) for host in placed for gpu in sum(placed[host], ())}
+    if idle := launch.nodes * gpus - len(used):
+        notes.append(f"{idle} of {launch.nodes * gpus} {'slots' if facts.on_cpu else 'GPUs'} stay idle.")
+    trainer = settings["trainer"]
+    trainer["default_root_dir"] = str(PurePath(folder).parent)  # a process may start in another folder
+    trainer["num_nodes"], trainer["devices"] = len(ranks_of), len(ranks_of[0])
+    return Plan(launch, layout, folder, names, port, gpus, facts.on_cpu, (*processes, *servers), settings, tuple(notes))
+
+
+Placed = dict[int, list[tuple[int, ...]]]  # host → the GPUs of each rank or server there
+
+
+def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[Placed, Placed]:
+    """The GPUs of each rank and of each server, by host; raises ValueError if they do not fit."""
+    have = f"launch.nodes={nodes} with gpus_per_node={gpus}"
+    if layout.ranks > nodes * gpus:
+        raise ValueError(f"{layout.ranks} trainer ranks need {layout.ranks} GPUs, but {have} are {nodes * gpus}.")
+    per_host = max(size for size in range(1, gpus + 1) if layout.ranks % size == 0)
+    if layout.ranks // per_host > nodes:
+        raise ValueError(
+            f"{layout.ranks} trainer ranks cannot be spread evenly over {have}: {per_host} per host would need "
+            f"{layout.ranks // per_host} hosts. Change launch.ranks."
+        )
+    if per_host % trainer_tp:
+        raise ValueError(
+            f"The trainer's tp={trainer_tp} must divide the {per_host} ranks of a host, since its slices exchange data "
+            "in every layer. Change tp, launch.ranks or launch.gpus_per_node."
+        )
+    ranks: Placed = {host: [(gpu,) for gpu in range(per_host)] for host in range(layout.ranks // per_host)}
+    if not layout.servers:
+        return ranks, {}
+    tp = layout.tp
+    is_colocated = layout.placement == "colocated"
+    if gpus % tp or (is_colocated and per_host % tp):
+        raise ValueError(
+            f"launch.tp={tp} must divide the {per_host if is_colocated else gpus} "
+            f"{'trainer ranks' if is_colocated else 'GPUs'} of a host: a server is on one host. Change launch.tp."
+        )
+    first = {host: len(ranks.get(host, ())) for host in range(nodes)}
+    free = {host: range(first[host]) if is_colocated else range(-(-first[host] // tp) * tp, gpus) for host in first}
+    slots = [
+        (host, tuple(gpus_of[at : at + tp])) for host, gpus_of in free.items() for at in range(0, len(gpus_of), tp)
+    ]
+    if len(slots) < layout.servers:
+        where = "on the trainer's GPUs" if is_colocated else f"beside {layout.ranks} trainer ranks"
+        raise ValueError(
+            f"{layout.servers} servers with tp={tp} need {layout.servers * tp} GPUs {where}, but {have} leave room for "
+            f"{len(slots)}. Lower launch.servers or launch.ranks, or add nodes."
+        )
+    servers: Placed = {}
+    for host, share in slots[: layout.servers]:
+        servers.setdefault(host, []).append(share)
+    return ranks, servers
+
+
+def _trainer_split(layout: Layout, facts: RunFacts) -> tuple[int, int]:
+    """(pp, tp) of the trainer."""
+    pp = facts.trainer_pp if layout.trainer_pp is None else layout.trainer_pp
+    return pp, facts.trainer_tp if layout.trainer_tp is None else layout.trainer_tp
+
+
+def _settings(layout: Layout, facts: RunFacts) -> tuple[dict[str, Any], list[str]]:
+    """What the run's settings must be for this layout, and what to tell of it."""
+    trainer: dict[str, Any] = {}
+    notes: list[str] = []
+    own = (facts.trainer_pp, facts.trainer_tp)
+    pp, tp = _trainer_split(layout, facts)
+    if facts.strategy not in (None, "FSDP2Strategy", "Parallel3DStrategy") and layout.ranks > 1:
+        raise ValueError(f"trainer.strategy={facts.strategy} cannot train on several ranks. Use FSDP2Strategy.")
+    if facts.strategy == "FSDP2Strategy" and pp * tp > 1:
+        raise ValueError(f"The allocation has p={pp} and t={tp}, but FSDP2Strategy splits by data only. Remove it.")
+    if facts.strategy == "Parallel3DStrategy" and own != (pp, tp):
+        raise ValueError(f"The allocation has p={pp} and t={tp}, but trainer.strategy has pp={own[0]} and tp={own[1]}.")
+    if facts.strategy is None and layout.ranks > 1:
+        arguments: dict[str, Any] = {} if pp * tp == 1 else {"init_args": {"pp": pp, "tp": tp}}
+        name = "Parallel3DStrategy" if arguments else "FSDP2Strategy"
+        trainer["strategy"] = {"class_path": name, **arguments}
+        notes.append(f"trainer.strategy is {name}, since several ranks share the model.")
+    if layout.servers:
+        if facts.has_urls:
+            raise ValueError(
+                "trainer.engine has urls of servers that run already. Remove urls, or set launch.servers: 0."
+            )
+        if facts.engine not in (None, "SGLangEngine"):
+            raise ValueError(
+                f"launch.servers={layout.servers} need SGLangEngine, but trainer.engine is {facts.engine}."
+            )
+        # the servers are started by the launch and found by LIGHTRL_SERVER_ADDRS
+        arguments = {"servers": None, "devices": None, "tp": 1, "placement": layout.placement}
+        trainer["engine"] = {"class_path": "SGLangEngine", "init_args": arguments}
+    return {"trainer": trainer}, notes
+
+
+def _trainers(placed: Placed, names: Sequence[str], port: int, on_cpu: bool, command: Sequence[str]) -> list[Process]:
+    world = sum(len(groups) for groups in placed.values())
+    processes: list[Process] = []
+    for host, groups in placed.items():
+        for local_rank, gpus in enumerate(groups):
+            rank = len(processes)
+            environment = {} if on_cpu else {"CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for (gpu,) in groups)}
+            numbers: dict[str, Any] = {}
+            if world > 1:
+                environment |= {"MASTER_ADDR": names[0], "MASTER_PORT": str(port)}
+                numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": host, "WORLD_SIZE": world}
+                numbers |= {"LOCAL_WORLD_SIZE": len(groups), "TORCHELASTIC_RUN_ID": "lightrl"}
+            own = {name: str(value) for name, value in numbers.items()}
+            processes.append(Process(f"trainer-{rank}", "trainer", host, gpus, tuple(command), environment, own))
+    return processes
+
+
+def _servers(
+    placed: Placed,
+    names: Sequence[str],
+    port: int,
+    layout: Layout,
+    facts: RunFacts,
+    folder: str,
+    command: Sequence[str],
+) -> list[Process]:
+    """One `lightrl serve` per host with servers; its weight receiver has the port after its last server's."""
+    processes: list[Process] = []
+    for number, (host, groups) in enumerate(placed.items()):
+        ports = tuple(port + SERVER_OFFSET + index for index in range(len(groups)))
+        gpus = tuple(gpu for group in groups for gpu in group)
+        arguments = {
+            "servers": len(groups), "tp": layout.tp, "host": names[host], "port": ports[0],
+            "log_folder": f"{folder}/{names[host]}",
+        }  # fmt: skip
+        arguments |= {} if facts.on_cpu else {"devices": ",".join(map(str, gpus))}
+        arguments |= {"server_args.enable_memory_saver": "true"} if layout.placement == "colocated" else {}
+        words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+        processes.append(Process(f"servers-{number}", "servers", host, gpus, (*command, *words), ports=ports))
+    return processes

@@ -1,0 +1,213 @@
+"""SlurmLauncher: a run as one Slurm job of two steps, the trainer's and the servers', which run at the same time.
+
+The job's first hosts are the trainer's. Lightning takes ranks from Slurm's variables; the main address is set, since it
+would take the job's first host for it, whoever is there.
+
+    job.sh ── srun trainer.sh    one task per rank          warning before the time limit, or scancel of the job:
+           └─ srun servers.sh    one task per host          the trainer saves its checkpoint and ends, the job is
+                                 with servers               requeued if `recover` allows it
+
+Slurm itself requeues a job whose host is lost. A job that starts again goes on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from lightrl.errors import LightRLError
+from lightrl.launch.followed_log import FollowedLog
+from lightrl.launch.launcher import LaunchState
+from lightrl.launch.plan import Plan, Process
+from lightrl.launch.scripts import inside, script_head
+
+_TICK_S = 1.0
+_CALL_TIMEOUT_S = 60.0
+_SERVERS_GRACE_S = 20
+_OURS = ("array", "nodes", "time", "signal", "requeue", "no-requeue", "output", "open-mode", "ntasks-per-node")
+
+_JOB = """\
+#!/bin/bash
+{directives}
+if [ -n "$SLURM_ARRAY_JOB_ID" ]; then echo "A run cannot be a job array: submit each by itself." >&2; exit 2; fi
+folder={folder}
+read -ra hosts <<< "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\\n' ' ')"
+for host in "${{hosts[@]}}"; do mkdir -p "$folder/$host"; done
+export LIGHTRL_HOSTS="${{hosts[*]}}"
+printf '%s\\n' "${{hosts[@]}}" > "$folder/hosts"
+echo running > "$folder/state"
+restarts=${{SLURM_RESTART_COUNT:-0}} is_late= is_canceled=
+if [ "$restarts" -gt 0 ]; then export LIGHTRL_RESUME="{resume}"; fi
+
+signal_step() {{ [ -f "$folder/$2.step" ] && scancel --signal="$1" "$(cat "$folder/$2.step")"; }}
+# Not to srun, which kills its tasks on SIGTERM.
+trap 'is_late=yes; echo "The time limit is near: the run saves its checkpoint."; signal_step TERM trainer' USR1
+trap 'is_canceled=yes; signal_step TERM trainer' TERM
+finish() {{ while kill -0 "$1" 2>/dev/null; do wait "$1"; done; wait "$1"; }}  # wait also returns for a trapped signal
+
+rm -f "$folder"/*.step
+step="srun --overlap --cpu-bind=none --kill-on-bad-exit=1 --open-mode=append"
+{steps}
+finish $trainer; code=$?
+{servers_end}
+echo "exit code $code" > "$folder/state"
+if [ -z "$is_canceled" ] && {{ [ -n "$is_late" ] || [ $code -ne 0 ]; }} && [ "$restarts" -lt {retries} ]; then
+  echo "Requeued after $restarts restarts."
+  echo requeued > "$folder/state"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+
+
+class SlurmLauncher:
+    """Submits a plan with sbatch.
+
+    Args:
+        write: gets the followed output of rank 0, a line at a time.
+    """
+
+    def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
+        for name in plan.launch.options:
+            if name in _OURS:
+                why = "; a run cannot be a job array" if name == "array" else ", which the launch sets"
+                raise ValueError(f"launch.options has {name}{why}. Remove it.")
+        self.plan = plan
+        self.job: str | None = None
+        self._write = write
+
+    def files(self) -> Mapping[str, str]:
+        """The job's script, and those of its steps."""
+        servers = self.plan.of("servers")
+        files = {"job.sh": self._job(), "trainer.sh": self._trainer()}
+        return {**files, "servers.sh": self._servers(servers)} if servers else files
+
+    def start(self) -> None:
+        """Submits the job."""
+        state = LaunchState(self.plan)
+        self.job = _call("sbatch", "--parsable", f"{self.plan.folder}/job.sh").split(";")[0]
+        state.set({}, state="submitted", job=self.job)
+        self._write(f"Submitted job {self.job}. squeue --job {self.job} shows it, scancel {self.job} ends it.\n")
+
+    def wait(self) -> int:
+        """Follows the job until it has ended, over its restarts; 0 if it completed."""
+        log: FollowedLog | None = None
+        shown = ""
+        while True:
+            state = self._job_state()
+            if state != shown:
+                self._write(f"job {self.job}: {state.lower()}\n")
+                shown = state
+            paths = list(Path(self.plan.folder).glob("*/trainer-0.log"))
+            if log is None and paths:
+                log = FollowedLog(paths[0], "trainer-0 | ", self._write, from_start=True)
+            if log is not None:
+                log.follow()
+            if state not in (
+                "PENDING",
+                "CONFIGURING",
+                "RUNNING",
+                "COMPLETING",
+                "REQUEUED",
+                "REQUEUE_HOLD",
+                "SUSPENDED",
+            ):
+                return 0 if state == "COMPLETED" else 1
+            time.sleep(_TICK_S)
+
+    def end(self) -> None:
+        """Asks the trainer to save its checkpoint and end; then the job ends by itself."""
+        if self.job is not None:
+            _call("scancel", "--batch", "--signal=TERM", self.job)
+            self._write(f"Job {self.job} is asked to end. scancel {self.job} ends it at once.\n")
+
+    def _job_state(self) -> str:
+        shown = _call("scontrol", "show", "job", str(self.job))
+        found = re.search(r"JobState=(\w+)", shown)
+        return found[1] if found else "UNKNOWN"
+
+    def _job(self) -> str:
+        plan, launch = self.plan, self.plan.launch
+        named: dict[str, str | None] = {
+            "job-name": "lightrl",
+            "nodes": str(launch.nodes),
+            "exclusive": None,
+            "output": f"{plan.folder}/job.log",
+            "open-mode": "append",
+            "requeue" if launch.recover.retries else "no-requeue": None,
+        }
+        if not plan.on_cpu:
+            named["gpus-per-node"] = str(plan.gpus_per_host)
+        if launch.time_limit is not None:
+            named |= {"time": launch.time_limit, "signal": f"B:USR1@{launch.warning_s}"}
+        named |= {name: str(value) for name, value in launch.options.items()}
+        ranks, servers = len(plan.of("trainer")), plan.of("servers")
+        steps = [_step("trainer", plan.of("trainer"), ranks, plan)]
+        steps += [_step("servers", servers, len(servers), plan)] if servers else []
+        ends = [
+            "signal_step TERM servers",
+            f"for _ in $(seq {_SERVERS_GRACE_S}); do kill -0 $servers 2>/dev/null || break; sleep 1; done",
+            "signal_step KILL servers",
+        ]
+        return _JOB.format(
+            directives="\n".join(
+                f"#SBATCH --{name}{'' if value is None else f'={value}'}" for name, value in named.items()
+            ),
+            folder=shlex.quote(plan.folder),
+            resume="--ckpt_path last",
+            steps="\n".join(steps),
+            servers_end="\n".join(ends) if servers else ":",
+            retries=launch.recover.retries,
+        )
+
+    def _trainer(self) -> str:
+        first = self.plan.of("trainer")[0]
+        command = f"exec {inside(self.plan, first.command)} $LIGHTRL_RESUME"
+        return "\n".join([*self._head("trainer", first), command]) + "\n"
+
+    def _servers(self, servers: list[Process]) -> str:
+        lines = self._head("servers", servers[0])
+        lines += ['case "$SLURMD_NODENAME" in']
+        lines += [f'  "{self.plan.hosts[one.host]}") exec {inside(self.plan, one.command)} ;;' for one in servers]
+        return "\n".join([*lines, "esac"]) + "\n"
+
+    def _head(self, step: str, process: Process) -> list[str]:
+        """Of a step's script; it notes the step's number, by which it gets signals."""
+        file = f"{shlex.quote(self.plan.folder)}/{step}.step"
+        note = f'[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID.$SLURM_STEP_ID" > {file}'
+        return script_head(self.plan, process.environment, before=[note, "hosts=($LIGHTRL_HOSTS)"])
+
+
+def host_names(nodes: int) -> list[str]:
+    """The hosts of a job that is not submitted yet, as the scripts name them."""
+    return [f"${{hosts[{number}]}}" for number in range(nodes)]
+
+
+def _step(name: str, processes: list[Process], tasks: int, plan: Plan) -> str:
+    hosts = sorted({one.host for one in processes})
+    number = "%t" if name == "trainer" else "%n"
+    words = [
+        "$step", f"--job-name={name}", f"--nodes={len(hosts)}", f"--ntasks={tasks}",
+        f"--ntasks-per-node={tasks // len(hosts)}", *([] if plan.on_cpu else [f"--gpus-per-node={plan.gpus_per_host}"]),
+        f'--nodelist="{",".join(f"${{hosts[{host}]}}" for host in hosts)}"',
+        f'--output="$folder/%N/{name}-{number}.log"', f'bash "$folder/{name}.sh" &',
+    ]  # fmt: skip
+    return " ".join(words) + f" {name}=$!"
+
+
+def _call(*words: str) -> str:
+    """The output of one of Slurm's commands."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_CALL_TIMEOUT_S, check=False)
+    except FileNotFoundError as error:
+        raise ValueError(f"launcher: slurm needs the program {words[0]}, which is not here.") from error
+    except subprocess.TimeoutExpired as error:
+        raise LightRLError(f"{' '.join(words)} did not answer within {_CALL_TIMEOUT_S:g} s.") from error
+    if done.returncode:
+        raise LightRLError(f"{' '.join(words)} failed: {done.stderr.strip()}")
+    return done.stdout.strip()

@@ -1,0 +1,104 @@
+"""A microbatch in two halves of its groups, each in a thread with half of the cores.
+
+The operations of a small model are too short to be shared out among torch's threads: with a second one 1 M parameters
+decode half as fast. Two halves side by side use both cores. A half is a microbatch like any other, so nothing else
+changes; the losses are computed one after the other, and a gradient is always (what there was) + (first + second): the
+numbers do not depend on which thread was faster.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightrl.experience import Experience
+from lightrl.models import Backward, LossFunction, Outputs
+
+_T = TypeVar("_T")
+
+
+def cut_in_halves(experience: Experience) -> list[Experience] | None:
+    """Two parts of whole groups with about as many tokens; None if there is only one group."""
+    groups, lengths = experience.units("group"), experience.lengths.tolist()
+    if len(groups) < 2:
+        return None
+    rows: list[list[int]] = [[], []]
+    tokens = [0, 0]
+    for size, index in sorted(((-sum(lengths[row] for row in group), index) for index, group in enumerate(groups))):
+        smaller = tokens.index(min(tokens))
+        rows[smaller] += groups[index]
+        tokens[smaller] -= size
+    return [experience.select(sorted(part)) for part in rows]
+
+
+def forward_backward_halves(
+    halves: Sequence[Experience],
+    outputs_of: Callable[[Experience], Outputs],
+    loss_fn: LossFunction,
+    backward: Backward,
+    parameters: Sequence[Tensor],
+) -> None:
+    """As `ParallelModel.forward_backward` of one microbatch, whose loss is the sum of the halves'.
+
+    Args:
+        halves: of `cut_in_halves`.
+        outputs_of: the forward; called in two threads at once.
+        parameters: those that get gradients.
+    """
+    outputs = _side_by_side(*(lambda half=half: outputs_of(half) for half in halves))
+    losses = [loss_fn(half, output) for half, output in zip(halves, outputs, strict=True)]
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None  # a sum of two numbers does not depend on their order, one of three does
+    start = torch.zeros((), requires_grad=True)
+    backward(_Sum.apply(start, tuple(losses)))  # type: ignore[no-untyped-call]
+    for parameter, gradient in zip(parameters, before, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of two losses; its backward pass is theirs, side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, losses: tuple[Tensor, Tensor]) -> Tensor:
+        ctx.losses = losses
+        return losses[0].detach() + losses[1].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        first, second = ctx.losses
+        del ctx.losses
+        _side_by_side(lambda: first.backward(gradient), lambda: second.backward(gradient))
+        return None, None
+
+
+def _side_by_side(first: Callable[[], _T], second: Callable[[], _T]) -> list[_T]:
+    """What both return; the second runs in a thread of its own."""
+    num_threads = torch.get_num_threads()
+    results: dict[str, _T] = {}
+    errors: list[BaseException] = []
+
+    def run_second() -> None:
+        try:
+            torch.set_num_threads(max(1, num_threads // 2))
+            with torch.enable_grad():
+                results["second"] = second()
+        except BaseException as error:  # noqa: BLE001  # this thread ends here; the caller raises it
+            errors.append(error)
+
+    thread = threading.Thread(target=run_second, name="lightrl-half", daemon=True)
+    thread.start()
+    torch.set_num_threads(max(1, num_threads // 2))
+    try:
+        results["first"] = first()
+    finally:
+        thread.join()
+        torch.set_num_threads(num_threads)
+    if errors:
+        raise errors[0]
+    return [results["first"], results["second"]]

@@ -1,0 +1,213 @@
+"""What gpu_check.sh runs: packs wheels, installs those that are missing, runs sections, keeps one report."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+WHEELS = ROOT / ".gpu_wheels"
+LIMIT_S = 580  # of a section
+IS_CPU = os.environ.get("LIGHTRL_GPU_DEVICE") == "cpu"
+
+# What lightrl, its tests and their needs import; versions are those of constraints.txt. Torch, CUDA and what is large
+# (numpy, pyarrow, pandas) are the machine's own.
+PACKAGES = (
+    "lightning", "pytorch-lightning", "lightning-utilities", "transformers", "tokenizers", "datasets", "torchmetrics",
+    "jsonargparse", "typeshed-client", "docstring-parser", "aiohttp", "math-verify", "latex2sympy2-extended",
+    "antlr4-python3-runtime", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py", "tensorboard",
+    "grpcio", "httpx2", "httpcore2", "truststore", "importlib-resources",
+    "dill", "multiprocess", "xxhash", "safetensors", "huggingface-hub", "peft", "accelerate",
+    "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil",
+)  # fmt: skip
+PLATFORMS = [f"manylinux_2_{number}_x86_64" for number in (5, 12, 17, 24, 27, 28, 31, 34)]
+PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
+
+# Name → (what it shows, command on a GPU, in the short form on a CPU).
+SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
+    "numbers": (
+        "attention kernels, fp32 and bf16 logprobs and gradients against the CPU's, packed against padded, no waits",
+        ["-m", "pytest", "-n0", "tests/gpu/test_gpu_numbers.py"],
+        [],
+    ),
+    "engine": (
+        "contract of engines, weight sync in process and by CUDA IPC",
+        ["-m", "pytest", "-n0", "tests/gpu/test_gpu_engine.py"],
+        [],
+    ),
+    "training": (
+        "FSDP2 on one GPU (offload, compile, checkpointing), optimizer state handed over, resume",
+        ["-m", "pytest", "-n0", "tests/gpu/test_gpu_training.py", "-k", "not quickstart"],
+        [],
+    ),
+    "quickstart": (
+        "the quickstart to 97 %",
+        ["-m", "pytest", "-n0", "tests/gpu/test_gpu_training.py", "-k", "quickstart"],
+        [],
+    ),
+    "update_0.6b": (
+        "update and logprobs, Qwen3 0.6B: tokens/s, MFU, memory, against a plain loop",
+        ["-m", "benchmarks.gpu_update", "--models", "qwen3-0.6b", "--tokens", "4096,16384"],
+        ["-m", "benchmarks.gpu_update", "--quick"],
+    ),
+    "update_1.7b": (
+        "update and logprobs, Qwen3 1.7B",
+        ["-m", "benchmarks.gpu_update", "--models", "qwen3-1.7b", "--tokens", "16384"],
+        ["-m", "benchmarks.gpu_update", "--quick"],
+    ),
+    "local_engine": (
+        "LocalEngine against `generate`",
+        ["-m", "benchmarks.local_engine", "--models", "27M", "--batches", "64", "--device", "cuda"],
+        ["-m", "benchmarks.local_engine", "--quick"],
+    ),
+    "update_vs_sft": (
+        "an RL update against supervised fine-tuning on the same path",
+        ["-m", "benchmarks.update_vs_sft", "--accelerator", "gpu", "--models", "27M", "--processes", "1"],
+        ["-m", "benchmarks.update_vs_sft", "--quick"],
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pack", nargs="?", const="3.12", metavar="VERSION")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all if none is given")
+    given = parser.parse_args(arguments)
+    unknown = sorted(set(given.sections) - SECTIONS.keys())
+    if unknown:
+        parser.error(f"unknown section {unknown[0]!r}; choose from {', '.join(SECTIONS)}")
+    if given.list:
+        print("\n".join(f"{name:<14} {text}" for name, (text, *_) in SECTIONS.items()))
+    elif given.pack:
+        pack(given.pack)
+    else:
+        run(given.sections or list(SECTIONS), only_check=given.check)
+
+
+def pack(version: str) -> None:
+    """Downloads the wheels, each for the GPU machine's Python and x86-64."""
+    WHEELS.mkdir(exist_ok=True)
+    (WHEELS / ".gitignore").write_text("*\n")
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
+    wanted = [f"{name}=={pins[name]}" if name in pins else name for name in PACKAGES]
+    platforms = [part for name in PLATFORMS for part in ("--platform", name)]
+    options = ["--no-deps", "--only-binary=:all:", "--python-version", version, "--implementation", "cp", *platforms]
+    subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options, "-d", str(WHEELS), *wanted], check=True)
+    wheels = sorted(WHEELS.glob("*.whl"))
+    size = sum(wheel.stat().st_size for wheel in wheels) / 2**20
+    print(f"{len(wheels)} wheels, {size:.0f} MiB, in {WHEELS}. Carry the folder with the repository.")
+
+
+def install_missing(folder: Path) -> list[str]:
+    """Installs the carried wheels whose package is absent here; gives their names."""
+    missing = []
+    for wheel in sorted(WHEELS.glob("*.whl")) if WHEELS.is_dir() else []:
+        name = wheel.name.split("-")[0]
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(wheel)
+    if missing:
+        quiet = ["-q", "--no-index", "--no-deps", "--no-compile", "--target", str(folder)]
+        subprocess.run([sys.executable, "-m", "pip", "install", *quiet, *map(str, missing)], check=True)
+    return [wheel.name for wheel in missing]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    paths = [str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")]
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **quiet}
+
+
+_MACHINE = """
+import json, torch, transformers, lightning, lightrl, lightrl.trainer
+has_gpu = torch.cuda.is_available()
+print(json.dumps({
+    "gpu": torch.cuda.get_device_name() if has_gpu else None,
+    "capability": torch.cuda.get_device_capability() if has_gpu else None,
+    "memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1) if has_gpu else None,
+    "torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__,
+    "lightning": lightning.__version__, "lightrl": lightrl.__version__,
+}))
+"""
+
+
+def machine(env: dict[str, str]) -> dict[str, Any]:
+    """What the report is about; fails if lightrl cannot be imported, with the error."""
+    done = subprocess.run([sys.executable, "-c", _MACHINE], env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(
+            f"lightrl cannot be imported here. Run scripts/gpu_check.sh --pack where there is a network.\n{done.stderr}"
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if found["gpu"] is None and not IS_CPU:
+        raise SystemExit("torch finds no GPU here. LIGHTRL_GPU_DEVICE=cpu tries the checks on the CPU.")
+    return {**found, "python": platform.python_version(), "source": source_digest()}
+
+
+def source_digest() -> str:
+    """Of the package's files, which names the code where there is no git."""
+    digest = hashlib.sha256()
+    for file in sorted((ROOT / "lightrl").rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def run(names: Sequence[str], *, only_check: bool) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        installed = install_missing(Path(scratch))
+        env = environment(Path(scratch))
+        about = machine(env)
+        print(json.dumps({**about, "installed": installed}), flush=True)
+        if only_check:
+            return
+        default = re.sub(r"\W+", "-", about["gpu"] or f"cpu-{platform.machine()}").strip("-").lower()
+        path = Path(os.environ.get("GPU_REPORT") or ROOT / "benchmarks" / "gpu" / f"{default}.json")
+        report = json.loads(path.read_text()) if path.exists() else {}
+        if report.get("machine") != about:  # other code or another machine: nothing of it is kept
+            report = {"machine": about, "sections": {}}
+        for name in names:
+            report["sections"][name] = section(name, env)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({name: item["passed"] for name, item in report["sections"].items()}))
+    print(f"report: {path}")
+    raise SystemExit(0 if all(report["sections"][name]["passed"] for name in names) else 1)
+
+
+def section(name: str, env: dict[str, str]) -> dict[str, Any]:
+    """Runs a section; its exit code, its JSON lines and, if it failed, the end of what it printed."""
+    text, command, short = SECTIONS[name]
+    command = (short or command) if IS_CPU else command
+    print(f"== {name}: {text}", flush=True)
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        code, output = done.returncode, done.stdout + done.stderr
+    except subprocess.TimeoutExpired as error:
+        code, output = 124, (error.stdout or b"").decode(errors="replace")
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
+    tail = output.splitlines()[-1:] if code == 0 else output.splitlines()[-40:]
+    print("\n".join(tail), flush=True)
+    result = {"passed": code == 0, "seconds": round(time.monotonic() - start, 1), "command": command, "results": lines}
+    return result if code == 0 and lines else {**result, "exit_code": code, "output": tail}
+
+
+if __name__ == "__main__":
+    main()

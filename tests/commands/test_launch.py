@@ -1,0 +1,59 @@
+"""lightrl launch: what it plans of a configuration, and a run of two ranks and a server on this machine."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launched import engine
+
+from lightrl.commands.launch import launch, run
+from lightrl.commands.status import status_text
+
+
+@pytest.fixture
+def launched(settings, tmp_path):
+    """A run of two ranks and a server of its own."""
+    settings["trainer"].update(engine=engine(tmp_path), default_root_dir="runs")
+    settings["launch"] = {"ranks": 2, "servers": 1}
+    return settings
+
+
+def test_a_dry_run_shows_the_plan_and_makes_nothing(launched, config, capsys):
+    launched["launch"] |= {"allocation": "sglang.d1t2+d2", "ranks": None, "servers": None}
+    assert launch(["--config", config(launched), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "127.0.0.1 | rank 0 | rank 1 | server 0 | server 0" in printed
+    assert "class_path: FSDP2Strategy" in printed
+    assert not Path("runs").exists()
+
+
+def test_what_does_not_fit_is_one_message_and_makes_nothing(launched, config, capsys):
+    assert run(["--config", config(launched), "--launch.gpus_per_node", "2"]) == 2
+    assert "leave room for 0" in capsys.readouterr().err
+    assert run(["--config", config(launched), "--launch.nodes", "two"]) == 2
+    assert "launch.nodes" in capsys.readouterr().err
+    del launched["launch"]
+    assert run(["--config", config(launched)]) == 2
+    assert "needs a section `launch:`" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_and_a_server_train_and_leave_their_logs_in_one_place(launched, config):
+    command = [sys.executable, "-m", "lightrl", "launch", "--config", config(launched)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "trainer-0 | iteration: 2 groups x 2 = 4 trajectories" in done.stderr
+    folder = Path("runs/launch-0/127.0.0.1")
+    assert {file.stem for file in folder.glob("*.log")} >= {"trainer-0", "trainer-1", "servers-0", "server-0"}
+    assert "MEMBER: 2/2" in (folder / "trainer-1.log").read_text()
+    (checkpoint,) = Path("runs").glob("lightning_logs/version_0/checkpoints/last.ckpt")
+    assert {file.name for file in checkpoint.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    assert json.loads(Path("runs/launch-0/launch.json").read_text())["state"] == "ended"
+    shown = status_text(Path("runs"))
+    assert "iteration  2 of 2; weight version 2" in shown
+    assert re.search(r"servers    http://127.0.0.1:\d+  routable  version 2, 0 requests of 0 tokens", shown)
+    assert re.search(r"trainer-1 +127.0.0.1  exit code 0  \S+/launch-0/127.0.0.1/trainer-1.log", shown)

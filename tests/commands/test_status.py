@@ -1,0 +1,75 @@
+"""lightrl status: what it shows of a run that works, that failed, and that is gone."""
+
+import json
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from lightrl.callbacks.status_file import StatusFile
+from lightrl.commands.config_errors import UsageError
+from lightrl.commands.main import main
+from lightrl.commands.status import run, status_text
+
+
+def shown(folder: str = "lightning_logs/version_0") -> str:
+    return status_text(Path(folder))
+
+
+def test_a_finished_run_shows_its_iterations(settings, config, capsys, monkeypatch):
+    phases = []
+    write = StatusFile._write
+    monkeypatch.setattr(
+        StatusFile, "_write", lambda self, trainer: (phases.append(self._content["phase"]), write(self, trainer))
+    )
+    assert main(["fit", "--config", config(settings)]) == 0
+    assert re.search(r"phase +done, for 0 s \(written 0 s ago\)", shown())
+    assert "iteration  2 of 2; weight version 2" in shown()
+    assert [phase for phase in phases[:-1] if phase == "rollout"] == ["rollout"] * 2
+    for phase in ("scores and rewards", "update", "sync", "end of the iteration"):
+        assert phase in phases
+    capsys.readouterr()
+    assert run(["."]) == 0  # the run's root
+    assert "weight version 2" in capsys.readouterr().out
+
+
+def test_a_failed_run_shows_its_error(settings, config, capsys):
+    settings["model"]["init_args"]["reward"] = "tiny_task.broken"
+    assert main(["fit", "--config", config(settings)]) == 1
+    assert re.search(r"phase +failed", shown())
+    assert "this reward is broken" in shown()
+
+
+def test_a_run_whose_process_is_gone_is_not_taken_for_a_slow_one(tmp_path):
+    server = {"url": "http://node2:30000", "state": "lost", "weight_version": 6, "num_requests": 0,
+              "outstanding_tokens": 0, "reason": "connection refused"}  # fmt: skip
+    status = {"phase": "update", "since": time.time() - 300, "at": time.time() - 240, "progress": "3 of 8 minibatches",
+              "iteration": 7, "max_steps": -1, "weight_version": 7, "servers": [server], "pid": 2**22 + 1,
+              "host": socket.gethostname()}  # fmt: skip
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    text = status_text(tmp_path)
+    assert "update, 3 of 8 minibatches, for 5 min (written 4 min ago; its process 4194305 is gone)" in text
+    assert "iteration  7; weight version 7" in text
+    assert "http://node2:30000  lost  version 6, 0 requests of 0 tokens (connection refused)" in text
+    (tmp_path / "status.json").write_text(json.dumps(status | {"pid": os.getpid()}))
+    assert f"process {os.getpid()} on {socket.gethostname()}, silent since" in status_text(tmp_path)
+
+
+def test_a_launch_alone_shows_its_processes(tmp_path):
+    process = {"host": "node2", "log": "runs/launch-0/node2/servers-0.log", "state": "exit code 1"}
+    launch = {"launcher": "slurm", "state": "submitted", "job": 12, "processes": {"servers-0": process}}
+    (tmp_path / "launch-0").mkdir()
+    (tmp_path / "launch-0" / "launch.json").write_text(json.dumps(launch))
+    for folder in (tmp_path, tmp_path / "launch-0"):
+        text = status_text(folder)
+        assert f"launch     {tmp_path}/launch-0: slurm, submitted, job 12" in text
+        assert "servers-0  node2  exit code 1  runs/launch-0/node2/servers-0.log" in text
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    with pytest.raises(UsageError, match="has no run and no launch"):
+        status_text(tmp_path)
+    assert run([]) == 2

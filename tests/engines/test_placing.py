@@ -1,0 +1,69 @@
+"""Which devices an engine gets beside a trainer, before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine, choose_devices
+from lightrl.engines.sglang.gpus import gpus_of_servers, visible
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("num", "trainer", "given", "placement", "expected"),
+    [
+        (2, [0, 1], None, "separate", [2, 3]),
+        (2, [2], None, "separate", [0, 1]),
+        (1, [2, 3], None, "colocated", [2]),
+        (2, [0], [2, 3], "separate", [2, 3]),
+        (1, [0], [0], "colocated", [0]),
+    ],
+    ids=["beside", "around", "on the trainer's", "given", "given and colocated"],
+)
+def test_servers_get_gpus_that_fit_their_placement(num: int, trainer: Any, given: Any, placement: Any, expected: Any):
+    assert gpus_of_servers(num, available=4, trainer=trainer, given=given, placement=placement) == expected
+
+
+def test_servers_without_a_gpu_on_the_machine_are_given_none() -> None:
+    assert gpus_of_servers(2, available=0, trainer=[], given=None, placement="separate") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "placement", "message"),
+    [
+        (None, "separate", r"need 3 GPUs .* beside the trainer's \[0, 1\], but there are 2 of 4.*to colocated"),
+        (None, "colocated", r"need 3 GPUs .* of the trainer, but there are 2 of 4.*to separate"),
+        ([1, 2, 3], "separate", r"devices=\[1, 2, 3\] has GPUs that the trainer uses: \[1\].*placement: colocated"),
+    ],
+)
+def test_gpus_that_do_not_suffice_or_are_taken_are_refused(given: Any, placement: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gpus_of_servers(3, available=4, trainer=[0, 1], given=given, placement=placement)
+
+
+def test_a_server_is_told_the_names_that_this_process_was_told(monkeypatch: Any) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-a,7")
+    assert visible([1, 2]) == ["GPU-a", "7"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible([1, 2]) == ["1", "2"]
+
+
+def test_a_local_engine_decodes_on_the_trainers_gpu_unless_it_is_told_where(caplog: Any) -> None:
+    assert choose_devices(LocalEngine(), [CPU]) == "on cpu"
+    assert choose_devices(LocalEngine(), [GPU]) == "on cuda:1"
+    assert choose_devices(LocalEngine(device="cpu"), [GPU]) == "on cpu"
+    assert choose_devices(LocalEngine(), [torch.device("mps")]) == "on cpu"
+    assert "its sampler needs float64, which mps lacks" in caplog.text
+
+
+def test_the_place_of_servers_is_named(monkeypatch: Any) -> None:
+    assert choose_devices(FakeEngine(), [CPU]) == ""
+    assert choose_devices(SGLangEngine(urls=["http://host:1"]), [GPU]) == "on servers that run elsewhere"
+    assert choose_devices(SGLangEngine(servers=2), [CPU]) == "2 servers with tp=1 on the CPU, separate"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    text = choose_devices(SGLangEngine(servers=1, tp=2), [torch.device("cuda", 0), GPU])
+    assert text == "1 servers with tp=2 on cuda:2, cuda:3, separate"

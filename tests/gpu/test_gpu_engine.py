@@ -1,0 +1,60 @@
+"""LocalEngine on the device: the contract of engines, and weights that reach it and other processes' GPU memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from engine_contract import CONTRACT, EngineCase
+from test_local_engine import CASES, make_models
+from torch import Tensor
+from weight_cases import buckets, parameters, read_shared
+
+from lightrl.engines import LocalEngine
+from lightrl.weights import ServerForm, SharedBucket
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(params=["fast Qwen3", "fallback GPT2"])
+def case(request: pytest.FixtureRequest, device: torch.device) -> Iterator[EngineCase]:
+    make_config, fast_path = CASES[request.param]
+    models = make_models(make_config())
+    engine = LocalEngine(device=str(device), dtype="float32", fast_path=fast_path, max_batch=8)
+    engine.start(models[0].config)
+    yield EngineCase(engine, models)
+    engine.close()
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+def test_contract(case: EngineCase, check: Callable[[EngineCase], None]) -> None:
+    check(case)
+
+
+def test_loaded_weights_are_the_trainers_bit_for_bit(case: EngineCase, device: torch.device) -> None:
+    model = case.models[1].to(device)
+    case.load(1)
+    read = case.engine.read_weights()  # type: ignore[attr-defined]
+    assert read
+    assert all(torch.equal(read[name], value) for name, value in model.named_parameters() if name in read)
+    model.to("cpu")
+
+
+def test_another_process_reads_a_bucket(device: torch.device) -> None:
+    """Through CUDA IPC on a GPU; the reader opens the memory as an SGLang server does."""
+    payloads, answers = SPAWN.Queue(), SPAWN.Queue()
+    reader = SPAWN.Process(target=read_shared, args=(payloads, answers), daemon=True)
+    reader.start()
+    sent: dict[str, Tensor] = {name: value.to(device) for name, value in parameters().items()}
+    shared, received = SharedBucket(ServerForm(torch.bfloat16), device=str(device)), {}
+    for bucket in buckets(sent):
+        shared.fill(bucket)
+        payloads.put(shared.payload())
+        received |= answers.get(timeout=60)
+    payloads.put(None)
+    reader.join(30)
+    assert received.keys() == sent.keys()
+    for name, tensor in sent.items():
+        assert (received[name] == tensor.bfloat16().double().cpu().numpy()).all()

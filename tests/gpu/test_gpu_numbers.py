@@ -1,0 +1,95 @@
+"""The same numbers on the device as on the CPU: attention, logprobs and gradients, packed and padded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import random_experience, tiny_model
+from torch import Tensor
+
+from lightrl.experience import Experience
+from lightrl.models import Outputs
+from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.strategies.packed_attention import KERNELS, PackedRows, _sdpa, kernel_for
+
+FAMILIES = ["llama", "qwen3", "mistral with a window", "gemma3 hybrid"]
+LENGTHS = [300, 1, 129, 40, 700, 64]
+# Per logprob: sums of some hundred roundings, of float32 or of bfloat16.
+BOUND = {torch.float32: 2e-4, torch.bfloat16: 0.15}
+
+
+def numbers(
+    device: torch.device, family: str, dtype: torch.dtype, form: str | None, experience: Experience
+) -> tuple[Tensor, Tensor]:
+    """Logprobs [B, T], and the gradient of all parameters, on the CPU in float32."""
+    model = tiny_model(family, dtype=dtype).to(device)
+    single = SingleModel(model, LogprobSettings(temperature=0.9), form=form)  # type: ignore[arg-type]
+    logprobs: list[Tensor] = []
+
+    def loss(part: Experience, outputs: Outputs) -> Tensor:
+        logprobs.append(outputs.logprobs.detach().float().cpu())
+        return (outputs.logprobs * part.rewards[:, None] + 0.1 * outputs.entropy).sum()
+
+    single.forward_backward([experience.to(device)], loss, Tensor.backward)
+    gradients = [item.grad.flatten() for item in model.parameters() if item.grad is not None]
+    return logprobs[0], torch.cat(gradients).float().cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_gradients_are_those_of_the_cpu(device: torch.device, family: str, dtype: torch.dtype) -> None:
+    experience = random_experience(num_groups=6)
+    expected = numbers(torch.device("cpu"), family, torch.float32, "rectangles", experience)
+    for form in (None, "packed", "rectangles"):
+        logprobs, gradient = numbers(device, family, dtype, form, experience)
+        assert (logprobs - expected[0]).abs().mean() < BOUND[dtype]
+        assert (gradient - expected[1]).norm() < 2 * BOUND[dtype] * expected[1].norm()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_kernel_gives_what_sdpa_gives(device: torch.device, kernel: str, window: int | None, only_cuda: None) -> None:
+    dtype = torch.bfloat16 if kernel == "flash" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, heads, sum(LENGTHS), 64, generator=generator).to(device, dtype).requires_grad_()
+        for heads in (8, 2, 2)
+    ]
+    rows = PackedRows(LENGTHS, device)
+    results = []
+    for function in (KERNELS[kernel], _sdpa):
+        output = function(*inputs, rows, None, window)
+        results.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
+    for actual, expected in zip(*results, strict=True):
+        assert (actual - expected).abs().max() <= (2e-2 if kernel == "flash" else 1e-4) * expected.abs().max()
+
+
+def test_flash_attention_is_what_runs_in_bfloat16(device: torch.device, only_cuda: None) -> None:
+    kernel_for.cache_clear()
+    assert kernel_for(device, torch.bfloat16, 128, 128) == "flash"
+
+
+def test_the_memory_of_a_packed_row_does_not_grow_with_its_square(device: torch.device, only_cuda: None) -> None:
+    peaks = []
+    for num_groups in (64, 256):
+        experience = random_experience(num_groups=num_groups, group_size=8, completion_tokens=(8, 8))
+        torch.cuda.reset_peak_memory_stats()
+        numbers(device, "qwen3", torch.bfloat16, "packed", experience)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] < 6 * peaks[0]  # 4 times the tokens; 16 times as many pairs
+
+
+def test_a_microbatch_never_waits_for_the_device(device: torch.device, only_cuda: None) -> None:
+    model = tiny_model(dtype=torch.bfloat16).to(device)
+    single = SingleModel(model, LogprobSettings())
+    part = random_experience().to(device)
+
+    def loss(part: Experience, outputs: Outputs) -> Tensor:
+        return (outputs.logprobs * part.rewards[:, None]).sum()
+
+    single.forward_backward([part], loss, Tensor.backward)  # the kernel's trial waits
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        single.forward_backward([part], loss, Tensor.backward)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

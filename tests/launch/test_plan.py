@@ -1,0 +1,195 @@
+"""The planner: who runs where, on which GPUs, with which addresses; and what it refuses. Tables, no processes."""
+
+import pytest
+
+from lightrl.launch.picture import describe, picture
+from lightrl.launch.plan import make_plan, place
+from lightrl.launch.run_facts import RunFacts
+from lightrl.launch.settings import Launch, Layout
+from lightrl.models import ModelSpec, RoleMesh
+
+SEVEN_B = {
+    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+FACTS = RunFacts()
+
+
+def plan_of(facts: RunFacts = FACTS, **launch):
+    return make_plan(Launch(**{"launcher": "slurm", **launch}), facts, folder="runs/launch-0", port=29500)
+
+
+PICTURES = {
+    "one host, half each": (
+        {"gpus_per_node": 4, "ranks": 2, "servers": 1, "tp": 2},
+        "rank 0 | rank 1 | server 0 | server 0",
+    ),
+    "a host each": (
+        {"nodes": 2, "gpus_per_node": 2, "ranks": 2, "servers": 2, "tp": 1},
+        "rank 0 | rank 1 / server 0 | server 1",
+    ),
+    "servers also beside ranks": (
+        {"nodes": 2, "gpus_per_node": 4, "allocation": "sglang:d3t2+fsdp:d2"},
+        "rank 0 | rank 1 | server 0 | server 0 / server 1 | server 1 | server 2 | server 2",
+    ),
+    "a server begins at a multiple of tp": (
+        {"nodes": 2, "gpus_per_node": 4, "ranks": 1, "servers": 2, "tp": 2},
+        "rank 0 | idle | server 0 | server 0 / server 1 | server 1 | idle | idle",
+    ),
+    "ranks that do not fill hosts are spread evenly": (
+        {"nodes": 2, "gpus_per_node": 4, "ranks": 6, "servers": 2, "tp": 1},
+        "rank 0 | rank 1 | rank 2 | server 0 / rank 3 | rank 4 | rank 5 | server 1",
+    ),
+    "colocated": (
+        {"gpus_per_node": 4, "ranks": 4, "servers": 2, "tp": 2, "placement": "colocated"},
+        "rank 0 + server 0 | rank 1 + server 0 | rank 2 + server 1 | rank 3 + server 1",
+    ),
+    "colocated, as AReaL writes it": (
+        {"gpus_per_node": 2, "allocation": "sglang[gen]:t2|fsdp[actor]:d2"},
+        "rank 0 + server 0 | rank 1 + server 0",
+    ),
+    "as many GPUs as the run needs": ({"ranks": 1, "servers": 1, "tp": 2}, "rank 0 | idle | server 0 | server 0"),
+}
+
+
+@pytest.mark.parametrize("case", PICTURES)
+def test_ranks_come_first_and_servers_fill_what_is_left(case):
+    launch, drawn = PICTURES[case]
+    rows = picture(plan_of(**launch)).splitlines()[1:]
+    assert " / ".join(" | ".join(cell.strip() for cell in row.split("|")[1:]) for row in rows) == drawn
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 16])
+def test_no_gpu_has_two_users_unless_colocated(nodes, gpus, ranks):
+    for tp in (1, 2, 4):
+        for servers in (1, 2, 5):
+            try:
+                placed = place(Layout(ranks, servers, tp), nodes, gpus)
+            except ValueError:
+                continue
+            used = [(host, gpu) for one in placed for host, groups in one.items() for group in groups for gpu in group]
+            assert len(used) == len(set(used)) == ranks + servers * tp
+            assert all(host < nodes and gpu < gpus for host, gpu in used)
+            assert len({len(groups) for groups in placed[0].values()}) == 1  # Lightning needs as many on each host
+
+
+def test_processes_get_their_gpus_environment_and_addresses():
+    plan = plan_of(nodes=2, gpus_per_node=4, ranks=4, servers=2, tp=2)
+    ranks, (servers,) = plan.of("trainer"), plan.of("servers")
+    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in ranks] == ["0,1,2,3"] * 4
+    assert ranks[3].rank_environment["RANK"] == ranks[3].rank_environment["LOCAL_RANK"] == "3"
+    assert ranks[3].environment["MASTER_ADDR"] == "node1"
+    assert ranks[0].environment["LIGHTRL_SERVER_ADDRS"] == "node2:29501,node2:29502"
+    command = " ".join(servers.command)
+    assert "serve" in command
+    assert "--host node2 --port 29501" in command
+    assert "--devices 0,1,2,3" in command
+    trainer = plan.settings["trainer"]
+    assert (trainer["num_nodes"], trainer["devices"]) == (1, 4)
+    assert trainer["strategy"] == {"class_path": "FSDP2Strategy"}
+    assert trainer["engine"]["init_args"]["servers"] is None  # the run starts none itself
+    assert trainer["engine"]["init_args"]["weight_folder"] == "runs/launch-0/weights"  # the servers are elsewhere
+
+
+def test_the_allocation_decides_how_the_model_is_split():
+    trainer = plan_of(nodes=3, gpus_per_node=4, allocation="sglang.d4t2+d2p2t1").settings["trainer"]
+    assert trainer["strategy"] == {"class_path": "Parallel3DStrategy", "init_args": {"pp": 2, "tp": 1}}
+
+
+def test_the_engines_own_servers_are_placed_if_the_launch_names_none():
+    plan = plan_of(RunFacts(engine="SGLangEngine", servers=2, tp=2), gpus_per_node=8)
+    assert plan.layout == Layout(1, 2, 2)
+
+
+def test_a_run_without_servers_keeps_its_engine():
+    assert "engine" not in plan_of(ranks=2).settings["trainer"]
+
+
+def test_on_a_cpu_nobody_gets_a_gpu():
+    plan = plan_of(RunFacts(on_cpu=True), gpus_per_node=2, ranks=1, servers=1)
+    assert not any("CUDA_VISIBLE_DEVICES" in one.environment or "--devices" in one.command for one in plan.processes)
+
+
+def test_the_delta_transport_gets_the_address_of_each_receiver():
+    facts = RunFacts(transport="delta", on_cpu=True)
+    plan = plan_of(facts, nodes=3, gpus_per_node=2, ranks=2, servers=3)
+    assert plan.processes[0].environment["LIGHTRL_RECEIVER_ADDRS"] == "node2:29503,node3:29502"
+
+
+REFUSED = {
+    "more ranks than GPUs": ({"gpus_per_node": 2, "ranks": 4}, {}, "4 trainer ranks need 4 GPUs"),
+    "ranks that cannot be spread": ({"nodes": 2, "gpus_per_node": 4, "ranks": 7}, {}, "spread evenly"),
+    "servers beside ranks": ({"gpus_per_node": 4, "ranks": 3, "servers": 2}, {}, "leave room for 1"),
+    "a server over two hosts": ({"nodes": 2, "gpus_per_node": 2, "ranks": 1, "servers": 1, "tp": 4}, {}, "the 2 GPUs"),
+    "tp that leaves GPUs over": ({"gpus_per_node": 8, "ranks": 2, "servers": 2, "tp": 3}, {}, "must divide the 8 GPUs"),
+    "colocated tp": (
+        {"gpus_per_node": 4, "ranks": 2, "servers": 1, "tp": 4, "placement": "colocated"}, {}, "the 2 trainer ranks",
+    ),
+    "trainer tp over hosts": ({"nodes": 2, "gpus_per_node": 2, "allocation": "t4"}, {}, "tp=4 must divide the 2 ranks"),
+    "pp that does not divide": (
+        {"nodes": 1, "gpus_per_node": 4, "ranks": 3}, {"strategy": "Parallel3DStrategy", "trainer_pp": 2}, "pp=2",
+    ),
+    "a role's mesh": (
+        {"gpus_per_node": 4, "ranks": 4}, {"meshes": {"critic": RoleMesh(4, 2)}}, "model.critic.mesh does not fit",
+    ),
+    "another strategy": ({"ranks": 2}, {"strategy": "DDPStrategy"}, "trainer.strategy=DDPStrategy"),
+    "a strategy that differs": ({"allocation": "t2"}, {"strategy": "FSDP2Strategy"}, "splits by data only"),
+    "another engine": ({"servers": 1}, {"engine": "LocalEngine"}, "trainer.engine is LocalEngine"),
+    "servers by address": ({"servers": 1}, {"engine": "SGLangEngine", "has_urls": True}, "Remove urls"),
+    "tp and heads": ({"nodes": 2, "gpus_per_node": 8, "servers": 1, "tp": 8}, {"policy": SEVEN_B}, "28 attention"),
+    "memory of a rank": ({"gpu_memory_gb": 80, "ranks": 1}, {"policy": SEVEN_B}, r"\(121.8 for parameters"),
+    "memory of a server": (
+        {"gpus_per_node": 64, "gpu_memory_gb": 16, "ranks": 32, "servers": 1, "tp": 1},
+        {"policy": SEVEN_B, "microbatch_tokens": 1024, "checkpoints_activations": True}, "A server's GPU needs 15",
+    ),
+    "vllm": ({"allocation": "vllm:d2+fsdp:d2"}, {}, "servers are SGLang's"),
+    "experts": ({"allocation": "megatron:d4e2"}, {}, "not by e"),
+    "context": ({"allocation": "fsdp:d4c2"}, {}, "not by c"),
+    "models apart": ({"allocation": "fsdp[a]:d4+fsdp[c]:d4"}, {}, "mesh: "),
+    "nothing to train": ({"allocation": "sglang:d4"}, {}, "nothing in it trains"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_starts(case):
+    launch, facts, message = REFUSED[case]
+    policy = {"policy": ModelSpec(config=facts["policy"], tokenizer="x")} if "policy" in facts else {}
+    with pytest.raises(ValueError, match=message):
+        plan_of(RunFacts(**{**facts, **policy}), **launch)
+
+
+WRONG = {
+    "both": ({"allocation": "d2", "ranks": 2}, "not both"),
+    "local over hosts": ({"launcher": "local", "nodes": 2}, "needs a launcher that reaches other hosts"),
+    "hosts": ({"nodes": 2, "hosts": ["a"]}, "must name all 2"),
+    "an image": ({"launcher": "kubernetes"}, "needs launch.container"),
+    "port": ({"port": 80}, "launch.port"),
+    "nodes": ({"nodes": 0}, "nodes must be"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_section_that_contradicts_itself_is_refused(case):
+    settings, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        Launch(**{"launcher": "slurm", **settings})
+
+
+def test_the_plan_says_what_is_idle_and_what_memory_it_needs():
+    policy = ModelSpec(config=SEVEN_B, tokenizer="x")
+    text = describe(plan_of(RunFacts(policy=policy), gpus_per_node=8, ranks=4, servers=1, tp=2))
+    assert "2 of 8 GPUs stay idle." in text
+    assert "of a server's GPU: 7.6 GB" in text
+    assert "node1:29500" in text
+    assert "runs/launch-0/node1/servers-0.log" in text
+
+
+def test_of_many_hosts_the_first_and_the_last_are_drawn():
+    text = picture(plan_of(nodes=128, gpus_per_node=1, ranks=128))
+    assert len(text.splitlines()) == 18
+    assert "112 more" in text
+    assert "node128" in text

@@ -1,0 +1,97 @@
+"""What torchrun's scripts and Kubernetes' manifests say of a plan."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import yaml
+
+from lightrl.launch.kubernetes import KubernetesLauncher
+from lightrl.launch.plan import Plan, make_plan
+from lightrl.launch.run_facts import RunFacts
+from lightrl.launch.settings import Launch
+from lightrl.launch.torchrun import TorchrunLauncher
+
+
+def plan_of(facts: RunFacts | None = None, **launch) -> Plan:
+    settings = {"launcher": "torchrun", "nodes": 3, "gpus_per_node": 4, "ranks": 8, "servers": 2, "tp": 2, **launch}
+    return make_plan(Launch(**settings), facts or RunFacts(), folder="/runs/launch-0", port=29500)
+
+
+def on_kubernetes(**launch) -> KubernetesLauncher:
+    options = {"claim": "runs", "namespace": "lab"}
+    settings = {"launcher": "kubernetes", "container": "lightrl:1", "options": options, **launch}
+    return KubernetesLauncher(plan_of(RunFacts(transport="delta"), **settings))
+
+
+def checked(script: str) -> str:
+    """A script that bash can read."""
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    return script
+
+
+def test_torchrun_gets_a_script_for_each_host_and_the_servers_one_of_their_own():
+    launched = TorchrunLauncher(plan_of(setup=["module load cuda"], container="apptainer exec run.sif"))
+    files = launched.files()
+    assert list(files) == ["trainer-node1.sh", "trainer-node2.sh", "servers-node3.sh"]
+    second = checked(files["trainer-node2.sh"])
+    assert "--nnodes=2 --nproc-per-node=4 --node-rank=1 --master-addr=node1 --master-port=29500" in second
+    assert "export CUDA_VISIBLE_DEVICES=0,1,2,3\n" in second
+    assert "export LIGHTRL_SERVER_ADDRS=node3:29501,node3:29502\n" in second
+    assert "module load cuda\nexec apptainer exec run.sif python -m torch.distributed.run" in second
+    assert "export LIGHTRL_SERVER_TOKEN=$(cat /runs/launch-0/token)" in second
+    assert "MASTER_ADDR" not in second  # torchrun sets it
+    assert "--servers 2 --tp 2 --host node3 --port 29501" in checked(files["servers-node3.sh"])
+
+
+# The fields of the objects that we write, from their schemas (the sources are in kubernetes.py).
+TRAIN_JOB = {"runtimeRef", "initializer", "trainer", "runtimePatches", "suspend", "activeDeadlineSeconds", "managedBy"}
+TRAINER = {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
+SERVERS = {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"}
+GROUP = {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy"}
+
+
+def test_kubernetes_gets_a_train_job_and_a_set_of_servers():
+    files = on_kubernetes().files()
+    job, servers = yaml.safe_load(files["trainer.yaml"]), yaml.safe_load(files["servers.yaml"])
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert (servers["apiVersion"], servers["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+    assert {one["metadata"]["namespace"] for one in (job, servers)} == {"lab"}
+    assert set(job["spec"]) <= TRAIN_JOB
+    assert set(job["spec"]["trainer"]) <= TRAINER
+    assert set(servers["spec"]) <= SERVERS
+    assert set(servers["spec"]["leaderWorkerTemplate"]) <= GROUP
+    trainer = job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
+    assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 4}}
+    assert servers["spec"]["replicas"] == 2
+    (container,) = servers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
+    assert {"name": "runs", "mountPath": "/runs"} in container["volumeMounts"]
+
+
+def test_pods_find_each_server_and_its_receiver_by_name():
+    files = on_kubernetes().files()
+    trainer = checked(files["trainer.sh"])
+    hosts = [f"lightrl-servers-{number}.lightrl-servers" for number in (0, 1)]
+    assert f"export LIGHTRL_SERVER_ADDRS={hosts[0]}:29501,{hosts[1]}:29501\n" in trainer
+    assert f"export LIGHTRL_RECEIVER_ADDRS={hosts[0]}:29502,{hosts[1]}:29502\n" in trainer
+    assert "CUDA_VISIBLE_DEVICES" not in trainer
+    servers = checked(files["servers.sh"])
+    assert '--servers 1 --tp 2 --host "$POD_IP" --port 29501' in servers
+    assert "--devices 0,1" in servers
+
+
+REFUSED = {
+    "colocated": ({"placement": "colocated"}, "cannot colocate"),
+    "no claim": ({"options": {}}, "needs launch.options.claim"),
+    "unknown option": ({"options": {"claim": "x", "partition": "gpu"}}, "got partition"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_kubernetes_cannot_do_is_refused(case):
+    settings, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        on_kubernetes(**settings)

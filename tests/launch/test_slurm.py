@@ -1,0 +1,174 @@
+"""Jobs that the launcher writes, and what they do with Slurm on hosts in a box: order, warning, requeue, a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from launched import engine
+from slurm_box import Slurm, why_not
+
+from lightrl.commands.status import status_text
+from lightrl.launch.launcher import make_folder, write_files
+from lightrl.launch.plan import Plan, make_plan
+from lightrl.launch.run_facts import RunFacts
+from lightrl.launch.settings import Launch, Recover
+from lightrl.launch.slurm import SlurmLauncher, host_names
+
+WHY_NOT = why_not()
+ON_SLURM = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"Slurm in a box: {WHY_NOT}"),
+]
+TASK = Path(__file__).parents[1] / "commands"
+LONGEST_S = 90.0
+
+# In place of `python -m lightrl fit …` and `… serve …`: notes what it gets, and ends as these do.
+PROGRAM = """#!{python}
+import json, os, signal, sys, time
+names = ["MASTER_ADDR", "MASTER_PORT", "LIGHTRL_SERVER_ADDRS", "LIGHTRL_SERVER_TOKEN", "CUDA_VISIBLE_DEVICES"]
+names += ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURMD_NODENAME"]
+role = "servers" if "serve" in sys.argv else "trainer"
+def note(**fields):
+    with open({notes!r}, "a") as file:
+        file.write(json.dumps({{"role": role, "at": time.time(), **fields}}) + "\\n")
+def end(*_):
+    note(word="ended")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+note(word="started", words=sys.argv, **{{name: os.environ.get(name) for name in names}})
+print("iteration 1", flush=True)
+time.sleep(0 if "--ckpt_path" in sys.argv else 600)
+end()
+"""
+
+
+def plan_in(folder: Path, **launch) -> Plan:
+    """Two ranks on the first two hosts, a server on the third."""
+    program = folder / "program"
+    program.write_text(PROGRAM.format(python=sys.executable, notes=str(folder / "notes")))
+    program.chmod(0o700)
+    settings = {"launcher": "slurm", "nodes": 3, "gpus_per_node": 1, "ranks": 2, "servers": 1, **launch}
+    facts = RunFacts(on_cpu=True)
+    place = str(make_folder(folder))
+    return make_plan(Launch(**settings), facts, folder=place, port=29500, hosts=host_names(3), python=str(program))
+
+
+def notes(folder: Path) -> list[dict]:
+    file = folder / "notes"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_the_job_asks_for_its_hosts_and_its_end(tmp_path):
+    options = {"partition": "gpu", "account": "lab"}
+    plan = plan_in(tmp_path, time_limit="1-00:00:00", options=options, setup=["module load cuda"], recover=Recover(3))
+    files = SlurmLauncher(plan).files()
+    job = files["job.sh"].splitlines()
+    for line in (
+        "--nodes=3",
+        "--exclusive",
+        "--requeue",
+        "--time=1-00:00:00",
+        "--signal=B:USR1@300",
+        "--partition=gpu",
+    ):
+        assert f"#SBATCH {line}" in job
+    (trainer,) = [line for line in job if line.startswith("$step --job-name=trainer")]
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1" in trainer
+    assert '--nodelist="${hosts[0]},${hosts[1]}"' in trainer
+    assert "module load cuda" in files["trainer.sh"]
+    assert 'export MASTER_ADDR="${hosts[0]}"' in files["trainer.sh"]
+    assert 'export LIGHTRL_SERVER_ADDRS="${hosts[2]}:29501"' in files["trainer.sh"]
+
+
+def test_a_job_without_retries_is_not_requeued_and_one_without_servers_has_one_step(tmp_path):
+    files = SlurmLauncher(plan_in(tmp_path, servers=0)).files()
+    assert "#SBATCH --no-requeue" in files["job.sh"]
+    assert "servers.sh" not in files
+    assert "--job-name=trainer" in files["job.sh"]
+    assert "--job-name=servers" not in files["job.sh"]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [("array", "cannot be a job array"), ("nodes", "which the launch sets")]
+)
+def test_options_that_contradict_the_plan_are_refused(tmp_path, option, message):
+    with pytest.raises(ValueError, match=message):
+        SlurmLauncher(plan_in(tmp_path, options={option: "1-4"}))
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    with Slurm(3, tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+class TestOnSlurm:
+    pytestmark = ON_SLURM
+
+    def test_both_steps_run_at_once_and_the_warning_saves_and_requeues(self, slurm, tmp_path):
+        plan = plan_in(tmp_path, recover=Recover(retries=1))
+        write_files(plan, "", SlurmLauncher(plan).files())
+        job = slurm.run("sbatch", "--parsable", f"{plan.folder}/job.sh", cwd=tmp_path).strip()
+        self.wait_for_notes(slurm, job, tmp_path, 3)
+        first = {one["SLURMD_NODENAME"]: one for one in notes(tmp_path)}
+        ranks = [first["node1"], first["node2"]]
+        assert [one["SLURM_PROCID"] for one in ranks] == ["0", "1"]
+        assert first["node3"]["role"] == "servers"
+        for one in ranks:  # what Lightning checks against devices and num_nodes
+            assert (one["SLURM_NTASKS"], one["SLURM_NTASKS_PER_NODE"], one["SLURM_NNODES"]) == ("2", "1", "2")
+            assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("node1", "29500")
+            assert one["LIGHTRL_SERVER_ADDRS"] == "node3:29501"
+            assert len(one["LIGHTRL_SERVER_TOKEN"]) == 64
+            assert one["CUDA_VISIBLE_DEVICES"] is None
+        host = first["node3"]["words"][first["node3"]["words"].index("--host") + 1]
+        assert host == "node3"
+
+        slurm.run("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the time limit
+        slurm.wait_for(job, "COMPLETED", timeout_s=LONGEST_S)
+        again = [one for one in notes(tmp_path)[3:] if one["role"] == "trainer" and one["word"] == "started"]
+        assert [one["words"][-2:] for one in again] == [["--ckpt_path", "last"]] * 2
+        ended = [one["role"] for one in notes(tmp_path)[3:] if one["word"] == "ended"]
+        assert ended == ["trainer", "trainer", "servers"] * 2
+        assert (Path(plan.folder) / "node2" / "trainer-1.log").read_text() == "iteration 1\n" * 2
+        assert "Requeued after 0 restarts." in (Path(plan.folder) / "job.log").read_text()
+
+    def test_a_canceled_job_asks_the_trainer_to_end_and_is_not_requeued(self, slurm, tmp_path):
+        plan = plan_in(tmp_path, recover=Recover(retries=1))
+        write_files(plan, "", SlurmLauncher(plan).files())
+        job = slurm.run("sbatch", "--parsable", f"{plan.folder}/job.sh", cwd=tmp_path).strip()
+        self.wait_for_notes(slurm, job, tmp_path, 3)
+        slurm.run("scancel", "--batch", "--signal=TERM", job)  # SlurmLauncher.end
+        slurm.wait_for(job, "COMPLETED", timeout_s=LONGEST_S)
+        assert [one["role"] for one in notes(tmp_path)[3:]] == ["trainer", "trainer", "servers"]
+
+    def test_a_run_of_two_hosts_with_a_server_on_a_third(self, slurm, settings, tmp_path):
+        settings["trainer"].update(engine=engine(tmp_path), default_root_dir=str(tmp_path / "runs"))
+        settings["launch"] = {"launcher": "slurm", "nodes": 3, "gpus_per_node": 1, "ranks": 2, "servers": 1}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+        words = [sys.executable, "-m", "lightrl", "launch", "--config", "run.yaml", "--wait"]
+        paths = os.pathsep.join([str(TASK), *sys.path])
+        output = slurm.run(*words, cwd=tmp_path, env={"PYTHONPATH": paths}, timeout_s=170)
+        assert "trainer-0 | iteration: 2 groups x 2 = 4 trajectories" in output, output
+        text = status_text(tmp_path / "runs")
+        assert "iteration  2 of 2; weight version 2" in text
+        assert "http://node3:29501  routable  version 2" in text
+        assert "slurm, exit code 0, job" in text
+        assert f"{tmp_path}/runs/launch-0/node2/trainer-1.log" in text
+        checkpoint = tmp_path / "runs/lightning_logs/version_0/checkpoints/last.ckpt"
+        assert {file.name for file in checkpoint.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+
+    @staticmethod
+    def wait_for_notes(slurm, job, folder, number):
+        slurm.wait_for(job, "RUNNING", timeout_s=LONGEST_S)
+        deadline = time.monotonic() + LONGEST_S
+        while len(notes(folder)) < number:
+            assert time.monotonic() < deadline, notes(folder)
+            time.sleep(0.1)

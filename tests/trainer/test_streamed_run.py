@@ -1,0 +1,116 @@
+"""Runs on data that is read while it is used: to the bit as from the start of the run, wherever they resume."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny_run import POLICY, TinyGRPO, are_equal, make_trainer, weights
+
+import lightrl
+from lightrl import FakeEngine, PromptDataModule, SFTDataModule, StalenessControl
+from lightrl.data import ChatRenderer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """Three shards of five rows."""
+    (tmp_path / "rows").mkdir()
+    for shard in range(3):
+        rows = [{"question": f"{shard} {place}", "answer": f"{place}"} for place in range(5)]
+        (tmp_path / f"rows/{shard}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / "rows/*.jsonl")
+
+
+def data(source: str, kind: type = PromptDataModule, **settings: Any) -> Any:
+    return kind(source, **({"batch_size": 2, "streaming": True, "shuffle_buffer": 4, "seed": 1} | settings))
+
+
+def fit(folder: Path, module: Any, rows: Any, resume: Path | None = None, **flags: Any) -> Any:
+    save = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    flags["callbacks"] = [*flags.get("callbacks", []), *([] if resume else [save])]
+    trainer = make_trainer(folder, enable_checkpointing=True, **flags)
+    trainer.fit(module, datamodule=rows, ckpt_path=resume)
+    return module
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_resumed_run_goes_on_at_the_next_row(folder: str, tmp_path: Path, max_staleness: int) -> None:
+    def run(resume: Path | None = None) -> Any:
+        flags: dict[str, Any] = {"engine": FakeEngine(), "callbacks": [StalenessControl(max_staleness)]}
+        return fit(tmp_path, TinyGRPO(), data(folder), resume, max_steps=9, **flags)
+
+    whole = run()
+    for iteration in (1, 4, 8):
+        resumed = run(tmp_path / f"step={iteration}.ckpt")
+        assert resumed.trained == whole.trained[iteration:]
+        state = torch.load(tmp_path / f"step={iteration}.ckpt", weights_only=True)
+        rollout = state["loops"]["fit_loop"]["epoch_loop.automatic_optimization.state_dict"]["rollout"]
+        lowest = min([rollout["next_position"], *rollout["in_flight"]])
+        assert lowest - 4 < rollout["stream"]["0"]["number"] <= lowest
+        if not max_staleness:
+            assert are_equal(weights(resumed), weights(whole))
+
+
+def test_prompts_are_made_in_batches_in_another_thread(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[tuple[str, int]] = []
+    whole = ChatRenderer.ids_of
+
+    def noted(self: ChatRenderer, chats: Any) -> Any:
+        threads.extend([(threading.current_thread().name, len(chats))] if chats else [])
+        return whole(self, chats)
+
+    monkeypatch.setattr(ChatRenderer, "ids_of", noted)
+    fit(tmp_path, TinyGRPO(), data(folder), max_steps=2, engine=FakeEngine())
+    at_start, *later = threads
+    assert at_start == ("MainThread", 15)  # the first rows
+    assert later[0][1] == 256
+    assert not any(name in ("MainThread", "lightrl-rollout") for name, _ in later)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_sft_resumes_at_the_next_row_too(
+    folder: str, tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightrl.data.prompts.MAX_PROMPTS_AT_START", 3)
+    monkeypatch.setattr("lightrl.data.windows.BATCHES", 3)
+    source = folder if streaming else folder.replace("*", "0")
+
+    def run(resume: Path | None = None) -> Any:
+        module = lightrl.SFT(POLICY, lr=0.05, lr_decay="constant")
+        return fit(tmp_path, module, data(source, SFTDataModule, streaming=streaming), resume, max_steps=11)
+
+    whole = run()
+    for iteration in (2, 3, 7):
+        assert are_equal(weights(run(tmp_path / f"step={iteration}.ckpt")), weights(whole))
+
+
+def test_a_run_without_an_end_is_refused(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"How many rows streamed data has is not known.*Set trainer.max_steps, or"):
+        make_trainer(tmp_path, max_epochs=1).fit(TinyGRPO(), datamodule=data(folder))
+
+
+def test_limits_of_the_trainer_make_epochs(folder: str, tmp_path: Path) -> None:
+    module = fit(tmp_path, TinyGRPO(), data(folder), max_epochs=2, limit_train_batches=4, engine=FakeEngine())
+    assert module.trained == [[2 * iteration, 2 * iteration + 1] for iteration in range(8)]
+
+
+def test_a_bad_row_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    rows = [{"question": "1 2", "answer": "1"}] * 300
+    rows[290] = {"question": " ", "answer": "1"}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = str(tmp_path / "rows.jsonl")
+    with pytest.raises(lightrl.errors.RolloutError, match=r"Prompt 290 .*Row 291 of .* has an empty column 'question'"):
+        fit(tmp_path, TinyGRPO(), data(source, shuffle=False, batch_size=50), max_steps=6, engine=FakeEngine())
