@@ -109,25 +109,26 @@ class RolloutLoop(_AutomaticOptimization):
         with self._phase("score"):
             experience = Experience.from_trajectories(trajectories, are_judged=not rollout.settings.judges_later)
             experience = with_pictures(experience, trajectories, module.pictures).to(module.device)
-        scored: set[str] = set()
-        if rollout.settings.judges_later:
+            if not rollout.settings.judges_later:
+                return self._run_calls(module, experience, trajectories, left_out=set())
             graph = module.data_flow()
             scored = graph.beside_rewards()
             later = {call.name for call in graph.calls} - scored
             experience = self._run_calls(module, experience, trajectories, left_out=later)
-            with self._phase("rewards"):
-                rollout.wait_for_rewards(groups, on_wait=self._waiting("on_rewards_progress"))
-            self._report_drops()
-            experience = experience.judged(trajectories)
-            trajectories = [trajectory for trajectory in trajectories if trajectory.reward is not None]
-            self.trainer.call_rl_hook("on_rewards_ready", [group for group in groups if group.trajectories])
-        return self._run_calls(module, experience, trajectories, left_out=scored)
+        with self._phase("rewards"):
+            rollout.wait_for_rewards(groups, on_wait=self._waiting("on_rewards_progress"))
+        self._report_drops()
+        experience = experience.judged(trajectories)
+        trajectories = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+        self.trainer.call_rl_hook("on_rewards_ready", [group for group in groups if group.trajectories])
+        with self._phase("score"):
+            return self._run_calls(module, experience, trajectories, left_out=scored)
 
     def _run_calls(
         self, module: RLModule, experience: Experience, trajectories: list[Trajectory], *, left_out: set[str]
     ) -> Experience:
         context = self.trainer.precision_plugin.forward_context
-        with self._phase("score"), logging_allowed(module):
+        with logging_allowed(module):
             return score(module, experience, trajectories, forward_context=context, ranks=self.ranks, left_out=left_out)
 
     def _update(self, module: RLModule, experience: Experience, batch_idx: int) -> None:
