@@ -35,6 +35,7 @@ from lightrl.experience import Experience
 from lightrl.models import Outputs
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.costs import activation_bytes
+from lightrl.strategies.packed_attention import kernel_for
 from lightrl.strategies.tensor_plans import layer_parameters
 
 GOAL_RATIO, GOAL_MFU = 1.3, 0.45
@@ -90,7 +91,7 @@ class Contest:
 
     def __init__(self, config: PretrainedConfig, experience: Experience, device: str, plain_tokens: int) -> None:
         torch.manual_seed(0)
-        attention = "flash_attention_2" if device == "cuda" and has_flash_attention() else "sdpa"
+        attention = "flash_attention_2" if has_flash_attention() and device == "cuda" else "sdpa"
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -101,6 +102,10 @@ class Contest:
         self.plain = plain_parts(self.experience, plain_tokens)
         settings = LogprobSettings(entropy_needs_gradient=False)
         self.single = SingleModel(self.model, settings, form="packed" if device == "cuda" else None)
+        self.kernel = attention
+        if attention == "sdpa" and self.single.form == "packed":
+            head_size = config.head_dim
+            self.kernel = kernel_for(next(self.model.parameters()).device, dtype, head_size, head_size)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
 
     def update_plain(self) -> None:
@@ -195,7 +200,7 @@ def measure(report: Report, name: str, tokens: int, given: argparse.Namespace, d
                 memory_gib=None if peak is None else round(peak / gib, 2),
                 state_gib=round(state / gib, 2),
                 activations_gib=round(activations / gib, 2),
-                attention=contest.attention,
+                attention=contest.attention if side == "plain" else contest.kernel,
             )
         ratios[f"ratio_{name}_{tokens}_{what}"] = median_ratio(seconds["plain"], seconds["lightrl"])["ratio"]
     return ratios

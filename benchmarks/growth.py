@@ -1,15 +1,19 @@
 """What grows with the size of a run.
 
     python -m benchmarks.growth [--quick] [--prompts 10000,1000000,5000000] [--trajectories 1024x1000,8192x1000]
+                                [--iterations 10,100,1000,10000]
+    python -m benchmarks.growth --plot growth.jsonl       # a picture of the lines of earlier runs: growth.png
 
 Axes (a list that is empty leaves its axis out):
     prompts    a fresh process opens this many rows, in a JSONL and in a Parquet file: seconds until the first prompt is
                rendered (`start_s`; for Parquet once more with the cache of `datasets` that the first start has made),
                until the fingerprint of the first checkpoint is there, milliseconds for each further prompt in shuffled
-               order, and the process's resident memory. Imports are not counted in the seconds, but in the memory:
-               `imports_mib` is what they take.
+               order, alone and in a batch (in a run: in a thread, ahead of need), and the process's resident memory.
+               Imports are not counted in the seconds, but in the memory: `imports_mib` is what they take.
     trajectories  a fresh process plays and holds this many trajectories, with so many new tokens each: bytes per token,
                and trajectories per second of its processor time (held_trajectories.py)
+    iterations  one run with a tiny policy, FakeEngine, CSV, TensorBoard, TrajectoryLog and LearningCurve: seconds and
+               processor seconds of an iteration (medians of the last 50), memory, bytes of a checkpoint (long_run.py)
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import held_trajectories
+from benchmarks import held_trajectories, long_run
+from benchmarks.growth_plot import draw
 from benchmarks.report import Report, peak_rss_mib
 
 BATCH = 100_000  # rows written at once
@@ -81,10 +86,13 @@ def read(path: str) -> dict[str, float]:
     for position in range(1, NUM_READ + 1):
         assert stream[position] is not None
     ended = time.perf_counter()
+    stream.prepare(NUM_READ + 1, NUM_READ)
+    prepared = time.perf_counter()
     return {
         "start_s": round(started - start, 3),
         "fingerprint_s": round(fingerprinted - started, 3),
         "ms_per_prompt": round((ended - fingerprinted) / NUM_READ * 1e3, 3),
+        "ms_per_prompt_in_a_batch": round((prepared - ended) / NUM_READ * 1e3, 3),
         "rss_mib": round(peak_rss_mib(), 1),
         "imports_mib": round(imports_mib, 1),
     }
@@ -103,6 +111,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="20,000 prompts, no trajectories")
     parser.add_argument("--prompts", default="10000,1000000,5000000")
     parser.add_argument("--trajectories", default="1024x1000,8192x1000,256x30000", help="how many x new tokens")
+    parser.add_argument("--iterations", default="10,100,1000,10000", help="of one run, where it is measured")
+    parser.add_argument("--plot", type=Path, help="a file of JSON lines")
     parser.add_argument("--read", help=argparse.SUPPRESS)
     parser.add_argument("--hold", nargs=2, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -111,6 +121,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if options.hold:
         print(json.dumps(held_trajectories.hold(*options.hold)))
+        return
+    if options.plot:
+        draw(options.plot, options.plot.with_suffix(".png"))
         return
     sizes = [20_000] if options.quick else [int(size) for size in options.prompts.split(",") if size]
     held = "" if options.quick else options.trajectories
@@ -125,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                     report.add("prompts", axis="prompts", prompts=size, form=suffix[1:], is_cached=is_cached, **values)
     for size in filter(None, held.split(",")):
         report.add("trajectories", axis="trajectories", **held_trajectories.measured(*map(int, size.split("x"))))
+    for values in long_run.measured("2,10" if options.quick else options.iterations):
+        report.add("iterations", axis="iterations", **values)
     report.finish()
 
 

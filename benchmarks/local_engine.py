@@ -76,7 +76,10 @@ def run_generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list
     """Seconds of `model.generate`, batch after batch."""
     start = time.perf_counter()
     for first in range(0, len(prompts), batch):
-        token_ids, part = torch.tensor(prompts[first : first + batch]), lengths[first : first + batch]
+        token_ids, part = (
+            torch.tensor(prompts[first : first + batch], device=model.device),
+            lengths[first : first + batch],
+        )
         forced = ForcedLengths(part, end_token=END_TOKEN, prompt_tokens=PROMPT_TOKENS)
         with torch.inference_mode():
             output = model.generate(
@@ -120,8 +123,9 @@ def run_engine(engine: LocalEngine, prompts: list[list[int]], lengths: list[int]
 def measure(report: Report, name: str, batch: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Adds all rows of one model and batch size; returns the ratios."""
     cap: int = arguments.cap
-    model = make_model(name)
-    engine = LocalEngine(max_batch=batch, threads=arguments.threads)
+    dtype = "float32" if arguments.device == "cpu" else "bfloat16"
+    model = make_model(name).to(arguments.device, getattr(torch, dtype))
+    engine = LocalEngine(max_batch=batch, threads=arguments.threads, device=arguments.device, dtype=dtype)
     engine.start(model.config)
     engine.load_weights(bucketed(model.named_parameters(), 64 * 2**20), weight_version=0)
     ratios = {}
@@ -181,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cap", type=int, default=128, help="longest completion, in tokens")
     parser.add_argument("--repeats", type=int, default=3, help="measured rounds; one more warms up")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cpu", help="with cuda both decode in bfloat16; not run yet")
     parser.add_argument("--quick", action="store_true", help="1M at batch 8 and 64, cap 64")
     arguments = parser.parse_args(argv)
     if arguments.quick:

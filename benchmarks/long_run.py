@@ -1,17 +1,18 @@
 """One long run, for `benchmarks.growth`: a tiny policy, FakeEngine, and every callback that keeps state.
 
-    python -m benchmarks.long_run 10,100,1000,10000 FOLDER
+    python -m benchmarks.long_run 10,100,1000,10000 FOLDER [MAX_STALENESS]
 
-Prints a JSON line at each of these iterations.
+Prints a JSON line at each of these iterations. FakeEngine's own record of requests, which grows, is cut.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 import lightrl
+from benchmarks.report import rss_mib
 from lightrl import FakeEngine, LearningCurve, Prompt, PromptDataModule, RLCallback, Sampling, TrajectoryLog
 from lightrl.testing import QUIET, tiny_policy
 from lightrl.trajectory import Trajectory
 
-_LAST = 50  # iterations, whose median is the seconds of a mark
+_LAST = 50  # iterations, whose medians are a mark's seconds
 _REQUESTS_OF_FAKE = 1000  # after as many, FakeEngine's own record is emptied
 
 
@@ -44,17 +46,17 @@ class Marks(RLCallback):
     def __init__(self, marks: list[int], folder: Path) -> None:
         self.marks = marks
         self.folder = folder
-        self._seconds: list[float] = []
-        self._started = time.perf_counter()
+        self._seconds: list[tuple[float, float]] = []  # of the last iterations: by the clock, of the processor
+        self._started = (time.perf_counter(), time.process_time())
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        now = time.perf_counter()
-        self._seconds = [*self._seconds[1 - _LAST :], now - self._started]
+        clock, processor = self._started
+        self._seconds = [*self._seconds[1 - _LAST :], (time.perf_counter() - clock, time.process_time() - processor)]
         if isinstance(trainer.engine, FakeEngine):
             del trainer.engine.requests[:-_REQUESTS_OF_FAKE]
         if trainer.global_step in self.marks:
             self._show(trainer)
-        self._started = time.perf_counter()
+        self._started = (time.perf_counter(), time.process_time())
 
     def _show(self, trainer: Any) -> None:
         path = self.folder / "mark.ckpt"
@@ -64,8 +66,9 @@ class Marks(RLCallback):
         metrics = Path(trainer.loggers[0].log_dir) / "metrics.csv"
         row = {
             "iteration": trainer.global_step,
-            "seconds": round(statistics.median(self._seconds), 5),
-            "rss_mib": round(_rss_mib(), 1),
+            "seconds": round(statistics.median(clock for clock, _ in self._seconds), 5),
+            "processor_s": round(statistics.median(processor for _, processor in self._seconds), 5),
+            "rss_mib": round(rss_mib(), 1),
             "checkpoint_bytes": path.stat().st_size,
             "largest_parts": {name: size for size, name in largest},
             "logged_bytes_per_iteration": round(metrics.stat().st_size / trainer.global_step),
@@ -83,8 +86,14 @@ def _sizes(value: Any, name: str = "", depth: int = 3) -> list[tuple[int, str]]:
     return [(buffer.tell(), name)]
 
 
-def _rss_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+def measured(marks: str) -> list[dict[str, Any]]:
+    """The lines of a run in a process of its own; none for no marks."""
+    if not marks:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.long_run", marks, folder]
+        answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return [json.loads(line) for line in answer.splitlines() if line.startswith('{"iteration"')]
 
 
 def main() -> None:

@@ -498,7 +498,8 @@ def run_fault(fault: SyncFault, num_servers: int, servers: Servers) -> Result:
 
 
 # Runs without a fault: arguments of `fit`, and of `Servers.take`.
-HEALTHY: tuple[tuple[dict[str, Any], str, int], ...] = (
+Healthy = tuple[dict[str, Any], str, int]  # settings, model, number of servers
+HEALTHY: tuple[Healthy, ...] = (
     ({}, "model", 1),
     ({"transport": "tensor"}, "model", 2),
     ({"dtype": "float32"}, "model", 1),
@@ -513,12 +514,12 @@ HEALTHY: tuple[tuple[dict[str, Any], str, int], ...] = (
 )
 
 
-def run_healthy(num_syncs: int, servers: Servers) -> dict[str, Any]:
+def run_healthy(num_syncs: int, servers: Servers, kinds: Sequence[Healthy] = HEALTHY) -> dict[str, Any]:
     """At least `num_syncs` syncs without a fault, and what was reported all the same."""
     results = []
-    for settings, model, num_servers in HEALTHY:
+    for settings, model, num_servers in kinds:
         urls = [process.url for process in servers.take(model, num_servers)]
-        num_iterations = max(1, math.ceil(num_syncs / len(HEALTHY)) - 1)  # and the sync before the first one
+        num_iterations = max(1, math.ceil(num_syncs / len(kinds)) - 1)  # and the sync before the first one
         receiver = servers.receiver() if settings.get("transport") == "delta" else None
         more = settings | delta_settings(receiver)
         results.append(fit(urls, servers.folder(model), Watch(), num_iterations=num_iterations, **more))
@@ -572,7 +573,9 @@ def write_table(file: Path, table: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sync_faults", description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="three faults with one server, 16 syncs")
+    parser.add_argument(
+        "--quick", action="store_true", help="three faults with one server, 16 healthy syncs of one kind"
+    )
     parser.add_argument("--faults", default="", help="only those whose name contains one of these words")
     parser.add_argument("--syncs", type=int, default=1000, help="healthy ones")
     parser.add_argument("--write", type=Path, help="a Markdown file whose table is replaced")
@@ -591,7 +594,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = Report("sync_faults", lr=LR)
     with fake_servers() as servers:
         rows = [report.add("fault", **row(fault, num, run_fault(fault, num, servers))) for fault, num in cases]
-        healthy = report.add("healthy", lr=LR, **run_healthy(options.syncs, servers))
+        healthy = report.add(
+            "healthy", lr=LR, **run_healthy(options.syncs, servers, HEALTHY[:1] if options.quick else HEALTHY)
+        )
     report.finish(["fault", "servers", "dtype", "noticed_by", "iterations", "wrong_values", "outcome", "seconds"])
     if options.write:
         write_table(options.write, markdown(rows, healthy))

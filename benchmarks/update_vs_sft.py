@@ -79,6 +79,8 @@ class UpdateTimes(Profiler):
 
 
 def now() -> tuple[float, float]:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter(), time.process_time()
 
 
@@ -136,7 +138,7 @@ def fine_tuning(module: Any, minibatch: Experience) -> Callable[[], None]:
 
 def padded(name: str, minibatch: Experience) -> Callable[[], None]:
     """The same with a model of plain Hugging Face."""
-    model = make_model(name)
+    model = make_model(name).to(minibatch.token_ids.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     experience = minibatch.with_tensors({"rewards": torch.full((len(minibatch),), 1 / minibatch.num_loss_tokens)})
 
@@ -169,7 +171,7 @@ def work(arguments: argparse.Namespace) -> None:
     spec = lightrl.ModelSpec(config=config.to_dict(), tokenizer="examples.quickstart.task.tokenizer", seed=0)
     module = lightrl.GRPO(spec, group_size=GROUP_SIZE, lr=0.0, reward="examples.quickstart.reward.exact")
     trainer = lightrl.Trainer(
-        accelerator="cpu",
+        accelerator=arguments.accelerator,
         devices=num_processes,
         strategy=FSDP2Strategy() if num_processes > 1 else "auto",
         callbacks=[OtherTurns(times, arguments.models if num_processes == 1 else None)],
@@ -194,7 +196,9 @@ def measure(report: Report, model: str, workload: str, processes: str, arguments
     with tempfile.TemporaryDirectory(prefix="update_vs_sft_") as folder:
         words = [sys.executable, "-m", "benchmarks.update_vs_sft", "--folder", folder, "--models", model]
         words += ["--workloads", workload, "--processes", processes]
-        words += [f"--{name}={getattr(arguments, name)}" for name in ("groups", "cap", "repeats", "threads")]
+        words += [
+            f"--{name}={getattr(arguments, name)}" for name in ("groups", "cap", "repeats", "threads", "accelerator")
+        ]
         load = os.getloadavg()[0]
         subprocess.run(words, check=True, stdout=sys.stderr, timeout=arguments.timeout_s)
         result = json.loads((Path(folder) / "result.json").read_text())
@@ -232,6 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--timeout-s", type=float, default=3600.0, help="of one model, workload and number of processes"
     )
+    parser.add_argument("--accelerator", default="cpu", help="gpu was not run yet")
     parser.add_argument("--quick", action="store_true", help="1M, one workload, 2 groups, 1 and 2 processes, 2 updates")
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # this is one measurement's process
     arguments = parser.parse_args(argv)

@@ -444,9 +444,9 @@ class RLModule(L.LightningModule):
 
         The default `batch_size` is the number of trajectories, which Lightning would look for in tensors.
         """
-        if isinstance(value, int | float) and not args and self._current_fx_name is not None and _is_plain(kwargs):
+        if isinstance(value, int | float) and not args and self._current_fx_name is not None:
             trainer: Any = self.trainer
-            if trainer.log_number(name, float(value), prog_bar=bool(kwargs.get("prog_bar"))):
+            if trainer.log_number(name, value, kwargs):
                 return
         if not args and kwargs.get("batch_size") is None:
             kwargs["batch_size"] = self._log_batch_size
@@ -467,10 +467,3 @@ class RLModule(L.LightningModule):
         # Lightning demands the name of an attribute with each Metric that is no submodule.
         for name, metric in self._evaluation.update(groups, self.validation_metrics).items():
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True, metric_attribute="validation_metrics")
-
-
-def _is_plain(log_arguments: Mapping[str, Any]) -> bool:
-    """Whether these arguments of `log` only ask for the value at this step."""
-    given = {name: value for name, value in log_arguments.items() if value not in (None, False, "mean")}
-    is_logged = log_arguments.get("on_step") is not False and log_arguments.get("logger") is not False
-    return is_logged and set(given) <= {"prog_bar", "logger", "on_step", "add_dataloader_idx", "batch_size"}

@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -144,8 +144,8 @@ class Trainer(RLTrainer):
         finally:
             self._hook_calls.clear()
 
-    def log_number(self, name: str, value: float, *, prog_bar: bool) -> bool:
-        return self._step_log.put(name, value, prog_bar=prog_bar)
+    def log_number(self, name: str, value: float, settings: Mapping[str, Any]) -> bool:
+        return self._step_log.put(name, value, settings)
 
     def judged_groups(self, batch: Any) -> list[Group]:
         return self.rollout_loop.judged_groups(batch)

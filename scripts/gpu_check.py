@@ -27,12 +27,13 @@ IS_CPU = os.environ.get("LIGHTRL_GPU_DEVICE") == "cpu"
 PACKAGES = (
     "lightning", "pytorch-lightning", "lightning-utilities", "transformers", "tokenizers", "datasets", "torchmetrics",
     "jsonargparse", "typeshed-client", "docstring-parser", "aiohttp", "math-verify", "latex2sympy2-extended",
-    "antlr4-python3-runtime", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py", "tensorboard", "grpcio",
-    "dill", "multiprocess", "xxhash", "safetensors", "huggingface-hub", "peft", "accelerate", "pytest", "pytest-timeout",
-    "pytest-xdist", "hypothesis", "psutil",
+    "antlr4-python3-runtime", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py", "tensorboard",
+    "grpcio", "httpx2", "httpcore2", "truststore", "importlib-resources",
+    "dill", "multiprocess", "xxhash", "safetensors", "huggingface-hub", "peft", "accelerate",
+    "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil",
 )  # fmt: skip
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64",
-             "manylinux_2_24_x86_64", "manylinux_2_34_x86_64", "manylinux_2_5_x86_64", "manylinux1_x86_64")  # fmt: skip
+PLATFORMS = [f"manylinux_2_{number}_x86_64" for number in (5, 12, 17, 24, 27, 28, 31, 34)]
+PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
 
 # Name → (what it shows, command on a GPU, in the short form on a CPU).
 SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
@@ -73,7 +74,7 @@ SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "update_vs_sft": (
         "an RL update against supervised fine-tuning on the same path",
-        ["-m", "benchmarks.update_vs_sft", "--device", "cuda"],
+        ["-m", "benchmarks.update_vs_sft", "--accelerator", "gpu", "--models", "27M", "--processes", "1"],
         ["-m", "benchmarks.update_vs_sft", "--quick"],
     ),
 }

@@ -76,6 +76,8 @@ class Slurm(hosts.Hosts):
     def run(self, *words: str, number: int = 1, timeout_s: float = 60, **options: Any) -> str:
         """The output of a command on a host, which must succeed."""
         options |= {"env": {**self.environment, **options.get("env", {})}, "text": True}
+        if folder := options.pop("cwd", None):  # nsenter begins in /
+            words = ("sh", "-c", 'cd "$0" && exec "$@"', str(folder), *words)
         process = self.popen(number, words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
         output, _ = process.communicate(timeout=timeout_s)
         assert process.returncode == 0, f"{words}: {output}"

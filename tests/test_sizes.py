@@ -16,8 +16,10 @@ README = PACKAGE.parent / "README.md"
 MAX_PACKAGE_LINES = sum({
     "one machine": 33_000,
     "weight syncs proven against the trainer, as deltas, as adapters, to other hosts": 4_300,
-    "data of any size": 350,
-    "speed of small models": 330,
+    "data of any size, streamed, rendered ahead; SFT and pairs of any size": 1_400,
+    "speed of small models": 380,
+    "tokens as arrays, trajectories as bytes to reward processes": 400,
+    "GPUs: attention of packed rows without a mask, devices, precision": 550,
     "files, programs and secrets of strangers": 600,
     "one section to launch a run on any cluster": 2_200,
 }.values())  # fmt: skip

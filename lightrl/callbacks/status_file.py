@@ -90,7 +90,7 @@ class StatusFile(RLCallback):
             return
         self._written_at = time.monotonic()
         engine = getattr(trainer, "engine", None)
-        servers = [vars(one) for one in engine.server_states()] if isinstance(engine, ShowsServers) else []
+        servers = [vars(one) for one in list(engine.pool.servers.values())] if isinstance(engine, ShowsServers) else []
         now = {"at": time.time(), "iteration": trainer.global_step, "max_steps": trainer.max_steps, "servers": servers}
         now["weight_version"] = getattr(engine, "weight_version", None)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -76,12 +77,15 @@ def plan_of(settings: Mapping[str, Any], *, folder: str, is_shown: bool = False)
     facts = facts_of(settings)
     own = {"local": ["127.0.0.1"], "slurm": [] if is_shown else host_names(launch.nodes)}
     is_local = launch.launcher == "local"
+    num_gpus = torch.cuda.device_count() if is_local and not facts.on_cpu else None
+    if num_gpus == 0:  # as Lightning's accelerator: auto
+        facts = replace(facts, on_cpu=True)
     return make_plan(
         launch,
         facts,
         folder=folder,
         hosts=own.get(launch.launcher, launch.hosts),
-        gpus_per_host=torch.cuda.device_count() if is_local and not facts.on_cpu else None,
+        gpus_per_host=num_gpus,
         port=launch.port or (free_ports(NUM_PORTS) if is_local else PORT),
         python="python" if launch.container else sys.executable,
     )
@@ -113,7 +117,7 @@ def launch(args: Sequence[str]) -> int:
         launcher.start()
         is_watched = plan.launch.launcher == "local" or "--wait" in args
         return launcher.wait() if is_watched else 0
-    except BaseException:
+    except BaseException:  # whatever ends the launcher ends what it started; re-raised
         launcher.end()
         raise
 

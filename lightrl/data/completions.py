@@ -16,7 +16,7 @@ from lightrl.data.chat import ChatRenderer, report_dropped
 from lightrl.data.mixture import Source
 from lightrl.data.prompts import PromptDataModule, Split, smallest
 from lightrl.data.rows import Made
-from lightrl.data.stream import EpochLoader, PositionLoader, batches_in_order
+from lightrl.data.stream import EpochLoader, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.windows import Windows
 from lightrl.trajectory import Prompt
 
@@ -116,8 +116,8 @@ class CompletionDataModule(PromptDataModule):
     def train_dataloader(self) -> EpochLoader[Any] | PositionLoader[Any]:
         if "train" in self.completed:
             return self._loader_of_all(self.completed["train"])
-        self.check_run_length()
         stream = self.prompt_stream
+        check_run_length(stream, self.trainer)
         windows = Windows(
             lambda positions: self.completed_of(stream.many(positions)),
             self.batch_size,

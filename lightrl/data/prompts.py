@@ -17,7 +17,14 @@ from lightrl.data.chat import ChatRenderer, Messages, prompt_maker, render_promp
 from lightrl.data.mixture import DataSource, MixtureOrder, sources_of
 from lightrl.data.rows import LocatedRow, Made, Row, json_able, read_rows, require_column
 from lightrl.data.split_rows import RowPrompts, SplitRows
-from lightrl.data.stream import EpochLoader, PositionLoader, PromptStream, iteration_clock, prompt_batches
+from lightrl.data.stream import (
+    EpochLoader,
+    PositionLoader,
+    PromptStream,
+    check_run_length,
+    iteration_clock,
+    prompt_batches,
+)
 from lightrl.data.streamed import StreamedPrompts, StreamedRows, open_stream
 from lightrl.models.pictures import Pictures
 from lightrl.trajectory import Prompt
@@ -238,7 +245,7 @@ class PromptDataModule(L.LightningDataModule):
     def _open_source(self, split: Split, number: int) -> Sequence[Row] | StreamedRows:
         source, max_rows = self.sources[split][number], self.max_prompts[split]
         name, of_split = source.name or self.name, source.split or self.dataset_splits[split]
-        if not self._is_streamed(source):
+        if not source.is_streamed(self.streaming):
             return read_rows(source.source, name=name, split=of_split, max_rows=max_rows, arguments=source.arguments)
         return StreamedRows(
             source.source,
@@ -249,9 +256,6 @@ class PromptDataModule(L.LightningDataModule):
             max_rows=max_rows,
             row_of=_row_of,
         )
-
-    def _is_streamed(self, source: DataSource) -> bool:
-        return self.streaming if source.streaming is None else source.streaming
 
     @property
     def order_seed(self) -> int:
@@ -277,7 +281,7 @@ class PromptDataModule(L.LightningDataModule):
     def prompts_on_reading(self, split: Split) -> RowPrompts | StreamedPrompts:
         """The rendered prompts of a split's rows, each made, and checked, when it is read; None for a dropped row."""
         sources = self.sources[split]
-        if not any(map(self._is_streamed, sources)) or split != "train":
+        if not any(source.is_streamed(self.streaming) for source in sources) or split != "train":
             return RowPrompts(self._open(split), self._maker())
         parts = [self._open_source(split, number) for number in range(len(sources))]
         sizes = [None if isinstance(part, StreamedRows) else len(part) for part in parts]
@@ -343,7 +347,7 @@ class PromptDataModule(L.LightningDataModule):
         return self._stream
 
     def train_dataloader(self) -> EpochLoader[Any] | PositionLoader[Any]:
-        self.check_run_length()
+        check_run_length(self.prompt_stream, self.trainer)
         return iteration_clock(self.prompt_stream, self.trainer)
 
     def val_dataloader(self) -> EpochLoader[Any]:
@@ -373,22 +377,13 @@ class PromptDataModule(L.LightningDataModule):
             )
         return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "pictures", None)
 
-    def check_run_length(self) -> None:
-        """Raises ValueError if the train rows are streamed and nothing says how long an epoch is."""
-        trainer = self.trainer
-        if self.prompt_stream.num_prompts is not None or trainer is None:
-            return
-        if trainer.max_steps == -1 and trainer.max_epochs != -1 and isinstance(trainer.limit_train_batches, float):
-            raise ValueError(
-                "How many rows streamed data has is not known, so the Trainer cannot know when an epoch ends. Set "
-                "trainer.max_steps, or trainer.limit_train_batches to the number of iterations of an epoch."
-            )
-
     def _rendered(
         self, split: Split, renderer: ChatRenderer, max_tokens: int | None
     ) -> list[Prompt] | RowPrompts | StreamedPrompts:
         if split == "train" and self._is_on_reading():
-            return self._checked_at_start()
+            prompts_on_reading = self.prompts_on_reading(split)
+            check_first(prompts_on_reading)
+            return prompts_on_reading
         prompts = self.make_prompts(split)
         if split == "test" and not prompts:
             split = "validation"
@@ -407,26 +402,9 @@ class PromptDataModule(L.LightningDataModule):
     def _is_on_reading(self) -> bool:
         """Whether train prompts are made when they are read; never those of a subclass's own `make_prompts`."""
         return self.makes_prompts_of_rows and (
-            any(map(self._is_streamed, self.sources["train"])) or len(self._open("train")) > MAX_PROMPTS_AT_START
+            any(source.is_streamed(self.streaming) for source in self.sources["train"])
+            or len(self._open("train")) > MAX_PROMPTS_AT_START
         )
-
-    def _checked_at_start(self) -> RowPrompts | StreamedPrompts:
-        """The train prompts, of which the first are made now."""
-        prompts = self.prompts_on_reading("train")
-        if isinstance(prompts, StreamedPrompts):
-            made, total = next(prompts.one_pass()), ""
-        else:
-            made, total = prompts.many(range(min(_CHECKED_AT_START, len(prompts)))), f" of {len(prompts)}"
-        for item in made:
-            if isinstance(item, ValueError):
-                raise item
-        logger.info(
-            "Checked the first %d%s train rows, of which %d make prompts; the others are checked when read.",
-            len(made),
-            total,
-            sum(item is not None for item in made),
-        )
-        return prompts
 
     def num_tokens_of(self, prompts: Sequence[Made]) -> list[int | ValueError | None]:
         """The tokens that each row takes."""
@@ -442,6 +420,23 @@ class PromptDataModule(L.LightningDataModule):
         if index < len(kept):
             return self._rows[split].where(kept[index])
         return f"Row {index + 1} of the {split} prompts"
+
+
+def check_first(prompts: RowPrompts | StreamedPrompts) -> None:
+    """Makes the first of many prompts, so that most problems show before training; raises ValueError for a bad row."""
+    if isinstance(prompts, StreamedPrompts):
+        made, total = next(prompts.one_pass()), ""
+    else:
+        made, total = prompts.many(range(min(_CHECKED_AT_START, len(prompts)))), f" of {len(prompts)}"
+    for item in made:
+        if isinstance(item, ValueError):
+            raise item
+    logger.info(
+        "Checked the first %d%s train rows, of which %d make prompts; the others are checked when read.",
+        len(made),
+        total,
+        sum(item is not None for item in made),
+    )
 
 
 def _row_of(item: Any, where: str) -> Row:

@@ -241,6 +241,17 @@ class PositionLoader(Generic[T]):
         """Nothing to restore."""
 
 
+def check_run_length(stream: PromptStream, trainer: L.Trainer | None) -> None:
+    """Raises ValueError if the train rows are streamed and nothing says how long an epoch is."""
+    if stream.num_prompts is not None or trainer is None:
+        return
+    if trainer.max_steps == -1 and trainer.max_epochs != -1 and isinstance(trainer.limit_train_batches, float):
+        raise ValueError(
+            "How many rows streamed data has is not known, so the Trainer cannot know when an epoch ends. Set "
+            "trainer.max_steps, or trainer.limit_train_batches to the number of iterations of an epoch."
+        )
+
+
 class PromptBatch(list[Prompt]):
     """Prompts, which moving to a device leaves unchanged.
 

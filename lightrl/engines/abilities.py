@@ -6,7 +6,7 @@ The framework checks `isinstance(engine, ScoresTokens)` before it uses an abilit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from lightrl.engines.engine import Completion
@@ -147,8 +147,18 @@ class ServesAdapters(Protocol):
 
 @runtime_checkable
 class ShowsServers(Protocol):
-    """Tells what its servers do, for `lightrl status`."""
+    """Has servers whose states `lightrl status` shows."""
 
-    def server_states(self) -> Sequence[object]:
+    @property
+    def pool(self) -> ServerStates:
+        """What it knows of its servers."""
+        ...
+
+
+class ServerStates(Protocol):
+    """The servers of an engine, by address."""
+
+    @property
+    def servers(self) -> Mapping[str, object]:
         """Data classes with url, state, weight_version, num_requests, outstanding_tokens and reason."""
         ...

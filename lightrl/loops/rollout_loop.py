@@ -109,19 +109,21 @@ class RolloutLoop(_AutomaticOptimization):
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         with self._phase("score"):
             experience = self._gather_experience(module, trajectories)
-        scored: set[str] = set()
-        if rollout.settings.judges_later:
+            if not rollout.settings.judges_later:
+                return self._run_calls(module, experience, trajectories, left_out=set())
             graph = module.data_flow()
             scored = graph.beside_rewards()
             later = {call.name for call in graph.calls} - scored
             experience = self._run_calls(module, experience, trajectories, left_out=later)
-            with self._phase("rewards"):
-                rollout.wait_for_rewards(groups, on_wait=self._waiting("on_rewards_progress"))
-            self._report_drops()
+        with self._phase("rewards"):
+            rollout.wait_for_rewards(groups, on_wait=self._waiting("on_rewards_progress"))
+        self._report_drops()
+        with self._phase("score"):
             experience = self._judged(module, experience, trajectories)
-            trajectories = [trajectory for trajectory in trajectories if trajectory.reward is not None]
-            self.trainer.call_rl_hook("on_rewards_ready", [group for group in groups if group.trajectories])
-        return self._run_calls(module, experience, trajectories, left_out=scored)
+        trajectories = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+        self.trainer.call_rl_hook("on_rewards_ready", [group for group in groups if group.trajectories])
+        with self._phase("score"):
+            return self._run_calls(module, experience, trajectories, left_out=scored)
 
     def _gather_experience(self, module: RLModule, trajectories: list[Trajectory]) -> SpreadExperience:
         """The trajectories as an Experience on the host: all of them, or those that this rank works on."""
@@ -144,17 +146,16 @@ class RolloutLoop(_AutomaticOptimization):
         rollout = self.trainer.rollout
         if not isinstance(rollout, SharedRollout):
             return judged
-        with self._phase("score"):
-            judged, rewards = without_token_rewards(judged)
-            if len(judged) < len(experience):  # other minibatches, so other ranks work on a row
-                judged = spread(judged, module, self.ranks, seed=self._minibatch_seed, has_all=[])
-                judged = with_pictures(
-                    judged,
-                    [trajectory for trajectory in trajectories if trajectory.reward is not None],
-                    module.pictures,
-                    rows=judged.rows_here,
-                )
-            return with_token_rewards(judged, rewards, self.ranks) if rollout.has_token_rewards else judged
+        judged, rewards = without_token_rewards(judged)
+        if len(judged) < len(experience):  # other minibatches, so other ranks work on a row
+            judged = spread(judged, module, self.ranks, seed=self._minibatch_seed, has_all=[])
+            judged = with_pictures(
+                judged,
+                [trajectory for trajectory in trajectories if trajectory.reward is not None],
+                module.pictures,
+                rows=judged.rows_here,
+            )
+        return with_token_rewards(judged, rewards, self.ranks) if rollout.has_token_rewards else judged
 
     @property
     def _minibatch_seed(self) -> int:
@@ -164,7 +165,7 @@ class RolloutLoop(_AutomaticOptimization):
         self, module: RLModule, experience: SpreadExperience, trajectories: list[Trajectory], *, left_out: set[str]
     ) -> SpreadExperience:
         context = self.trainer.precision_plugin.forward_context
-        with self._phase("score"), logging_allowed(module):
+        with logging_allowed(module):
             return score(module, experience, trajectories, forward_context=context, ranks=self.ranks, left_out=left_out)
 
     def _update(self, module: RLModule, experience: SpreadExperience, batch_idx: int) -> None:

@@ -7,6 +7,7 @@ Everything that reads metrics (loggers, callbacks, progress bar) gets both kinds
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ class StepLog(_LoggerConnector):
         self._in_bar: set[str] = set()
         self._tensors: dict[str, Tensor] = {}  # the numbers as float32, like Lightning's
 
-    def put(self, name: str, value: float, *, prog_bar: bool) -> bool:
-        """Keeps a number of this training batch; False outside a batch, where Lightning logs for the epoch."""
-        if not self._is_in_batch:
+    def put(self, name: str, value: float, settings: Mapping[str, Any]) -> bool:
+        """Keeps a number of this training batch; False if Lightning must log it: for the epoch, or in another way."""
+        if not self._is_in_batch or not _is_plain(settings):
             return False
-        self._numbers[name] = value
+        self._numbers[name] = float(value)
         self._tensors = {}
-        if prog_bar:
+        if settings.get("prog_bar"):
             self._in_bar.add(name)
         return True
 
@@ -73,6 +74,13 @@ class StepLog(_LoggerConnector):
 
     def _own_in_bar(self) -> dict[str, float]:
         return {name: value.item() for name, value in self._own().items() if name in self._in_bar}
+
+
+def _is_plain(settings: Mapping[str, Any]) -> bool:
+    """Whether these arguments of `log` only ask for the value at this step."""
+    given = {name for name, value in settings.items() if value not in (None, False, "mean")}
+    is_logged = settings.get("on_step") is not False and settings.get("logger") is not False
+    return is_logged and given <= {"prog_bar", "logger", "on_step", "add_dataloader_idx", "batch_size"}
 
 
 def _updated(kept: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

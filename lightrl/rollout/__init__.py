@@ -6,7 +6,7 @@ Reading order:
     settings.py       RolloutSettings: sizes, bounds, what is dropped
     controller.py     keeps groups in flight and hands over batches
       group_book.py   decides what starts and what may be trained on
-      player.py       plays and judges the trajectories of a group
+      player.py       plays and judges one trajectory; group_player.py  those of a group in one request
       tasks.py        the first error of a task ends the run
       wave.py         requests that the engine admits in a fixed order
     prompt_cursor.py  which prompt comes next; prompts_ahead.py  made before it is needed

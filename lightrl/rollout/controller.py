@@ -27,7 +27,7 @@ from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import Drop
 from lightrl.rollout.group_book import GroupBook, RunningGroup
 from lightrl.rollout.group_filter import success_rate
-from lightrl.rollout.player import Player
+from lightrl.rollout.group_player import GroupPlayer
 from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
 from lightrl.rollout.prompts_ahead import PromptsAhead
 from lightrl.rollout.protocol import OnWait
@@ -93,7 +93,7 @@ class RolloutController:
         self._cursor = PromptCursor(prompts, settings.curriculum)
         self._tasks = Tasks()
         self._group_tasks: dict[int, list[asyncio.Task[None]]] = {}  # of running groups
-        self._player = Player(engine, workflow, judge, self._book.tally, self._tasks)
+        self._player = GroupPlayer(engine, workflow, judge, self._book.tally, self._tasks)
         self._wave = Wave(engine)
         self._ahead = PromptsAhead(self._cursor, self._tasks, self._pump)
         self._take_wait: _Wait | None = None  # of the `take` in progress

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import DropTally
 from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
-from lightrl.workflows.workflow import Generate, SingleTurn, Workflow, check_trajectory
+from lightrl.workflows.workflow import Generate, Workflow, check_trajectory
 
 
 @dataclass(eq=False)
@@ -49,69 +48,6 @@ class Player:
         if trajectory is None or not judge_now:
             return self._begun_judging(trajectory)
         return trajectory if await self._set_reward(trajectory) else None
-
-    def parts(
-        self, group: Group, num: int, sampling: Sampling, run_seed: int, seed_name: str, *, judge_now: bool = True
-    ) -> list[AsyncIterator[tuple[int, Trajectory | None]]]:
-        """`play` for `num` samples, in parts that may run at the same time: the whole group if it can be one request.
-
-        Returns:
-            Of each part an iterator of its samples, each with its trajectory, as they are done.
-        """
-        settings: Any = {"judge_now": judge_now}
-        if self._plays_groups:
-            return [self._play_group(group, num, sampling, run_seed, seed_name, **settings)]
-
-        async def alone(sample: int) -> AsyncIterator[tuple[int, Trajectory | None]]:
-            yield sample, await self.play(group, sample, sampling, run_seed, seed_name, **settings)
-
-        return [alone(sample) for sample in range(num)]
-
-    @functools.cached_property
-    def _plays_groups(self) -> bool:
-        """Whether `_play_group` can be used: one completion is all, and the engine takes those of a group together.
-
-        An engine whose class replaces `generate` alone gets each request by itself.
-        """
-        homes = [
-            next((kind for kind in type(self.engine).__mro__ if name in vars(kind)), None)
-            for name in ("generate", "write_group")
-        ]
-        return type(self.workflow).run is SingleTurn.run and homes[0] is homes[1]
-
-    async def _play_group(
-        self, group: Group, num: int, sampling: Sampling, run_seed: int, seed_name: str, *, judge_now: bool
-    ) -> AsyncIterator[tuple[int, Trajectory | None]]:
-        """`parts` with one request and one task."""
-        steps: asyncio.Queue[tuple[int, asyncio.Future[Any]]] = asyncio.Queue()
-        waits: list[asyncio.Future[Any]] = []
-        played: dict[int, Trajectory] = {}  # by sample, while they are judged
-
-        def follow(sample: int, step: asyncio.Future[Any]) -> None:
-            waits.append(step)
-            step.add_done_callback(lambda done: steps.put_nowait((sample, done)))
-
-        try:
-            samplings = [_drawn(sampling, sampling_seed(run_seed, seed_name, sample, 0)) for sample in range(num)]
-            for sample, completion in enumerate(self._write_group(group.prompt, samplings, seed_name)):
-                follow(sample, completion)
-            while num:
-                sample, step = await steps.get()
-                if sample in played:
-                    num -= 1
-                    yield sample, played.pop(sample) if step.result() else None
-                    continue
-                trajectory = await self._played(group, sample, _generate_once(step, group.prompt))
-                if trajectory is None or not judge_now:
-                    num -= 1
-                    yield sample, self._begun_judging(trajectory)
-                else:
-                    played[sample] = trajectory
-                    follow(sample, self.tasks.spawn(self._set_reward(trajectory)))
-        finally:
-            self.tasks.give_up(step for step in waits if not step.done())
-            for step in waits:  # an engine that fails tells each of them
-                _ = step.cancelled() or (step.done() and step.exception())
 
     async def wait_for_rewards(self, groups: Sequence[Group], on_judged: Callable[[], None]) -> None:
         """Waits until all rewards of these groups are set, or for the first error; begins those that have not begun.
@@ -177,20 +113,6 @@ class Player:
         trajectory.group_id, trajectory.sample = group.id, sample
         return trajectory
 
-    def _write_group(self, prompt: Prompt, samplings: list[Sampling], session: str) -> list[asyncio.Future[Completion]]:
-        """The engine's futures; if it refuses the prompt, as many with that error."""
-        engine: Any = self.engine
-        images: dict[str, Any] = {"images": prompt.images} if prompt.images else {}
-        try:
-            futures: list[asyncio.Future[Completion]] = engine.write_group(
-                prompt.token_ids or [], samplings, session=session, **images
-            )
-        except ValueError as error:
-            futures = [asyncio.get_running_loop().create_future() for _ in samplings]
-            for future in futures:
-                future.set_exception(error)
-        return futures
-
     async def _run_workflow(self, prompt: Prompt, generate: Generate) -> Trajectory:
         name = f"{type(self.workflow).__name__}.run"
         try:
@@ -213,29 +135,20 @@ class Player:
             nonlocal turn
             seed = sampling_seed(run_seed, seed_name, sample, turn)
             turn += 1
-            drawn = _drawn(sampling, seed, max_new_tokens)
-            completions = await self.engine.generate(token_ids, drawn, session=f"{seed_name}/{sample}", **images)
-            return _checked(completions[0], turn - 1, prompt)
+            asked = drawn(sampling, seed, max_new_tokens)
+            completions = await self.engine.generate(token_ids, asked, session=f"{seed_name}/{sample}", **images)
+            return checked(completions[0], turn - 1, prompt)
 
         return generate
 
 
-def _drawn(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> Sampling:
+def drawn(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> Sampling:
     longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
     shortest = min(sampling.min_new_tokens, longest)
     return replace(sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
 
 
-def _checked(completion: Completion, turn: int, prompt: Prompt) -> Completion:
+def checked(completion: Completion, turn: int, prompt: Prompt) -> Completion:
     if completion.finish_reason == "abort":
         raise RolloutError(f"The engine aborted turn {turn} of prompt {prompt.id!r}.")
     return completion
-
-
-def _generate_once(written: asyncio.Future[Completion], prompt: Prompt) -> Generate:
-    """What a workflow of one completion calls once this has been written."""
-
-    async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
-        return _checked(written.result(), 0, prompt)
-
-    return generate

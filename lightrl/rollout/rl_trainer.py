@@ -6,7 +6,7 @@ A class and not a Protocol: its users need Lightning's Trainer too, and a Python
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -67,8 +67,12 @@ class RLTrainer(L.Trainer):
         """Calls an RL hook of all callbacks and of the module; `self.log` works inside."""
         raise NotImplementedError
 
-    def log_number(self, name: str, value: float, *, prog_bar: bool) -> bool:
-        """Logs a number of the present training batch; False if there is none, so that Lightning must log it."""
+    def log_number(self, name: str, value: float, settings: Mapping[str, Any]) -> bool:
+        """Logs a number of the present training batch; False if Lightning must log it.
+
+        Args:
+            settings: `log`'s other arguments by name.
+        """
         raise NotImplementedError
 
     def judged_groups(self, batch: Any) -> list[Group]:

@@ -32,7 +32,7 @@ from lightrl.functional import (
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy, scalar_head
 from lightrl.models.lora import Part, exported_parameters, merge
 from lightrl.models.pictures import input_embeddings
-from lightrl.strategies.halves import cut_in_halves, forward_backward_halves
+from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.packed_attention import PackedRows, arguments
 from lightrl.strategies.probes import can_pack, can_share_prefixes, head_is_plain
 from lightrl.strategies.shared_prefix import SharedPrompt, find_shared_prompts, shared_prefix_hidden, sharing_costs
@@ -43,10 +43,6 @@ if TYPE_CHECKING:
 
 # Cost in tokens of one more forward: below it, padding is cheaper than another call of every layer.
 CALL_OVERHEAD_TOKENS = 256
-
-# Below this size torch's threads gain nothing, and two halves of at least so many tokens together do.
-SMALL_MODEL_PARAMETERS = 10_000_000
-HALVES_TOKENS = 8 * CALL_OVERHEAD_TOKENS
 
 # How padding is removed; all forms give the same numbers.
 Form = Literal["rectangles", "shared_prefix", "packed"]
@@ -119,7 +115,7 @@ class SingleModel:
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         for microbatch in microbatches:
-            halves = cut_in_halves(microbatch) if self._pays_in_halves(microbatch) else None
+            halves = cut_in_halves(microbatch) if halves_pay(self.model, microbatch) else None
             if halves is None:
                 backward(loss_fn(microbatch, self._outputs(microbatch, asked_of_policy(microbatch))))
             else:
@@ -131,30 +127,11 @@ class SingleModel:
                     self._trained_parameters(),
                 )
 
-    def _pays_in_halves(self, experience: Experience) -> bool:
-        """Whether two threads with a half each are faster than one whole on all threads, and as exact.
-
-        What torch keeps for each thread (autocast, no gradients) and what a forward draws must not play a part.
-        """
-        return (
-            self._is_small
-            and experience.token_ids.device.type == "cpu"
-            and torch.get_num_threads() > 1
-            and int(experience.lengths.sum()) >= HALVES_TOKENS
-            and torch.is_grad_enabled()
-            and not torch.is_autocast_enabled("cpu")
-            and not self.model.training
-        )
-
     def _trained_parameters(self) -> list[Tensor]:
         """Each once; a critic's own head is in its model, one on the policy's body is not."""
         heads = () if self.value_head is None else self.value_head.parameters()
         parameters = {id(parameter): parameter for parameter in (*self.model.parameters(), *heads)}
         return [parameter for parameter in parameters.values() if parameter.requires_grad]
-
-    @functools.cached_property
-    def _is_small(self) -> bool:
-        return bool(sum(parameter.numel() for parameter in self.model.parameters()) < SMALL_MODEL_PARAMETERS)
 
     def full_parameters(self, bucket_bytes: int, *, part: Part = "merged", is_spread: bool = False) -> Iterator[Bucket]:
         parameters = dict(self.model.named_parameters())

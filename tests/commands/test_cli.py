@@ -261,7 +261,7 @@ def test_lightrl_debug_shows_the_exception_itself(settings, config, monkeypatch)
     ("args", "message"),
     [
         (["fti"], "Did you mean lightrl fit?"),
-        (["launch"], "Commands: fit, validate, test, predict, export"),
+        (["start"], "Commands: fit, validate, test, predict, export"),
         (["--config", "run.yaml", "fit"], "The command must come first: lightrl fit --config"),
     ],
 )

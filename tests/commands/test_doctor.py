@@ -96,6 +96,19 @@ def test_all_bad_rows_are_named_not_only_the_first(settings, config, capsys):
     assert "Row 4 of 'rows.jsonl' has an empty column 'question'" in said
 
 
+def test_streamed_rows_and_chats_for_sft_are_read_too(settings, config, capsys):
+    rows = [json.dumps({"question": str(n), "answer": "1"}) for n in range(4)] + ['{"question": "1", "answer": " "}']
+    streamed = data_settings(settings, rows, streaming=True)
+    assert main(["doctor", "data", "--config", config(streamed)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("train: 4 prompts of 1 to 1 tokens (median 1), 0 rows dropped, 1 bad")
+    assert "Row 5 of 'rows.jsonl' has an empty column 'answer'" in said
+    model = {"class_path": "SFT", "init_args": {"policy": settings["model"]["init_args"]["policy"]}}
+    chats = {"class_path": "SFTDataModule", "init_args": streamed["data"]["init_args"]}
+    assert main(["doctor", "data", "--config", config({**settings, "model": model, "data": chats})]) == 1
+    assert capsys.readouterr().out.startswith("train: 4 prompts of 3 to 3 tokens (median 3), 0 rows dropped, 1 bad")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -106,8 +106,14 @@ def test_a_server_on_another_host_gets_the_weights(
 
 
 @IN_A_BOX
-@pytest.mark.parametrize("end", ENDS)
-@TRANSPORTS
+@pytest.mark.parametrize(
+    ("transport", "end"),
+    [
+        pytest.param(transport, end, marks=[pytest.mark.extra] if (transport == "disk") == (end == "cut") else [])
+        for transport in ("disk", "distributed", "delta")
+        for end in ENDS
+    ],
+)
 def test_a_host_that_is_lost_amid_a_sync_is_named_and_the_other_gets_the_weights(
     transport: str, end: str, hosts: Hosts, model_folder: str, tmp_path: Path, record_property: Any
 ) -> None:

@@ -96,9 +96,11 @@ async def previous_folder(proxy: Proxy, body: Body) -> tuple[Body | None, Answer
     ("transport", "path", "change", "noticed_by"),
     [
         pytest.param("disk", DISK, ignored, "digests", id="acknowledged and ignored"),
-        pytest.param("disk", DISK, previous_folder, "digests", id="the previous version loaded"),
-        pytest.param("disk", DISK, layer_missing, "digests", id="a layer missing"),
-        pytest.param("disk", DISK, torn_file, "digests", id="a torn file"),
+        pytest.param(
+            "disk", DISK, previous_folder, "digests", id="the previous version loaded", marks=pytest.mark.extra
+        ),
+        pytest.param("disk", DISK, layer_missing, "digests", id="a layer missing", marks=pytest.mark.extra),
+        pytest.param("disk", DISK, torn_file, "digests", id="a torn file", marks=pytest.mark.extra),
         pytest.param("disk", DISK, cache_kept, "canary", id="the prefix cache not flushed"),
         pytest.param("tensor", TENSOR, dropped_bucket, "digests", id="a bucket dropped, shared memory"),
         pytest.param("distributed", BROADCAST, names_swapped, "digests", id="two names swapped, broadcast"),

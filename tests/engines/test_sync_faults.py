@@ -25,7 +25,11 @@ from benchmarks.sync_faults import (
 from lightrl.testing.fake_server_faults import OF_LOADS, OF_SERVED_WEIGHTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CASES = [pytest.param(fault, num, id=f"{fault.name}-{num}") for fault in FAULTS for num in fault.servers]
+CASES = [
+    pytest.param(fault, num, id=f"{fault.name}-{num}", marks=[pytest.mark.extra] if num > min(fault.servers) else [])
+    for fault in FAULTS
+    for num in fault.servers
+]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightrl.experience import Experience
 from lightrl.models import Outputs
-from lightrl.strategies import LogprobSettings, SingleModel, single
+from lightrl.strategies import LogprobSettings, SingleModel, halves
 from lightrl.strategies.halves import cut_in_halves
 
 
@@ -20,7 +20,7 @@ def experience() -> Experience:
 
 @pytest.fixture
 def _in_halves(monkeypatch: pytest.MonkeyPatch) -> object:
-    monkeypatch.setattr(single, "HALVES_TOKENS", 1)
+    monkeypatch.setattr(halves, "MIN_TOKENS", 1)
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
@@ -72,7 +72,7 @@ def test_the_gradient_is_that_of_the_whole_to_the_bit_each_time(
     for _ in range(5):
         again = gradient_of(microbatches)
         assert all(torch.equal(first[name], again[name]) for name in first)
-    monkeypatch.setattr(single, "HALVES_TOKENS", 2**40)
+    monkeypatch.setattr(halves, "MIN_TOKENS", 2**40)
     whole_calls: list[float] = []
     whole = gradient_of(microbatches, calls=whole_calls)
     assert calls == pytest.approx(whole_calls, rel=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,10 @@ class StaleCache(LocalEngine):
             self.old.load_weights(buckets, weight_version=0)
 
     async def generate(self, *args, **settings):
-        completions = await self.old.generate(*args, **settings)
-        for completion in completions:
-            completion.weight_versions[:] = [self.weight_version] * len(completion.weight_versions)
-        return completions
+        return [
+            replace(completion, weight_versions=[self.weight_version] * len(completion.weight_versions))
+            for completion in await self.old.generate(*args, **settings)
+        ]
 
     def close(self):
         self.old.close()

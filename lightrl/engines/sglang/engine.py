@@ -43,13 +43,13 @@ from lightrl.engines.sglang.cache_canary import CacheCanary
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.command import dtype_of_auto, usable_token
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.gpus import started_on, visible
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.loading import Loading
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.open_files import raise_open_files
-from lightrl.engines.sglang.pool import PooledServer, ServerPool
+from lightrl.engines.sglang.own_fleet import fleet_of
+from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.receivers import Receivers
 from lightrl.engines.sglang.request import RequestPictures
 from lightrl.engines.sglang.routes import check_routes
@@ -243,9 +243,6 @@ class SGLangEngine(
         """The processes of servers that were started here."""
         return self._members.fleet if self._members is not None else None
 
-    def server_states(self) -> list[PooledServer]:
-        return list(self.pool.servers.values())
-
     def expect_adapters(self, shape: AdapterShape, *, num_versions: int) -> None:
         """Servers that are started here get SGLang's arguments for these adapters."""
         self._expected_adapters = (shape, num_versions)
@@ -278,7 +275,11 @@ class SGLangEngine(
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             if urls is None:
-                members.fleet = self._make_fleet(config, Path(self._scratch.name), members)
+                self._token = usable_token(self._token)
+                adapters = self._expected_adapters if self._served is not None else None
+                members.fleet = fleet_of(
+                    self, config, Path(self._scratch.name) / "model", members, adapters, self._token
+                )
                 urls = members.fleet.start()
                 if self.transport == "delta":
                     self._receivers.start(members.fleet.servers[0].host, self._token)
@@ -447,41 +448,6 @@ class SGLangEngine(
                 timeouts=self.timeouts, is_aborting=is_aborting,
             )  # fmt: skip
         return members
-
-    def _make_fleet(self, config: PretrainedConfig, scratch: Path, members: Members) -> ServerFleet:
-        from lightrl.engines.sglang.fleet import ServerFleet
-        from lightrl.engines.sglang.server import make_servers, write_model_folder
-
-        assert self.num_servers is not None
-        self._token = usable_token(self._token)
-        more: dict[str, Any] = {}
-        if self.placement == "colocated" and torch.cuda.is_available():
-            more["enable_memory_saver"] = True
-        if self._served is not None and self._expected_adapters is not None:
-            shape, num_versions = self._expected_adapters
-            more |= shape.server_args(num_versions)
-        gpus = started_on(self)
-        servers = make_servers(
-            write_model_folder(config, scratch / "model"),
-            self.num_servers,
-            tp=self.tp,
-            devices=None if gpus is None else visible(gpus),
-            seed=self.seed,
-            args={"load_format": "dummy", **more, **self.server_args},
-            python=self.sglang_python,
-            token=self._token,
-            command=self.command,
-            startup_timeout_s=self.timeouts.startup_s,
-        )
-        return ServerFleet(
-            servers,
-            on_lost=members.on_lost,
-            on_started=members.on_started,
-            on_given_up=members.on_given_up,
-            silent_s=members.silent_s,
-            hang_timeout_s=self.timeouts.hang_s,
-            probe_interval_s=self.probe_interval_s,
-        )
 
     def _open_writer(self) -> Writer:
         if not self._is_open or self._writer is None:

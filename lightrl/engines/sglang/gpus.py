@@ -4,23 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Literal
-
-import torch
-
-if TYPE_CHECKING:
-    from lightrl.engines.sglang.engine import SGLangEngine
-
-
-def started_on(engine: SGLangEngine) -> list[int] | None:
-    """The GPUs of the servers that the engine starts, as `gpus_of_servers`."""
-    return gpus_of_servers(
-        (engine.num_servers or 0) * engine.tp,
-        available=torch.cuda.device_count(),
-        trainer=[device.index or 0 for device in engine.trainer_devices if device.type == "cuda"],
-        given=engine.devices,
-        placement=engine.placement,
-    )
+from typing import Literal
 
 
 def gpus_of_servers(

@@ -104,7 +104,7 @@ class CompletionDraft:
         pictures = self.pictures
         body = {
             "rid": rid,
-            "input_ids": (self.prompt if pictures is None else pictures.prompt) + self.token_ids.tolist(),
+            "input_ids": (self.prompt if pictures is None else pictures.prompt) + list(self.token_ids),
             "sampling_params": params,
             "return_logprob": True,
             "extra_key": cache_key,
