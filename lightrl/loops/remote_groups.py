@@ -73,6 +73,7 @@ def summary_to_bytes(groups: Sequence[Group], experience: SpreadExperience | Non
         "groups": [[group.id, group.prompt.id, len(group.trajectories), *group.prompt.images] for group in groups],
         "metrics": names,
         "has_token_rewards": any(item.rewards is not None for item in items),
+        "token_fields": [] if experience is None else sorted(experience.tokens),
         "columns": [],
     }
     columns: dict[str, Any] = {} if experience is None else dict(table_of(experience))
@@ -108,7 +109,7 @@ def summary_from_bytes(data: bytes) -> tuple[list[Group], SpreadExperience | Non
     table: dict[str, Tensor] = {
         name: torch.from_numpy(value) for name, value in columns.items() if "/" not in name and name not in own
     }
-    return groups, elsewhere(table, has_token_rewards=head["has_token_rewards"])
+    return groups, elsewhere(table, has_token_rewards="token_rewards" in head["token_fields"])
 
 
 def set_remote_rewards(groups: Sequence[Group], data: bytes) -> bool:

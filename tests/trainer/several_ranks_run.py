@@ -120,7 +120,7 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
         "updates": module.updates,
         "weights": whole_weights(module),
         "engine": synced,
-        "has_token_rewards": [experience.token_rewards is not None for experience in module.experiences],
+        "has_token_rewards": [experience.own.token_rewards is not None for experience in module.experiences],
         "num_trajectories": [len(experience) for experience in module.experiences],
         "rows": [experience.own_rows for experience in module.experiences],
         "token_ids": [experience.own.token_ids for experience in module.experiences],
