@@ -29,7 +29,7 @@ from lightrl.loops.metrics import IterationMetrics, values_of
 from lightrl.loops.resume import Resume
 from lightrl.loops.score import score
 from lightrl.loops.shared_rollout import SharedRollout
-from lightrl.loops.sharing import accept_changes, accepted, spread, with_token_rewards, without_token_rewards
+from lightrl.loops.sharing import accept_changes, accepted, respread, spread
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.models.pictures import with_pictures
 from lightrl.module import RLModule
@@ -127,15 +127,15 @@ class RolloutLoop(_AutomaticOptimization):
 
     def _gather_experience(self, module: RLModule, trajectories: list[Trajectory]) -> SpreadExperience:
         """The trajectories as an Experience on the host: all of them, or those that this rank works on."""
-        rollout = self.trainer.rollout
+        rollout, size = self.trainer.rollout, self.ranks.size
         if isinstance(rollout, SharedRollout):
-            experience = spread(rollout.pop_experience(), module, self.ranks, seed=self._minibatch_seed, has_all=[0])
-        else:
+            experience, has_all = rollout.pop_experience(), range(1)
+        else:  # recorded: every rank has read them all
             are_judged = not rollout.settings.judges_later
             experience = SpreadExperience.from_trajectories(trajectories, are_judged=are_judged)
-            if self.ranks.size > 1:  # recorded: every rank has read them all
-                every = range(self.ranks.size)
-                experience = spread(experience, module, self.ranks, seed=self._minibatch_seed, has_all=every)
+            has_all = range(size)
+        if size > 1:
+            experience = spread(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
         return with_pictures(experience, trajectories, module.pictures, rows=experience.rows_here)
 
     def _judged(
@@ -143,19 +143,20 @@ class RolloutLoop(_AutomaticOptimization):
     ) -> SpreadExperience:
         """The rows whose reward came, with their rewards."""
         judged = experience.judged(trajectories)
-        rollout = self.trainer.rollout
+        rollout, is_fewer = self.trainer.rollout, len(judged) < len(experience)
         if not isinstance(rollout, SharedRollout):
             return judged
-        judged, rewards = without_token_rewards(judged)
-        if len(judged) < len(experience):  # other minibatches, so other ranks work on a row
-            judged = spread(judged, module, self.ranks, seed=self._minibatch_seed, has_all=[])
-            judged = with_pictures(
-                judged,
-                [trajectory for trajectory in trajectories if trajectory.reward is not None],
-                module.pictures,
-                rows=judged.rows_here,
-            )
-        return with_token_rewards(judged, rewards, self.ranks) if rollout.has_token_rewards else judged
+        has_token_rewards = rollout.has_token_rewards
+        judged = respread(
+            judged,
+            module,
+            self.ranks,
+            seed=self._minibatch_seed,
+            is_fewer=is_fewer,
+            has_token_rewards=has_token_rewards,
+        )
+        kept = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+        return with_pictures(judged, kept, module.pictures, rows=judged.rows_here) if is_fewer else judged
 
     @property
     def _minibatch_seed(self) -> int:

@@ -21,13 +21,14 @@ from lightrl.models import untrained_reward_model
 from lightrl.models.lora import adapters_off
 from lightrl.strategies import Microbatches, Ranks, SpreadExperience, mark_as_on_all_ranks
 from lightrl.strategies.row_exchange import scoring_shares
-from lightrl.strategies.spread_experience import OnLossTokens, Ragged, rollout_part
+from lightrl.strategies.spread_experience import OnLossTokens, rollout_part
+from lightrl.strategies.token_rows import TokenRows
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from lightrl.module import RLModule
 
-_Outputs = Mapping[str, Any]  # Tensor [B] or [B, T, ...], Ragged or OnLossTokens
+_Outputs = Mapping[str, Any]  # Tensor [B], TokenRows or OnLossTokens
 
 
 @torch.no_grad()
@@ -64,7 +65,9 @@ def score(
                 return _infer(module, call, current, holders_of(call, ranks))
         if call.url is not None and call.role is not None:
             call = with_server(call, is_scalar=module.models()[call.role].spec.head == "scalar")
-        return asked_once(call, rows, lambda: _own_outputs(call, current, rows))
+        asked = asked_once(call, rows, lambda: _own_outputs(call, current, rows))
+        lengths = current.lengths
+        return {key: TokenRows.of_padded(it, lengths) if it.dim() > 1 else it for key, it in asked.items()}
 
     def runs_here(call: ModelCall) -> bool:
         return holders_of(call, ranks).is_here if is_forward(call) else ranks.is_main or call.on_all_ranks
@@ -97,33 +100,33 @@ def _infer(module: RLModule, call: ModelCall, experience: SpreadExperience, rank
         has_end = torch.ones_like(experience.is_truncated)
     elif "bootstrap_values" in call.outputs:
         has_end = experience.is_truncated
-    lengths, rated = experience.lengths, rollout_part(experience)
-    longer = rated if has_end is None else rated.with_tensors({"lengths": lengths + has_end})
+    lengths, rated = experience.lengths, rollout_part(experience, has_end)
     rows = ranks.microbatch_rows(
-        longer,
+        rated,
         call.microbatch_tokens or module.microbatch_tokens,
         shares=scoring_shares(experience, ranks, module.loss_unit),
     )
-    parts = Microbatches(rated, rows, module.device, has_end=has_end)
+    parts = Microbatches(rated, rows, module.device)
     plain = adapters_off(getattr(module, role)) if call.adapters_off else contextlib.nullcontext()
+    numbers: dict[str, list[Tensor]] = {name: [] for name in (key, "teacher_topk_ids", "teacher_topk_logprobs")}
     with _on_device(module, role), plain:
-        outputs = module.parallel_models[role].forward(parts, topk=call.topk)
-    numbers: list[Any] = [output.values if scores_ends or key == "values" else output.logprobs for output in outputs]
-    if any(values is None for values in numbers):
-        raise ValueError(f"Model call {call.name!r} needs {key!r}, but the model of {role!r} has no values.")
-    # The dtype is explicit because half precision changes the default, and bfloat16 would round the logprobs.
-    result: dict[str, Any] = {}
-    if not scores_ends:
-        result[key] = _per_token(numbers, rows, lengths, torch.float32)
-    if call.topk:
-        ids, logprobs = zip(*((output.teacher_topk_ids, output.teacher_topk) for output in outputs), strict=True)
-        result["teacher_topk_ids"] = _per_token(ids, rows, lengths, torch.int64)
-        result["teacher_topk_logprobs"] = _per_token(logprobs, rows, lengths, torch.float32)
+        for output in module.parallel_models[role].forward(parts, topk=call.topk):
+            values = output.values if scores_ends or key == "values" else output.logprobs
+            if values is None:
+                raise ValueError(f"Model call {call.name!r} needs {key!r}, but the model of {role!r} has no values.")
+            # The dtype is explicit because half precision changes the default, and bfloat16 would round the logprobs.
+            numbers[key].append(values.float().cpu())
+            if output.teacher_topk_ids is not None and output.teacher_topk is not None:
+                numbers["teacher_topk_ids"].append(output.teacher_topk_ids.long().cpu())
+                numbers["teacher_topk_logprobs"].append(output.teacher_topk.float().cpu())
+    result: dict[str, Any] = {
+        name: _per_token(parts, rows, lengths) for name, parts in numbers.items() if parts and not scores_ends
+    }
     if has_end is not None:
         at_end = torch.zeros(len(lengths), dtype=torch.float32)
-        for index, part in zip(rows, numbers, strict=True):
+        for index, part in zip(rows, numbers[key], strict=True):
             if index:
-                at_end[index] = part.float().cpu().gather(1, lengths[index][:, None])[:, 0]
+                at_end[index] = part.gather(1, lengths[index][:, None])[:, 0]
         result[key if scores_ends else "bootstrap_values"] = torch.where(has_end, at_end, 0.0)
     return result
 
@@ -142,10 +145,10 @@ def _advantages(module: RLModule, experience: SpreadExperience, ranks: Ranks) ->
         added = module.reward_model_coef * scores
         changes["rewards"] = experience.rewards + added
         if "token_rewards" in experience.tokens:
-            here = (experience.tokens["token_rewards"].starts >= 0).nonzero()[:, 0]
+            here = experience.rows_here
             part: Any = experience.dense(here)
             judged = part.token_rewards + on_last_loss_token(added[here], part.loss_mask)
-            changes["token_rewards"] = Ragged.packed(judged, experience.lengths, here)
+            changes["token_rewards"] = TokenRows.of_padded(judged, experience.lengths, here)
         experience = experience.with_tensors(changes)
     is_whole = ranks.size == 1 or bool(module.advantage_inputs)
     if ranks.size > 1 and module.advantage_inputs:
@@ -155,12 +158,12 @@ def _advantages(module: RLModule, experience: SpreadExperience, ranks: Ranks) ->
     return {**changes, **{name: _on_loss(name, value, experience, is_whole) for name, value in tensors.items()}}
 
 
-def _on_loss(name: str, values: Tensor, experience: SpreadExperience, is_whole: bool) -> OnLossTokens | Ragged:
+def _on_loss(name: str, values: Tensor, experience: SpreadExperience, is_whole: bool) -> OnLossTokens | TokenRows:
     """What `advantages` returned, [B] or per token, as it is kept: 0 on tokens that do not train."""
     num = len(experience)
     if tuple(values.shape) == (num,):
         return OnLossTokens(values.detach().float().cpu())
-    rows = None if is_whole else experience.own_rows
+    rows = None if is_whole else experience.own_rows.tolist()
     part = experience if is_whole else experience.own
     mask = part.loss_mask
     if values.shape != mask.shape:
@@ -170,18 +173,16 @@ def _on_loss(name: str, values: Tensor, experience: SpreadExperience, is_whole: 
             f"advantages must return {name} as [B] = {(num,)} or [B, T] = {tuple(mask.shape)}{own} got {shape}."
         )
     kept = torch.where(mask, values.detach().float().cpu(), 0.0)
-    return Ragged.packed(kept, experience.lengths, rows)
+    return TokenRows.of_padded(kept, experience.lengths, rows)
 
 
-def _per_token(parts: Sequence[Any], rows: list[list[int]], lengths: Tensor, dtype: torch.dtype) -> Ragged:
-    """From the microbatches with these rows, [b, t, ...] each."""
-    flat = [part[: len(index)].to(dtype).cpu() for index, part in zip(rows, parts, strict=True)]
-    is_token = [
-        torch.arange(part.shape[1]) < lengths[index][:, None] if index else torch.zeros(0, part.shape[1]).bool()
-        for index, part in zip(rows, flat, strict=True)
+def _per_token(parts: Sequence[Tensor], rows: Sequence[list[int]], lengths: Tensor) -> TokenRows:
+    """From the microbatches with these rows, [b, t, ...] each, on the host."""
+    flat = [
+        part[: len(index)][torch.arange(part.shape[1]) < lengths[index][:, None]]
+        for index, part in zip(rows, parts, strict=True)
     ]
-    values = torch.cat([part[tokens] for part, tokens in zip(flat, is_token, strict=True)])
-    return Ragged.of_rows(values, lengths, torch.tensor([row for part in rows for row in part], dtype=torch.int64))
+    return TokenRows.of_flat(torch.cat(flat).numpy(), lengths, [row for index in rows for row in index])
 
 
 @contextlib.contextmanager

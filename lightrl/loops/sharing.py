@@ -10,7 +10,7 @@ With one rank there is nothing to share. B trajectories, W ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,11 @@ from lightrl.strategies.row_exchange import (
     exchange,
     held_by,
     owned,
-    recounted,
     scoring_shares,
-    with_work,
+    sent_to_work,
     work_of,
 )
-from lightrl.strategies.spread_experience import Ragged
+from lightrl.strategies.token_rows import TokenRows
 
 if TYPE_CHECKING:
     from lightrl.module import RLModule
@@ -78,21 +77,43 @@ def spread(
     needs = work.rows.clone()
     if _has_functions(module):  # on rank 0, where they read all rows
         needs[0] = True
-    moved = exchange(experience, experience.tokens, has, needs, ranks)
-    return with_work(moved, work, ranks)
+    return sent_to_work(experience, work, has, needs, ranks)
 
 
 def gathered(experience: SpreadExperience, names: Collection[str], ranks: Ranks) -> SpreadExperience:
     """With these fields of all rows on every rank. Collective.
 
     Raises:
-        KeyError: if the Experience has no such field per token.
+        KeyError: if the Experience has no such field.
     """
-    tokens = [name for name in names if name in experience.tokens]
+    tokens = {name: experience.tokens[name] for name in names if name in experience.tokens}
     for name in set(names) - set(tokens):
         experience[name]
-    assert experience.work is not None
-    return exchange(experience, tokens, experience.work, torch.ones_like(experience.work), ranks)
+    has = experience.work
+    assert has is not None
+    return experience.with_tensors(exchange(tokens, experience.lengths, has, torch.ones_like(has), ranks))
+
+
+def respread(
+    experience: SpreadExperience, module: RLModule, ranks: Ranks, *, seed: int, is_fewer: bool, has_token_rewards: bool
+) -> SpreadExperience:
+    """`spread` again, after the rewards came. Collective.
+
+    Args:
+        experience: of the rows that have a reward; rewards per token are on rank 0.
+        is_fewer: whether some rows had none: other minibatches follow, in which other ranks work on a row.
+        has_token_rewards: whether there are rewards per token.
+    """
+    nowhere = TokenRows.nowhere(len(experience), torch.float32)
+    rewards = experience.tokens.get("token_rewards", nowhere)
+    rest = experience.without("token_rewards")
+    if is_fewer:
+        rest = spread(rest, module, ranks, seed=seed, has_all=[])
+    if not has_token_rewards:
+        return rest
+    assert rest.work is not None
+    has = held_by([range(len(rest))], [[0]], rest.work.shape)
+    return rest.with_tensors(exchange({"token_rewards": rewards}, rest.lengths, has, rest.work, ranks))
 
 
 def accepted(before: SpreadExperience, changed: Experience | None, ranks: Ranks) -> SpreadExperience:
@@ -103,25 +124,13 @@ def accepted(before: SpreadExperience, changed: Experience | None, ranks: Ranks)
     """
     own: Any = before.own
     kept: Any = own if changed is None else accept_changes(own, changed)
-    lengths, rows = before.lengths, before.own_rows
-    tensors = {name: Ragged.packed(getattr(kept, name), lengths, rows) for name in ("loss_mask", "advantages")}
+    rows = before.own_rows.tolist()
+    tensors = {name: TokenRows.of_padded(kept[name], before.lengths, rows) for name in ("loss_mask", "advantages")}
+    counts = torch.zeros(len(before), dtype=torch.int64)
+    counts[rows] = kept.loss_token_counts
     assert before.work is not None
-    moved = exchange(before.with_tensors(tensors), tensors, owned(before), before.work, ranks)
-    return recounted(moved)
-
-
-def without_token_rewards(experience: SpreadExperience) -> tuple[SpreadExperience, Ragged | None]:
-    """The rest, and the rewards per token, which rank 0 has of all rows."""
-    return experience.without("token_rewards"), experience.tokens.get("token_rewards")
-
-
-def with_token_rewards(experience: SpreadExperience, rewards: Ragged | None, ranks: Ranks) -> SpreadExperience:
-    """With rank 0's rewards per token of the rows that this rank works on. Collective."""
-    assert experience.work is not None
-    has = torch.zeros_like(experience.work)
-    has[0] = True
-    rewards = Ragged.nowhere(len(experience), torch.float32) if rewards is None else rewards
-    return exchange(experience.with_tensors({"token_rewards": rewards}), ["token_rewards"], has, experience.work, ranks)
+    moved = exchange(tensors, before.lengths, owned(before), before.work, ranks)
+    return before.with_tensors({**moved, "_loss_tokens": before.total(counts)})
 
 
 def accept_changes(before: Experience, changed: Experience) -> Experience:
@@ -178,78 +187,65 @@ class Sharing:
         with ranks.phase(f"score: {call.name}", has_own_deadline=runs_beside(call)):
             if call.on_all_ranks:
                 return self._advantages(outputs)
-            holders = holders_of(call, ranks)
-            source = holders.first_rank if is_forward(call) else 0
-            kinds = self._kinds(outputs, source)
             shared: dict[str, Any] = {}
-            rows = {name: outputs.get(name) for name, (_, shape) in kinds.items() if shape is None}
-            if is_forward(call):
-                for name, value in rows.items():
-                    shared[name] = self._joined(holders, kinds[name][0], value)
-            elif rows:
-                shared.update(ranks.broadcast_tensors({key: value for key, value in rows.items() if value is not None}))
-            tokens = {name: outputs.get(name) for name, (_, shape) in kinds.items() if shape is not None}
-            return {**shared, **self._moved(call, kinds, tokens)}
+            for name, (dtype, shape) in self._kinds(call, outputs).items():
+                if shape is not None:
+                    tokens = outputs.get(name, TokenRows.nowhere(len(self.experience), dtype, shape))
+                    shared[name] = self._moved(call, name, tokens)
+                elif is_forward(call):
+                    shared[name] = self._joined(holders_of(call, ranks), dtype, outputs.get(name))
+                else:
+                    shared |= ranks.broadcast_tensors({name: outputs[name]} if ranks.is_main else {})
+            return shared
 
-    def _kinds(self, outputs: Mapping[str, Any], source: int) -> dict[str, tuple[str, list[int] | None]]:
-        """Of each output its dtype, and if it is per token the shape of one token's; rank `source` has run the call."""
+    def _kinds(
+        self, call: ModelCall, outputs: Mapping[str, Any]
+    ) -> dict[str, tuple[torch.dtype, Sequence[int] | None]]:
+        """Of each output its dtype, and if it is per token the shape of one token's, from a rank that ran the call."""
+        source = holders_of(call, self.ranks).first_rank if is_forward(call) else 0
         if self.ranks.rank == source:
-            packed = {name: self._packed(name, value) for name, value in outputs.items()}
-            kinds = {
-                name: (str((value.values if isinstance(value, Ragged) else value).dtype).removeprefix("torch."),
-                       list(value.values.shape[1:]) if isinstance(value, Ragged) else None)
-                for name, value in packed.items()
-            }  # fmt: skip
-            self.ranks.send(Message("data", payload=json.dumps(kinds).encode()), source)
-            return kinds
-        found: dict[str, Any] = json.loads(self.ranks.receive(source).payload)
-        return {name: (dtype, shape) for name, (dtype, shape) in found.items()}
+            found = [
+                (name, str((value.empty if isinstance(value, TokenRows) else value).dtype).removeprefix("torch."),
+                 list(value.empty.shape[1:]) if isinstance(value, TokenRows) else None)
+                for name, value in outputs.items()
+            ]  # fmt: skip
+            self.ranks.send(Message("data", payload=json.dumps(found).encode()), source)
+        else:
+            found = json.loads(self.ranks.receive(source).payload)
+        return {name: (getattr(torch, dtype), shape) for name, dtype, shape in found}
 
-    def _packed(self, name: str, value: Any) -> Any:
-        return value if isinstance(value, Ragged) or value.dim() < 2 else Ragged.packed(value, self.experience.lengths)
-
-    def _joined(self, holders: Ranks, dtype: str, value: Tensor | None) -> Tensor:
+    def _joined(self, holders: Ranks, dtype: torch.dtype, value: Tensor | None) -> Tensor:
         """[B] of all rows, from the role's ranks, each with those of its share."""
         counts = value is not None and self.ranks.rank == holders.dp_members[holders.dp_rank][0]
-        zeros = torch.zeros(len(self.experience), dtype=getattr(torch, dtype))
+        zeros = torch.zeros(len(self.experience), dtype=dtype)
         return self.ranks.total(value if counts and value is not None else zeros)
 
-    def _moved(
-        self, call: ModelCall, kinds: Mapping[str, tuple[str, list[int] | None]], tokens: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Outputs per token, on all ranks that work on the rows; on rank 0 of all rows if a function reads them."""
-        experience, ranks = self.experience, self.ranks
+    def _moved(self, call: ModelCall, name: str, tokens: TokenRows) -> TokenRows:
+        """An output per token, on all ranks that work on the rows; on rank 0 of all rows if a function reads it."""
+        experience = self.experience
         assert experience.work is not None
-        has = torch.zeros_like(experience.work)
+        shares: Sequence[Sequence[int]] = [range(len(experience))]
+        members: Sequence[Sequence[int]] = [[0]]
         if is_forward(call):
-            holders = holders_of(call, ranks)
-            has = held_by(scoring_shares(experience, holders, self.module.loss_unit), holders.dp_members, has.shape)
-        else:
-            has[0] = True
+            holders = holders_of(call, self.ranks)
+            shares, members = scoring_shares(experience, holders, self.module.loss_unit), holders.dp_members
+        needs = experience.work.clone()
         read_on_rank_0 = {key for other in self.module.data_flow().calls if runs_beside(other) for key in other.inputs}
-        moved: dict[str, Any] = {}
-        for name, value in tokens.items():
-            dtype, shape = kinds[name]
-            if value is None:
-                value = Ragged.nowhere(len(experience), getattr(torch, dtype), shape or ())
-            needs = experience.work.clone()
-            if name in read_on_rank_0 or not is_forward(call):  # and the trajectory log keeps a judge's answers
-                needs[0] = True
-            with_it = experience.with_tensors({name: self._packed(name, value)})
-            moved[name] = exchange(with_it, [name], has, needs, ranks).tokens[name]
-        return moved
+        if name in read_on_rank_0 or not is_forward(call):  # and the trajectory log keeps a judge's answers
+            needs[0] = True
+        has = held_by(shares, members, needs.shape)
+        return exchange({name: tokens}, experience.lengths, has, needs, self.ranks)[name]
 
     def _advantages(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Advantages per token go from who answers for a row to all who work on it."""
         experience = self.experience
         assert experience.work is not None
         tokens = {
-            name: value for name, value in outputs.items() if isinstance(value, Ragged) and name not in ROLLOUT_FIELDS
+            name: value
+            for name, value in outputs.items()
+            if isinstance(value, TokenRows) and name not in ROLLOUT_FIELDS
         }
-        if not tokens:
-            return outputs
         has = owned(experience)
         if self.module.advantage_inputs:  # every rank has computed all rows
             has = torch.ones_like(has)
-        moved = exchange(experience.with_tensors(tokens), tokens, has, experience.work, self.ranks)
-        return {**outputs, **{name: moved.tokens[name] for name in tokens}}
+        return {**outputs, **exchange(tokens, experience.lengths, has, experience.work, self.ranks)}

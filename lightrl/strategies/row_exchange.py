@@ -6,16 +6,18 @@ trajectories, W ranks of the run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightrl.experience import Experience, LossUnit
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.row_plan import Send, plan_sends
-from lightrl.strategies.spread_experience import Ragged, SpreadExperience
+from lightrl.strategies.spread_experience import SpreadExperience
+from lightrl.strategies.token_rows import TokenRows
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,12 @@ def work_of(
     return Work(work, owners, list(minibatches[:num_first_pass]))
 
 
-def with_work(experience: SpreadExperience, work: Work, ranks: Ranks) -> SpreadExperience:
-    """The same rows, still where they are; `exchange` brings them to those who work on them."""
-    made = experience.with_tensors({"_owner": work.owners, "_work": work.rows.T})
+def sent_to_work(
+    experience: SpreadExperience, work: Work, has: Tensor, needs: Tensor, ranks: Ranks
+) -> SpreadExperience:
+    """With the tokens of the rows that this rank needs; `has` and `needs` as `exchange` has them. Collective."""
+    tokens = exchange(experience.tokens, experience.lengths, has, needs, ranks)
+    made = experience.with_tensors({**tokens, "_owner": work.owners, "_work": work.rows.T})
     vars(made).update(first_pass=work.first_pass, _ranks=ranks)
     return made
 
@@ -74,13 +79,6 @@ def owned(experience: SpreadExperience) -> Tensor:
     """Bool [W, B], the rows that each rank answers for."""
     assert experience.work is not None
     return torch.arange(len(experience.work))[:, None] == experience.owners
-
-
-def recounted(experience: SpreadExperience) -> SpreadExperience:
-    """With the number of loss tokens of each row as its mask is now. Collective."""
-    counts = torch.zeros(len(experience), dtype=torch.int64)
-    counts[experience.own_rows] = experience.own.loss_mask.sum(1)
-    return experience.with_tensors({"_loss_tokens": experience.total(counts)})
 
 
 def scoring_shares(experience: SpreadExperience, ranks: Ranks, unit: LossUnit) -> list[list[int]]:
@@ -102,47 +100,33 @@ def held_by(shares: Sequence[Sequence[int]], members: Sequence[Sequence[int]], s
 
 
 def exchange(
-    experience: SpreadExperience, names: Collection[str], has: Tensor, needs: Tensor, ranks: Ranks
-) -> SpreadExperience:
-    """With these fields per token of the rows that this rank needs, and of no others. Collective over the run.
+    tokens: Mapping[str, TokenRows], lengths: Tensor, has: Tensor, needs: Tensor, ranks: Ranks
+) -> dict[str, TokenRows]:
+    """These fields of the rows that this rank needs, and of no others. Collective over the run.
 
     Args:
-        experience: has the fields on every rank, of no row perhaps.
-        names: of the fields.
+        tokens: the fields, the same on every rank, of no row perhaps.
+        lengths: [B].
         has: bool [W, B], the rows of these fields on each rank.
         needs: bool [W, B].
         ranks: all of the run.
     """
-    lengths = experience.lengths
     # Widest numbers first: received bytes are read in place, where each field must start at a multiple of its width.
-    order = sorted(names, key=lambda name: (-experience.tokens[name].values.element_size(), name))
-    tokens = {name: experience.tokens[name] for name in order}
-    token_bytes = {name: tokens[name].token_bytes for name in order}
-    sizes = (lengths * sum(token_bytes.values())).tolist()
+    held = {name: tokens[name] for name in sorted(tokens, key=lambda name: (-tokens[name].empty.itemsize, name))}
+    sizes = (lengths * sum(values.token_bytes for values in held.values())).tolist()
 
     def pack(send: Send) -> Tensor:
-        rows = torch.tensor(send.rows)
-        return torch.cat([tokens[name].flat(lengths, rows).view(-1).view(torch.uint8) for name in order])
+        return torch.from_numpy(
+            np.concatenate([values.flat(send.rows).reshape(-1).view(np.uint8) for values in held.values()])
+        )
 
-    for sends in plan_sends(has, needs, sizes):
-        came = ranks.exchange(sends, pack, lambda send: sum(sizes[row] for row in send.rows))
-        if not came:
-            continue
-        rows = torch.cat([torch.tensor(send.rows) for send, _ in came])
-        parts: dict[str, list[Tensor]] = {name: [] for name in order}
-        for send, data in came:
+    for sends in plan_sends(has, needs, sizes) if held else []:
+        for send, data in ranks.exchange(sends, pack, lambda send: sum(sizes[row] for row in send.rows)):
             num, start = int(lengths[list(send.rows)].sum()), 0
-            for name in order:
-                end = start + num * token_bytes[name]
-                parts[name].append(data[start:end].view(tokens[name].values.dtype))
+            for name, values in held.items():
+                end = start + num * values.token_bytes
+                flat = data.numpy()[start:end].view(values.empty.dtype).reshape(num, *values.empty.shape[1:])
+                held[name] = values.with_flat(flat, lengths, send.rows)
                 start = end
-        tokens = {name: tokens[name].joined(torch.cat(parts[name]), lengths, rows) for name in order}
-    kept = needs[ranks.rank].nonzero()[:, 0]
-    return experience.with_tensors({name: _only(tokens[name], lengths, kept) for name in order})
-
-
-def _only(ragged: Ragged, lengths: Tensor, rows: Tensor) -> Ragged:
-    """Without the values of other rows."""
-    if len(ragged.values) == int(lengths[rows].sum()):
-        return ragged
-    return Ragged.of_rows(ragged.flat(lengths, rows), lengths, rows)
+    kept = needs[ranks.rank].nonzero()[:, 0].tolist()
+    return {name: values.only(kept) for name, values in held.items()}

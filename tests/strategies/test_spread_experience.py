@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightrl.experience import Experience
 from lightrl.strategies import Microbatches, Ranks, SpreadExperience
-from lightrl.strategies.row_exchange import exchange, owned, with_work, work_of
+from lightrl.strategies.row_exchange import owned, sent_to_work, work_of
 from lightrl.strategies.row_plan import Send
 from lightrl.strategies.spread_experience import elsewhere, table_of
 
@@ -120,7 +120,7 @@ def scattered(experience: Experience, ranks: Ranks, minibatches: list[list[int]]
     )
     has = torch.zeros_like(work.rows)
     has[0] = True
-    return with_work(exchange(here, here.tokens, has, work.rows, ranks), work, ranks)
+    return sent_to_work(here, work, has, work.rows, ranks)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -140,7 +140,7 @@ def test_each_row_is_owned_once_and_every_rank_has_what_it_works_on(size: int) -
             assert_same(part.dense(share), experience.select(share))
         assert torch.equal(part.rewards, experience.rewards)  # [B] of all
         assert part.num_loss_tokens == experience.num_loss_tokens
-        held = sum(len(ragged.values) * ragged.token_bytes for ragged in part.tokens.values())
+        held = sum(values.flat(values.here).nbytes for values in part.tokens.values())
         assert held == 13 * int(experience.lengths[rows].sum())
         assert wire.received[rank] == (held if rank else 0)
         needed += len(rows)
@@ -160,7 +160,7 @@ def test_rows_move_on_to_those_who_work_on_them_next() -> None:
             rest, minibatches, trained=[ranks], scoring=[], num_first_pass=2, num_ranks=ranks.size, unit="trajectory"
         )
         assert rest.work is not None
-        return with_work(exchange(rest, rest.tokens, rest.work, work.rows, ranks), work, ranks)
+        return sent_to_work(rest, work, rest.work, work.rows, ranks)
 
     found, _ = on_ranks(3, play)
     for rank, part in enumerate(found):
