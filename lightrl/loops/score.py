@@ -126,7 +126,8 @@ def _infer(module: RLModule, call: ModelCall, experience: SpreadExperience, rank
         at_end = torch.zeros(len(lengths), dtype=torch.float32)
         for index, part in zip(rows, numbers[key], strict=True):
             if index:
-                at_end[index] = part.gather(1, lengths[index][:, None])[:, 0]
+                ends = lengths[index].clamp(max=part.shape[1] - 1)  # of rows without an end, any place
+                at_end[index] = part.gather(1, ends[:, None])[:, 0]
         result[key if scores_ends else "bootstrap_values"] = torch.where(has_end, at_end, 0.0)
     return result
 

@@ -10,7 +10,7 @@ Reading order:
     checkpoint_fit.py     whether a checkpoint fits the configuration; atomic_write.py  files that are whole or absent
     ranks.py              the processes of a run: sums, shares of the rows, messages from rank 0
     balance.py            trajectories split over ranks by their tokens; row_plan.py, row_exchange.py: sent to them
-    spread_experience.py  an iteration's Experience over the ranks; microbatches.py: of it, on the device
+    spread_experience.py  an iteration's Experience over the ranks; token_rows.py: a field; microbatches.py: to devices
     role_mesh.py          a role on its own ranks
     rank_watch.py         a rank that fails ends all; one that hangs is named
     fsdp2.py              FSDP2Strategy: sharded models
