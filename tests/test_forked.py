@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import forked
 import psutil
 import pytest
+from waits import until
 
 SCRIPT = """
 import __main__, json, logging, os, sys, threading, warnings
@@ -129,14 +131,15 @@ def test_without_its_fork_server_the_process_is_a_fresh_one(
 ) -> None:
     monkeypatch.setattr(forked, "server", forked.ForkServer(forked.server.environment))
     command = [sys.executable, "-m", "http.server", "0"]
-    with forked.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as first:
-        (server,) = [child for child in psutil.Process().children() if "forked.serve" in " ".join(child.cmdline())][-1:]
-        assert is_forked(first)
-        server.kill()
-        with forked.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as second:
-            assert not is_forked(second)
-            second.kill()
-        first.kill()
+    quiet: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    processes = [forked.Popen(command, **quiet)]
+    forked.server._process.kill()
+    processes.append(forked.Popen(command, **quiet))
+    are_forked = [is_forked(process) for process in processes]
+    for process in processes:
+        process.kill()
+        process.wait()
+    assert are_forked == [True, False]
     assert "The fork server of the tests failed" in caplog.text
 
 
@@ -152,8 +155,7 @@ def test_the_fork_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> N
         assert asker.stdout is not None
         server = psutil.Process(int(asker.stdout.readline()))
         asker.send_signal(signal.SIGKILL)
-    psutil.wait_procs([server], timeout=60)
-    assert not server.is_running()
+    asyncio.run(until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE))
 
 
 def test_a_signal_reaches_the_group_of_a_new_session_at_once() -> None:
