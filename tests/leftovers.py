@@ -38,7 +38,8 @@ class Leftovers:
         return [repr(thread) for thread in threading.enumerate() if not thread.daemon and thread not in self._threads]
 
     def _new_children(self) -> list[str]:
-        command_lines = {child: _command_line(child) for child in _children() - self._children - {str(forked.server.pid)}}
+        children = _children() - self._children - {str(forked.server.pid)}
+        command_lines = {child: _command_line(child) for child in children}
         return [
             f"process {child}: {line[:300]}"
             for child, line in command_lines.items()
