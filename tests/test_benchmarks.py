@@ -43,6 +43,17 @@ def _threads_as_before():
 
 
 @pytest.mark.usefixtures("forked_children")
+def test_a_fleet_that_grows_and_shrinks_loses_no_request():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.elastic", "--fleet", "1,2,1", "--seconds", "2"],
+        capture_output=True, text=True, timeout=170, check=True,
+    )  # fmt: skip
+    (row,) = [row for line in done.stdout.splitlines() if line.startswith("{") and "fleet" in (row := json.loads(line))]
+    assert (row["fleet"], row["lost_requests"], row["unproven_tokens"]) == ("1-2-1", 0, 0)
+    assert row["tokens"] > 0
+
+
+@pytest.mark.usefixtures("forked_children")
 def test_with_shares_the_ranks_receive_together_what_rank_0_would_alone():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.rank_shares", "--quick", "--rounds", "1"],
