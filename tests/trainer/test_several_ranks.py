@@ -107,7 +107,7 @@ def test_a_callback_that_decides_otherwise_on_a_rank_does_not_split_them(two_ran
 
 
 def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path) -> None:
-    done = finished(SCRIPT, tmp_path, "fail", "1", "raise", timeout_s=120)
+    done = finished(SCRIPT, tmp_path, "fail", "1", "raise", timeout_s=120, real=True)
     assert done.returncode != 0
     assert "[rank 0, in 'update'] Rank 1 failed in 'update'" in done.stderr
     assert 'raise ValueError("raised on purpose")' in done.stderr
