@@ -32,9 +32,7 @@ class DropTally:
         self.last = Drop("none", "nothing was dropped", "")
         self._drops: collections.deque[Drop] = collections.deque()  # the main thread takes from its left end
         self._group_drops: collections.Counter[str] = collections.Counter()  # since they were drained
-        self.thrown_away: collections.defaultdict[str, float] = collections.defaultdict(
-            float
-        )  # see `count_thrown_away`
+        self.thrown_away: dict[str, float] = collections.defaultdict(float)  # see `count_thrown_away`
         self._num_done = 0  # trajectories, since the last batch was taken
         self._num_failed = 0  # of them
         self._num_kept = 0  # groups, since then

@@ -88,9 +88,7 @@ class PromptCursor:
         self.curriculum = curriculum
         self.next_position = 0
         self.num_skipped = 0  # positions, since this object was made
-        self.past_success: defaultdict[str, float] = defaultdict(
-            float
-        )  # of prompts that came again, in sums since this object was made
+        self.past_success: dict[str, float] = defaultdict(float)  # sums over prompts that came again
         self._observations: dict[int, tuple[str, float]] = {}  # that the curriculum does not have yet, by position
 
     @property
