@@ -5,6 +5,7 @@ The rooms, from the ground up; each imports only from rooms above it in this lis
     errors        the exceptions of a run, as a tree
     checks        what a configuration says, checked with clear errors
     concurrency   threads, event loops and processes
+    trace         what a process did when, for Perfetto; where the time went
     trajectory    Prompt, Sampling, Trajectory, Group: plain Python
     functional    equations: advantages, losses, KL, logprobs, packing
     experience    trajectories as tensors
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
         RolloutMetrics,
         RolloutProgressBar,
         StalenessControl,
+        Trace,
         TrajectoryLog,
         WeightSync,
     )
@@ -131,7 +133,7 @@ _NAMES = {
         "AgentWorkflow"],
     "engines": ["RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine"],
     "callbacks": ["RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
-        "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "LearningCurve", "HuggingFaceExport"],
+        "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport"],
 }  # fmt: skip
 _HOMES = {name: room for room, names in _NAMES.items() for name in names}
 
@@ -144,7 +146,7 @@ __all__ = [
     "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment", "RetryWithFeedback",
     "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine", "RLCallback",
     "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum", "RolloutMetrics", "RolloutProgressBar",
-    "TrajectoryLog", "LearningCurve", "HuggingFaceExport",
+    "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

@@ -13,7 +13,7 @@ import lightrl
 PACKAGE = Path(lightrl.__file__).parent
 FLOORS = [
     {"errors"},
-    {"checks", "concurrency", "trajectory"},
+    {"checks", "concurrency", "trace", "trajectory"},
     {"functional"},
     {"experience"},
     {"rewards", "weights"},

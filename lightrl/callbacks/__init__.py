@@ -12,6 +12,7 @@ Reading order:
     rollout_metrics.py  what is logged of each iteration
     progress.py         the two-line progress bar
     status_file.py      what the run does now, for `lightrl status`
+    trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, now and then as a table
     learning_curve.py   the run's curve as a picture
     export.py           the policy as a Hugging Face folder
@@ -28,6 +29,7 @@ from lightrl.callbacks.progress import RolloutProgressBar
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
 from lightrl.callbacks.staleness import StalenessControl
+from lightrl.callbacks.trace import Trace
 from lightrl.callbacks.trajectory_log import TrajectoryLog
 from lightrl.callbacks.weight_sync import WeightSync
 
@@ -40,6 +42,7 @@ __all__ = [
     "RolloutMetrics",
     "RolloutProgressBar",
     "StalenessControl",
+    "Trace",
     "TrajectoryLog",
     "WeightSync",
 ]
