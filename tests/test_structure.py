@@ -23,7 +23,7 @@ FLOORS = [
     {"rollout", "module", "data"},
     {"algorithms", "loops", "callbacks"},
     {"trainer"},
-    {"launch"},
+    {"inspect", "launch"},
     {"commands"},
     {"__main__"},
 ]

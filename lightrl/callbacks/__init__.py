@@ -11,7 +11,7 @@ Reading order:
     curriculum.py       which prompts are played, by past success
     rollout_metrics.py  what is logged of each iteration
     progress.py         the two-line progress bar
-    status_file.py      what the run does now, for `lightrl status`
+    status_file.py      what the run does now, for `lightrl status`; complaints.py  warnings, errors and drops
     trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, now and then as a table
     learning_curve.py   the run's curve as a picture

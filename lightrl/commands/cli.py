@@ -29,6 +29,7 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 import lightrl
+from lightrl.callbacks.complaints import ComplaintLog
 from lightrl.callbacks.status_file import StatusFile
 from lightrl.commands.config_errors import UsageError, explain, nearest_files
 from lightrl.commands.console import reported, run_folder
@@ -73,7 +74,7 @@ class LightRLCLI(LightningCLI):
         }
         super().__init__(
             trainer_class=Trainer,
-            trainer_defaults={"callbacks": [*callbacks, StatusFile()]},
+            trainer_defaults={"callbacks": [*callbacks, StatusFile(), ComplaintLog()]},
             save_config_callback=SaveRunConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,

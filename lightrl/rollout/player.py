@@ -87,7 +87,7 @@ class Player:
         """Sets the reward; False if the trajectory was dropped. The judge keeps its own deadline."""
         try:
             judge = type(self.judge).__name__
-            with span(judge, "reward", "rewards"), named_user_code(f"{judge}.score", error_type=RewardError):
+            with span("reward", "reward", "rewards"), named_user_code(f"{judge}.score", error_type=RewardError):
                 judgment = await self.judge.score(trajectory)
         except (RewardError, RolloutError) as error:
             self.tally.drop_failed(error, trajectory.prompt)
