@@ -59,8 +59,12 @@ class ComplaintLog(RLCallback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.add("trainer", "error", f"{type(exception).__name__}: {exception}")
+        self._close()  # Lightning calls no teardown after an error
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._handler is not None:
             logging.getLogger("lightrl").removeHandler(self._handler)
         self._handler = self._trainer = None

@@ -317,6 +317,7 @@ async function trajectory(now) {
     tokens.replaceChildren(tokenSpans(one, status));
   };
   paint();
+  afterwards = () => document.querySelector(".card[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
   const group = one.group_rows.length > 1 ? [h("h2", {}, `group ${one.group}: ${one.group_rows.length} trajectories of this prompt`), h("div", { class: "group" }, one.group_rows.map((row) => h("button", {
     type: "button", class: "card", "aria-current": row.id === state.id && "true", onclick: () => go("trajectory", { run: state.run, id: row.id }),
   }, h("b", {}, number(row.reward)), h("span", { class: "soft" }, `  ${row.advantage > 0 ? "+" : ""}${number(row.advantage)}   ${number(row.length)} tokens`), h("p", {}, row.excerpt ?? ""))))] : [];
@@ -421,7 +422,7 @@ function whereTheTimeWent(time) {
     const share = seconds / time.total_s;
     const element = h("span", { title: `${area}: ${number(seconds)} s` }, `${area} ${Math.round(100 * share)} %`);
     element.style.flex = `${share} 0 0`; element.style.background = CATEGORIES[AREAS[area]];
-    if (share < 0.03) element.style.padding = 0;
+    if (share < 0.05) element.style.padding = "4px 0";
     return element;
   }));
   const gain = time.gain[time.look_first_at];
@@ -441,20 +442,21 @@ function drawTimeline(canvas, line, status) {
     else tracks.push({ name, rank: row.rank, rows: [index] });
   });
   const tops = []; const heights = [];
+  const depth = depths(line.events);
   let height = 22;
   for (const track of tracks) {
     track.top = height;
-    const each = track.rows.length === 1 ? 34 : Math.max(1.5, Math.min(12, 150 / track.rows.length));
+    const levels = Math.max(...track.rows.map((row) => depth.most[row] + 1));
+    const each = track.rows.length === 1 ? Math.max(30, 16 * levels) : Math.max(0.3, Math.min(12 * levels, 170 / track.rows.length));
     for (const row of track.rows) { tops[row] = height; heights[row] = each; height += each; }
     height += 8;
   }
-  const depth = depths(line.events);
   canvas.style.height = `${height + 4}px`;
   const end = line.events.reduce((most, event) => Math.max(most, event[3] + event[4]), 0) || 1;
   let [from, to] = [0, end];
-  const boxes = line.events.map((event, index) => {
-    const [row] = event; const levels = depth.most[row] + 1; const each = heights[row] / levels;
-    return [tops[row] + depth.of[index] * each, Math.max(1, each - (each > 4 ? 1 : 0))];
+  const boxes = line.events.map(([row], index) => {
+    const each = heights[row] / (depth.most[row] + 1);
+    return [tops[row] + depth.of[index] * each, Math.max(0.3, each - (each > 4 ? 1 : 0))];
   });
   const draw = () => {
     const [width] = fit(canvas, height + 4);
