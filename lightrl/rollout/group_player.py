@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from lightrl.engines.engine import Completion
 from lightrl.rollout.player import Player, checked, drawn
+from lightrl.trace import record
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.workflow import Generate, SingleTurn
 
@@ -59,8 +61,11 @@ class GroupPlayer(Player):
 
         try:
             samplings = [drawn(sampling, sampling_seed(run_seed, seed_name, sample, 0)) for sample in range(num)]
+            begun_ns = time.perf_counter_ns()
             for sample, completion in enumerate(self._write_group(group.prompt, samplings, seed_name)):
                 follow(sample, completion)
+                name = f"{seed_name}/{sample}"
+                completion.add_done_callback(functools.partial(_record_generation, begun_ns, name))
             while num:
                 sample, step = await steps.get()
                 if sample in played:
@@ -92,6 +97,10 @@ class GroupPlayer(Player):
             for future in futures:
                 future.set_exception(error)
         return futures
+
+
+def _record_generation(begun_ns: int, session: str, done: asyncio.Future[Completion]) -> None:
+    record("generate", "generate", "generations", begun_ns, session=session)
 
 
 def _generate_once(written: asyncio.Future[Completion], prompt: Prompt) -> Generate:

@@ -13,6 +13,7 @@ from lightrl.errors import LightRLError, RewardError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import DropTally
 from lightrl.rollout.tasks import Tasks
+from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.workflow import Generate, Workflow, check_trajectory
 
@@ -85,7 +86,8 @@ class Player:
     async def _set_reward(self, trajectory: Trajectory) -> bool:
         """Sets the reward; False if the trajectory was dropped. The judge keeps its own deadline."""
         try:
-            with named_user_code(f"{type(self.judge).__name__}.score", error_type=RewardError):
+            judge = type(self.judge).__name__
+            with span("reward", "reward", "rewards"), named_user_code(f"{judge}.score", error_type=RewardError):
                 judgment = await self.judge.score(trajectory)
         except (RewardError, RolloutError) as error:
             self.tally.drop_failed(error, trajectory.prompt)
@@ -136,7 +138,8 @@ class Player:
             seed = sampling_seed(run_seed, seed_name, sample, turn)
             turn += 1
             asked = drawn(sampling, seed, max_new_tokens)
-            completions = await self.engine.generate(token_ids, asked, session=f"{seed_name}/{sample}", **images)
+            with span("generate", "generate", "generations", session=f"{seed_name}/{sample}", prompt=len(token_ids)):
+                completions = await self.engine.generate(token_ids, asked, session=f"{seed_name}/{sample}", **images)
             return checked(completions[0], turn - 1, prompt)
 
         return generate

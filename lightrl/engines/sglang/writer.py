@@ -25,6 +25,7 @@ from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.request import CompletionDraft, MalformedAnswer, RequestPictures, read_answer
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
+from lightrl.trace import span
 from lightrl.trajectory import Sampling
 
 if TYPE_CHECKING:
@@ -211,7 +212,9 @@ class Writer:
         try:
             with self._adapter(draft, rid, client):
                 body, timeout_s = draft.body(rid, self._members.cache_key(url)), limit_s + ABORT_TIMEOUT_S
-                answer = await client.generate(body, num_retries=0, timeout_s=timeout_s, read=read_answer)
+                with span("request", "server", url, prompt=len(draft.prompt)) as sent:
+                    answer = await client.generate(body, num_retries=0, timeout_s=timeout_s, read=read_answer)
+                    sent.args["tokens"] = len(answer.token_ids)
         except asyncio.CancelledError:
             self._home.spawn(_abort(client, rid))
             raise
