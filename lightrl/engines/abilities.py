@@ -6,7 +6,7 @@ The framework checks `isinstance(engine, ScoresTokens)` before it uses an abilit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from lightrl.engines.engine import Completion
@@ -43,6 +43,51 @@ class WritesGroups(Protocol):
 
         Raises:
             ValueError, EngineError: as `generate`; an EngineError later is in the futures.
+        """
+        ...
+
+
+@runtime_checkable
+class ContinuesCompletions(Protocol):
+    """Continues completions that were begun before, by this engine or by another."""
+
+    async def continue_completion(
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        written: Completion,
+        *,
+        session: str,
+        images: tuple[str, ...] = (),
+    ) -> Completion:
+        """As `generate`, of a completion that begins with the tokens that are `written`; `sampling` counts them too.
+
+        The written tokens keep their logprobs and versions; the others are drawn as if nothing had come between.
+        """
+        ...
+
+    def unfinished(self) -> dict[int, Completion]:
+        """What is written of each running completion, by the seed of its sampling; its finish reason is `abort`.
+
+        Called on the event loop while the engine is paused; the completions continue when it is resumed.
+        """
+        ...
+
+
+@runtime_checkable
+class FollowsSteps(Protocol):
+    """Its numbers depend on what it decodes together, so that a schedule has its steps, too."""
+
+    def record_steps(self) -> Callable[[], str]:
+        """Called after `start`, before the first request: a function that returns the steps since its last call."""
+        ...
+
+    def follow_steps(self, steps: str, *, mark: int | None = None, unfinished: Sequence[int] = ()) -> None:
+        """Called after `start`, before the first load: repeats these steps; loads and requests wait for their turn.
+
+        Args:
+            mark: begins after this call of `unfinished`, counted from 0, in the run that recorded; None at the start.
+            unfinished: the seeds that it returned, in its order.
         """
         ...
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.rollout.drop_tally import DropTally
+from lightrl.rollout.schedule import ScheduleLog
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Trajectory
 
@@ -59,12 +60,14 @@ class GroupBook:
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
         self.tally = DropTally(settings)
+        self.log: ScheduleLog | None = None  # where decisions are recorded
         self.num_consumed = 0  # groups that an iteration was trained on
         self.running: dict[int, RunningGroup] = {}
         self.finished: dict[int, tuple[Group, int]] = {}  # with the version of its oldest token
         self.taken: list[Group] = []
         self._queued: collections.deque[int] = collections.deque()  # positions to start next
         self._again: list[int] = []  # on-policy, positions to draw again in the next wave
+        self._begun: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}  # of a checkpoint: version, done samples
         self._redraws: dict[int, int] = {}  # how often a position in flight was started again, each time with new seeds
 
     @property
@@ -107,11 +110,18 @@ class GroupBook:
 
     def start(self, position: int, prompt: Prompt, weight_version: int) -> RunningGroup:
         """A queued position starts, under these weights."""
-        self._queued.remove(position)
-        redraws = self._redraws.get(position)
-        seed_name = f"{position}:{prompt.id}" + (f":{redraws}" if redraws else "")
-        self.running[position] = RunningGroup(Group(position, prompt), weight_version, seed_name)
+        (self._queued if position in self._queued else self._again).remove(position)
+        if self.log is not None:
+            self.log.started(position, weight_version)
+        seed_name = self.seed_name(position, prompt)
+        started_version, results = self._begun.pop(position, (weight_version, {}))
+        self.running[position] = RunningGroup(Group(position, prompt), started_version, seed_name, results)
         return self.running[position]
+
+    def seed_name(self, position: int, prompt: Prompt) -> str:
+        """From which the seeds of a group's next draw follow."""
+        redraws = self._redraws.get(position)
+        return f"{position}:{prompt.id}" + (f":{redraws}" if redraws else "")
 
     def _num_admissible(self, weight_version: int, max_concurrent: int | None) -> int:
         accepted = self.num_consumed + len(self.taken) + len(self.finished)
@@ -123,6 +133,8 @@ class GroupBook:
         Returns:
             True once all trajectories are done, then call `settle`; False before, and if the group is drawn again.
         """
+        if self.log is not None:
+            self.log.done(running.group.id, sample, trajectory)
         running.results[sample] = trajectory
         self.tally.count_trajectory(is_failed=trajectory is None)
         if len(running.results) < self.settings.group_size:
@@ -201,6 +213,8 @@ class GroupBook:
             self._redraws.pop(group_id, None)
             self.tally.count_given_up("oversampled")
         self.tally.begin_iteration()
+        if self.log is not None:
+            self.log.took(weight_version, batch.group_ids, batch.gives_up)
         return batch
 
     def stragglers(self, batch: Batch, weight_version: int) -> list[int]:
@@ -212,6 +226,8 @@ class GroupBook:
     def redraw(self, group_id: int) -> Prompt:
         """Puts a running group back at the front of the queue, to `start` with new seeds and this prompt."""
         running = self.running[group_id]
+        if self.log is not None:
+            self.log.redrawn(group_id)
         message = f"Group {group_id} of version {running.started_version} held a batch back and is drawn again."
         self._drop(group_id, "straggler", message)
         self._redraws[group_id] = self._redraws.get(group_id, 0) + 1
@@ -246,6 +262,11 @@ class GroupBook:
             "groups_per_iteration": self.settings.groups_per_iteration,
             "num_consumed": self.num_consumed,
             "in_flight": in_flight,
+            "max_staleness": self.settings.max_staleness,
+            "begun": [
+                [position, item.started_version, [_state_of(*result) for result in sorted(item.results.items())]]
+                for position, item in sorted(self.running.items())
+            ],
             "redraws": [[position, self._redraws[position]] for position in in_flight if position in self._redraws],
             "finished": [
                 group.state_dict() for group in [*self.taken, *(group for group, _ in self.finished.values())]
@@ -260,6 +281,19 @@ class GroupBook:
         self._redraws, self.finished = dict(state["redraws"]), {}
         for record in state["finished"]:
             self._keep(Group.from_json(record))
+        # With a smaller bound what was begun might be too old when it is done, so it starts again.
+        is_in_time = state.get("max_staleness", -1) <= self.settings.max_staleness
+        for position, version, results in state.get("begun", []) if is_in_time else []:
+            done = {sample: None if item is None else Trajectory.from_json(item) for sample, item in results}
+            self._begun[position] = (version, done)
+
+    def begun_versions(self) -> dict[int, int]:
+        """Of the groups of a checkpoint that go on where they were: the version under which each started."""
+        return {position: version for position, (version, _) in self._begun.items()}
+
+
+def _state_of(sample: int, trajectory: Trajectory | None) -> list[Any]:
+    return [sample, None if trajectory is None else trajectory.state_dict()]
 
 
 def num_admissible(

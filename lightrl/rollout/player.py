@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.user_code import named_user_code
+from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import LightRLError, RewardError, RolloutError
 from lightrl.rewards import Judge
@@ -15,6 +16,9 @@ from lightrl.rollout.drop_tally import DropTally
 from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.workflow import Generate, Workflow, check_trajectory
+
+if TYPE_CHECKING:
+    from lightrl.rollout.pace import Pace
 
 
 @dataclass(eq=False)
@@ -26,6 +30,10 @@ class Player:
     judge: Judge  # has been started
     tally: DropTally  # counts what is dropped
     tasks: Tasks
+    pace: Pace | None = None  # repeats the versions of a recorded run
+    begun: dict[int, Completion] = field(default_factory=dict)  # by seed: what a checkpoint has, whole or in part
+    # By the seed name of running groups, by seed: the completions so far; None is still being written.
+    written: dict[str, dict[int, Completion | None]] = field(default_factory=dict, init=False)
     _judgings: dict[tuple[int, int], asyncio.Task[bool]] = field(default_factory=dict, init=False)  # by group, sample
 
     async def play(
@@ -136,10 +144,37 @@ class Player:
             seed = sampling_seed(run_seed, seed_name, sample, turn)
             turn += 1
             asked = drawn(sampling, seed, max_new_tokens)
-            completions = await self.engine.generate(token_ids, asked, session=f"{seed_name}/{sample}", **images)
-            return checked(completions[0], turn - 1, prompt)
+            written = self.written.get(seed_name, {})
+            written[seed] = None
+            completion = await self._write(token_ids, asked, session=f"{seed_name}/{sample}", **images)
+            written[seed] = completion
+            return checked(completion, turn - 1, prompt)
 
         return generate
+
+    async def _write(self, token_ids: list[int], sampling: Sampling, **of_request: Any) -> Completion:
+        """The engine's completion, or the rest of one that was begun before a resume."""
+        written = self.begun.pop(sampling.seed, None)
+        if self.pace is not None:
+            return await self.pace.write(token_ids, sampling, written, **of_request)
+        if written is not None and written.finish_reason != "abort":
+            return written
+        if written is not None and isinstance(self.engine, ContinuesCompletions):
+            return await self.engine.continue_completion(token_ids, sampling, written, **of_request)
+        completions = await self.engine.generate(token_ids, sampling, **of_request)
+        return completions[0]
+
+    def state_of(self, unfinished: Mapping[int, Completion]) -> dict[int, dict[str, Any]]:
+        """For a checkpoint, by seed: the completions of running groups, those in progress as far as the engine is."""
+        if not self.workflow.continues:
+            return {}
+        written = {seed: item for seeds in self.written.values() for seed, item in seeds.items()}
+        whole = {seed: item or unfinished.get(seed) for seed, item in written.items()}
+        return {seed: item.state_dict() for seed, item in whole.items() if item is not None and len(item.token_ids)}
+
+    def load_written(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """What `state_of` returned is not generated again."""
+        self.begun = {seed: Completion.from_state(item) for seed, item in state.items()}
 
 
 def drawn(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> Sampling:

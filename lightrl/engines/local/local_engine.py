@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.engines.abilities import DecodesInThreads, LimitsContext, NamesDtypes, ScoresTokens, WritesGroups
+from lightrl.engines.abilities import (
+    ContinuesCompletions,
+    DecodesInThreads,
+    FollowsSteps,
+    LimitsContext,
+    NamesDtypes,
+    ScoresTokens,
+    WritesGroups,
+)
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.local.copy_in import copy_in
 from lightrl.engines.local.decode_thread import DecodeThread
@@ -19,6 +27,7 @@ from lightrl.engines.local.decoder import Decoder, HuggingFaceDecoder
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.engines.local.sampler import completion_seed
+from lightrl.engines.local.steps import StepLog, StepPlan
 from lightrl.errors import EngineError
 from lightrl.models.pictures import Pictures, refusal
 from lightrl.trajectory import Sampling
@@ -34,7 +43,16 @@ log = logging.getLogger(__name__)
 SMALL_MODEL_PARAMETERS = 10_000_000
 
 
-class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, NamesDtypes, WritesGroups):
+class LocalEngine(
+    RolloutEngine,
+    ScoresTokens,
+    LimitsContext,
+    DecodesInThreads,
+    NamesDtypes,
+    WritesGroups,
+    ContinuesCompletions,
+    FollowsSteps,
+):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; any other decoder-only model with a key-value cache
@@ -157,6 +175,30 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
     ) -> list[asyncio.Future[Completion]]:
         return self._submit(token_ids, samplings, [sampling.seed for sampling in samplings], images)
 
+    async def continue_completion(
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        written: Completion,
+        *,
+        session: str,
+        images: tuple[str, ...] = (),
+    ) -> Completion:
+        return await self._submit(token_ids, [sampling], [sampling.seed], images, written)[0]
+
+    def unfinished(self) -> dict[int, Completion]:
+        return self._started().unfinished()
+
+    def record_steps(self) -> Callable[[], str]:
+        log = self._started().log = StepLog()
+        return log.drain
+
+    def follow_steps(self, steps: str, *, mark: int | None = None, unfinished: Sequence[int] = ()) -> None:
+        plan = StepPlan(steps)
+        if mark is not None:
+            plan.go_to_mark(mark, list(unfinished))
+        self._started().plan = plan
+
     async def pause(self) -> None:
         """Raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`; the pause stays."""
         await self._started().pause()
@@ -174,6 +216,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
             EngineTimeout: if decoding does not stop within `boundary_timeout_s`; nothing was changed.
         """
         thread = self._started()
+        thread.wait_until_planned(weight_version)
         with thread.held("load_weights"):
             assert self._decoder is not None
             copy_in(self._decoder, buckets, can_undo=self.weight_version >= 0)
@@ -206,7 +249,12 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
             self._decoder = None
 
     def _submit(
-        self, token_ids: list[int], samplings: Sequence[Sampling], seeds: Sequence[int], images: tuple[str, ...]
+        self,
+        token_ids: list[int],
+        samplings: Sequence[Sampling],
+        seeds: Sequence[int],
+        images: tuple[str, ...],
+        written: Completion | None = None,
     ) -> list[asyncio.Future[Completion]]:
         thread = self._started()
         longest = max(samplings, key=lambda sampling: sampling.max_new_tokens)
@@ -214,7 +262,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
         pixels = self._pixel_values(images, token_ids) if images else None
         prompt = tuple(token_ids)
         rows = zip(samplings, seeds, strict=True)
-        return thread.submit([Row(prompt, sampling, seed, images, pixels) for sampling, seed in rows])
+        return thread.submit([Row(prompt, sampling, seed, images, pixels, written) for sampling, seed in rows])
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]
