@@ -144,7 +144,8 @@ class DecodeThread(threading.Thread):
                     )
 
     def _may_load(self, weight_version: int) -> bool:
-        return self.plan is None or self.is_closed or self._failure is not None or self.plan.admits_load(weight_version)
+        is_over = self.plan is None or self.is_closed or self._failure is not None
+        return is_over or self.weight_version < 0 or (self.plan is not None and self.plan.admits_load(weight_version))
 
     def unfinished(self) -> dict[int, Completion]:
         """Inside a pause: what is written so far, by seed, in the order of the slots; a mark in the log.
