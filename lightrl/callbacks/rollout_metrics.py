@@ -35,6 +35,7 @@ PROGRESS_BAR_METRICS = frozenset(
         "rollout/accuracy_fraction",
         "rollout/tokens_per_s",
         "staleness/max_versions",
+        "time/straggler_wait_s",
         "time/sync_s",
     }
 )
@@ -62,6 +63,8 @@ class RolloutMetrics(RLCallback):
     | rollout/dropped_trajectories_<reason> | by reason; logged from the first one on |
     | rollout/skipped_prompts | by a curriculum, a row filter or their length; logged from the first one on |
     | rollout/tokens_per_s | tokens written, over the time available to write them (below) |
+    | time/straggler_wait_s | with `max_staleness` above 0: the part of `time/rollout_s` in which enough groups were
+      finished, but slow ones, which are not passed over, were not |
     | staleness/mean_versions, staleness/max_versions | weight version at use minus oldest version in a trajectory |
     | update/tokens_per_s | loss tokens, over `time/update_s` |
     | time/<phase>_s | rollout (waiting for groups), score, update, sync; on-policy perhaps rewards (waiting for those
@@ -152,8 +155,9 @@ class RolloutMetrics(RLCallback):
         seconds = rl_trainer.phase_seconds
         values = {f"time/{phase}_s": phase_s for phase, phase_s in seconds.items()}
         writing_s = seconds.get("rollout")
-        if rl_trainer.rollout.settings.max_staleness > 0 and self._overlapped_s is not None:
-            writing_s = self._overlapped_s
+        if rl_trainer.rollout.settings.max_staleness > 0:
+            values["time/straggler_wait_s"] = rl_trainer.rollout.progress()["straggler_wait_ms"] / 1000
+            writing_s = writing_s if self._overlapped_s is None else self._overlapped_s
         if writing_s and not rl_trainer.rollout.is_recorded:
             values["rollout/tokens_per_s"] = self._num_written_tokens / writing_s
         if seconds.get("update"):

@@ -5,7 +5,7 @@ the main thread: a coroutine does the work on the loop, and the main thread wait
 that a blocked event loop is noticed too. GroupBook decides what starts and what is taken; the controller acts.
 
     prompt stream ──position──► trajectory tasks × G ──► judge ──► finished groups ──► take() ──► commit()
-                     start         workflow, engine                  by version         oldest     trained on
+                     start         workflow, engine                                  stream order  trained on
 """
 
 from __future__ import annotations
@@ -59,6 +59,22 @@ class _Wait:
     def count(self) -> None:
         self.done += 1
         self.last_news = time.monotonic()
+
+
+@dataclass
+class _Stragglers:
+    """The slow groups that one batch waits for although enough others are finished."""
+
+    num: int = 0  # now
+    waited_s: float = 0.0  # for any of them
+    _since_s: float = 0.0  # monotonic clock
+
+    def count(self, num: int) -> None:
+        """From now on the batch waits for this many of them."""
+        now = time.monotonic()
+        if self.num:
+            self.waited_s += now - self._since_s
+        self.num, self._since_s = num, now
 
 
 class RolloutController:
@@ -120,6 +136,7 @@ class RolloutController:
         self._replays = replays  # until the replay has begun
         self._replay: Replay | None = None
         self._take_wait: _Wait | None = None  # of the `take` in progress
+        self._stragglers = _Stragglers()
         self._is_closing = False
 
         self._thread = LoopThread(loop_timeout_s=settings.loop_timeout_s, on_exit=self._tasks.fail_on_exit)
@@ -212,6 +229,9 @@ class RolloutController:
             "consumed_groups": self._book.num_consumed,
             "next_position": self._cursor.next_position,
             "skipped_prompts": self._cursor.num_skipped,
+            "redrawn_groups": self._book.num_redrawn,
+            "stragglers": self._stragglers.num,
+            "straggler_wait_ms": round(1000 * self._stragglers.waited_s),
             "weight_version": self.engine.weight_version,
         }
 
@@ -313,6 +333,7 @@ class RolloutController:
             await self._player.wait_for_rewards(unjudged, wait.count)
             self._book.rejudged(unjudged)
         self._book.begin_take(weight_version)
+        self._stragglers = _Stragglers()
         self._take_wait = wait
         self._tasks.spawn(self._pump())
         try:
@@ -321,6 +342,7 @@ class RolloutController:
                     raise self._tasks.failure
                 is_due = self._replay is None or self._replay.may_take(weight_version)
                 batch = self._book.take(weight_version) if is_due else Batch(None, [])
+                self._stragglers.count(len(batch.waits_for) if self._book.is_held_back else 0)
                 if batch.group_ids is not None:
                     self._runs.give_up(batch.gives_up)
                     if self._replay is not None:
@@ -340,6 +362,7 @@ class RolloutController:
                 self._tasks.changed.clear()
                 await self._tasks.changed.wait()
         finally:
+            self._stragglers.count(0)
             if self._take_wait is wait:  # else a later `take` has begun
                 self._take_wait = None
 
