@@ -66,10 +66,10 @@ class ContinuesCompletions(Protocol):
         """
         ...
 
-    def unfinished(self) -> dict[int, Completion]:
+    async def unfinished(self) -> dict[int, Completion]:
         """What is written of each running completion, by the seed of its sampling; its finish reason is `abort`.
 
-        Called on the event loop while the engine is paused; the completions continue when it is resumed.
+        Called while the engine is paused; the completions continue when it is resumed.
         """
         ...
 

@@ -155,7 +155,7 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
         self._check_open()
         return await self._write(token_ids, sampling, 0, written)
 
-    def unfinished(self) -> dict[int, Completion]:
+    async def unfinished(self) -> dict[int, Completion]:
         return {seed: draft.completion("abort") for seed, draft in self._drafts.items()}
 
     async def pause(self) -> None:

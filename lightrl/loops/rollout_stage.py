@@ -172,7 +172,6 @@ class RolloutStage:
         workflow = module.configure_workflow()
         contexts = (module.context_tokens, engine.max_context if isinstance(engine, LimitsContext) else None)
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
-        records = settings.max_staleness > 0 and prompts is not None and failures is not None
         schedule = getattr(getattr(self.trainer, "datamodule", None), "schedule", None) if prompts else None
         return RolloutController(
             engine,
@@ -182,7 +181,7 @@ class RolloutStage:
             sampling=with_stop_tokens(module.sampling, module.stop_token_ids()),
             run_seed=self.trainer.run_seed,
             prompts=prompts,
-            schedule_folder=folder if records else None,
+            folder=None if failures is None else folder,
             replays=None if schedule is None else Path(schedule),
         )
 

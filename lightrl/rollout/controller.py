@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from lightrl.rollout.tasks import Tasks
 from lightrl.rollout.wave import WAVE_TICKS, Wave
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
+from lightrl.workflows.turn_log import Journal
 from lightrl.workflows.workflow import Workflow
 
 log = logging.getLogger(__name__)
@@ -88,7 +90,7 @@ class RolloutController:
         sampling: of training rollouts; the seed of each generation is set here.
         run_seed: with position, sample and turn it fixes every draw.
         prompts: the stream, by position; None where only `evaluate` is used.
-        schedule_folder: where what decides this run is recorded; None does not record it.
+        folder: of the run, for its schedule, if it is asynchronous, and for its journal; None writes neither.
         replays: the schedule to repeat, a file or the folder of a run; None decides freely.
     """
 
@@ -104,7 +106,7 @@ class RolloutController:
         sampling: Sampling,
         run_seed: int = 0,
         prompts: Prompts | None = None,
-        schedule_folder: Path | None = None,
+        folder: Path | None = None,
         replays: Path | None = None,
     ) -> None:
         self.engine = engine
@@ -129,9 +131,11 @@ class RolloutController:
             on_news=self._note_news,
         )
         self._record: ScheduleFile | None = None
-        if schedule_folder is not None:
+        if folder is not None and self._player.workflow.has_side_effects:
+            self._player.journal = Journal(folder / f"journal-{secrets.token_hex(4)}.jsonl")
+        if folder is not None and settings.max_staleness and prompts is not None:
             steps = engine.record_steps() if isinstance(engine, FollowsSteps) else str
-            self._record = ScheduleFile(schedule_folder, self._schedule_head, steps)
+            self._record = ScheduleFile(folder, self._schedule_head, steps)
             self._book.log = self._record.log
         self._replays = replays  # until the replay has begun
         self._replay: Replay | None = None
@@ -278,7 +282,7 @@ class RolloutController:
             async with self._wave.begin():
                 for _ in range(WAVE_TICKS):  # what has ended is reported
                     await asyncio.sleep(0)
-                return self._state_of(engine.unfinished() if isinstance(engine, ContinuesCompletions) else {})
+                return self._state_of(await engine.unfinished() if isinstance(engine, ContinuesCompletions) else {})
         except EngineError as error:
             log.warning("What the engine was writing is not in the checkpoint and will start again: %s", error)
             return self._state_of({})
@@ -298,6 +302,8 @@ class RolloutController:
             **book,
             "written": self._player.state_of(unfinished),
             "unfinished": list(unfinished),
+            "answers": self._player.answers_of(),
+            "journal": None if self._player.journal is None else str(self._player.journal.path.absolute()),
             "schedule": None if self._record is None else self._record.marked(),
         }
 
@@ -306,6 +312,9 @@ class RolloutController:
         self._book.load_state_dict(state)
         if self._book.begun_versions():
             self._player.load_written(state["written"])
+            self._player.saved_answers = state["answers"]
+        if self._player.journal is not None and state.get("journal"):
+            self._player.journal = Journal(Path(state["journal"]))
         if self._replays is not None:
             self._begin_replay(state)
         before, now = state["prompts"], self._cursor.fingerprint

@@ -15,6 +15,7 @@ from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import DropTally
 from lightrl.rollout.tasks import Tasks
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
+from lightrl.workflows.turn_log import Journal, TurnLog, turn_log_of
 from lightrl.workflows.workflow import Generate, Workflow, check_trajectory
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class Player:
     begun: dict[int, Completion] = field(default_factory=dict)  # by seed: what a checkpoint has, whole or in part
     # By the seed name of running groups, by seed: the completions so far; None is still being written.
     written: dict[str, dict[int, Completion | None]] = field(default_factory=dict, init=False)
+    journal: Journal | None = None  # of workflows with side effects
+    saved_answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # of environments, by session
+    logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict, init=False)  # of running groups, by session
     _judgings: dict[tuple[int, int], asyncio.Task[bool]] = field(default_factory=dict, init=False)  # by group, sample
 
     async def play(
@@ -137,6 +141,8 @@ class Player:
     def _generate_for(self, prompt: Prompt, sample: int, sampling: Sampling, run_seed: int, seed_name: str) -> Generate:
         """What the workflow calls for each turn."""
         turn = 0
+        session = f"{seed_name}/{sample}"
+        log = self._turn_log(seed_name, session)
         images: dict[str, Any] = {"images": prompt.images} if prompt.images else {}
 
         async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
@@ -146,11 +152,26 @@ class Player:
             asked = drawn(sampling, seed, max_new_tokens)
             written = self.written.get(seed_name, {})
             written[seed] = None
-            completion = await self._write(token_ids, asked, session=f"{seed_name}/{sample}", **images)
+            if log is not None and turn <= len(log.completions):
+                completion = log.completions[turn - 1]
+            else:
+                completion = await self._write(token_ids, asked, session=session, **images)
+                if log is not None and log.journal is not None:
+                    await log.journal.add(session, completion=completion.state_dict())
             written[seed] = completion
             return checked(completion, turn - 1, prompt)
 
+        if log is not None:
+            vars(generate)["log"] = log
         return generate
+
+    def _turn_log(self, seed_name: str, session: str) -> TurnLog | None:
+        """Of a training rollout that can continue in a resumed run."""
+        if seed_name not in self.written or not self.workflow.continues:
+            return None
+        journal = self.journal if self.workflow.has_side_effects else None
+        log = self.logs.setdefault(seed_name, {})[session] = turn_log_of(journal, session, self.saved_answers)
+        return log
 
     async def _write(self, token_ids: list[int], sampling: Sampling, **of_request: Any) -> Completion:
         """The engine's completion, or the rest of one that was begun before a resume."""
@@ -175,6 +196,16 @@ class Player:
     def load_written(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """What `state_of` returned is not generated again."""
         self.begun = {seed: Completion.from_state(item) for seed, item in state.items()}
+
+    def answers_of(self) -> dict[str, list[list[Any]]]:
+        """For a checkpoint, by session: what environments answered in running groups."""
+        logs = [item for logs in self.logs.values() for item in logs.items()]
+        return {session: log.state_dict() for session, log in logs if log.answers}
+
+    def forget(self, seed_name: str) -> None:
+        """This group is done or given up."""
+        self.written.pop(seed_name, None)
+        self.logs.pop(seed_name, None)
 
 
 def drawn(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> Sampling:

@@ -34,14 +34,12 @@ class Workflow(ABC):
     # Maximum tokens of one interaction with several turns, prompt included; None is the model's context.
     max_tokens: int | None = None
 
-    @property
-    def continues(self) -> bool:
-        """Whether an interaction that was cut short by a checkpoint can go on in a resumed run.
-
-        `run` is then called again, and `generate` returns what the checkpoint has before it asks the engine; so the
-        same completions must lead to the same calls, without side effects in between. Otherwise it starts again.
-        """
-        return False
+    # Whether an interaction that a checkpoint cut short can go on in a resumed run; otherwise it starts again. `run` is
+    # then called again, and `generate` returns what the checkpoint has before it asks the engine, so the same
+    # completions must lead to the same calls.
+    continues: bool = False
+    # Whether completions are written to the run's journal at once: what follows from them must not happen twice.
+    has_side_effects: bool = False
 
     def fit_context(self, context_tokens: int | None) -> None:
         """Sets `max_tokens` to the model's context if it is None; called once, before the first interaction.
@@ -82,10 +80,7 @@ class SingleTurn(Workflow):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-
-    @property
-    def continues(self) -> bool:
-        return type(self).run is SingleTurn.run
+        self.continues = type(self).run is SingleTurn.run
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         if not prompt.token_ids:

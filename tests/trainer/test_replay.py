@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny_run import CONFIG, Digits, TinyGRPO, are_equal, make_trainer, weights
 
 from lightrl import FakeEngine, LocalEngine, ModelSpec, RLCallback, Sampling, StalenessControl, Trajectory
+from lightrl.engines.engine import Completion
+from lightrl.errors import RolloutError
+from lightrl.loops.resume_check import ROLLOUT_LOOP_KEY
 
-pytestmark = pytest.mark.replay
+pytestmark = [
+    pytest.mark.replay,
+    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+]
 NUM_ITERATIONS = 8
 POLICY = ModelSpec(config={**CONFIG, "max_position_embeddings": 128}, tokenizer="tiny_run.tokenizer", seed=3)
 
@@ -23,7 +31,12 @@ class Jittery(TinyGRPO):
     """Its rewards take times that nobody can repeat, so that runs differ in what is done when."""
 
     def __init__(self, **kwargs: Any) -> None:
-        settings = {"sampling": Sampling(max_new_tokens=100), "decoupled": True, "num_minibatches": 2, **kwargs}
+        settings = {
+            "sampling": Sampling(max_new_tokens=100, min_new_tokens=90),
+            "decoupled": True,
+            "num_minibatches": 2,
+            **kwargs,
+        }
         super().__init__(POLICY, **settings)
         self.losses: list[float] = []
 
@@ -86,3 +99,47 @@ def test_a_schedule_takes_fewer_than_100_bytes_per_trajectory(tmp_path: Path) ->
     assert json.loads(file.read_text().splitlines()[0])["settings"]["max_staleness"] == 2
     num = sum(len(experience) for experience in module.experiences)
     assert file.stat().st_size / num < 100
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Jittery, dict[str, Any]]:
+    """A run with a checkpoint amid completions, and the rollout's part of the checkpoint."""
+    folder = tmp_path_factory.mktemp("saved")
+    save = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    module = fit(folder, LocalEngine(max_batch=3), callbacks=[save], enable_checkpointing=True)
+    checkpoint = torch.load(folder / "step=3.ckpt", weights_only=True)
+    return folder, module, checkpoint["loops"]["fit_loop"][ROLLOUT_LOOP_KEY]["rollout"]
+
+
+def test_a_replay_from_a_checkpoint_continues_what_was_in_flight_bit_for_bit(saved: Any, tmp_path: Path) -> None:
+    folder, module, state = saved
+    assert state["unfinished"]
+    again = fit(tmp_path, LocalEngine(max_batch=3), schedule=folder, ckpt_path=folder / "step=3.ckpt")
+    assert_same_run(module, again, since=3)
+
+
+@pytest.mark.parametrize("engine", [LocalEngine, FakeEngine])
+def test_a_resumed_run_keeps_the_tokens_that_were_in_flight(engine: Any, saved: Any, tmp_path: Path) -> None:
+    folder, _, state = saved
+    parts = [Completion.from_state(item) for item in state["written"].values()]
+    assert {part.finish_reason for part in parts} >= {"abort"}
+    resumed = fit(tmp_path, engine(), ckpt_path=folder / "step=3.ckpt")
+    rows = []
+    for seen in resumed.experiences:
+        for index, mask in enumerate(seen.loss_mask):
+            fields = (seen.token_ids, seen.behavior_logprobs, seen.weight_versions)
+            rows.append(tuple(values[index][mask].tolist() for values in fields))
+    for part in parts:
+        fields = (part.token_ids, part.logprobs, part.weight_versions)
+        begun = tuple(list(values) for values in fields)
+        assert any(tuple(values[: len(part.token_ids)] for values in row) == begun for row in rows)
+
+
+def test_a_replay_of_other_settings_is_refused(saved: Any, tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match=r"other settings: max_staleness=1 \(recorded 2\)"):
+        fit(tmp_path, LocalEngine(max_batch=3), eta=1, schedule=saved[0])
+
+
+def test_a_replay_ends_where_the_recorded_run_ended(saved: Any, tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match=r"ends before the batch of version 8. Set max_steps to 8."):
+        fit(tmp_path, LocalEngine(max_batch=3), schedule=saved[0], max_steps=9)

@@ -186,7 +186,7 @@ class LocalEngine(
     ) -> Completion:
         return await self._submit(token_ids, [sampling], [sampling.seed], images, written)[0]
 
-    def unfinished(self) -> dict[int, Completion]:
+    async def unfinished(self) -> dict[int, Completion]:
         return self._started().unfinished()
 
     def record_steps(self) -> Callable[[], str]:

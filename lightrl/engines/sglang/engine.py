@@ -26,6 +26,7 @@ import torch
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.call_all import call_all
 from lightrl.engines.abilities import (
+    ContinuesCompletions,
     DropsReplicas,
     LivesOnLoop,
     NamesDtypes,
@@ -78,6 +79,7 @@ STOP_GRACE_S = 5.0  # for started servers at the end: they hold nothing that mus
 
 class SGLangEngine(
     RolloutEngine,
+    ContinuesCompletions,
     LivesOnLoop,
     ScoresTokens,
     DropsReplicas,
@@ -325,6 +327,33 @@ class SGLangEngine(
         self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
     ) -> list[Completion]:
         """`n` completions of one prompt; waits at most `timeouts.generate_s` for each request to a server."""
+        return await self._write(token_ids, sampling, session, n, images)
+
+    async def continue_completion(
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        written: Completion,
+        *,
+        session: str,
+        images: tuple[str, ...] = (),
+    ) -> Completion:
+        """Waits as `generate`. Its tokens follow from the seed as after an abort: see `request.request_seed`."""
+        return (await self._write(token_ids, sampling, session, 1, images, written))[0]
+
+    async def unfinished(self) -> dict[int, Completion]:
+        """Requests in flight are aborted, which is how servers tell what they have, and continue after the pause."""
+        return await self._home.across(self._open_writer().unfinished())
+
+    async def _write(
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        session: str,
+        n: int,
+        images: tuple[str, ...],
+        written: Completion | None = None,
+    ) -> list[Completion]:
         writer = self._open_writer()
         check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
         if self.weight_version < 0:
@@ -338,7 +367,7 @@ class SGLangEngine(
             )
         pictures = RequestPictures.of(self._pictures, images, token_ids) if images else None
         try:
-            return await self._home.across(writer.write(token_ids, sampling, session, n, pictures))
+            return await self._home.across(writer.write(token_ids, sampling, session, n, pictures, written))
         except asyncio.CancelledError:
             if self._is_open:
                 raise

@@ -25,7 +25,7 @@ from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.request import CompletionDraft, MalformedAnswer, RequestPictures, read_answer
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
-from lightrl.trajectory import Sampling
+from lightrl.trajectory import Sampling, token_array
 
 if TYPE_CHECKING:
     from lightrl.engines.sglang.served_adapters import ServedAdapters
@@ -53,18 +53,38 @@ class Writer:
         self.adapters: ServedAdapters | None = None  # None: the policy is merged
         self._paused_urls: set[str] = set()  # servers paused by `pause` and not resumed since
         self._lent_urls: set[str] = set()  # servers that a load pauses and resumes
+        self._drafts: dict[int, CompletionDraft] = {}  # by seed: those that are being written alone
         self._home = home
         self._members = members
         self._max_retries = max_retries
         self._timeouts = timeouts
 
     async def write(
-        self, token_ids: list[int], sampling: Sampling, session: str, n: int, pictures: RequestPictures | None = None
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        session: str,
+        n: int,
+        pictures: RequestPictures | None = None,
+        written: Completion | None = None,
     ) -> list[Completion]:
-        """`n` completions of one prompt. A cancellation aborts the requests on the servers."""
+        """`n` completions of one prompt. A cancellation aborts the requests on the servers.
+
+        Args:
+            written: how the only completion begins.
+        """
         with self._home.counted():
             if n == 1:
-                return [await self._write(CompletionDraft(token_ids, sampling, pictures=pictures), session)]
+                draft = CompletionDraft(token_ids, sampling, pictures=pictures)
+                if written is not None:
+                    draft.token_ids = token_array("token_ids", written.token_ids)
+                    draft.logprobs = token_array("behavior_logprobs", written.logprobs)
+                    draft.weight_versions = token_array("weight_versions", written.weight_versions)
+                self._drafts[sampling.seed] = draft
+                try:
+                    return [await self._write(draft, session)]
+                finally:
+                    self._drafts.pop(sampling.seed, None)
             drafts = [CompletionDraft(token_ids, sampling, sample, pictures=pictures) for sample in range(n)]
             writing = [asyncio.ensure_future(self._write(draft, session)) for draft in drafts]
             try:
@@ -110,6 +130,18 @@ class Writer:
         self.is_paused = True
         if self.num_running:
             await self._pause_servers()
+
+    async def unfinished(self) -> dict[int, Completion]:
+        """What is written of the completions that were requested alone, by seed; while requests are paused.
+
+        A server tells what it has only when it ends a request: it is aborted, and sent again after the pause.
+        """
+        paused, self._paused_urls = self._paused_urls, set()
+        for url in paused & set(self._members.pool.urls("routable")):
+            await self._members.clients[url].resume()
+        await self.hold(self._members.pool.urls("routable"), is_aborting=True)
+        self.is_held = False  # the pause holds requests back
+        return {seed: draft.completion() for seed, draft in self._drafts.items() if len(draft.token_ids)}
 
     async def resume(self) -> None:
         """Continues all requests."""
