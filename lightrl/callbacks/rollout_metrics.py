@@ -41,6 +41,12 @@ PROGRESS_BAR_METRICS = frozenset(
 )
 
 
+THROWN_AWAY = {
+    "thrown_away_tokens": "rollout/dropped_length_tokens",
+    "thrown_away_correct": "rollout/dropped_accuracy_fraction",
+}
+
+
 class RolloutMetrics(RLCallback):
     """Logs every iteration's rewards, lengths, staleness and times, and warns when there is nothing to learn.
 
@@ -61,6 +67,8 @@ class RolloutMetrics(RLCallback):
     | rollout/mixed_version_fraction | written by two or more weight versions |
     | rollout/dropped_trajectories | since the last iteration |
     | rollout/dropped_trajectories_<reason> | by reason; logged from the first one on |
+    | rollout/dropped_length_tokens, rollout/dropped_accuracy_fraction | of the finished trajectories of dropped groups,
+      to compare with those trained on: what a filter or over-sampling prefers; where there were any |
     | rollout/skipped_prompts | by a curriculum, a row filter or their length; logged from the first one on |
     | rollout/tokens_per_s | tokens written, over the time available to write them (below) |
     | time/straggler_wait_s | with `max_staleness` above 0: the part of `time/rollout_s` in which enough groups were
@@ -89,14 +97,16 @@ class RolloutMetrics(RLCallback):
         self._num_flat_iterations = 0  # in a row, without variance in any group
         self._groups: list[Group] = []  # of this iteration
         self._num_dropped: Counter[str] = Counter()  # by reason; a reason that has occurred stays, with 0
-        self._num_skipped = 0  # prompts of this fit, until the last iteration
+        self._num_skipped = 0.0  # prompts of this fit, until the last iteration
+        self._thrown_away = MeansSince()
         self._num_written_tokens = 0
         self._num_loss_tokens = 0
         self._rollout_ended_s: float | None = None  # monotonic clock
         self._overlapped_s: float | None = None  # from the last rollout's end to this one's
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._num_skipped = 0
+        self._num_skipped = 0.0
+        self._thrown_away = MeansSince()
 
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._num_loss_tokens = 0
@@ -116,10 +126,12 @@ class RolloutMetrics(RLCallback):
         for reason, num in self._num_dropped.items():
             values[f"rollout/dropped_trajectories_{reason}"] = float(num)
         self._num_dropped = Counter(dict.fromkeys(self._num_dropped, 0))
-        num_skipped = trainer.rollout.progress()["skipped_prompts"]
+        progress = trainer.rollout.progress()
+        num_skipped = progress["skipped_prompts"]
         if num_skipped:
             values["rollout/skipped_prompts"] = float(num_skipped - self._num_skipped)
         self._num_skipped = num_skipped
+        values |= self._thrown_away.means(progress, "thrown_away_trajectories", THROWN_AWAY)
         for name, metric in self.metrics.items():
             metric.update(groups)
             values[name] = float(metric.compute())
@@ -156,7 +168,7 @@ class RolloutMetrics(RLCallback):
         values = {f"time/{phase}_s": phase_s for phase, phase_s in seconds.items()}
         writing_s = seconds.get("rollout")
         if rl_trainer.rollout.settings.max_staleness > 0:
-            values["time/straggler_wait_s"] = rl_trainer.rollout.progress()["straggler_wait_ms"] / 1000
+            values["time/straggler_wait_s"] = rl_trainer.rollout.progress()["straggler_wait_s"]
             writing_s = writing_s if self._overlapped_s is None else self._overlapped_s
         if writing_s and not rl_trainer.rollout.is_recorded:
             values["rollout/tokens_per_s"] = self._num_written_tokens / writing_s
@@ -169,6 +181,19 @@ class RolloutMetrics(RLCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_flat_iterations = state_dict["num_flat_iterations"]
+
+
+class MeansSince:
+    """Means of what was added to running sums since the last call."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def means(self, sums: Mapping[str, float], count: str, names: Mapping[str, str]) -> dict[str, float]:
+        """By new name, for sums of these names; nothing if the count is what it was."""
+        added = {name: sums.get(name, 0) - self._before.get(name, 0) for name in (count, *names)}
+        self._before |= {name: sums.get(name, 0) for name in added}
+        return {new: added[name] / added[count] for name, new in names.items()} if added[count] else {}
 
 
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:

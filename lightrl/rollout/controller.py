@@ -225,17 +225,24 @@ class RolloutController:
         """How many groups were dropped since the last call, by reason; each was replaced by another prompt."""
         return self._thread.call(_as_coroutine(self._book.tally.drain_groups))
 
-    def progress(self) -> dict[str, int]:
-        """Queue depths, for messages and metrics."""
+    def progress(self) -> dict[str, float]:
+        """Queue depths, stragglers, and sums over what was chosen and what was not; for messages and metrics."""
+        return {
+            **self._depths(),
+            "skipped_prompts": self._cursor.num_skipped,
+            "redrawn_groups": self._book.num_redrawn,
+            "stragglers": self._stragglers.num,
+            "straggler_wait_s": self._stragglers.waited_s,
+            **self._book.tally.thrown_away,
+            **self._cursor.past_success,
+        }
+
+    def _depths(self) -> dict[str, int]:
         return {
             "running_groups": len(self._book.running),
             "finished_groups": len(self._book.finished),
             "consumed_groups": self._book.num_consumed,
             "next_position": self._cursor.next_position,
-            "skipped_prompts": self._cursor.num_skipped,
-            "redrawn_groups": self._book.num_redrawn,
-            "stragglers": self._stragglers.num,
-            "straggler_wait_ms": round(1000 * self._stragglers.waited_s),
             "weight_version": self.engine.weight_version,
         }
 
@@ -259,7 +266,7 @@ class RolloutController:
                 raise RolloutError(
                     f"{wait.who} waited for {wait.for_what}, but no trajectory finished for "
                     f"rollout_timeout_s={self.settings.rollout_timeout_s:g}; {wait.done} of {wait.total} trajectories "
-                    f"are done. Queue depths: {self.progress()}. Check the engine and the reward, or increase "
+                    f"are done. Queue depths: {self._depths()}. Check the engine and the reward, or increase "
                     "StalenessControl.rollout_timeout_s."
                 )
             if on_wait is not None:

@@ -281,9 +281,11 @@ class GroupBook:
             running = self.running.pop(group_id)
             num_failed = sum(trajectory is None for trajectory in running.results.values())
             prompt, num = running.group.prompt, self.settings.group_size - num_failed
+            self.tally.count_thrown_away(item for item in running.results.values() if item is not None)
         else:
             group, _ = self.finished.pop(group_id)
             prompt, num = group.prompt, len(group.trajectories)
+            self.tally.count_thrown_away(group.trajectories)
         for _ in range(num):
             self.tally.drop(reason, message, prompt)
 

@@ -284,10 +284,10 @@ def test_groups_complete_in_any_order_and_are_taken_in_that_of_the_stream(make: 
     assert ids(controller.take(0, on_wait=look)) == [0, 1]
     assert seen[0] == 1
     assert controller.progress()["stragglers"] == 0
-    assert controller.progress()["straggler_wait_ms"] > 0
+    assert controller.progress()["straggler_wait_s"] > 0
     controller.commit()
     assert ids(controller.take(0)) == [2, 3]
-    assert controller.progress()["straggler_wait_ms"] == 0
+    assert controller.progress()["straggler_wait_s"] == 0
 
 
 def test_a_straggler_is_given_up_and_drawn_again_with_newer_weights(make: Make) -> None:
