@@ -51,18 +51,22 @@ class WritesGroups(Protocol):
 class ContinuesCompletions(Protocol):
     """Continues completions that were begun before, by this engine or by another."""
 
-    async def continue_completion(
+    weight_version: int
+
+    async def generate(
         self,
         token_ids: list[int],
         sampling: Sampling,
-        written: Completion,
         *,
         session: str,
+        n: int = 1,
         images: tuple[str, ...] = (),
-    ) -> Completion:
-        """As `generate`, of a completion that begins with the tokens that are `written`; `sampling` counts them too.
+        written: Completion | None = None,
+    ) -> list[Completion]:
+        """As RolloutEngine's; with n = 1 the completion begins with the tokens that are `written`.
 
-        The written tokens keep their logprobs and versions; the others are drawn as if nothing had come between.
+        They keep their logprobs and versions, and count for `sampling.max_new_tokens`. The others are drawn as if
+        nothing had come between.
         """
         ...
 

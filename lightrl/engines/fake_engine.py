@@ -125,7 +125,14 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
         return {"running": self.num_running, "waiting": 0}
 
     async def generate(
-        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        n: int = 1,
+        images: tuple[str, ...] = (),
+        written: Completion | None = None,
     ) -> list[Completion]:
         """`n` completions, written concurrently; ignores pictures."""
         check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
@@ -139,21 +146,8 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
         if number in self.hang_requests:
             await self._sleep(math.inf)
         await self._sleep(_seconds(self.delay_s, token_ids, sampling))
-        return list(await asyncio.gather(*(self._write(token_ids, sampling, sample) for sample in range(n))))
-
-    async def continue_completion(
-        self,
-        token_ids: list[int],
-        sampling: Sampling,
-        written: Completion,
-        *,
-        session: str,
-        images: tuple[str, ...] = (),
-    ) -> Completion:
-        """As `generate`, without `delay_s`, and not in `requests`."""
-        check_request(token_ids, sampling, 1, vocab_size=self._vocab_size, max_context=self._max_context)
-        self._check_open()
-        return await self._write(token_ids, sampling, 0, written)
+        writing = (self._write(token_ids, sampling, sample, written) for sample in range(n))
+        return list(await asyncio.gather(*writing))
 
     async def unfinished(self) -> dict[int, Completion]:
         return {seed: draft.completion("abort") for seed, draft in self._drafts.items()}

@@ -60,6 +60,9 @@ class _Wait:
 
     def count(self) -> None:
         self.done += 1
+        self.note_news()
+
+    def note_news(self) -> None:
         self.last_news = time.monotonic()
 
 
@@ -128,7 +131,7 @@ class RolloutController:
             self._tasks,
             sampling,
             on_done=lambda: self._tasks.spawn(self._pump()),
-            on_news=self._note_news,
+            on_news=lambda: self._take_wait.note_news() if self._take_wait is not None else None,
         )
         self._record: ScheduleFile | None = None
         if folder is not None and self._player.workflow.has_side_effects:
@@ -200,7 +203,7 @@ class RolloutController:
         if self._player.pace is not None:
             self._player.pace.wait_to_load(weight_version)
         self.engine.load_weights(buckets, weight_version=weight_version)
-        self._thread.call(self._loaded())
+        self._thread.call(self._pump())
 
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
@@ -317,7 +320,7 @@ class RolloutController:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.run_seed = int(state["run_seed"])
         self._book.load_state_dict(state)
-        if self._book.begun_versions():
+        if self._book.begun:
             self._player.load_written(state["written"])
             self._player.saved_answers = state["answers"]
         if self._player.journal is not None and state.get("journal"):
@@ -382,16 +385,13 @@ class RolloutController:
             if self._take_wait is wait:  # else a later `take` has begun
                 self._take_wait = None
 
-    async def _loaded(self) -> None:
-        if self._player.pace is not None:
-            self._player.pace.has_loaded()
-        await self._pump()
-
     async def _pump(self) -> None:
         """Starts what may start, on-policy as one wave. If it is cancelled, what it has started continues.
 
         Prompts that are not made yet are made in a thread first, and then what may start does.
         """
+        if self._player.pace is not None:
+            self._player.pace.look()
         if self._replay is not None:
             if self._is_open():
                 self._replay.follow()
@@ -423,10 +423,6 @@ class RolloutController:
         except RolloutError as error:
             self._tasks.fail(error)
         self._ahead.refill()
-
-    def _note_news(self) -> None:
-        if self._take_wait is not None:
-            self._take_wait.last_news = time.monotonic()
 
     def _schedule_head(self) -> dict[str, Any]:
         settings = {name: getattr(self.settings, name) for name in SETTINGS}

@@ -72,7 +72,7 @@ class GroupBook:
         self.taken: list[Group] = []
         self._queued: list[int] = []  # positions to start next, in order
         self._again: list[int] = []  # on-policy, positions to draw again in the next wave
-        self._begun: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}  # of a checkpoint: version, done samples
+        self.begun: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}  # of a checkpoint: version, done samples
         self._redraws: dict[int, int] = {}  # how often a position in flight was started again, each time with new seeds
 
     @property
@@ -134,15 +134,11 @@ class GroupBook:
         (self._queued if position in self._queued else self._again).remove(position)
         if self.log is not None:
             self.log.started(position, weight_version)
-        seed_name = self.seed_name(position, prompt)
-        started_version, results = self._begun.pop(position, (weight_version, {}))
+        redraws = self._redraws.get(position)
+        seed_name = f"{position}:{prompt.id}" + (f":{redraws}" if redraws else "")
+        started_version, results = self.begun.pop(position, (weight_version, {}))
         self.running[position] = RunningGroup(Group(position, prompt), started_version, seed_name, results)
         return self.running[position]
-
-    def seed_name(self, position: int, prompt: Prompt) -> str:
-        """From which the seeds of a group's next draw follow."""
-        redraws = self._redraws.get(position)
-        return f"{position}:{prompt.id}" + (f":{redraws}" if redraws else "")
 
     def _num_admissible(self, weight_version: int, max_concurrent: int | None) -> int:
         accepted = self.num_consumed + len(self.taken) + len(self.finished)
@@ -323,11 +319,7 @@ class GroupBook:
         is_in_time = state.get("max_staleness", -1) <= self.settings.max_staleness
         for position, version, results in state.get("begun", []) if is_in_time else []:
             done = {sample: None if item is None else Trajectory.from_json(item) for sample, item in results}
-            self._begun[position] = (version, done)
-
-    def begun_versions(self) -> dict[int, int]:
-        """Of the groups of a checkpoint that go on where they were: the version under which each started."""
-        return {position: version for position, (version, _) in self._begun.items()}
+            self.begun[position] = (version, done)
 
 
 def _state_of(sample: int, trajectory: Trajectory | None) -> list[Any]:

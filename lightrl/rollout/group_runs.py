@@ -34,7 +34,7 @@ class GroupRuns:
     tasks: Tasks
     sampling: Sampling
     on_done: Callable[[], object]
-    on_news: Callable[[], None]
+    on_news: Callable[[], object]
     on_arrival: Report | None = None
     _running: dict[int, tuple[str, list[asyncio.Task[None]]]] = field(default_factory=dict, init=False)  # by group
 

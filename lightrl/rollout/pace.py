@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.engines.abilities import ContinuesCompletions
+from lightrl.engines.engine import Completion
 from lightrl.errors import EngineTimeout
 from lightrl.trajectory import Sampling
 
@@ -23,7 +24,7 @@ class Pace:
         timeout_s: how long a load waits while no part is done.
     """
 
-    def __init__(self, engine: RolloutEngine, *, timeout_s: float) -> None:
+    def __init__(self, engine: ContinuesCompletions, *, timeout_s: float) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
         self._runs: dict[int, list[tuple[int, int]]] = {}  # by seed: (version, number of tokens)
@@ -51,8 +52,8 @@ class Pace:
                         f"before it, which the schedule has: {left}. Increase StalenessControl.rollout_timeout_s."
                     )
 
-    def has_loaded(self) -> None:
-        """On the event loop, after a load."""
+    def look(self) -> None:
+        """On the event loop, after a load: completions look at the version."""
         self._loaded.set()
         self._loaded.clear()
 
@@ -60,13 +61,11 @@ class Pace:
         self, token_ids: list[int], sampling: Sampling, written: Completion | None, *, session: str, **images: Any
     ) -> Completion:
         """The completion; those that the schedule does not know are written as they come."""
-        engine: Any = self._engine
         completion = written
 
         async def write_to(sampling: Sampling) -> Completion:
-            if completion is None:
-                return (await engine.generate(token_ids, sampling, session=session, **images))[0]  # type: ignore[no-any-return]
-            return await engine.continue_completion(token_ids, sampling, completion, session=session, **images)  # type: ignore[no-any-return]
+            (longer,) = await self._engine.generate(token_ids, sampling, session=session, written=completion, **images)
+            return longer
 
         end = 0
         for version, num in self._runs.pop(sampling.seed, []):

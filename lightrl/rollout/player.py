@@ -181,7 +181,7 @@ class Player:
         if written is not None and written.finish_reason != "abort":
             return written
         if written is not None and isinstance(self.engine, ContinuesCompletions):
-            return await self.engine.continue_completion(token_ids, sampling, written, **of_request)
+            of_request["written"] = written
         completions = await self.engine.generate(token_ids, sampling, **of_request)
         return completions[0]
 

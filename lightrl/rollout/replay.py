@@ -34,7 +34,7 @@ class Replay:
         self._ahead = ahead
         self._pace = pace
         self._run_seed = run_seed
-        begun = [f"s{position}@{version}" for position, version in runs.book.begun_versions().items()]
+        begun = [f"s{position}@{version}" for position, (version, _) in runs.book.begun.items()]
         self._decisions = collections.deque([*begun, *schedule.decisions])
         self._arrived: dict[tuple[int, int], tuple[RunningGroup, Trajectory | None]] = {}
         self._summaries: dict[int, collections.deque[dict[int, str]]] = collections.defaultdict(collections.deque)
@@ -105,12 +105,11 @@ class Replay:
             return False
         prompt = self._runs.cursor.read(position)
         summaries = self._summaries[position].popleft()
-        if self._pace is not None:
+        running = self._runs.start(position, prompt, weight_version, self._run_seed)
+        if self._pace is not None:  # before its tasks have run
             for sample, text in summaries.items():
                 for turn, runs in enumerate(version_runs(text)):
-                    seed_name = self._runs.book.seed_name(position, prompt)
-                    self._pace.plan(sampling_seed(self._run_seed, seed_name, sample, turn), runs)
-        self._runs.start(position, prompt, weight_version, self._run_seed)
+                    self._pace.plan(sampling_seed(self._run_seed, running.seed_name, sample, turn), runs)
         return True
 
     def _report(self, rest: str) -> bool:

@@ -39,8 +39,7 @@ class DecodeThread(threading.Thread):
         self._batch = batch
         self._threads = threads
         self._boundary_timeout_s = boundary_timeout_s
-        self.log: StepLog | None = None  # both are set before the first request
-        self.plan: StepPlan | None = None
+        self.plan: StepPlan | None = None  # set before the first request
         self._hold_lock = threading.Lock()  # one `held` at a time
         self._condition = threading.Condition()  # guards all below
         self.weight_version = -1
@@ -124,6 +123,10 @@ class DecodeThread(threading.Thread):
                     self._is_held = False
                     self._condition.notify_all()
 
+    def record(self, log: StepLog) -> None:
+        """Before the first request: writes down what is decoded together."""
+        self._batch.log = log
+
     def wait_until_planned(self, weight_version: int) -> None:
         """Before `held`: returns when the plan, if there is one, has come to the load of this version.
 
@@ -154,8 +157,6 @@ class DecodeThread(threading.Thread):
         """
         with self._condition:
             self.check_alive()
-            if self.log is not None:
-                self.log.note("k", [])
             self._is_stale = True
             return self._batch.unfinished()
 
@@ -211,12 +212,10 @@ class DecodeThread(threading.Thread):
         """Waits until there is a token to draw; False when the engine is closed. This is the token boundary."""
         with self._condition:
             while True:
-                if self._has_cancellations and self._is_free:
+                if self._has_cancellations and (self.plan is None or self.plan.is_over):
                     self._has_cancellations = False
                     self._waiting = deque(row for row in self._waiting if not row.owner.cancelled())
-                    removed = self._batch.remove(lambda row: bool(row.owner.cancelled()))
-                    if self.log is not None and removed:
-                        self.log.note("x", [row.seed for row in removed])
+                    self._batch.remove(lambda row: bool(row.owner.cancelled()))
                     self._awaited = {future for future in self._awaited if not future.cancelled()}
                 self._num_running = self._batch.size
                 if self.is_closed:
@@ -236,11 +235,6 @@ class DecodeThread(threading.Thread):
         self._boundary_waiters.clear()
         self._condition.notify_all()
 
-    @property
-    def _is_free(self) -> bool:
-        """Whether this thread decides what it decodes, not a plan."""
-        return self.plan is None or self.plan.is_over
-
     def _has_work(self) -> bool:
         """Whether a step or an admission can be made now; a plan waits for the rows and weights that come next."""
         if self.plan is None or self.plan.is_over:
@@ -258,7 +252,7 @@ class DecodeThread(threading.Thread):
 
     def _advance(self) -> None:
         """Does what comes next: recomputes stale key-values, admits rows or draws a token; delivers completions."""
-        if self._is_free:
+        if self.plan is None or self.plan.is_over:
             self._advance_freely()
         else:
             self._advance_as_planned()
@@ -278,18 +272,20 @@ class DecodeThread(threading.Thread):
             if self._waiting and (free >= num_needed or not batch.size):
                 rows = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         if is_stale:
-            self._recompute(weight_version)
-        self._admit([row for row in rows if row.written is not None], weight_version, is_begun=True)
-        self._admit([row for row in rows if row.written is None], weight_version, is_begun=False)
+            batch.recompute(weight_version)
+        if begun := [row for row in rows if row.written is not None]:
+            batch.readmit(begun, weight_version)
+        if new := [row for row in rows if row.written is None]:
+            batch.admit(new, weight_version)
         if not rows:
-            self._step()
+            batch.step()
 
     def _advance_as_planned(self) -> None:
         plan = self.plan
         assert plan is not None
         due = plan.due
         if due is None:
-            self._step()
+            self._batch.step()
             plan.step()
             return
         kind, names = due
@@ -299,34 +295,16 @@ class DecodeThread(threading.Thread):
             rows = [waiting[name] for name in names] if kind in "ac" else []
             self._waiting = deque(row for row in self._waiting if row not in rows)
         if kind == "v":
-            self._recompute(names[0])
+            self._batch.recompute(names[0])
         elif kind == "x":
             self._batch.remove(lambda row: row.seed in names)
-        elif rows:
-            self._admit(rows, self.weight_version, is_begun=kind == "c")
+        elif kind == "c":
+            self._batch.readmit(rows, self.weight_version)
+        elif kind == "a":
+            self._batch.admit(rows, self.weight_version)
         with self._condition:
             plan.advance()
             self._condition.notify_all()
-
-    def _recompute(self, weight_version: int) -> None:
-        if self.log is not None:
-            self.log.note("v", [weight_version])
-        self._batch.recompute(weight_version)
-
-    def _admit(self, rows: list[Row], weight_version: int, *, is_begun: bool) -> None:
-        if not rows:
-            return
-        if self.log is not None:
-            self.log.note("c" if is_begun else "a", [row.seed for row in rows])
-        if is_begun:
-            self._batch.readmit(rows, weight_version)
-        else:
-            self._batch.admit(rows, weight_version)
-
-    def _step(self) -> None:
-        if self.log is not None:
-            self.log.step()
-        self._batch.step()
 
     def _deliver(self, finished: list[tuple[Row, Completion]]) -> None:
         wake_ups = WakeUps()

@@ -162,35 +162,32 @@ class LocalEngine(
         return self._thread.queue_depths() if self._thread is not None else {"running": 0, "waiting": 0}
 
     async def generate(
-        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        n: int = 1,
+        images: tuple[str, ...] = (),
+        written: Completion | None = None,
     ) -> list[Completion]:
         """`n` completions of one prompt, without a deadline: the controller has one."""
         if n < 1:
             raise ValueError(f"n must be at least 1 completion, got {n}.")
         seeds = [completion_seed(sampling.seed, sample) for sample in range(n)]
-        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images)))
+        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images, written)))
 
     def write_group(
         self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
     ) -> list[asyncio.Future[Completion]]:
         return self._submit(token_ids, samplings, [sampling.seed for sampling in samplings], images)
 
-    async def continue_completion(
-        self,
-        token_ids: list[int],
-        sampling: Sampling,
-        written: Completion,
-        *,
-        session: str,
-        images: tuple[str, ...] = (),
-    ) -> Completion:
-        return await self._submit(token_ids, [sampling], [sampling.seed], images, written)[0]
-
     async def unfinished(self) -> dict[int, Completion]:
         return self._started().unfinished()
 
     def record_steps(self) -> Callable[[], str]:
-        log = self._started().log = StepLog()
+        log = StepLog()
+        self._started().record(log)
         return log.drain
 
     def follow_steps(self, steps: str, *, mark: int | None = None, unfinished: Sequence[int] = ()) -> None:

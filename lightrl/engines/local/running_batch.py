@@ -18,6 +18,7 @@ from torch import Tensor
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.decoder import Decoder
 from lightrl.engines.local.sampler import ban_stop_tokens, draw_tokens, uniforms
+from lightrl.engines.local.steps import Kind, StepLog
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
 _FIRST_WIDTH = 64  # tokens; W doubles from here
@@ -51,6 +52,7 @@ class RunningBatch:
 
     def __init__(self, decoder: Decoder, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.max_rows = max_rows
+        self.log: StepLog | None = None  # where what is decoded together is written down
         self._decoder = decoder
         self._vocab_size = vocab_size
         self._device = device
@@ -83,6 +85,7 @@ class RunningBatch:
 
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes the prompts, equal ones once, and draws the first token of each row."""
+        self._note("a", rows)
         first, end = self.size, self.size + len(rows)
         prompts, owners, pictures = _distinct([row.prompt for row in rows], rows)
         logits = self._decoder.append(prompts, owners, *pictures)
@@ -98,6 +101,8 @@ class RunningBatch:
 
     def step(self) -> None:
         """Draws one token in every row."""
+        if self.log is not None:
+            self.log.step()
         n = self.size
         if self._most_generated >= self._token_ids.shape[1]:
             self._widen(self._most_generated + 1)
@@ -135,13 +140,12 @@ class RunningBatch:
         self._drop(set(finished))
         return completions
 
-    def remove(self, is_unwanted: Callable[[Row], bool]) -> list[Row]:
-        """Removes rows without a completion, and returns them."""
+    def remove(self, is_unwanted: Callable[[Row], bool]) -> None:
+        """Removes rows without a completion."""
         slots = {slot for slot, row in enumerate(self._rows) if is_unwanted(row)}
-        removed = [self._rows[slot] for slot in sorted(slots)]
         if slots:
+            self._note("x", [self._rows[slot] for slot in sorted(slots)])
             self._drop(slots)
-        return removed
 
     @property
     def rows(self) -> Sequence[Row]:
@@ -150,6 +154,7 @@ class RunningBatch:
 
     def unfinished(self) -> dict[int, Completion]:
         """What is written of each row so far, by seed, in slot order."""
+        self._note("k", [])
         lengths = self._generated[: self.size].tolist()
         return {
             row.seed: Completion(
@@ -163,6 +168,7 @@ class RunningBatch:
 
     def readmit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes the key-values of rows that were `written` in part; draws no token."""
+        self._note("c", rows)
         first, most = self.size, self._most_generated
         begun = [row.written for row in rows if row.written is not None]
         sequences, owners, pictures = _distinct(
@@ -183,6 +189,8 @@ class RunningBatch:
 
     def recompute(self, weight_version: int) -> None:
         """Recomputes the key-values of all rows with the decoder's current weights; draws no token."""
+        if self.log is not None:
+            self.log.note("v", [weight_version])
         self._decoder.clear()
         if not self._rows:
             return
@@ -244,6 +252,10 @@ class RunningBatch:
         self._most_generated = int(generated.max())
         self._steps_to_limit = int((self._limits[:n] - generated).min())
         self._steps_with_ban = int((self._minima[:n] - generated).max())
+
+    def _note(self, kind: Kind, rows: Sequence[Row]) -> None:
+        if self.log is not None:
+            self.log.note(kind, [row.seed for row in rows])
 
     def _fill_rows(self, rows: Sequence[Row], generated: Sequence[int]) -> None:
         """Sets what a step needs of new rows, which have drawn so many tokens each."""
