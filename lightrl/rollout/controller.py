@@ -35,7 +35,7 @@ from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
 from lightrl.rollout.prompts_ahead import PromptsAhead
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.replay import Replay
-from lightrl.rollout.schedule import SETTINGS, Schedule, ScheduleFile
+from lightrl.rollout.schedule import Schedule, ScheduleFile, head_of
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.rollout.tasks import Tasks
 from lightrl.rollout.wave import WAVE_TICKS, Wave
@@ -138,7 +138,7 @@ class RolloutController:
             self._player.journal = Journal(folder / f"journal-{secrets.token_hex(4)}.jsonl")
         if folder is not None and settings.max_staleness and prompts is not None:
             steps = engine.record_steps() if isinstance(engine, FollowsSteps) else str
-            self._record = ScheduleFile(folder, self._schedule_head, steps)
+            self._record = ScheduleFile(folder, lambda: head_of(engine, settings, self.run_seed), steps)
             self._book.log = self._record.log
         self._replays = replays  # until the replay has begun
         self._replay: Replay | None = None
@@ -284,18 +284,26 @@ class RolloutController:
     # ------------------------------------------------------------------ on the event loop
 
     async def _state(self) -> dict[str, Any]:
-        """At a token boundary, where what is in flight no longer changes."""
-        engine = self.engine
+        """At a token boundary, unless the engine does not come to one: then what it writes starts again."""
         if self._record is None and not (self._book.running and self._player.workflow.continues):
             return self._state_of({})
-        try:
-            async with self._wave.begin():
-                for _ in range(WAVE_TICKS):  # what has ended is reported
-                    await asyncio.sleep(0)
-                return self._state_of(await engine.unfinished() if isinstance(engine, ContinuesCompletions) else {})
-        except EngineError as error:
-            log.warning("What the engine was writing is not in the checkpoint and will start again: %s", error)
-            return self._state_of({})
+        taking = asyncio.ensure_future(self._state_at_boundary())
+        await asyncio.wait({taking}, timeout=self.settings.loop_timeout_s / 2)
+        if taking.done() and taking.exception() is None:
+            return taking.result()
+        error = taking.exception() if taking.done() else "it did not answer in time"
+        taking.cancel()
+        if isinstance(error, BaseException) and not isinstance(error, EngineError):
+            raise error
+        log.warning("What the engine was writing is not in the checkpoint and will start again: %s", error)
+        return self._state_of({})
+
+    async def _state_at_boundary(self) -> dict[str, Any]:
+        engine = self.engine
+        async with self._wave.begin():
+            for _ in range(WAVE_TICKS):  # what has ended is reported
+                await asyncio.sleep(0)
+            return self._state_of(await engine.unfinished() if isinstance(engine, ContinuesCompletions) else {})
 
     def _state_of(self, unfinished: Mapping[int, Completion]) -> dict[str, Any]:
         cursor = self._cursor
@@ -423,15 +431,6 @@ class RolloutController:
         except RolloutError as error:
             self._tasks.fail(error)
         self._ahead.refill()
-
-    def _schedule_head(self) -> dict[str, Any]:
-        settings = {name: getattr(self.settings, name) for name in SETTINGS}
-        return {
-            "run_seed": self.run_seed,
-            "first_version": self.engine.weight_version,
-            "settings": settings,
-            "engine": type(self.engine).__name__,
-        }
 
     def _begin_replay(self, state: Mapping[str, Any]) -> None:
         """Before the first load; from the start, or from the state of a checkpoint."""

@@ -297,6 +297,7 @@ class GroupBook:
             "num_consumed": self.num_consumed,
             "in_flight": in_flight,
             "max_staleness": self.settings.max_staleness,
+            "group_size": self.settings.group_size,
             "begun": [
                 [position, item.started_version, [_state_of(*result) for result in sorted(item.results.items())]]
                 for position, item in sorted(self.running.items())
@@ -316,8 +317,9 @@ class GroupBook:
         for record in state["finished"]:
             self._keep(Group.from_json(record))
         # With a smaller bound what was begun might be too old when it is done, so it starts again.
-        is_in_time = state.get("max_staleness", -1) <= self.settings.max_staleness
-        for position, version, results in state.get("begun", []) if is_in_time else []:
+        is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
+        goes_on = is_in_time and state.get("group_size") == self.settings.group_size
+        for position, version, results in state["begun"] if goes_on else []:
             done = {sample: None if item is None else Trajectory.from_json(item) for sample, item in results}
             self.begun[position] = (version, done)
 

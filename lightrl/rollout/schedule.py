@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.checks.disk_errors import write_problem
+from lightrl.engines.engine import RolloutEngine
 from lightrl.errors import RolloutError
+from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Trajectory, token_array
 
 log = logging.getLogger(__name__)
@@ -95,6 +97,17 @@ def version_runs(summary_text: str) -> list[list[tuple[int, int]]]:
     return [[(int(version), int(num)) for version, num in turn] for turn in runs]
 
 
+def head_of(engine: RolloutEngine, settings: RolloutSettings, run_seed: int) -> dict[str, Any]:
+    """The first line of a schedule."""
+    return {
+        "format": FORMAT,
+        "run_seed": run_seed,
+        "first_version": max(0, engine.weight_version),
+        "settings": {name: getattr(settings, name) for name in SETTINGS},
+        "engine": type(engine).__name__,
+    }
+
+
 class ScheduleFile:
     """Writes a schedule line by line; on a full or read-only disk it warns once and the run continues.
 
@@ -124,7 +137,7 @@ class ScheduleFile:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self.path = self._folder / f"schedule-{head['first_version']:06d}.jsonl"
                 self.path.unlink(missing_ok=True)
-                lines.insert(0, json.dumps({"format": FORMAT, **head}))
+                lines.insert(0, json.dumps(head))
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n".join(lines) + "\n")
         except OSError as error:
@@ -178,7 +191,7 @@ class Schedule:
             )
         return cls(files[0], head, decisions[places[int(at["mark"])] + 1 :], steps, int(at["mark"]))
 
-    def check(self, settings: Any, run_seed: int) -> None:
+    def check(self, settings: RolloutSettings, run_seed: int) -> None:
         """Raises RolloutError if this run's settings cannot repeat the recorded decisions."""
         now = {"run_seed": run_seed, **{name: getattr(settings, name) for name in SETTINGS}}
         then = {"run_seed": self.head["run_seed"], **self.head["settings"]}

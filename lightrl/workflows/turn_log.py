@@ -63,6 +63,7 @@ class Journal:
 
     def _append(self, line: str) -> None:
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._lock, self.path.open("ab") as file:
                 file.write(line.encode())
                 file.flush()

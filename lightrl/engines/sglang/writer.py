@@ -139,8 +139,7 @@ class Writer:
         paused, self._paused_urls = self._paused_urls, set()
         for url in paused & set(self._members.pool.urls("routable")):
             await self._members.clients[url].resume()
-        await self.hold(self._members.pool.urls("routable"), is_aborting=True)
-        self.is_held = False  # the pause holds requests back
+        await self._abort_all(self._members.pool.urls("routable"), within_s=self._timeouts.request_s)
         return {seed: draft.completion() for seed, draft in self._drafts.items() if len(draft.token_ids)}
 
     async def resume(self) -> None:
@@ -171,8 +170,12 @@ class Writer:
     async def hold(self, urls: Collection[str], *, is_aborting: bool) -> None:
         """Closes the gate. With `is_aborting`, requests in flight return with what they have."""
         self.close_gate()
-        deadline = time.monotonic() + self._timeouts.sync_s
-        while is_aborting and self.num_running and time.monotonic() < deadline:
+        if is_aborting:
+            await self._abort_all(urls, within_s=self._timeouts.sync_s)
+
+    async def _abort_all(self, urls: Collection[str], *, within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while self.num_running and time.monotonic() < deadline:
             for url in urls:
                 with contextlib.suppress(EngineError):
                     await self._members.clients[url].abort(abort_all=True)
