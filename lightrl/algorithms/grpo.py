@@ -135,7 +135,7 @@ class GRPO(RLModule):
         loss = self.policy_loss(ratio, experience, outputs)
         metrics = {
             "ratio": ratio.detach(),
-            "clipped_fraction": self.is_clipped(ratio, experience.advantages),
+            "clipped_fraction": self.is_clipped(ratio, experience, outputs),
         }
         if self.importance_weights is not None:
             weights = self.importance_weights(center, experience.behavior_logprobs, experience.loss_mask)
@@ -171,9 +171,10 @@ class GRPO(RLModule):
             return sequence_ratio(logprobs, center, loss_mask)
         return policy_ratio(logprobs, center)
 
-    def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """1 where the clip of `policy_loss` acts, 0 elsewhere, [B, T]."""
-        return is_clipped(ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
+        assert experience.advantages is not None
+        return is_clipped(ratio, experience.advantages, clip_low=self.clip_low, clip_high=self.clip_high)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """The policy gradient's part of the loss, [B, T]."""

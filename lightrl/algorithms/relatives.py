@@ -122,7 +122,7 @@ class CISPO(GRPO):
     ) -> None:
         super().__init__(policy, clip_low=clip_low, clip_high=clip_high, dual_clip=None, ratio_level="token", **kwargs)
 
-    def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """1 where the weight is clipped, whatever the advantage's sign; the token still learns."""
         return ((ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)).to(ratio.dtype)
 

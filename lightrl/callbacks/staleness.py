@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import collections
+import logging
+import statistics
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.rollout import RolloutSettings
 
 if TYPE_CHECKING:
+    import lightning as L
+
     from lightrl.experience import Experience
     from lightrl.module import RLModule
     from lightrl.rollout.rl_trainer import RLTrainer
+
+log = logging.getLogger(__name__)
+
+ESS = "policy/ess_fraction"
+LOW_ESS_FRACTION = 0.3
+ESS_ITERATIONS = 10
+
+
+class EssWatch:
+    """Tells when the effective sample size, as a mean over `ESS_ITERATIONS`, falls below `LOW_ESS_FRACTION`.
+
+    Both numbers are from `benchmarks.lag`: see docs/algorithms.md.
+    """
+
+    def __init__(self) -> None:
+        self.last: collections.deque[float] = collections.deque(maxlen=ESS_ITERATIONS)
+
+    def falls(self, ess_fraction: float) -> bool:
+        """Whether it has fallen below with this iteration's value; False while it stays there."""
+        was_low = self.is_low
+        self.last.append(ess_fraction)
+        return self.is_low and not was_low
+
+    @property
+    def is_low(self) -> bool:
+        return len(self.last) == ESS_ITERATIONS and statistics.fmean(self.last) < LOW_ESS_FRACTION
 
 
 class StalenessControl(RLCallback):
@@ -21,6 +52,10 @@ class StalenessControl(RLCallback):
     continue while the policy is updated, up to (η + 1)·P groups ahead; a generation that a weight sync interrupts
     continues under the new weights. It is one loop in both cases: rollout/group_book.py decides what starts and what is
     taken.
+
+    It also watches `policy/ess_fraction`, the effective sample size: (Σu)² / (N Σu²) over the N loss tokens, with u the
+    policy's probability of a token ÷ that of the policy that sampled it. A warning comes where a few tokens have got
+    most of the weight, usually long before the reward falls.
 
     Args:
         max_staleness: η, in versions.
@@ -52,6 +87,7 @@ class StalenessControl(RLCallback):
         self.redraw_stragglers = redraw_stragglers
         self.rollout_timeout_s = rollout_timeout_s
         self.loop_timeout_s = loop_timeout_s
+        self._ess = EssWatch()
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
         return replace(
@@ -73,3 +109,24 @@ class StalenessControl(RLCallback):
         bound = trainer.rollout.settings.max_staleness
         if staleness > bound or (versions < 0).any():
             raise AssertionError(f"A token has staleness {staleness}, above the bound of {bound}.")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        ess_fraction = trainer.callback_metrics.get(ESS)
+        if ess_fraction is not None and self._ess.falls(float(ess_fraction)) and trainer.is_global_zero:
+            log.warning(
+                "%s was below %s in the mean of the last %d iterations: the trajectories are so far from the policy "
+                "that a few tokens outweigh the others. Lower lr or max_staleness, or use a loss for stale "
+                "trajectories, such as OAPL (docs/algorithms.md, Which loss at which lag).",
+                ESS,
+                LOW_ESS_FRACTION,
+                ESS_ITERATIONS,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_ess_fractions": list(self._ess.last)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._ess.last.clear()
+        self._ess.last.extend(state_dict["last_ess_fractions"])

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightrl.errors import TrainingError
 from lightrl.experience import Experience
-from lightrl.functional import kl, neutralize, reduce_loss
-from lightrl.loops.metrics import joined, over_ranks, part_of_metric, values_of
+from lightrl.functional import kl, neutralize, policy_ratio, reduce_loss
+from lightrl.loops.metrics import RATIO, SQUARED_RATIO, joined, over_ranks, part_of_metric, values_of
 from lightrl.models import Metric, Outputs
 from lightrl.strategies import Ranks
 
@@ -65,6 +65,9 @@ class MinibatchLoss:
             self._add("entropy_nats", outputs.entropy.detach(), mask)
             difference = kl(experience.behavior_logprobs, outputs.logprobs.detach(), estimator="k3")
             self._add("kl_behavior_nats", difference, mask)
+            ratio = policy_ratio(outputs.logprobs.detach(), experience.behavior_logprobs)
+            self._add(RATIO, ratio, mask)
+            self._add(SQUARED_RATIO, ratio.square(), mask)
             mismatch = (outputs.logprobs.detach() - experience.behavior_logprobs).abs()
             self._add("behavior_abs_dlogp_nats", mismatch, mask)
             self._add("max_behavior_abs_dlogp_nats", mismatch, mask)
