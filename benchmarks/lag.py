@@ -1,7 +1,7 @@
 """Which loss still trains at which lag: reward against on-policy's at equal samples, and when the warning comes.
 
-    python -m benchmarks.lag [--losses GRPO,OAPL] [--staleness 16,64] [--seeds 0,1,2,3,4,5] [--iterations 240]
-                             [--out benchmarks/lag] [--quick]
+    python -m benchmarks.lag [--run] [--losses TOPR,OAPL] [--staleness 16,64] [--seeds 0,1,2,3,4,5]
+                             [--iterations 240] [--out benchmarks/lag] [--quick]
 
 Task, reward and settings are those of `benchmarks.algorithms` (the largest of four digits, 16 groups of 16, two
 updates), with a smaller policy, so that a run takes seconds of one core. The lag is exact and simulated: a queue holds
@@ -16,7 +16,8 @@ without lag. Rows with `provoked` have a learning rate so high that some losses 
 iterations, falls by `COLLAPSE` below its best. `ess_warning_lead_iterations` is the least number of iterations from a
 run's first warning to its collapse: null if no run collapsed, and negative or "missed" where the warning was late.
 
-`runs.jsonl` in the output folder has a line per run. A run that it has is not repeated; remove its line for that.
+`runs.jsonl` in the output folder has a line per run; rows are made from it, with as many of the seeds as it has.
+`--run` does the runs that it lacks and appends them; remove a line to repeat its run.
 """
 
 from __future__ import annotations
@@ -67,12 +68,13 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--run", action="store_true", help="first do the runs that the records lack")
     parser.add_argument("--losses", default=",".join(LOSSES), help="names, separated by commas")
     parser.add_argument("--staleness", default="16,64", help="lags in iterations, separated by commas")
     parser.add_argument("--seeds", default="0,1,2,3,4,5", help="separated by commas")
     parser.add_argument("--iterations", type=int, default=240)
     parser.add_argument("--out", type=Path, help="benchmarks/lag; with --quick runs/lag_quick")
-    parser.add_argument("--quick", action="store_true", help="one short run; the numbers mean nothing")
+    parser.add_argument("--quick", action="store_true", help="runs one, short; the numbers mean nothing")
     options = parser.parse_args(arguments)
     if options.quick:
         options.losses, options.staleness, options.seeds, options.iterations = "OAPL", "2", "0", 4
@@ -81,19 +83,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = [loss for loss in losses if loss not in LOSSES]
     if unknown:
         parser.error(f"unknown loss {unknown[0]!r}; choose from {', '.join(LOSSES)}")
-    report = Report("lag", iterations=options.iterations, trajectories_per_iteration=GROUPS * GROUP_SIZE, lr=LR)
+    report = Report("lag", iterations=options.iterations, trajectories_per_iteration=GROUPS * GROUP_SIZE)
+    settings = [("GRPO", 0, LR), *((loss, lag, LR) for lag in staleness for loss in losses)]
+    settings += [] if options.quick else [(loss, max(staleness), LR * PROVOKED) for loss in losses]
     records = read_records(options.out)
-    make_start(options.out, steps=5 if options.quick else 60, lr=2e-3, **POLICY)
-    runs = [("GRPO", 0, LR), *((loss, lag, LR) for lag in staleness for loss in losses)]
-    runs += [] if options.quick else [(loss, max(staleness), LR * PROVOKED) for loss in losses]
-    for seed, (loss, lag, lr) in itertools.product(seeds, runs):
-        key = (loss, lag, lr, seed)
-        if key not in records:
-            records[key] = train(loss, lag, lr, seed, options)
-            with (options.out / "runs.jsonl").open("a") as file:
-                file.write(json.dumps(records[key]) + "\n")
-    for loss, lag, lr in runs:
-        report.add(**row_of(records, loss, lag, lr, seeds))
+    if options.run or options.quick:
+        make_start(options.out, steps=5 if options.quick else 50, lr=2e-3, **POLICY)
+        for seed, setting in itertools.product(seeds, settings):
+            key = (*setting, seed)
+            if key not in records:
+                records[key] = train(*setting, seed, options)
+                with (options.out / "runs.jsonl").open("a") as file:
+                    file.write(json.dumps(records[key]) + "\n")
+    for setting in settings:
+        recorded = [seed for seed in seeds if (*setting, seed) in records and ("GRPO", 0, LR, seed) in records]
+        if recorded:
+            report.add(**row_of(records, *setting, recorded))
     report.finish()
 
 

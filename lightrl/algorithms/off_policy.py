@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightrl.algorithms.grpo import GRPO
 from lightrl.experience import Experience
-from lightrl.functional import leaves_trust_region, optimal_advantages, regression_loss, tapered_loss
+from lightrl.functional import leaves_trust_region, optimal_advantages, regression_loss, tapered_weights
 from lightrl.models import ModelSpec, Outputs, Role
 
 
@@ -82,7 +82,11 @@ class TOPR(GRPO):
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         assert experience.advantages is not None
-        return tapered_loss(outputs.logprobs, experience.behavior_logprobs, experience.advantages)
+        return -self.gradient_weights(ratio, experience, outputs) * experience.advantages * outputs.logprobs
+
+    def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        assert experience.advantages is not None
+        return tapered_weights(outputs.logprobs, experience.behavior_logprobs, experience.advantages)
 
 
 class DPPO(GRPO):

@@ -126,6 +126,9 @@ class CISPO(GRPO):
         """1 where the weight is clipped, whatever the advantage's sign; the token still learns."""
         return ((ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)).to(ratio.dtype)
 
+    def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        return ratio.detach().clamp(1 - self.clip_low, 1 + self.clip_high)
+
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         assert experience.advantages is not None
         return cispo_loss(

@@ -53,9 +53,9 @@ class StalenessControl(RLCallback):
     continues under the new weights. It is one loop in both cases: rollout/group_book.py decides what starts and what is
     taken.
 
-    It also watches `policy/ess_fraction`, the effective sample size: (Σu)² / (N Σu²) over the N loss tokens, with u the
-    policy's probability of a token ÷ that of the policy that sampled it. A warning comes where a few tokens have got
-    most of the weight, usually long before the reward falls.
+    It also watches `policy/ess_fraction`, the effective sample size: (Σw)² / (N Σw²) over the N tokens that learn, with
+    w what the loss multiplies a token's policy gradient by. A warning comes where a few tokens have got most of the
+    weight, usually long before the reward falls.
 
     Args:
         max_staleness: η, in versions.

@@ -46,7 +46,7 @@ from lightrl.functional.losses import (
     leaves_trust_region,
     regression_loss,
     sapo_loss,
-    tapered_loss,
+    tapered_weights,
 )
 from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
 from lightrl.functional.preference import bradley_terry_loss, preference_loss, preference_margin
@@ -80,7 +80,7 @@ __all__ = [
     "sequence_ratio",
     "cispo_loss",
     "sapo_loss",
-    "tapered_loss",
+    "tapered_weights",
     "regression_loss",
     "leaves_trust_region",
     "second_moment_mask",

@@ -13,7 +13,7 @@ from lightrl.functional.ratios import policy_ratio
 from lightrl.functional.reduction import neutralize
 from lightrl.functional.shapes import check_same_shape
 
-_MIN_LOG_REST = -20.0  # of a token whose probability is 1 but for 2e-9; its logprob may also be rounded to above 0
+_MIN_REST = 1e-9  # probability of the other tokens; a likely token's logprob may be rounded to 0 or above
 
 
 def clipped_policy_loss(
@@ -145,29 +145,28 @@ def sapo_loss(
     return -4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * advantages
 
 
-def tapered_loss(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """TOPR: what was better than expected is imitated, what was worse fades as the policy leaves it.
+def tapered_weights(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """TOPR's weight of each token's policy gradient: 1 where the advantage is above 0, min(ratio, 1) elsewhere.
 
-    -stop_gradient(w) · advantages · logprobs with w = 1 where the advantage is above 0, and min(ratio, 1) elsewhere. No
-    weight is above 1, so stale data cannot make the gradient large; with w = 0 nothing pushes a token's probability
-    further down.
+    What was better than expected is imitated, what was worse fades as the policy leaves it. No weight is above 1, so
+    stale data cannot make the gradient large.
 
     Source: TOPR, https://arxiv.org/abs/2503.14286, with each token's ratio instead of the trajectory's.
 
     Args:
-        logprobs: [B, T] of the policy being trained; carries the gradient.
+        logprobs: [B, T] of the policy being trained.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
         advantages: [B, T].
 
     Returns:
-        The loss of each token, [B, T]. Its gradient is what counts; its value means little.
+        [B, T], detached; the loss is -weight · advantage · logprob.
 
     Raises:
         ValueError: if the tensors differ in shape.
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
     ratio = policy_ratio(logprobs.detach(), behavior_logprobs)
-    return -torch.where(advantages > 0, 1.0, ratio.clamp(max=1)) * advantages * logprobs
+    return torch.where(advantages > 0, 1.0, ratio.clamp(max=1))
 
 
 def regression_loss(
@@ -226,7 +225,7 @@ def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages:
         raise ValueError(f"max_nats must be above 0 (0.05 is usual), got {max_nats}.")
     policy, behavior = logprobs.detach().double(), behavior_logprobs.double()
     # In float32, 1 - p of a likely token is mostly rounding.
-    rest, behavior_rest = ((-value.exp()).log1p().clamp(min=_MIN_LOG_REST) for value in (policy, behavior))
+    rest, behavior_rest = ((-value.clamp(max=-_MIN_REST).expm1()).log() for value in (policy, behavior))
     divergence = behavior.exp() * (behavior - policy) + behavior_rest.exp() * (behavior_rest - rest)
     is_leaving = ((advantages > 0) & (policy > behavior)) | ((advantages < 0) & (policy < behavior))
     return is_leaving & (divergence > max_nats)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightrl.loops.metrics import (
-    RATIO,
-    SQUARED_RATIO,
+    SQUARED_WEIGHT,
+    WEIGHT,
     IterationMetrics,
     joined,
     over_ranks,
@@ -190,7 +190,10 @@ def test_the_effective_sample_size_worked_by_hand(ratios: list[float], expected:
 
 def ess_parts(ratios: Tensor) -> dict[str, Tensor]:
     mask = torch.ones_like(ratios, dtype=torch.bool)
-    return {RATIO: part_of_metric(RATIO, ratios, mask), SQUARED_RATIO: part_of_metric(RATIO, ratios.square(), mask)}
+    return {
+        WEIGHT: part_of_metric(WEIGHT, ratios, mask),
+        SQUARED_WEIGHT: part_of_metric(SQUARED_WEIGHT, ratios.square(), mask),
+    }
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
