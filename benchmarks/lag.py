@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--losses", default=",".join(LOSSES), help="names, separated by commas")
     parser.add_argument("--staleness", default="16,64", help="lags in iterations, separated by commas")
     parser.add_argument("--seeds", default="0,1,2,3,4,5", help="separated by commas")
-    parser.add_argument("--iterations", type=int, default=240)
+    parser.add_argument("--iterations", type=int, default=160)
     parser.add_argument("--out", type=Path, help="benchmarks/lag; with --quick runs/lag_quick")
     parser.add_argument("--quick", action="store_true", help="runs one, short; the numbers mean nothing")
     options = parser.parse_args(arguments)
