@@ -128,7 +128,7 @@ def test_the_effective_sample_size_is_of_the_weights_that_the_loss_applies(
     algorithm: str, microbatch_tokens: int
 ) -> None:
     module, minibatch = make_module(algorithm), random_experience()
-    logprobs, _ = slow_outputs(module.policy, minibatch, temperature=0.9)
+    logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
     weights = []
     for row, column in minibatch.loss_mask.nonzero().tolist():
         policy, behavior = float(logprobs[row, column]), float(minibatch.behavior_logprobs[row, column])
