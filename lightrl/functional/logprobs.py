@@ -15,6 +15,7 @@ token it describes, so position 0, which nothing predicts, is 0. The model path 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.functional import linear
 
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.shapes import check_same_shape
+from lightrl.functional.supports import Supports
 
 # Up to this many logits are kept for the backward pass instead of being computed twice (64 MiB in float32).
 _KEPT_LOGITS = 2**24
@@ -38,6 +40,7 @@ def token_logprobs(
     *,
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
+    supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The logprob of each token, and the entropy of the distribution it was sampled from.
 
@@ -47,6 +50,7 @@ def token_logprobs(
         temperature: divides the logits; more than 0.
         masked_ids: int64 [K], ids that could not be sampled at some tokens (stop tokens under `min_new_tokens`).
         masked_rows: bool [B, T], True at the tokens that could not be one of `masked_ids`.
+        supports: of the tokens from position 1 on, N = B · (T - 1); None if each could be any token of the vocabulary.
 
     Returns:
         Logprobs, of the shape of `token_ids`, and entropies, [B, T], aligned to the token they describe; 0 at position
@@ -63,7 +67,7 @@ def token_logprobs(
     if masked_rows is not None:
         check_same_shape(entropy=logits[..., 0], masked_rows=masked_rows)
         masked_rows = masked_rows[:, 1:].reshape(-1)
-    mask = _checked(temperature, masked_ids, masked_rows)
+    mask = _checked(temperature, masked_ids, masked_rows, supports=supports)
     num, width, vocabulary = logits.shape
     if width == 0:
         return logits.new_zeros(token_ids.shape), logits.new_zeros(num, 0)
@@ -115,6 +119,7 @@ def hidden_logprobs(
     entropy_gradient: bool = True,
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
+    supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` from hidden states and the output head, without [N, V] logits of many tokens at once.
 
@@ -131,6 +136,7 @@ def hidden_logprobs(
         entropy_gradient: False returns the entropy detached, which saves memory.
         masked_ids: int64 [K], ids that could not be sampled at some positions.
         masked_rows: bool [N], True at the positions that could not predict one of `masked_ids`.
+        supports: of these positions; None if each could predict any token of the vocabulary.
 
     Returns:
         Logprobs, of the shape of `token_ids`, and entropies, [N]. With N = 0 their sums still have gradients of zeros.
@@ -144,7 +150,7 @@ def hidden_logprobs(
             "Gather both at predicting_positions."
         )
     hidden, weight, bias, chunk_tokens = _prepared(hidden, weight, bias, chunk_tokens)
-    mask = _checked(temperature, masked_ids, masked_rows, hidden)
+    mask = _checked(temperature, masked_ids, masked_rows, hidden, supports)
     with torch.autocast(hidden.device.type, enabled=False):
         if hidden.shape[0] <= chunk_tokens:
             logits = linear(hidden, weight, bias)
@@ -230,28 +236,42 @@ def _chunk_tokens(num: int, vocabulary: int, device: str) -> int:
     return max(_CHUNK_LOGITS.get(device, _KEPT_LOGITS) // vocabulary, 1)
 
 
-# (masked_ids [K], masked_rows bool [N]), or None if every id could be sampled.
-_Mask = tuple[Tensor, Tensor]
+@dataclass(frozen=True)
+class _Mask:
+    """Which ids could not be drawn at N positions."""
+
+    ids: Tensor | None  # [K], masked at some positions
+    rows: Tensor | None  # bool [N], those positions
+    supports: Supports | None
+
+    def chunk(self, chunk: slice) -> _Mask:
+        rows = None if self.rows is None else self.rows[chunk]
+        return _Mask(self.ids, rows, None if self.supports is None else self.supports.chunk(chunk))
 
 
 def _checked(
-    temperature: float, masked_ids: Tensor | None, masked_rows: Tensor | None, hidden: Tensor | None = None
+    temperature: float,
+    masked_ids: Tensor | None,
+    masked_rows: Tensor | None,
+    hidden: Tensor | None = None,
+    supports: Supports | None = None,
 ) -> _Mask | None:
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}. For greedy logprobs use 1.")
-    if masked_ids is None and masked_rows is None:
-        return None
-    if masked_ids is None or masked_rows is None:
+    if (masked_ids is None) != (masked_rows is None):
         raise ValueError("masked_ids and masked_rows must be passed together, got only one of them.")
-    if hidden is not None:
+    if hidden is not None and masked_rows is not None:
         check_same_shape(positions=hidden[:, 0], masked_rows=masked_rows)
-    return masked_ids, masked_rows
+    if masked_rows is None and supports is None:
+        return None
+    return _Mask(masked_ids, masked_rows, supports)
 
 
 def _masked(values: Tensor, mask: _Mask, number: float) -> Tensor:
-    """[N, V] with `number` at the (row, id) pairs that the mask removes; nothing asks the device how many there are."""
-    ids, rows = mask
-    return values.index_copy(1, ids, values.index_select(1, ids).masked_fill(rows[:, None], number))
+    """[N, V] with `number` at the (row, id) pairs of the mask; nothing asks the device how many there are."""
+    if mask.ids is None or mask.rows is None:
+        return values
+    return values.index_copy(1, mask.ids, values.index_select(1, mask.ids).masked_fill(mask.rows[:, None], number))
 
 
 def _scores(logits: Tensor, temperature: float, mask: _Mask | None) -> Tensor:
@@ -263,6 +283,8 @@ def _scores(logits: Tensor, temperature: float, mask: _Mask | None) -> Tensor:
     if mask is not None:
         # The lowest finite number instead of -inf: its probability is 0, and 0 times it is 0.
         logits = _masked(logits, mask, torch.finfo(logits.dtype).min)
+        if mask.supports is not None:
+            logits = mask.supports.limit(logits)
     return logits
 
 
@@ -441,4 +463,4 @@ def _chunks(num: int, chunk_tokens: int) -> list[slice]:
 
 
 def _mask_of(mask: _Mask | None, chunk: slice) -> _Mask | None:
-    return None if mask is None else (mask[0], mask[1][chunk])
+    return None if mask is None else mask.chunk(chunk)

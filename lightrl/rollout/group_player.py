@@ -67,7 +67,7 @@ class GroupPlayer(Player):
                     num -= 1
                     yield sample, played.pop(sample) if step.result() else None
                     continue
-                trajectory = await self._played(group, sample, _generate_once(step, group.prompt))
+                trajectory = await self._played(group, sample, _generate_once(step, sampling, group.prompt))
                 if trajectory is None or not judge_now:
                     num -= 1
                     yield sample, self._begun_judging(trajectory)
@@ -94,10 +94,10 @@ class GroupPlayer(Player):
         return futures
 
 
-def _generate_once(written: asyncio.Future[Completion], prompt: Prompt) -> Generate:
+def _generate_once(written: asyncio.Future[Completion], sampling: Sampling, prompt: Prompt) -> Generate:
     """What a workflow of one completion calls once this has been written."""
 
     async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
-        return checked(written.result(), 0, prompt)
+        return checked(written.result(), sampling, 0, prompt)
 
     return generate

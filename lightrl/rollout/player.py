@@ -9,7 +9,7 @@ from typing import Any
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.engines.engine import Completion, RolloutEngine
-from lightrl.errors import LightRLError, RewardError, RolloutError
+from lightrl.errors import EngineError, LightRLError, RewardError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import DropTally
 from lightrl.rollout.tasks import Tasks
@@ -137,7 +137,7 @@ class Player:
             turn += 1
             asked = drawn(sampling, seed, max_new_tokens)
             completions = await self.engine.generate(token_ids, asked, session=f"{seed_name}/{sample}", **images)
-            return checked(completions[0], turn - 1, prompt)
+            return checked(completions[0], asked, turn - 1, prompt)
 
         return generate
 
@@ -148,7 +148,13 @@ def drawn(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> S
     return replace(sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
 
 
-def checked(completion: Completion, turn: int, prompt: Prompt) -> Completion:
+def checked(completion: Completion, sampling: Sampling, turn: int, prompt: Prompt) -> Completion:
+    if sampling.is_truncated and completion.supports is None:
+        raise EngineError(
+            f"The engine returned no supports, but top_p={sampling.top_p:g}, top_k={sampling.top_k} and min_p="
+            f"{sampling.min_p:g} truncate its draws: the trainer's logprobs would be wrong. Set top_p to 1, top_k to "
+            "-1 and min_p to 0, or return Completion.supports (functional.encode_supports)."
+        )
     if completion.finish_reason == "abort":
         raise RolloutError(f"The engine aborted turn {turn} of prompt {prompt.id!r}.")
     return completion

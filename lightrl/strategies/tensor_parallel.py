@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lightrl.functional.supports import NEVER, Supports
 from lightrl.strategies.tensor_plans import Family
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def vocab_parallel_logprobs(
     entropy_gradient: bool = True,
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
+    supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`functional.hidden_logprobs` where each rank of `group` holds an equal part of the head's rows, in rank order.
 
@@ -141,6 +143,7 @@ def vocab_parallel_logprobs(
         entropy_gradient: False detaches the entropy.
         masked_ids: int64 [K], ids that could not be drawn at some positions.
         masked_rows: bool [N], True at those positions.
+        supports: the tokens that could be drawn at each position; None for all.
 
     Returns:
         Logprobs, of the shape of `token_ids`, and entropies, [N], the same on all ranks.
@@ -149,7 +152,7 @@ def vocab_parallel_logprobs(
     ids = (token_ids if token_ids.dim() == 2 else token_ids[:, None]) - first
     with torch.autocast(hidden.device.type, enabled=False):
         results: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, ids, temperature, group, cap, entropy_gradient, mask
+            hidden, weight, ids, temperature, group, cap, entropy_gradient, mask, first, supports
         )
     logprobs, entropy = results
     return logprobs.view(token_ids.shape), entropy
@@ -259,6 +262,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         cap: float | None,
         entropy_gradient: bool,
         mask: _Mask | None,
+        first_id: int,
+        supports: Supports | None,
     ) -> tuple[Tensor, Tensor]:
         is_here = (ids >= 0) & (ids < weight.shape[0])
         ids = torch.where(is_here, ids, 0)
@@ -266,6 +271,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         parts = []
         for chunk in chunks:
             scores, _ = _scores(hidden, weight, temperature, cap, mask, chunk)
+            if supports is not None:
+                scores = supports.chunk(chunk).limit(scores, first_id)
             largest = scores.amax(1)
             shifted = scores - largest[:, None]
             powers = shifted.exp()
@@ -277,8 +284,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         if group is not None:
             largest = own_largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        # Shift the sums from this rank's largest score to the largest of all ranks.
-        shift = own_largest - largest
+        # Shift the sums from this rank's largest score to the largest of all ranks; it may have no possible token.
+        shift = (own_largest - largest).clamp(min=NEVER)
         sums = torch.stack([total * shift.exp(), (weighted + total * shift) * shift.exp(), *token_scores])
         if group is not None:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group)
@@ -290,6 +297,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(hidden, weight, ids, is_here, normalizer, entropy)
         ctx.temperature, ctx.cap, ctx.mask, ctx.chunks = temperature, cap, mask, chunks
+        ctx.first_id, ctx.supports = first_id, supports
         return sums[2:].T - normalizer[:, None], entropy
 
     @staticmethod
@@ -303,6 +311,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for chunk in ctx.chunks:
             scores, slope = _scores(hidden, weight, ctx.temperature, ctx.cap, ctx.mask, chunk)
+            if ctx.supports is not None:
+                scores = ctx.supports.chunk(chunk).limit(scores, ctx.first_id)
             log_probabilities = scores - normalizer[chunk, None]
             probabilities = log_probabilities.exp()
             # d logprob / d score = onehot - p; d entropy / d score = -p · (log p + entropy).

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.decoder import Decoder
-from lightrl.engines.local.sampler import ban_stop_tokens, draw_tokens, uniforms
+from lightrl.engines.local.sampler import Truncation, ban_stop_tokens, draw_tokens, uniforms
+from lightrl.functional import encode_supports
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
 _FIRST_WIDTH = 64  # tokens; W doubles from here
@@ -34,6 +35,7 @@ class Row:
     pixels: Tensor | None = None  # their pixel values, [m, 3, H, W]
     owner: Any = None  # whose completion it is; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
+    supports: list[bytes] = field(default_factory=list)  # the code of each token's, while draws are truncated
 
 
 class RunningBatch:
@@ -62,6 +64,7 @@ class RunningBatch:
         self._seeds = torch.zeros_like(self._current)
         self._top_k = torch.zeros_like(self._current)
         self._top_p = torch.ones(max_rows, device=device)
+        self._min_p = torch.zeros(max_rows, device=device)
         self._temperature = torch.ones(max_rows, device=device)
         self._is_greedy = torch.zeros(max_rows, dtype=torch.bool, device=device)
         self._stops = torch.zeros(max_rows, 0, dtype=torch.int64, device=device)  # [S, K], -1 is no token
@@ -95,8 +98,10 @@ class RunningBatch:
         self._fill(self._limits, first, [sampling.max_new_tokens for sampling in samplings])
         self._fill(self._minima, first, [s.min_new_tokens if s.stop_token_ids else 0 for s in samplings])
         self._fill(self._seeds, first, [row.seed for row in rows])
-        self._fill(self._top_k, first, [s.top_k if s.top_k > 0 else self._vocab_size for s in samplings])
-        self._fill(self._top_p, first, [sampling.top_p for sampling in samplings])
+        kept = [sampling if sampling.is_truncated else Sampling() for sampling in samplings]  # greedy is not
+        self._fill(self._top_k, first, [s.max_support if s.is_truncated else self._vocab_size for s in kept])
+        self._fill(self._top_p, first, [sampling.top_p for sampling in kept])
+        self._fill(self._min_p, first, [sampling.min_p for sampling in kept])
         self._fill(self._temperature, first, [sampling.temperature or 1.0 for sampling in samplings])
         self._fill(self._is_greedy, first, [sampling.temperature == 0 for sampling in samplings])
         self._fill_stops(first, [sampling.stop_token_ids for sampling in samplings])
@@ -104,7 +109,7 @@ class RunningBatch:
         self._uniforms[first:end] = uniforms(self._seeds[first:end], 0, self._uniforms.shape[1])
         every = [row.sampling for row in self._rows]
         self._has_temperature = any(sampling.temperature not in (0, 1) for sampling in every)
-        self._has_truncation = any(sampling.top_k > 0 or sampling.top_p < 1 for sampling in every)
+        self._has_truncation = any(sampling.is_truncated for sampling in every)
         self._has_greedy = any(sampling.temperature == 0 for sampling in every)
         self._has_stops = any(sampling.stop_token_ids for sampling in every)
 
@@ -145,9 +150,12 @@ class RunningBatch:
         for place, slot in enumerate(finished):
             row, length = self._rows[slot], lengths[place]
             versions = _versions(row.version_changes, length)
-            completions.append(
-                (row, Completion(token_ids[place][:length], logprobs[place][:length], versions, reasons[place]))
+            codes = b"".join(row.supports)
+            supports: TokenArray[int] | None = TokenArray(codes, "B") if row.sampling.is_truncated else None
+            completion = Completion(
+                token_ids[place][:length], logprobs[place][:length], versions, reasons[place], supports
             )
+            completions.append((row, completion))
         self._drop(set(finished))
         return completions
 
@@ -176,18 +184,23 @@ class RunningBatch:
         rows, generated = self._slots[first:end], self._generated[first:end]
         if self._steps_with_ban > 0 and self._has_stops:
             ban_stop_tokens(logits, generated < self._minima[first:end], self._stops[first:end])
-        token_ids, logprobs = draw_tokens(
+        truncation = Truncation(self._top_k[first:end], self._top_p[first:end], self._min_p[first:end])
+        token_ids, logprobs, supports = draw_tokens(
             logits,
             self._uniforms[rows, generated],
             temperature=self._temperature[first:end] if self._has_temperature else None,
-            top_k=self._top_k[first:end] if self._has_truncation else None,
-            top_p=self._top_p[first:end] if self._has_truncation else None,
+            truncation=truncation if self._has_truncation else None,
             is_greedy=self._is_greedy[first:end] if self._has_greedy else None,
         )
         self._token_ids[rows, generated] = token_ids
         self._logprobs[rows, generated] = logprobs
         self._current[first:end] = token_ids
         self._counters[:, first:end] += 1
+        if supports is not None:
+            places = supports.nonzero().cpu().numpy()
+            codes = encode_supports(places[:, 0], places[:, 1], token_ids.cpu().numpy(), self._vocab_size)
+            for row, code in zip(self._rows[first:end], codes, strict=True):
+                row.supports.append(code)
 
     def _drop(self, leaving: set[int]) -> None:
         """Removes the rows of these slots; the last rows take their places."""
@@ -203,8 +216,8 @@ class RunningBatch:
             targets, sources = torch.tensor([holes, movers], device=self._device)
             self._counters[:, targets] = self._counters[:, sources]
             for tensor in (
-                *(self._current, self._limits, self._minima, self._seeds, self._top_k, self._top_p, self._temperature),
-                *(self._is_greedy, self._stops, self._token_ids, self._logprobs, self._uniforms),
+                *(self._current, self._limits, self._minima, self._seeds, self._top_k, self._top_p, self._min_p),
+                *(self._temperature, self._is_greedy, self._stops, self._token_ids, self._logprobs, self._uniforms),
             ):
                 tensor[targets] = tensor[sources]
         self._count()
