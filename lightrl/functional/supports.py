@@ -87,7 +87,7 @@ def joined_supports(parts: Sequence[tuple[int, Sequence[int] | None]]) -> TokenA
     return TokenArray.joined([EVERY_TOKEN * num if codes is None else codes for num, codes in parts], "B")
 
 
-def num_coded_tokens(codes: Any) -> int:
+def num_coded_tokens(codes: Sequence[int]) -> int:
     """How many tokens these bytes are the codes of."""
     data = np.asarray(codes, np.uint8)
     return int(_is_end(data).sum())
