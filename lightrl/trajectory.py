@@ -65,14 +65,13 @@ MAX_SUPPORT = 4000
 class Sampling:
     """How the engine draws tokens.
 
-    `top_k`, `top_p` and `min_p` truncate the distribution. Training is exact with them: a token's logprobs, the
-    engine's and the trainer's, are those within its support, the tokens that it was drawn from.
+    `top_k` and `top_p` truncate the distribution. Training is exact with them: a token's logprobs, the engine's and the
+    trainer's, are those within its support, the tokens that it was drawn from.
     """
 
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # 1 keeps every token; below, at most the MAX_SUPPORT likeliest
     top_k: int = -1  # -1 keeps every token
-    min_p: float = 0.0  # drops tokens below this fraction of the likeliest one's probability; 0 keeps every token
     max_new_tokens: int = 128
     min_new_tokens: int = 0  # no stop token is drawn before this many tokens
     stop_token_ids: tuple[int, ...] = ()  # a completion ends with the first of these and includes it
@@ -88,8 +87,6 @@ class Sampling:
                 f"top_k must be from 1 to {MAX_SUPPORT:,} (-1 keeps every token), got {self.top_k}. The tokens that it "
                 "keeps are recorded for each token that is drawn."
             )
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1] (0 keeps every token), got {self.min_p}.")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
@@ -99,7 +96,7 @@ class Sampling:
     @property
     def is_truncated(self) -> bool:
         """Whether tokens are drawn from a part of the vocabulary, which is then recorded as their support."""
-        return self.temperature > 0 and (self.top_k != -1 or self.top_p < 1 or self.min_p > 0)
+        return self.temperature > 0 and (self.top_k != -1 or self.top_p < 1)
 
     @property
     def max_support(self) -> int:

@@ -84,7 +84,7 @@ class Distillation(GRPO):
         if teacher_topk is not None and self.sampling.is_truncated:
             raise ValueError(
                 f"teacher_topk={teacher_topk} compares the teacher's likeliest tokens, which truncated sampling may "
-                "leave out. Set sampling.top_p to 1, top_k to -1 and min_p to 0, or leave teacher_topk out."
+                "leave out. Set sampling.top_p to 1 and top_k to -1, or leave teacher_topk out."
             )
         self.teacher_role = Role.of(teacher)
         self.teacher_topk = teacher_topk

@@ -151,9 +151,9 @@ def drawn(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> S
 def checked(completion: Completion, sampling: Sampling, turn: int, prompt: Prompt) -> Completion:
     if sampling.is_truncated and completion.supports is None:
         raise EngineError(
-            f"The engine returned no supports, but top_p={sampling.top_p:g}, top_k={sampling.top_k} and min_p="
-            f"{sampling.min_p:g} truncate its draws: the trainer's logprobs would be wrong. Set top_p to 1, top_k to "
-            "-1 and min_p to 0, or return Completion.supports (functional.encode_supports)."
+            f"The engine returned no supports, but top_p={sampling.top_p:g} and top_k={sampling.top_k} truncate its "
+            "draws: the trainer's logprobs would be wrong. Set top_p to 1 and top_k to -1, or return "
+            "Completion.supports (functional.encode_supports)."
         )
     if completion.finish_reason == "abort":
         raise RolloutError(f"The engine aborted turn {turn} of prompt {prompt.id!r}.")

@@ -333,4 +333,4 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             gradient = gradient.to(hidden.dtype)
             grad_hidden[chunk] = gradient @ weight
             grad_weight += gradient.T @ hidden[chunk]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 8

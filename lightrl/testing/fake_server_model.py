@@ -176,7 +176,6 @@ class EmbeddedModel(ScriptedModel):
             temperature=params["temperature"] if params["temperature"] >= 1e-6 else 0.0,
             top_p=params["top_p"],
             top_k=-1 if top_k < 1 or top_k >= ALL_TOKENS else top_k,
-            min_p=params["min_p"],
             max_new_tokens=int(params["max_new_tokens"]),
             stop_token_ids=stops,
         )

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightrl.engines.local.sampler import Truncation, ban_stop_tokens, completion_seed, draw_tokens, truncated, uniforms
+from lightrl.engines.local.sampler import ban_stop_tokens, completion_seed, draw_tokens, truncated, uniforms
 
 MASK = 2**64 - 1
 
@@ -101,26 +101,19 @@ def test_greedy_rows_take_the_likeliest_token_with_unscaled_logprobs() -> None:
 )
 def test_truncation_keeps_the_likeliest_tokens(top_k: int, top_p: float, kept: list[float]) -> None:
     probabilities = torch.tensor([[0.1, 0.4, 0.2, 0.25, 0.05]])
-    result = truncated(probabilities, torch.tensor([top_k]), torch.tensor([top_p]), torch.zeros(1))
+    result = truncated(probabilities, torch.tensor([top_k]), torch.tensor([top_p]))
     assert result[0].tolist() == pytest.approx(kept)
 
 
 def test_ties_in_a_truncation_go_to_the_lower_token() -> None:
-    result = truncated(torch.full((1, 4), 0.25), torch.tensor([2]), torch.tensor([1.0]), torch.zeros(1))
+    result = truncated(torch.full((1, 4), 0.25), torch.tensor([2]), torch.tensor([1.0]))
     assert result[0].tolist() == [0.25, 0.25, 0.0, 0.0]
-
-
-def test_min_p_leaves_out_what_is_far_less_likely_than_the_likeliest() -> None:
-    probabilities = torch.tensor([[0.1, 0.4, 0.2, 0.25, 0.05]])
-    result = truncated(probabilities, torch.tensor([5]), torch.tensor([1.0]), torch.tensor([0.5]))
-    assert result[0].tolist() == pytest.approx([0.0, 0.4, 0.2, 0.25, 0.0])
 
 
 def test_logprobs_are_those_within_the_support() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.25, 0.05]]).log().repeat(2, 1)
     uniform = torch.full((2,), 0.99, dtype=torch.float64)
-    top_2 = Truncation(torch.tensor([2, 5]), torch.ones(2), torch.zeros(2))
-    token_ids, logprobs, supports = draw_tokens(logits, uniform, truncation=top_2)
+    token_ids, logprobs, supports = draw_tokens(logits, uniform, top_k=torch.tensor([2, 5]), top_p=torch.ones(2))
     assert token_ids.tolist() == [3, 4]
     assert logprobs.exp().tolist() == pytest.approx([0.25 / 0.65, 0.05])
     assert supports is not None
@@ -131,10 +124,8 @@ def test_rows_without_a_setting_draw_the_same_in_a_mixed_batch() -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(2))
     uniform = uniforms(torch.arange(50), 0, 1)[:, 0]
     alone = draw_tokens(logits, uniform)
-    truncation = Truncation(torch.full((50,), 300), torch.ones(50), torch.zeros(50))
-    mixed = draw_tokens(
-        logits, uniform, temperature=torch.ones(50), truncation=truncation, is_greedy=torch.zeros(50, dtype=torch.bool)
-    )
+    settings = {"temperature": torch.ones(50), "top_k": torch.full((50,), 300), "top_p": torch.ones(50)}
+    mixed = draw_tokens(logits, uniform, **settings, is_greedy=torch.zeros(50, dtype=torch.bool))
     assert torch.equal(alone[0], mixed[0])
     assert torch.equal(alone[1], mixed[1])
 

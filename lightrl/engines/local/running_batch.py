@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.decoder import Decoder
-from lightrl.engines.local.sampler import Truncation, ban_stop_tokens, draw_tokens, uniforms
+from lightrl.engines.local.sampler import ban_stop_tokens, draw_tokens, uniforms
 from lightrl.functional import encode_supports
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
@@ -64,7 +64,6 @@ class RunningBatch:
         self._seeds = torch.zeros_like(self._current)
         self._top_k = torch.zeros_like(self._current)
         self._top_p = torch.ones(max_rows, device=device)
-        self._min_p = torch.zeros(max_rows, device=device)
         self._temperature = torch.ones(max_rows, device=device)
         self._is_greedy = torch.zeros(max_rows, dtype=torch.bool, device=device)
         self._stops = torch.zeros(max_rows, 0, dtype=torch.int64, device=device)  # [S, K], -1 is no token
@@ -101,7 +100,6 @@ class RunningBatch:
         kept = [sampling if sampling.is_truncated else Sampling() for sampling in samplings]  # greedy is not
         self._fill(self._top_k, first, [s.max_support if s.is_truncated else self._vocab_size for s in kept])
         self._fill(self._top_p, first, [sampling.top_p for sampling in kept])
-        self._fill(self._min_p, first, [sampling.min_p for sampling in kept])
         self._fill(self._temperature, first, [sampling.temperature or 1.0 for sampling in samplings])
         self._fill(self._is_greedy, first, [sampling.temperature == 0 for sampling in samplings])
         self._fill_stops(first, [sampling.stop_token_ids for sampling in samplings])
@@ -184,12 +182,12 @@ class RunningBatch:
         rows, generated = self._slots[first:end], self._generated[first:end]
         if self._steps_with_ban > 0 and self._has_stops:
             ban_stop_tokens(logits, generated < self._minima[first:end], self._stops[first:end])
-        truncation = Truncation(self._top_k[first:end], self._top_p[first:end], self._min_p[first:end])
         token_ids, logprobs, supports = draw_tokens(
             logits,
             self._uniforms[rows, generated],
             temperature=self._temperature[first:end] if self._has_temperature else None,
-            truncation=truncation if self._has_truncation else None,
+            top_k=self._top_k[first:end] if self._has_truncation else None,
+            top_p=self._top_p[first:end] if self._has_truncation else None,
             is_greedy=self._is_greedy[first:end] if self._has_greedy else None,
         )
         self._token_ids[rows, generated] = token_ids
@@ -216,8 +214,8 @@ class RunningBatch:
             targets, sources = torch.tensor([holes, movers], device=self._device)
             self._counters[:, targets] = self._counters[:, sources]
             for tensor in (
-                *(self._current, self._limits, self._minima, self._seeds, self._top_k, self._top_p, self._min_p),
-                *(self._temperature, self._is_greedy, self._stops, self._token_ids, self._logprobs, self._uniforms),
+                *(self._current, self._limits, self._minima, self._seeds, self._top_k, self._top_p, self._temperature),
+                *(self._is_greedy, self._stops, self._token_ids, self._logprobs, self._uniforms),
             ):
                 tensor[targets] = tensor[sources]
         self._count()

@@ -6,22 +6,12 @@ Shapes: n rows, V tokens of the vocabulary. Logprobs are in nats.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64, the increment of splitmix64
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
-
-
-class Truncation(NamedTuple):
-    """How many tokens each row may draw from, [n] each; V, 1 and 0 keep every token."""
-
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
 
 
 def completion_seed(seed: int, sample: int) -> int:
@@ -60,10 +50,11 @@ def draw_tokens(
     uniform: Tensor,
     *,
     temperature: Tensor | None = None,
-    truncation: Truncation | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
     is_greedy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One token per row, its logprob within its support (after temperature, top-k, top-p and min-p), and that support.
+    """One token per row, its logprob within its support (after temperature, top-k and top-p), and that support.
 
     None for a setting means that no row uses it, which saves work and does not change the tokens.
 
@@ -71,19 +62,19 @@ def draw_tokens(
         logits: [n, V] float32.
         uniform: [n] float64 in [0, 1).
         temperature: [n], above 0; 1 in greedy rows, whose logprobs are unscaled.
-        truncation: of the n rows; none in greedy rows.
+        top_k, top_p: [n]; both or neither; V and 1 keep every token, as in greedy rows.
         is_greedy: [n] bool; these rows take the likeliest token.
 
     Returns:
         Token ids [n] int64, logprobs [n] float32, and bool [n, V], the supports of truncated rows and nothing in
-        others; None without a truncation.
+        others; None without `top_k`.
     """
     if temperature is not None:
         logits = logits / temperature[:, None]
     logprobs = torch.log_softmax(logits, -1)
     probabilities = logprobs.exp()
-    if truncation is not None:
-        probabilities = truncated(probabilities, *truncation)
+    if top_k is not None and top_p is not None:
+        probabilities = truncated(probabilities, top_k, top_p)
     # float64: with 150,000 tokens a float32 sum would lose every token below 6e-8
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     token_ids = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
@@ -91,16 +82,16 @@ def draw_tokens(
     if is_greedy is not None:
         token_ids = torch.where(is_greedy[:, None], logits.argmax(-1, keepdim=True), token_ids)
     of_tokens = logprobs.gather(-1, token_ids)[:, 0]
-    if truncation is None:
+    if top_k is None or top_p is None:
         return token_ids[:, 0], of_tokens, None
-    is_truncated = (truncation.top_k < logits.shape[-1]) | (truncation.top_p < 1) | (truncation.min_p > 0)
+    is_truncated = (top_k < logits.shape[-1]) | (top_p < 1)
     within = (probabilities.gather(-1, token_ids)[:, 0] / cumulative[:, -1]).log().float()
     supports = (probabilities > 0) & is_truncated[:, None]
     return token_ids[:, 0], torch.where(is_truncated, within, of_tokens), supports
 
 
-def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The probabilities, with 0 outside top-k, then outside top-p of the rest, and below `min_p` of the largest.
+def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The probabilities, with 0 outside top-k, then outside top-p of the rest.
 
     Top-p keeps the likeliest tokens until their sum reaches `top_p`, including the one that reaches it. Ties go to the
     lower token id. The result [n, V] is not renormalized.
@@ -111,7 +102,6 @@ def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
     cumulative = ordered.cumsum(-1, dtype=torch.float64)
     before = cumulative - ordered
     is_outside = (before >= top_p[:, None] * cumulative[:, -1:]) & (top_p[:, None] < 1)
-    is_outside |= ordered < min_p[:, None] * ordered[:, :1]
     return torch.zeros_like(probabilities).scatter_(-1, order, ordered.masked_fill(is_outside, 0.0))
 
 

@@ -100,7 +100,6 @@ class CompletionDraft:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.max_support,
-            "min_p": sampling.min_p,
             "max_new_tokens": sampling.max_new_tokens - written,
             "min_new_tokens": max(0, sampling.min_new_tokens - written),
             "sampling_seed": request_seed(sampling.seed, self.sample, written),
@@ -156,7 +155,7 @@ class CompletionDraft:
             if answer.supports is None:
                 raise MalformedAnswer(
                     f"{server} did not return which tokens it drew from (return_sampling_mask), which training with "
-                    "top_p, top_k or min_p needs. Use SGLang 0.5.20 or later."
+                    "top_p or top_k needs. Use SGLang 0.5.20 or later."
                 )
             self.supports = TokenArray.joined([self.supports, answer.supports], "B")
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
