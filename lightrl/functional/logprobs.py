@@ -15,7 +15,6 @@ token it describes, so position 0, which nothing predicts, is 0. The model path 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.nn.functional import linear
 
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.shapes import check_same_shape
-from lightrl.functional.supports import Supports
+from lightrl.functional.supports import Supports, support_scores
 
 # Up to this many logits are kept for the backward pass instead of being computed twice (64 MiB in float32).
 _KEPT_LOGITS = 2**24
@@ -67,13 +66,24 @@ def token_logprobs(
     if masked_rows is not None:
         check_same_shape(entropy=logits[..., 0], masked_rows=masked_rows)
         masked_rows = masked_rows[:, 1:].reshape(-1)
-    mask = _checked(temperature, masked_ids, masked_rows, supports=supports)
+    mask = _checked(temperature, masked_ids, masked_rows)
     num, width, vocabulary = logits.shape
     if width == 0:
         return logits.new_zeros(token_ids.shape), logits.new_zeros(num, 0)
     # A model may give -inf to ids it never generates; 0 · inf would make the entropy NaN.
     predictions = logits[:, :-1].clamp(min=torch.finfo(logits.dtype).min).reshape(-1, vocabulary)
-    logprobs, entropy = _logits_logprobs(predictions, token_ids[:, 1:].flatten(0, 1), temperature, mask, True)
+    targets = token_ids[:, 1:].flatten(0, 1)
+
+    def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        return _logits_logprobs(predictions[rows], targets[rows], temperature, _mask_of(mask, rows), True)
+
+    if supports is None or not len(supports.limited):
+        logprobs, entropy = read(slice(None))
+    else:
+        _check_drawn(token_ids, 2)
+        scores = predictions[supports.limited[supports.rows], supports.ids]
+        scores = scores.float() if scores.dtype.itemsize < 4 else scores
+        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
     first = (0, 0) * (token_ids.dim() - 2) + (1, 0)
     logprobs = torch.nn.functional.pad(logprobs.view(token_ids[:, 1:].shape), first)
     return logprobs, torch.nn.functional.pad(entropy.view(num, width - 1), (1, 0))
@@ -150,12 +160,22 @@ def hidden_logprobs(
             "Gather both at predicting_positions."
         )
     hidden, weight, bias, chunk_tokens = _prepared(hidden, weight, bias, chunk_tokens)
-    mask = _checked(temperature, masked_ids, masked_rows, hidden, supports)
+    mask = _checked(temperature, masked_ids, masked_rows, hidden)
+
+    def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        part, ids, part_mask = hidden[rows], token_ids[rows], _mask_of(mask, rows)
+        if part.shape[0] <= chunk_tokens:
+            return _logits_logprobs(linear(part, weight, bias), ids, temperature, part_mask, entropy_gradient)
+        return _head_logprobs(part, weight, bias, ids, temperature, part_mask, entropy_gradient, chunk_tokens)
+
     with torch.autocast(hidden.device.type, enabled=False):
-        if hidden.shape[0] <= chunk_tokens:
-            logits = linear(hidden, weight, bias)
-            return _logits_logprobs(logits, token_ids, temperature, mask, entropy_gradient)
-        return _head_logprobs(hidden, weight, bias, token_ids, temperature, mask, entropy_gradient, chunk_tokens)
+        if supports is None or not len(supports.limited):
+            return read(slice(None))
+        _check_drawn(token_ids, 1)
+        limited = hidden[supports.limited] if len(supports.others) else hidden
+        scores = support_scores(limited, weight, bias, supports, chunk_tokens=chunk_tokens)
+        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
+        return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
 @torch.no_grad()
@@ -236,42 +256,33 @@ def _chunk_tokens(num: int, vocabulary: int, device: str) -> int:
     return max(_CHUNK_LOGITS.get(device, _KEPT_LOGITS) // vocabulary, 1)
 
 
-@dataclass(frozen=True)
-class _Mask:
-    """Which ids could not be drawn at N positions."""
-
-    ids: Tensor | None  # [K], masked at some positions
-    rows: Tensor | None  # bool [N], those positions
-    supports: Supports | None
-
-    def chunk(self, chunk: slice) -> _Mask:
-        rows = None if self.rows is None else self.rows[chunk]
-        return _Mask(self.ids, rows, None if self.supports is None else self.supports.chunk(chunk))
+# (masked_ids [K], masked_rows bool [N]), or None if every id could be sampled.
+_Mask = tuple[Tensor, Tensor]
 
 
 def _checked(
-    temperature: float,
-    masked_ids: Tensor | None,
-    masked_rows: Tensor | None,
-    hidden: Tensor | None = None,
-    supports: Supports | None = None,
+    temperature: float, masked_ids: Tensor | None, masked_rows: Tensor | None, hidden: Tensor | None = None
 ) -> _Mask | None:
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}. For greedy logprobs use 1.")
-    if (masked_ids is None) != (masked_rows is None):
-        raise ValueError("masked_ids and masked_rows must be passed together, got only one of them.")
-    if hidden is not None and masked_rows is not None:
-        check_same_shape(positions=hidden[:, 0], masked_rows=masked_rows)
-    if masked_rows is None and supports is None:
+    if masked_ids is None and masked_rows is None:
         return None
-    return _Mask(masked_ids, masked_rows, supports)
+    if masked_ids is None or masked_rows is None:
+        raise ValueError("masked_ids and masked_rows must be passed together, got only one of them.")
+    if hidden is not None:
+        check_same_shape(positions=hidden[:, 0], masked_rows=masked_rows)
+    return masked_ids, masked_rows
+
+
+def _check_drawn(token_ids: Tensor, dim: int) -> None:
+    if token_ids.dim() != dim:
+        raise ValueError("Only the drawn tokens have logprobs within their supports: token_ids must have one for each.")
 
 
 def _masked(values: Tensor, mask: _Mask, number: float) -> Tensor:
-    """[N, V] with `number` at the (row, id) pairs of the mask; nothing asks the device how many there are."""
-    if mask.ids is None or mask.rows is None:
-        return values
-    return values.index_copy(1, mask.ids, values.index_select(1, mask.ids).masked_fill(mask.rows[:, None], number))
+    """[N, V] with `number` at the (row, id) pairs that the mask removes; nothing asks the device how many there are."""
+    ids, rows = mask
+    return values.index_copy(1, ids, values.index_select(1, ids).masked_fill(rows[:, None], number))
 
 
 def _scores(logits: Tensor, temperature: float, mask: _Mask | None) -> Tensor:
@@ -283,8 +294,6 @@ def _scores(logits: Tensor, temperature: float, mask: _Mask | None) -> Tensor:
     if mask is not None:
         # The lowest finite number instead of -inf: its probability is 0, and 0 times it is 0.
         logits = _masked(logits, mask, torch.finfo(logits.dtype).min)
-        if mask.supports is not None:
-            logits = mask.supports.limit(logits)
     return logits
 
 
@@ -462,5 +471,5 @@ def _chunks(num: int, chunk_tokens: int) -> list[slice]:
     return [slice(start, min(start + chunk_tokens, num)) for start in range(0, num, chunk_tokens)]
 
 
-def _mask_of(mask: _Mask | None, chunk: slice) -> _Mask | None:
-    return None if mask is None else mask.chunk(chunk)
+def _mask_of(mask: _Mask | None, chunk: slice | Tensor) -> _Mask | None:
+    return None if mask is None else (mask[0], mask[1][chunk])

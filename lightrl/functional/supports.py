@@ -3,36 +3,36 @@
 The logprob of a token drawn from a truncated distribution is that of the softmax over its support. So the support of
 each draw travels with the token, and every model that judges the token renormalizes over it:
 
-    engine ── bytes ──► Completion ──► Trajectory ──► Experience ── Supports.at ──► scores outside become NEVER
+    engine ── bytes ──► Completion ──► Trajectory ──► Experience ── Supports.at ──► logits of M ids ──► softmax
 
 The code of a token is the sorted ids of its support without the drawn one, as gaps in variable-length bytes (LEB128),
 and an end: 0, or 1 if every token of the vocabulary could be drawn. A support of one id takes 1 byte, one of k ids of a
 vocabulary of 150,000 about 2·k. Codes are concatenated like the tokens they belong to.
 
-Shapes: T tokens, N positions that predict a token, M ids of all supports, V vocabulary.
+Shapes: T tokens; N positions that predict a token, n of them with a support; M ids of all supports; V vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.trajectory import TokenArray
 
 EVERY_TOKEN = b"\x01"  # the code of a token that was read, or drawn from the whole vocabulary
-# A score whose probability is 0; finite, so that 0 times it, and times a gradient, is 0.
-NEVER = -1e30
 _BITS = 7  # of a number, in each byte; the eighth tells that more follow
 _MORE_BYTES = [2 ** (_BITS * count) for count in range(1, 5)]  # the least numbers of 2, 3, 4 and 5 bytes
 
 _Ints = np.ndarray[Any, np.dtype[Any]]
+_Pair = tuple[Tensor, Tensor]
 
 
 def encode_supports(rows: _Ints, ids: _Ints, drawn: _Ints, vocabulary: int | None = None) -> list[bytes]:
@@ -123,12 +123,14 @@ def _is_end(data: _Ints) -> _Ints:
 
 @dataclass(frozen=True)
 class Supports:
-    """The supports of N positions, for the softmax of their scores."""
+    """The supports of those of N positions that have one; n positions with M ids in all."""
 
-    is_every: Tensor  # bool [N], True where every token could be drawn
-    rows: Tensor  # int64 [M], ascending: the position of each id
-    ids: Tensor  # int64 [M], drawn tokens included; only of positions with a support
-    ends: tuple[int, ...]  # [N], of the ids of each position; on the host, which cuts chunks
+    limited: Tensor  # int64 [n], ascending: the positions with a support
+    others: Tensor  # int64 [N - n], ascending: those where every token could be drawn
+    ids: Tensor  # int64 [M], end to end; the drawn token is the last of each
+    rows: Tensor  # int64 [M], ascending: which of the n has the id
+    counts: Tensor  # int64 [n]
+    ends: list[int]  # [n], of the ids of each; on the host, which cuts chunks
 
     @classmethod
     def at(cls, codes: Sequence[Tensor], lengths: Tensor, token_ids: Tensor, rows: Tensor, columns: Tensor) -> Supports:
@@ -139,44 +141,146 @@ class Supports:
             lengths: int64 [B], tokens of each row.
             token_ids: int64 [B, T]; their device is that of the result.
         """
-        is_every, counts, ids = decode_supports(torch.cat(list(codes)).numpy())
+        is_every, num_others, ids = decode_supports(torch.cat(list(codes)).numpy())
         # Where the tokens are among all; one more, without a support, stands for those in the padding.
         sizes = on_host(lengths).numpy()
         row, column = on_host(rows).numpy(), on_host(columns).numpy() + 1
-        token = np.where(column < sizes[row], (sizes.cumsum() - sizes)[row] + column, len(counts))
-        is_every, counts = np.append(is_every, True), np.append(counts, 0)
-        first = (counts.cumsum() - counts)[token]
-        is_every, num_others = is_every[token], counts[token]
-        others = (first - (num_others.cumsum() - num_others)).repeat(num_others) + np.arange(int(num_others.sum()))
-        num_ids = num_others + ~is_every
-        ends = num_ids.cumsum()
-        is_drawn = np.zeros(int(num_ids.sum()), bool)
-        is_drawn[(ends - 1)[~is_every]] = True
+        token = np.where(column < sizes[row], (sizes.cumsum() - sizes)[row] + column, len(num_others))
+        is_limited = ~np.append(is_every, True)[token]
+        token, row, column = token[is_limited], row[is_limited], column[is_limited]
+        others = num_others[token]
+        counts = others + 1
+        ends = counts.cumsum()
+        is_drawn = np.zeros(int(counts.sum()), bool)
+        is_drawn[ends - 1] = True
+        first = (num_others.cumsum() - num_others)[token] - (others.cumsum() - others)
         found = np.empty(len(is_drawn), np.int64)
-        found[~is_drawn] = ids[others]
-        found[is_drawn] = on_host(token_ids).numpy()[row[~is_every], column[~is_every]]
-        tensors = (is_every, np.arange(len(num_ids)).repeat(num_ids), found)
-        every, of_ids, moved = (to_device(torch.from_numpy(value), token_ids.device) for value in tensors)
-        return cls(every, of_ids, moved, tuple(ends.tolist()))
+        found[~is_drawn] = ids[first.repeat(others) + np.arange(int(others.sum()))]
+        found[is_drawn] = on_host(token_ids).numpy()[row, column]
 
-    def chunk(self, chunk: slice) -> Supports:
-        """Those of consecutive positions."""
-        first, last, _ = chunk.indices(len(self.ends))
-        before = self.ends[first - 1] if first else 0
-        ends = tuple(end - before for end in self.ends[first:last])
-        part = slice(before, before + (ends[-1] if ends else 0))
-        return Supports(self.is_every[first:last], self.rows[part] - first, self.ids[part], ends)
+        def moved(values: _Ints) -> Tensor:
+            return to_device(torch.from_numpy(values), token_ids.device)
 
-    def limit(self, scores: Tensor, first_id: int | None = None) -> Tensor:
-        """Scores [N, V], NEVER outside the supports.
+        return cls(
+            limited=moved(np.flatnonzero(is_limited)),
+            others=moved(np.flatnonzero(~is_limited)),
+            ids=moved(found),
+            rows=moved(np.arange(len(counts)).repeat(counts)),
+            counts=moved(counts),
+            ends=ends.tolist(),
+        )
+
+    def chunks(self, num: int) -> Iterator[tuple[slice, slice]]:
+        """At most `num` of the n positions at a time, and their ids."""
+        for start in range(0, len(self.ends), num):
+            end = min(start + num, len(self.ends))
+            yield slice(start, end), slice(self.ends[start - 1] if start else 0, self.ends[end - 1])
+
+    def logprobs(self, scores: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Logprobs of the drawn tokens and entropies, [n] each, of the softmax over each support.
 
         Args:
-            first_id: that of the first column, if the columns are a part of the vocabulary; None if they are all.
+            scores: [M], logits of the ids. Carries the gradient.
         """
-        rows, ids = self.rows, self.ids
-        if first_id is not None:
-            ids = ids - first_id
-            is_here = (ids >= 0) & (ids < scores.shape[1])
-            rows, ids = rows[is_here], ids[is_here]
-        limited = torch.where(self.is_every[:, None], scores, NEVER)
-        return limited.index_put_((rows, ids), scores[rows, ids])
+        scores = scores / temperature
+        largest = torch.segment_reduce(scores.detach(), "max", lengths=self.counts)
+        shifted = scores - largest[self.rows]
+        powers = shifted.exp()
+        total = torch.segment_reduce(powers, "sum", lengths=self.counts)
+        weighted = torch.segment_reduce(powers * shifted, "sum", lengths=self.counts)
+        normalizer = total.log()
+        return shifted[self.counts.cumsum(0) - 1] - normalizer, normalizer - weighted / total
+
+    def filled(self, within: tuple[Tensor, Tensor], read: Callable[[Tensor], tuple[Tensor, Tensor]]) -> _Pair:
+        """Logprobs and entropies of all N positions.
+
+        Args:
+            within: those of the n positions with a support.
+            read: gives those of other positions; called only if there are any.
+        """
+        if not len(self.others):
+            return within
+        logprobs, entropy = read(self.others)
+        num = len(self.limited) + len(self.others)
+        zeros = logprobs.new_zeros(num), entropy.new_zeros(num)
+        pairs = zip(zeros, (logprobs, entropy), within, strict=True)
+        filled = (zero.index_put((self.others,), other).index_put((self.limited,), own) for zero, other, own in pairs)
+        return next(filled), next(filled)
+
+
+def support_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    supports: Supports,
+    *,
+    chunk_tokens: int,
+    first_id: int = 0,
+    total: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """The logits of the supports' ids, float32 [M]; keeps nothing of size V but the head.
+
+    Args:
+        hidden: [n, H] at the positions with a support. Carries the gradient, like weight and bias.
+        weight: [V, H] of the output head, or this rank's rows of it.
+        bias: [V], or None.
+        chunk_tokens: positions whose logits exist at a time.
+        first_id: the id of the first of this rank's rows.
+        total: sums [M] in place over the ranks that have the other rows; None if this one has all.
+    """
+    scores: Tensor = _SupportScores.apply(hidden, weight, bias, supports, chunk_tokens, first_id, total)  # type: ignore[no-untyped-call]
+    return scores
+
+
+class _SupportScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        supports: Supports,
+        chunk_tokens: int,
+        first_id: int,
+        total: Callable[[Tensor], object] | None,
+    ) -> Tensor:
+        rows, ids = supports.rows, supports.ids - first_id
+        is_here = None if total is None else (ids >= 0) & (ids < weight.shape[0])
+        if is_here is not None:
+            ids = torch.where(is_here, ids, 0)
+        scores = torch.empty(len(ids), dtype=torch.promote_types(weight.dtype, torch.float32), device=hidden.device)
+        for positions, part in supports.chunks(chunk_tokens):
+            logits = linear(hidden[positions], weight, bias)
+            scores[part] = logits[rows[part] - positions.start, ids[part]].to(scores.dtype)
+        if total is not None and is_here is not None:
+            scores = torch.where(is_here, scores, 0.0)
+            total(scores)
+        ctx.save_for_backward(hidden, weight, bias, ids, is_here)
+        ctx.supports, ctx.chunk_tokens = supports, chunk_tokens
+        return scores
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ids, is_here = ctx.saved_tensors
+        if is_here is not None:
+            grad_scores = torch.where(is_here, grad_scores, 0.0)
+        grad_hidden = torch.empty_like(hidden)
+        # Summed in float32 at least: a bfloat16 sum of hundreds of chunks would lose most of the small ones.
+        grad_weight = torch.zeros_like(weight, dtype=grad_scores.dtype)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=grad_scores.dtype)
+        for positions, part in ctx.supports.chunks(ctx.chunk_tokens):
+            gradient = grad_scores.new_zeros(positions.stop - positions.start, weight.shape[0])
+            places = (ctx.supports.rows[part] - positions.start, ids[part])
+            gradient.index_put_(places, grad_scores[part], accumulate=is_here is not None)
+            if grad_bias is not None:
+                grad_bias += gradient.sum(0)
+            gradient = gradient.to(weight.dtype)
+            torch.mm(gradient, weight, out=grad_hidden[positions])
+            grad_weight += gradient.T @ hidden[positions]
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *[None] * 4,
+        )

@@ -8,6 +8,7 @@ gathered: logprobs and entropies need one MAX and one SUM over the tp axis, of [
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightrl.functional.supports import NEVER, Supports
+from lightrl.functional.supports import Supports, support_scores
 from lightrl.strategies.tensor_plans import Family
 
 if TYPE_CHECKING:
@@ -150,12 +151,30 @@ def vocab_parallel_logprobs(
     """
     hidden, weight, first, mask = _prepared(hidden, weight, group, masked_ids, masked_rows)
     ids = (token_ids if token_ids.dim() == 2 else token_ids[:, None]) - first
-    with torch.autocast(hidden.device.type, enabled=False):
-        results: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, ids, temperature, group, cap, entropy_gradient, mask, first, supports
+
+    def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        part_mask = None if mask is None else (mask[0], mask[1][rows])
+        logprobs, entropy = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden[rows], weight, ids[rows], temperature, group, cap, entropy_gradient, part_mask
         )
-    logprobs, entropy = results
-    return logprobs.view(token_ids.shape), entropy
+        return logprobs.view(token_ids[rows].shape), entropy
+
+    with torch.autocast(hidden.device.type, enabled=False):
+        if supports is None or not len(supports.limited):
+            return read(slice(None))
+        assert token_ids.dim() == 1, "only the drawn tokens have logprobs within their supports"
+        scores = support_scores(
+            hidden[supports.limited],
+            weight,
+            None,
+            supports,
+            chunk_tokens=_chunk_tokens(weight),
+            first_id=first,
+            total=None if group is None else functools.partial(dist.all_reduce, group=group),
+        )
+        scores = scores if cap is None else torch.tanh(scores / cap) * cap
+        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
+        return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
 @torch.no_grad()
@@ -221,8 +240,12 @@ def _prepared(
     return hidden, weight, first, mask
 
 
+def _chunk_tokens(weight: Tensor) -> int:
+    return max(1, _CHUNK_LOGITS // max(1, weight.shape[0]))
+
+
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    step = max(1, _CHUNK_LOGITS // max(1, weight.shape[0]))
+    step = _chunk_tokens(weight)
     return [slice(start, start + step) for start in range(0, max(1, hidden.shape[0]), step)]
 
 
@@ -262,8 +285,6 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         cap: float | None,
         entropy_gradient: bool,
         mask: _Mask | None,
-        first_id: int,
-        supports: Supports | None,
     ) -> tuple[Tensor, Tensor]:
         is_here = (ids >= 0) & (ids < weight.shape[0])
         ids = torch.where(is_here, ids, 0)
@@ -271,8 +292,6 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         parts = []
         for chunk in chunks:
             scores, _ = _scores(hidden, weight, temperature, cap, mask, chunk)
-            if supports is not None:
-                scores = supports.chunk(chunk).limit(scores, first_id)
             largest = scores.amax(1)
             shifted = scores - largest[:, None]
             powers = shifted.exp()
@@ -284,8 +303,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         if group is not None:
             largest = own_largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        # Shift the sums from this rank's largest score to the largest of all ranks; it may have no possible token.
-        shift = (own_largest - largest).clamp(min=NEVER)
+        # Shift the sums from this rank's largest score to the largest of all ranks.
+        shift = own_largest - largest
         sums = torch.stack([total * shift.exp(), (weighted + total * shift) * shift.exp(), *token_scores])
         if group is not None:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group)
@@ -297,7 +316,6 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(hidden, weight, ids, is_here, normalizer, entropy)
         ctx.temperature, ctx.cap, ctx.mask, ctx.chunks = temperature, cap, mask, chunks
-        ctx.first_id, ctx.supports = first_id, supports
         return sums[2:].T - normalizer[:, None], entropy
 
     @staticmethod
@@ -311,8 +329,6 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         for chunk in ctx.chunks:
             scores, slope = _scores(hidden, weight, ctx.temperature, ctx.cap, ctx.mask, chunk)
-            if ctx.supports is not None:
-                scores = ctx.supports.chunk(chunk).limit(scores, ctx.first_id)
             log_probabilities = scores - normalizer[chunk, None]
             probabilities = log_probabilities.exp()
             # d logprob / d score = onehot - p; d entropy / d score = -p · (log p + entropy).
@@ -333,4 +349,4 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             gradient = gradient.to(hidden.dtype)
             grad_hidden[chunk] = gradient @ weight
             grad_weight += gradient.T @ hidden[chunk]
-        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 8
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
