@@ -7,9 +7,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import torch
 
 from lightrl.concurrency.parent_guard import end_with_parent
@@ -24,17 +26,20 @@ TESTS = Path(__file__).parent
 ROUNDING = 1e-5
 
 
-def finished(script: Path, folder: Path, *args: str, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
+def finished(
+    script: Path, folder: Path, *args: str, timeout_s: float = 170, real: bool = False
+) -> subprocess.CompletedProcess[str]:
     """The script's process after its end, whatever its exit code; Lightning starts the other ranks by itself.
 
     Args:
         folder: the script's first argument, where it works.
         args: its other arguments.
+        real: its processes are fresh ones, as a user's are.
     """
     for name in ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         assert name not in os.environ, f"{name} of another run is still set"
     paths = [str(script.parent), str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
+    return (subprocess.run if real else partial(forked.run, children_fork=True))(
         [sys.executable, str(script), str(folder), *args],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -285,11 +285,11 @@ def test_a_rank_that_hangs_while_a_sync_gathers_is_named(capsys: pytest.CaptureF
 @pytest.mark.usefixtures("_quick_watch")
 def test_a_rank_that_waits_for_one_that_goes_on_is_left_alone() -> None:
     store, ended = torch.distributed.HashStore(), threading.Event()
-    watches = [RankWatch(store, rank, 2, hang_timeout_s=0.3, end_process=ended.set) for rank in range(2)]
+    watches = [RankWatch(store, rank, 2, hang_timeout_s=1.0, end_process=ended.set) for rank in range(2)]
     for watch in watches:
         watch.begin()
     watches[1].enter("score: reference")  # it does not hold the reference
-    for _ in range(20):
+    for _ in range(30):
         watches[0].step()
         assert not ended.wait(0.05)
     for watch in watches:

@@ -270,6 +270,7 @@ class SGLangEngine(
         raise_open_files()
         self._scratch = tempfile.TemporaryDirectory(prefix="lightrl-engine-", ignore_cleanup_errors=True)
         members = self._assemble(config, Path(self._scratch.name))
+        self._home.open()
         self._is_open = True
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
