@@ -16,6 +16,7 @@ import torch
 
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.experience import Experience
 
 TESTS = Path(__file__).parent
 
@@ -59,6 +60,19 @@ def leave(found: Any, folder: Path) -> None:
     """Called by each rank of a script, with what its test compares."""
     folder.mkdir(exist_ok=True)
     torch.save(found, folder / f"rank-{os.environ.get('LOCAL_RANK', '0')}.pt")
+
+
+def gathered_tensors(experience: Experience) -> dict[str, torch.Tensor]:
+    """The fields of all trajectories, from the ranks that answer for them; collective, after `fit` too."""
+    rows, num, width = experience.own_rows, len(experience), int(experience.lengths.max())
+    found = {}
+    for name, value in experience.own.tensors().items():
+        fill = -1 if name == "weight_versions" else 0
+        number = value.int() if value.dtype == torch.bool else value
+        whole = number.new_zeros(num, *([width, *value.shape[2:]] if value.dim() > 1 else []))
+        whole[(rows, slice(value.shape[1])) if value.dim() > 1 else rows] = number - fill
+        found[name] = (experience.total(whole) + fill).to(value.dtype)
+    return found
 
 
 def left_by(num_ranks: int, folder: Path) -> list[Any]:

@@ -43,6 +43,17 @@ def _threads_as_before():
 
 
 @pytest.mark.usefixtures("forked_children")
+def test_a_fleet_that_grows_and_shrinks_loses_no_request():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.elastic", "--fleet", "1,2,1", "--seconds", "2"],
+        capture_output=True, text=True, timeout=170, check=True,
+    )  # fmt: skip
+    (row,) = [row for line in done.stdout.splitlines() if line.startswith("{") and "fleet" in (row := json.loads(line))]
+    assert (row["fleet"], row["lost_requests"], row["unproven_tokens"]) == ("1-2-1", 0, 0)
+    assert row["tokens"] > 0
+
+
+@pytest.mark.usefixtures("forked_children")
 def test_with_shares_the_ranks_receive_together_what_rank_0_would_alone():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.rank_shares", "--quick", "--rounds", "1"],
@@ -193,19 +204,30 @@ def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):
     assert lines[-1]["controller_ratio_40"] > 0
 
 
-def test_async_overlap_keeps_its_staleness_bound(capsys):
+def test_async_overlap_keeps_its_staleness_bound_and_the_distribution_of_lengths(capsys):
     async_overlap.main(["--quick"])
-    rows = [line for line in printed(capsys) if "max_staleness" in line]
-    assert [row["max_staleness"] for row in rows] == [0, 1]
-    assert all(row["staleness_reached_versions"] <= row["max_staleness"] for row in rows)
+    lines = [line for line in printed(capsys) if "order" in line]
+    rows = [line for line in lines if line["measurement"] == "overlap"]
+    assert [row["staleness"] for row in rows] == [0, 1]
+    assert all(row["staleness_reached_versions"] <= row["staleness"] for row in rows)
+    assert [(row["ks_distance"], row["discarded_groups"]) for row in rows] == [(0.0, 0.0)] * 2
+    simulated = {(row["order"], row["longest_in_updates"], row["staleness"]): row for row in lines if row not in rows}
+    windowed = [row for (order, _, _), row in simulated.items() if order == "windowed"]
+    assert all(row["discarded_groups"] == 0 for row in windowed)
+    assert len({row["ks_distance"] for row in windowed}) == 1  # that of the draws themselves
+    assert windowed[0]["ks_distance"] < 1.95 / 1000**0.5
+    for order in ("redraw", "discard", "over-sample"):  # at η = 1, stragglers of 4 updates
+        assert simulated[order, 4.0, 1]["discarded_groups"] > 0
+        assert simulated[order, 4.0, 1]["mean_length"] < 0.9 * simulated["windowed", 4.0, 1]["mean_length"]
+    assert simulated["windowed", 0.9, 1]["idle_fraction"] == 0
 
 
 @pytest.mark.usefixtures("forked_children")
 def test_async_overlap_asks_a_server_process_and_syncs_it(capsys):
     async_overlap.main(["--quick", "--engine", "sglang"])
-    rows = [line for line in printed(capsys) if "max_staleness" in line]
-    assert [row["max_staleness"] for row in rows] == [0, 1]
-    assert all(row["staleness_reached_versions"] <= row["max_staleness"] for row in rows)
+    rows = [line for line in printed(capsys) if line.get("measurement") == "overlap"]
+    assert [row["staleness"] for row in rows] == [0, 1]
+    assert all(row["staleness_reached_versions"] <= row["staleness"] for row in rows)
     assert all(row["trained_tokens"] == sum(lognormal_lengths(8, 8)) and row["sync_s"] > 0 for row in rows)
 
 

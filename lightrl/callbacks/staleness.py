@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,13 @@ if TYPE_CHECKING:
     from lightrl.experience import Experience
     from lightrl.module import RLModule
     from lightrl.rollout.rl_trainer import RLTrainer
+    from lightrl.trajectory import Group
+
+
+log = logging.getLogger(__name__)
+
+MIN_BIAS = 0.01  # of the groups drawn again, to warn
+MIN_GROUPS = 100  # drawn until then
 
 
 class StalenessControl(RLCallback):
@@ -22,11 +30,17 @@ class StalenessControl(RLCallback):
     continues under the new weights. It is one loop in both cases: rollout/group_book.py decides what starts and what is
     taken.
 
+    Groups are trained on in the order of the prompt stream, none is thrown away, and where the next one is slow the
+    trainer waits for it (`time/straggler_wait_s`). So trained lengths are distributed as sampled ones; see
+    docs/async.md.
+
     Args:
         max_staleness: η, in versions.
         max_concurrent: most groups in flight; None for no limit but the staleness.
-        redraw_stragglers: restart a group instead of waiting for it when only it holds a batch back. Faster when a few
-            completions are very long, but then short completions are sampled too often.
+        redraw_stragglers: instead of waiting for a group that would exceed the bound, start it again with new seeds.
+            Faster when a few completions are very long, but then the policy learns from short ones too often:
+            `staleness/redrawn_fraction`, of all groups drawn since the start, bounds the Kolmogorov-Smirnov distance
+            between sampled and trained durations, and is close to it. Above 1 % a warning says so.
         rollout_timeout_s: the run ends if a batch is waited for and no trajectory finishes for this long.
         loop_timeout_s: the run ends if a workflow or an async reward blocks the rollouts' event loop for this long.
     """
@@ -52,6 +66,8 @@ class StalenessControl(RLCallback):
         self.redraw_stragglers = redraw_stragglers
         self.rollout_timeout_s = rollout_timeout_s
         self.loop_timeout_s = loop_timeout_s
+        self._num_taken = 0  # groups, in this process
+        self._has_warned = False
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
         return replace(
@@ -63,11 +79,30 @@ class StalenessControl(RLCallback):
             loop_timeout_s=self.loop_timeout_s,
         )
 
+    def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
+        """Measures the bias of redrawing."""
+        if not self.redraw_stragglers or trainer.rollout.is_recorded:
+            return
+        self._num_taken += len(groups)
+        num_redrawn = trainer.rollout.progress()["redrawn_groups"]
+        num_drawn = self._num_taken + num_redrawn
+        fraction = num_redrawn / num_drawn
+        module.log("staleness/redrawn_fraction", fraction, on_step=True, on_epoch=False)
+        if fraction > MIN_BIAS and num_drawn >= MIN_GROUPS and not self._has_warned and trainer.is_global_zero:
+            self._has_warned = True
+            log.warning(
+                "redraw_stragglers=True has thrown away %.1f %% of the groups drawn so far, the slowest ones: the "
+                "policy learns from shorter completions than it samples (staleness/redrawn_fraction). To wait for them "
+                "instead, set redraw_stragglers to False and increase max_staleness.",
+                100 * fraction,
+            )
+
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         """Checks the bound on the tokens that are about to be trained on."""
         if trainer.rollout.is_recorded:
             return  # their versions are those of the run that wrote them
-        versions = experience.weight_versions[experience.loss_mask]
+        own = experience.own
+        versions = own.weight_versions[own.loss_mask]
         oldest = int(versions.min()) if versions.numel() else trainer.weight_version
         staleness = trainer.weight_version - oldest
         bound = trainer.rollout.settings.max_staleness

@@ -5,7 +5,7 @@ the main thread: a coroutine does the work on the loop, and the main thread wait
 that a blocked event loop is noticed too. GroupBook decides what starts and what is taken; the controller acts.
 
     prompt stream ──position──► trajectory tasks × G ──► judge ──► finished groups ──► take() ──► commit()
-                     start         workflow, engine                  by version         oldest     trained on
+                     start         workflow, engine                                  stream order  trained on
 """
 
 from __future__ import annotations
@@ -57,6 +57,22 @@ class _Wait:
         self.last_news = time.monotonic()
 
 
+@dataclass
+class _Stragglers:
+    """The slow groups that one batch waits for although enough others are finished."""
+
+    num: int = 0  # now
+    waited_s: float = 0.0  # for any of them
+    _since_s: float = 0.0  # monotonic clock
+
+    def count(self, num: int) -> None:
+        """From now on the batch waits for this many of them."""
+        now = time.monotonic()
+        if self.num:
+            self.waited_s += now - self._since_s
+        self.num, self._since_s = num, now
+
+
 class RolloutController:
     """Keeps as many groups in flight as the staleness bound allows, and hands finished ones to the loop.
 
@@ -97,6 +113,7 @@ class RolloutController:
         self._wave = Wave(engine)
         self._ahead = PromptsAhead(self._cursor, self._tasks, self._pump)
         self._take_wait: _Wait | None = None  # of the `take` in progress
+        self._stragglers = _Stragglers()
         self._is_closing = False
 
         self._thread = LoopThread(loop_timeout_s=settings.loop_timeout_s, on_exit=self._tasks.fail_on_exit)
@@ -177,14 +194,24 @@ class RolloutController:
         """How many groups were dropped since the last call, by reason; each was replaced by another prompt."""
         return self._thread.call(_as_coroutine(self._book.tally.drain_groups))
 
-    def progress(self) -> dict[str, int]:
-        """Queue depths, for messages and metrics."""
+    def progress(self) -> dict[str, float]:
+        """Queue depths, stragglers, and sums over what was chosen and what was not; for messages and metrics."""
+        return {
+            **self._depths(),
+            "skipped_prompts": self._cursor.num_skipped,
+            "redrawn_groups": self._book.num_redrawn,
+            "stragglers": self._stragglers.num,
+            "straggler_wait_s": self._stragglers.waited_s,
+            **self._book.tally.thrown_away,
+            **self._cursor.past_success,
+        }
+
+    def _depths(self) -> dict[str, int]:
         return {
             "running_groups": len(self._book.running),
             "finished_groups": len(self._book.finished),
             "consumed_groups": self._book.num_consumed,
             "next_position": self._cursor.next_position,
-            "skipped_prompts": self._cursor.num_skipped,
             "weight_version": self.engine.weight_version,
         }
 
@@ -208,7 +235,7 @@ class RolloutController:
                 raise RolloutError(
                     f"{wait.who} waited for {wait.for_what}, but no trajectory finished for "
                     f"rollout_timeout_s={self.settings.rollout_timeout_s:g}; {wait.done} of {wait.total} trajectories "
-                    f"are done. Queue depths: {self.progress()}. Check the engine and the reward, or increase "
+                    f"are done. Queue depths: {self._depths()}. Check the engine and the reward, or increase "
                     "StalenessControl.rollout_timeout_s."
                 )
             if on_wait is not None:
@@ -260,6 +287,7 @@ class RolloutController:
             await self._player.wait_for_rewards(unjudged, wait.count)
             self._book.rejudged(unjudged)
         self._book.begin_take(weight_version)
+        self._stragglers = _Stragglers()
         self._take_wait = wait
         self._tasks.spawn(self._pump())
         try:
@@ -267,6 +295,7 @@ class RolloutController:
                 if self._tasks.failure is not None:
                     raise self._tasks.failure
                 batch = self._book.take(weight_version)
+                self._stragglers.count(len(batch.waits_for) if self._book.is_held_back else 0)
                 if batch.group_ids is not None:
                     for group_id in batch.gives_up:
                         self._tasks.give_up(self._group_tasks.pop(group_id, []))
@@ -280,6 +309,7 @@ class RolloutController:
                 self._tasks.changed.clear()
                 await self._tasks.changed.wait()
         finally:
+            self._stragglers.count(0)
             if self._take_wait is wait:  # else a later `take` has begun
                 self._take_wait = None
 

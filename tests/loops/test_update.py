@@ -106,6 +106,25 @@ def test_a_metric_over_some_tokens_has_their_number_as_its_denominator(microbatc
     assert losses.metrics()["max_good_nats"] == pytest.approx(float(expected.max()))
 
 
+def test_only_tokens_of_the_present_version_show_the_engines_mismatch() -> None:
+    minibatch = random_experience()
+    is_old = torch.arange(minibatch.token_ids.shape[1]) % 2 == 0
+    versions = torch.where(minibatch.loss_mask, torch.where(is_old, 4, 5), -1).to(minibatch.weight_versions.dtype)
+    outputs = outputs_like(minibatch)
+    outputs = replace(outputs, logprobs=outputs.logprobs - 0.4 * (versions == 4))
+    metrics: dict[int, dict[str, float]] = {}
+    for version in (4, 5, 6):
+        losses = MinibatchLoss(make_module(), replace(minibatch, weight_versions=versions), weight_version=version)
+        losses(losses.minibatch, outputs)
+        metrics[version] = losses.metrics()
+    for name in ("sync/mismatch_abs_dlogp_nats", "sync/max_mismatch_abs_dlogp_nats"):
+        assert metrics[4][name] == pytest.approx(0.5, rel=1e-3)
+        assert metrics[5][name] == pytest.approx(0.1, rel=1e-3)
+        assert name not in metrics[6]
+    assert metrics[5]["sync/mismatch_k3_nats"] == pytest.approx(math.exp(-0.1) - 1 + 0.1, rel=1e-3)
+    assert 0.1 < metrics[5]["behavior_abs_dlogp_nats"] < 0.5  # of all tokens: mismatch and lag together
+
+
 @pytest.mark.parametrize("mode", ["token", "sequence", "fixed"])
 def test_the_logged_loss_is_the_one_that_is_minimized(mode: Any) -> None:
     minibatch = random_experience()
