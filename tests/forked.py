@@ -134,6 +134,7 @@ class ForkServer:
         self.environment = environment  # for its imports; None forks nothing
         self._connection = connection
         self.is_childs = connection is not None
+        self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._asker = os.getpid()
         self._has_failed = False
@@ -159,8 +160,20 @@ class ForkServer:
                 problem = str(error)
             finally:
                 _prctl(_PR_SET_CHILD_SUBREAPER, took_orphans.value)
+            self._close()
             log.error("The fork server of the tests failed (%s): real processes from here on, slower.", problem)
             return None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def _close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._connection is not None:
+            self._connection.close()
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -63,7 +63,7 @@ class SharedRollout:
         self._remote_engine = _RemoteEngine()
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()
-        self._progress: dict[str, int] = collections.defaultdict(int)
+        self._progress: dict[str, float] = collections.defaultdict(int)
         self._taken: SpreadExperience | None = None
         self.has_token_rewards = False  # of the last `wait_for_rewards`
         if ranks.is_main:
@@ -173,7 +173,7 @@ class SharedRollout:
         self._group_drops.clear()
         return drops
 
-    def progress(self) -> dict[str, int]:
+    def progress(self) -> dict[str, float]:
         """Local: queue depths, on rank 0 as they are, on the others as of the last `take` or `evaluate`."""
         return dict(self._progress) if self.controller is None else self.controller.progress()
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
+from lightrl.functional import joined_supports, num_coded_tokens
 from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ class Workflow(ABC):
 
     # Maximum tokens of one interaction with several turns, prompt included; None is the model's context.
     max_tokens: int | None = None
+
+    # Whether an interaction that a checkpoint cut short can go on in a resumed run; otherwise it starts again. `run` is
+    # then called again, and `generate` returns what the checkpoint has before it asks the engine, so the same
+    # completions must lead to the same calls.
+    continues: bool = False
+    # Whether completions are written to the run's journal at once: what follows from them must not happen twice.
+    has_side_effects: bool = False
 
     def fit_context(self, context_tokens: int | None) -> None:
         """Sets `max_tokens` to the model's context if it is None; called once, before the first interaction.
@@ -73,6 +81,7 @@ class SingleTurn(Workflow):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
+        self.continues = type(self).run is SingleTurn.run
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         if not prompt.token_ids:
@@ -94,6 +103,7 @@ class SingleTurn(Workflow):
             finish_reason=completion.finish_reason,
             is_truncated=completion.finish_reason == "length",
             turns=[Turn(start, start + num_new, completion.finish_reason)],
+            supports=joined_supports([(start, None), (num_new, completion.supports)]),
         )
 
 
@@ -124,6 +134,11 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
         raise RolloutError(
             f"{name} returned lists of lengths {lengths} for prompt {prompt.id!r}; each needs one entry per token. "
             "Use False, 0.0 and -1 for tokens that the policy did not write."
+        )
+    if trajectory.supports is not None and (coded := num_coded_tokens(trajectory.supports)) != lengths["token_ids"]:
+        raise RolloutError(
+            f"{name} returned the supports of {coded} tokens for prompt {prompt.id!r}, which has "
+            f"{lengths['token_ids']}. Use functional.joined_supports, with None for what the policy did not write."
         )
     if bool((np.asarray(trajectory.loss_mask) & (np.asarray(trajectory.weight_versions) < 0)).any()):
         raise RolloutError(

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightrl.commands.config_errors import UsageError
 from lightrl.commands.serve import parse, serve, served_folder
+from lightrl.engines.sglang.registry import Registry
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
 
@@ -122,6 +123,31 @@ def test_servers_run_until_the_end_and_their_addresses_are_printed(fake_python, 
     assert any(line.startswith("  export LIGHTRL_RECEIVER_ADDRS=127.0.0.1:") for line in lines)
     assert "  export LIGHTRL_SERVER_TOKEN=t" in lines
     assert "--random-seed 1" in (tmp_path / "server-1.log").read_text()
+
+
+def test_registered_servers_are_announced_and_leave_when_a_run_has_let_them_go(fake_python, tiny_folder, tmp_path):
+    registry, ended, said = Registry(tmp_path / "servers"), threading.Event(), []
+
+    def let_go():
+        while found := registry.read():
+            said.extend(found)
+            for url, entry in found.items():
+                assert entry.receiver
+                if entry.is_leaving:
+                    registry.release(url)
+
+    def end(text):
+        assert f"LIGHTRL_SERVER_ADDRS=file://{registry.folder}" in text
+        threads.append(threading.Thread(target=let_go))
+        threads[0].start()
+        ended.set()
+
+    threads = []
+    spec = ModelSpec.of(str(tiny_folder))
+    serve(spec, sglang_python=str(fake_python), register=registry.folder, until=ended, write=end, log_folder=tmp_path)
+    threads[0].join(60)
+    assert not registry.read()
+    assert len(set(said)) == 1
 
 
 def test_a_server_that_does_not_start_ends_the_command_with_its_last_words(fake_python, tiny_folder, tmp_path):
