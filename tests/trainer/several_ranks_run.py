@@ -30,6 +30,7 @@ from lightrl import (
     RLCallback,
     Role,
     Sampling,
+    Trace,
     Trajectory,
 )
 from lightrl.models.lora import merged_parameters
@@ -161,7 +162,8 @@ def resume(folder: Path) -> dict[str, Any]:
         checkpoints = ModelCheckpoint(folder / "resume", every_n_train_steps=2, save_top_k=-1, filename="{step}")
         validation = {"val_check_interval": 2, "limit_val_batches": 1.0, "check_val_every_n_epoch": None}
         spread = {"devices": 2, "strategy": "FSDP2Strategy"}
-        kwargs = {"callbacks": [checkpoints], "enable_checkpointing": True, "max_steps": 4, **validation, **spread}
+        callbacks = [checkpoints, Trace(max_cost=1.0)]
+        kwargs = {"callbacks": callbacks, "enable_checkpointing": True, "max_steps": 4, **validation, **spread}
         trainer = make_trainer(folder, **kwargs)
         trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
         return module, trainer

@@ -168,9 +168,9 @@ class CompletionDraft:
         # else it continues: aborted, or stopped at an end token of the model's config that the sampling does not have
 
     def completion(self) -> Completion:
-        assert self.finish_reason is not None
+        """What is written so far; its finish reason is `abort` while more is to come."""
         supports = self.supports if self.sampling.is_truncated else None
-        return Completion(self.token_ids, self.logprobs, self.weight_versions, self.finish_reason, supports)
+        return Completion(self.token_ids, self.logprobs, self.weight_versions, self.finish_reason or "abort", supports)
 
     def _is_end(self, token: int) -> bool:
         return token in self.sampling.stop_token_ids and len(self.token_ids) >= self.sampling.min_new_tokens
