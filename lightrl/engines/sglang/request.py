@@ -170,8 +170,7 @@ class CompletionDraft:
     def completion(self) -> Completion:
         """What is written so far; its finish reason is `abort` while more is to come."""
         supports = self.supports if self.sampling.is_truncated else None
-        finish_reason = self.finish_reason or "abort"
-        return Completion(self.token_ids, self.logprobs, self.weight_versions, finish_reason, supports)
+        return Completion(self.token_ids, self.logprobs, self.weight_versions, self.finish_reason or "abort", supports)
 
     def _is_end(self, token: int) -> bool:
         return token in self.sampling.stop_token_ids and len(self.token_ids) >= self.sampling.min_new_tokens
