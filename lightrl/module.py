@@ -98,6 +98,9 @@ class RLModule(L.LightningModule):
     value_coef: float = 0.5
     # The keys that `advantages` returns.
     advantage_keys: tuple[str, ...] = ("advantages",)
+    # The keys per token that `advantages` reads of all trajectories, also of those on other ranks: each rank gets them
+    # whole. Without it, `advantages` reads fields [B] of all, and fields per token of `experience.own`.
+    advantage_inputs: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 
+import forked
 import pytest
 import torch
 from transformers import Qwen3Config
@@ -41,6 +42,18 @@ def _threads_as_before():
     torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("forked_children")
+def test_a_fleet_that_grows_and_shrinks_loses_no_request():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.elastic", "--fleet", "1,2,1", "--seconds", "2"],
+        capture_output=True, text=True, timeout=170, check=True,
+    )  # fmt: skip
+    (row,) = [row for line in done.stdout.splitlines() if line.startswith("{") and "fleet" in (row := json.loads(line))]
+    assert (row["fleet"], row["lost_requests"], row["unproven_tokens"]) == ("1-2-1", 0, 0)
+    assert row["tokens"] > 0
+
+
+@pytest.mark.usefixtures("forked_children")
 def test_with_shares_the_ranks_receive_together_what_rank_0_would_alone():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.rank_shares", "--quick", "--rounds", "1"],
@@ -57,9 +70,9 @@ def test_with_shares_the_ranks_receive_together_what_rank_0_would_alone():
 
 
 def test_an_update_is_compared_with_fine_tuning_of_its_tokens():
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "benchmarks.update_vs_sft", "--quick"],
-        capture_output=True, text=True, timeout=170, check=True,
+        capture_output=True, text=True, timeout=170, check=True, children_fork=True,
     )  # fmt: skip
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     measured = [(row["processes"], row["against"]) for row in rows if row.get("measurement") == "update"]
@@ -183,6 +196,7 @@ def test_growth_measures_what_it_costs_to_hold_trajectories():
     assert row["trajectories_per_processor_s"] > 0
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):
     orchestrator.main(["--quick"])
     lines = printed(capsys)
@@ -208,6 +222,7 @@ def test_async_overlap_keeps_its_staleness_bound_and_the_distribution_of_lengths
     assert simulated["windowed", 0.9, 1]["idle_fraction"] == 0
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_async_overlap_asks_a_server_process_and_syncs_it(capsys):
     async_overlap.main(["--quick", "--engine", "sglang"])
     rows = [line for line in printed(capsys) if line.get("measurement") == "overlap"]
@@ -244,6 +259,7 @@ def test_weight_sync_measures_each_transport_in_processes_of_its_own(capfd):
     assert found == {"gloo", "disk", "plain_memory_copy", "plain_file_copy", "share"}
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_delta_sync_gives_the_servers_the_trainers_weights_and_sends_little(capfd):
     weight_sync.main(["--quick", "--transports", "delta,growth,paper"])
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
@@ -258,6 +274,7 @@ def test_delta_sync_gives_the_servers_the_trainers_weights_and_sends_little(capf
     assert all(line["is_arithmetic"] for line in lines if line.get("measurement") == "paper")
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_sync_faults_prints_a_row_for_each_run_and_counts_false_alarms(capsys):
     sync_faults.main(["--quick"])
     rows = printed(capsys)

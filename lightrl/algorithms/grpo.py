@@ -119,7 +119,7 @@ class GRPO(RLModule):
         """The rewards, with the penalty on overlong completions, [B]."""
         if self.overlong_penalty is None:
             return experience.rewards
-        return experience.rewards + self.overlong_penalty(experience.loss_mask.sum(1), self.sampling.max_new_tokens)
+        return experience.rewards + self.overlong_penalty(experience.loss_token_counts, self.sampling.max_new_tokens)
 
     def advantages(self, experience: Experience) -> Tensor:
         return self._group_advantages(self.shaped_rewards(experience), experience.group_ids)

@@ -140,13 +140,14 @@ class RolloutMetrics(RLCallback):
         self._groups = groups
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
-        self._num_written_tokens = int((experience.weight_versions >= 0).sum())
+        self._num_written_tokens = int(experience.written_token_counts.sum())
         _log(module, experience_metrics(experience, trainer.weight_version))
 
         # Other advantages may teach although no group has variance, against the batch's mean for example. A teacher's
         # likeliest tokens teach without any.
-        teaches = experience.advantages is None or bool(experience.advantages[experience.loss_mask].any())
-        teaches = teaches or "teacher_topk_ids" in experience.extras
+        own = experience.own
+        teaches = own.advantages is None or "teacher_topk_ids" in own.extras
+        teaches = teaches or bool(experience.total(own.advantages[own.loss_mask].any().int(), "max"))  # type: ignore[index]
         comparable = _comparable(self._groups)
         is_flat = not teaches and bool(comparable) and all(_is_flat(group) for group in comparable)
         self._num_flat_iterations = self._num_flat_iterations + 1 if is_flat else 0
@@ -229,11 +230,9 @@ def experience_metrics(experience: Experience, weight_version: int) -> dict[str,
     Args:
         weight_version: of the policy that learns from it.
     """
-    versions = experience.weight_versions
-    is_written = versions >= 0
-    num_written = is_written.sum(dim=1)
-    oldest = versions.where(is_written, torch.iinfo(versions.dtype).max).amin(dim=1)
-    is_mixed = (num_written > 0) & (oldest < versions.amax(dim=1))
+    num_written = experience.written_token_counts
+    oldest, newest = experience.version_bounds
+    is_mixed = (num_written > 0) & (oldest < newest)
     staleness = (weight_version - oldest)[num_written > 0].double()
     values = {
         "rollout/length_tokens": float(num_written.double().mean()),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.choices import check_choice
+from lightrl.functional.reduction import Total, of_one_rank
 from lightrl.functional.shapes import check_same_shape
 
 Statistic = Literal["group", "batch"]
@@ -74,7 +75,7 @@ def group_advantages(
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
-def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5) -> Tensor:
+def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, total: Total = of_one_rank) -> Tensor:
     """(value - mean) / (std + eps) with mean and standard deviation over all loss tokens of the batch.
 
     REINFORCE++'s global normalization: every token counts once, so long trajectories weigh more.
@@ -85,6 +86,7 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5) ->
         values: [B, T]; masked values have no effect.
         loss_mask: bool [B, T].
         eps: keeps a small standard deviation from making large values.
+        total: over ranks that have other trajectories of the batch.
 
     Returns:
         [B, T], 0 where masked, and everywhere if all values are equal.
@@ -94,10 +96,21 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5) ->
     """
     check_same_shape(values=values, loss_mask=loss_mask)
     kept = values[loss_mask].double()
-    if len(kept) < 2 or bool((kept == kept[0]).all()):
+    mean, variance, are_equal = moments(kept, total)
+    if are_equal:
         return torch.zeros_like(values)
-    normalized = (values.double() - kept.mean()) / (kept.std() + eps)
+    normalized = (values.double() - mean) / (variance.sqrt() + eps)
     return torch.where(loss_mask, normalized, 0.0).to(values.dtype)
+
+
+def moments(values: Tensor, total: Total = of_one_rank) -> tuple[Tensor, Tensor, bool]:
+    """Mean and unbiased variance of the values of all ranks, float64 [n] on each, and whether all are equal."""
+    count = total(torch.tensor(len(values)))
+    bounds = torch.stack([values.amax(), -values.amin()]) if len(values) else torch.full((2,), -torch.inf).double()
+    highest, lowest = total(bounds, "max").unbind()
+    mean = total(values.sum()) / count.clamp(min=1)
+    variance = total((values - mean).square().sum()) / (count - 1).clamp(min=1)
+    return mean, variance, bool(count < 2) or bool(highest == -lowest)
 
 
 def _members(group_ids: Tensor, of: Statistic) -> Tensor:

@@ -49,7 +49,7 @@ class MinibatchLoss:
     def __post_init__(self) -> None:
         self.holders = self.ranks.of_role(self.role)
         self.num_tokens = max(1, self.minibatch.num_loss_tokens)
-        self.num_sequences = max(1, int(self.minibatch.loss_mask.any(1).sum()))
+        self.num_sequences = max(1, int((self.minibatch.loss_token_counts > 0).sum()))
 
     def __call__(self, experience: Experience, outputs: Outputs) -> Tensor:
         """This microbatch's share of the minibatch's loss, a number that carries the gradient.

@@ -69,8 +69,8 @@ class Replay:
         recorded, now = self._expected.pop(key, ""), summary(trajectory)
         if recorded and recorded != now:
             raise RolloutError(
-                f"The replay of {self.schedule.path} deviates at group {key[0]}, sample {sample}: checksum and versions "
-                f"of its tokens were {recorded} and are {now or 'none, since it was dropped'}. Start from the same "
+                f"The replay of {self.schedule.path} deviates at group {key[0]}, sample {sample}: checksum and "
+                f"versions of its tokens were {recorded} and are {now or 'none, since it was dropped'}. Start from the same "
                 "weights, data and settings; rewards and environments must not depend on chance."
             )
         self._arrived[key] = (running, trajectory)

@@ -469,8 +469,8 @@ def test_a_closed_engine_fails_many_requests_and_one_error_is_raised(make: Make)
 
 
 def test_an_expired_wait_names_who_waits_for_whom(make: Make) -> None:
-    controller = make(FakeEngine(hang_requests={1, 2}), groups_per_iteration=3, rollout_timeout_s=0.25)
-    expected = r"weight version 0 waited for groups 1, 2, .*rollout_timeout_s=0.25.*'running_groups': 2"
+    controller = make(FakeEngine(hang_requests={1, 2}), groups_per_iteration=3, rollout_timeout_s=1.0)
+    expected = r"weight version 0 waited for groups 1, 2, .*rollout_timeout_s=1.*'running_groups': 2"
     with pytest.raises(RolloutError, match=expected):
         controller.take(0)
     assert controller.state_dict()["in_flight"] == [1, 2]
@@ -723,7 +723,7 @@ def test_an_engine_error_ends_validation_though_another_request_hangs(make: Make
 
 
 def test_a_validation_that_hangs_says_how_far_it_came(make: Make) -> None:
-    controller = make(FakeEngine(hang_requests={2}), rollout_timeout_s=0.25)
+    controller = make(FakeEngine(hang_requests={2}), rollout_timeout_s=1.0)
     with pytest.raises(
         RolloutError, match=r"Validation waited for 1 prompts × 4 samples, .*3 of 4 trajectories are done"
     ):

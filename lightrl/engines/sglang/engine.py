@@ -52,6 +52,7 @@ from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.engines.sglang.own_fleet import fleet_of
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.receivers import Receivers
+from lightrl.engines.sglang.registry import ServerEntry, registry_at
 from lightrl.engines.sglang.request import RequestPictures
 from lightrl.engines.sglang.routes import check_routes
 from lightrl.engines.sglang.served_adapters import ServedAdapters
@@ -93,7 +94,8 @@ class SGLangEngine(
     """A rollout engine of one or many SGLang servers: token ids in, token ids out, a weight version on each.
 
     Where the servers are: `urls`; or `servers` of them, started on this machine and restarted when they die; or the
-    variable LIGHTRL_SERVER_ADDRS (or AREAL_LLM_SERVER_ADDRS): host:port, separated by commas.
+    variable LIGHTRL_SERVER_ADDRS (or AREAL_LLM_SERVER_ADDRS): host:port, separated by commas. An address such as
+    `file:///shared/servers` is a registry: servers that announce themselves there join and leave amid the run.
 
     A request goes to the server with the fewest outstanding tokens, a session's turns to the one that has its prefix.
     If a server is lost, hangs or fails (5xx), its requests continue elsewhere with what they have; no token is counted
@@ -103,7 +105,7 @@ class SGLangEngine(
     of a request determines its tokens only if the servers run with `enable_deterministic_inference`.
 
     Args:
-        urls: addresses of running servers, such as `http://host:30000`.
+        urls: addresses of running servers, such as `http://host:30000`, or one of a registry.
         servers: how many to start on this machine.
         tp: GPUs of each of these (`tp_size`).
         sglang_python: Python of the environment that has SGLang; for None see docs/serve-with-sglang.md.
@@ -257,6 +259,10 @@ class SGLangEngine(
         if self._is_open:
             raise EngineError("SGLangEngine is already started. Close it first.")
         urls = self.urls if self.urls is not None or self.num_servers is not None else addresses_from_environment()
+        found: list[ServerEntry] = []
+        if (registry := registry_at(urls)) is not None:
+            found = registry.wait_for_first(self.timeouts.startup_s)
+            urls = [entry.url for entry in found]
         check_routes(
             [as_url(url) for url in urls or ()],
             transport=self.transport,
@@ -273,6 +279,7 @@ class SGLangEngine(
         raise_open_files()
         self._scratch = tempfile.TemporaryDirectory(prefix="lightrl-engine-", ignore_cleanup_errors=True)
         members = _assemble(self, config, Path(self._scratch.name))
+        members.registry, members.on_found = registry, lambda entry: self._receivers.add(entry.receiver)
         self._home.open()
         self._is_open = True
         with contextlib.ExitStack() as undo:
@@ -287,7 +294,8 @@ class SGLangEngine(
                 if self.transport == "delta":
                     self._receivers.start(members.fleet.servers[0].host, self._token)
             elif self.transport == "delta":
-                self._receivers.connect(self.receivers, [as_url(url) for url in urls])
+                receivers = self.receivers or [entry.receiver for entry in found if entry.receiver] or None
+                self._receivers.connect(receivers, [as_url(url) for url in urls])
             for url in urls:
                 self._home.call(members.join(as_url(url)), self.timeouts.request_s)
             self._home.call(members.reach(), self.timeouts.startup_s + self.timeouts.request_s)
@@ -433,6 +441,7 @@ def _assemble(engine: SGLangEngine, config: PretrainedConfig, scratch: Path) -> 
             url, token=engine._token, timeouts=engine.timeouts, max_connections=engine.max_connections
         ),
         lambda url: loading.give(url),
+        lambda url: loading.let_go(url),
         timeouts=engine.timeouts,
         probe_interval_s=engine.probe_interval_s,
     )

@@ -109,7 +109,7 @@ class Writer:
     async def _scores_of(self, url: str, sequences: list[list[int]]) -> list[list[float]] | None:
         """None if the server is lost."""
         failures = _Failures()
-        while self._members.pool.servers[url].state == "routable":
+        while url in self._members.pool.urls("routable"):
             try:
                 return list(await asyncio.gather(*(self._score(url, token_ids) for token_ids in sequences)))
             except EngineError as error:
