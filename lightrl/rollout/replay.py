@@ -70,8 +70,8 @@ class Replay:
         if recorded and recorded != now:
             raise RolloutError(
                 f"The replay of {self.schedule.path} deviates at group {key[0]}, sample {sample}: checksum and "
-                f"versions of its tokens were {recorded} and are {now or 'none, since it was dropped'}. Start from the same "
-                "weights, data and settings; rewards and environments must not depend on chance."
+                f"versions of its tokens were {recorded} and are {now or 'none, since it was dropped'}. Start from "
+                "the same weights, data and settings; rewards and environments must not depend on chance."
             )
         self._arrived[key] = (running, trajectory)
         self.follow()
