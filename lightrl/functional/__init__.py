@@ -17,6 +17,7 @@ Reading order:
     reduction.py    masking before and after the loss, and three ways to average it
     device_copy.py  copies to a device that the host does not wait for
     packing.py      trajectories of unequal length without their padding
+    supports.py     what a truncated draw chose from: its code, and the softmax over it
 
 May import: errors, checks, trajectory.
 
@@ -24,7 +25,7 @@ To add an equation: a pure function in the file of its kind, shapes checked on e
 beside it in tests/functional/ a value worked by hand and an independent slow implementation.
 """
 
-from lightrl.functional.advantages import batch_normalized, group_advantages
+from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.divergence import Divergence, check_divergence, rest_mass, topk_divergence
 from lightrl.functional.importance import ImportanceWeights, interpolated_proximal_logprobs, second_moment_mask
@@ -43,16 +44,25 @@ from lightrl.functional.losses import (
     clipped_policy_loss,
     clipped_ratio_loss,
     is_clipped,
+    leaves_trust_region,
+    regression_loss,
     sapo_loss,
+    tapered_weights,
 )
 from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
 from lightrl.functional.preference import bradley_terry_loss, preference_loss, preference_margin
 from lightrl.functional.ratios import policy_ratio, sequence_ratio
 from lightrl.functional.reduction import loss_counts, masked_mean, neutralize, reduce_loss
 from lightrl.functional.returns import RewardShaping, gae, on_last_loss_token, on_loss_tokens
+from lightrl.functional.supports import EVERY_TOKEN, Supports, encode_supports, joined_supports, num_coded_tokens
 from lightrl.functional.values import ValueNormalizer, explained_variance, value_loss
 
 __all__ = [
+    "EVERY_TOKEN",
+    "Supports",
+    "encode_supports",
+    "joined_supports",
+    "num_coded_tokens",
     "token_logprobs",
     "hidden_logprobs",
     "token_topk",
@@ -61,6 +71,7 @@ __all__ = [
     "predicted_token_ids",
     "aligned_to_tokens",
     "group_advantages",
+    "optimal_advantages",
     "batch_normalized",
     "gae",
     "RewardShaping",
@@ -76,6 +87,9 @@ __all__ = [
     "sequence_ratio",
     "cispo_loss",
     "sapo_loss",
+    "tapered_weights",
+    "regression_loss",
+    "leaves_trust_region",
     "second_moment_mask",
     "interpolated_proximal_logprobs",
     "bradley_terry_loss",

@@ -39,6 +39,7 @@ from lightrl.rollout.schedule import Schedule, ScheduleFile, head_of
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.rollout.tasks import Tasks
 from lightrl.rollout.wave import WAVE_TICKS, Wave
+from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 from lightrl.workflows.turn_log import Journal
@@ -388,7 +389,8 @@ class RolloutController:
                     continue
                 wait.for_what = batch.describe_wait()
                 self._tasks.changed.clear()
-                await self._tasks.changed.wait()
+                with span(f"waits for {wait.for_what}", "wait", "take"):
+                    await self._tasks.changed.wait()
         finally:
             self._stragglers.count(0)
             if self._take_wait is wait:  # else a later `take` has begun

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from lightrl.engines.engine import Completion
 from lightrl.rollout.player import Player, checked, drawn
+from lightrl.trace import record
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.workflow import Generate, SingleTurn
 
@@ -77,10 +79,13 @@ class GroupPlayer(Player):
         num = len(samples)
         try:
             samplings = [drawn(sampling, seed) for seed in seeds]
+            begun_ns = time.perf_counter_ns()
             completions = self._write_group(group.prompt, samplings, seed_name)
             for sample, seed, completion in zip(samples, seeds, completions, strict=True):
                 written[seed] = None
                 follow(sample, completion)
+                name = f"{seed_name}/{sample}"
+                completion.add_done_callback(functools.partial(_record_generation, begun_ns, name))
             while num:
                 sample, step = await steps.get()
                 if sample in played:
@@ -88,7 +93,7 @@ class GroupPlayer(Player):
                     yield sample, played.pop(sample) if step.result() else None
                     continue
                 written[seeds[samples.index(sample)]] = None if step.exception() else step.result()
-                trajectory = await self._played(group, sample, _generate_once(step, group.prompt))
+                trajectory = await self._played(group, sample, _generate_once(step, sampling, group.prompt))
                 if trajectory is None or not judge_now:
                     num -= 1
                     yield sample, self._begun_judging(trajectory)
@@ -115,10 +120,14 @@ class GroupPlayer(Player):
         return futures
 
 
-def _generate_once(written: asyncio.Future[Completion], prompt: Prompt) -> Generate:
+def _record_generation(begun_ns: int, session: str, done: asyncio.Future[Completion]) -> None:
+    record("generate", "generate", "generations", begun_ns, session=session)
+
+
+def _generate_once(written: asyncio.Future[Completion], sampling: Sampling, prompt: Prompt) -> Generate:
     """What a workflow of one completion calls once this has been written."""
 
     async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
-        return checked(written.result(), 0, prompt)
+        return checked(written.result(), sampling, 0, prompt)
 
     return generate

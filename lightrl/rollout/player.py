@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from lightrl.checks.user_code import named_user_code
 from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine
-from lightrl.errors import LightRLError, RewardError, RolloutError
+from lightrl.errors import EngineError, LightRLError, RewardError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import DropTally
 from lightrl.rollout.tasks import Tasks
+from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.turn_log import Journal, TurnLog, turn_log_of
 from lightrl.workflows.workflow import Generate, Workflow, check_trajectory
@@ -97,7 +98,8 @@ class Player:
     async def _set_reward(self, trajectory: Trajectory) -> bool:
         """Sets the reward; False if the trajectory was dropped. The judge keeps its own deadline."""
         try:
-            with named_user_code(f"{type(self.judge).__name__}.score", error_type=RewardError):
+            judge = type(self.judge).__name__
+            with span("reward", "reward", "rewards"), named_user_code(f"{judge}.score", error_type=RewardError):
                 judgment = await self.judge.score(trajectory)
         except (RewardError, RolloutError) as error:
             self.tally.drop_failed(error, trajectory.prompt)
@@ -155,11 +157,12 @@ class Player:
             if log is not None and turn <= len(log.completions):
                 completion = log.completions[turn - 1]
             else:
-                completion = await self._write(token_ids, asked, session=session, **images)
+                with span("generate", "generate", "generations", session=session, prompt=len(token_ids)):
+                    completion = await self._write(token_ids, asked, session=session, **images)
                 if log is not None and log.journal is not None:
                     await log.journal.add(session, completion=completion.state_dict())
             written[seed] = completion
-            return checked(completion, turn - 1, prompt)
+            return checked(completion, asked, turn - 1, prompt)
 
         if log is not None:
             vars(generate)["log"] = log
@@ -214,7 +217,13 @@ def drawn(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> S
     return replace(sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
 
 
-def checked(completion: Completion, turn: int, prompt: Prompt) -> Completion:
+def checked(completion: Completion, sampling: Sampling, turn: int, prompt: Prompt) -> Completion:
+    if sampling.is_truncated and completion.supports is None:
+        raise EngineError(
+            f"The engine returned no supports, but top_p={sampling.top_p:g} and top_k={sampling.top_k} truncate its "
+            "draws: the trainer's logprobs would be wrong. Set top_p to 1 and top_k to -1, or return "
+            "Completion.supports (functional.encode_supports)."
+        )
     if completion.finish_reason == "abort":
         raise RolloutError(f"The engine aborted turn {turn} of prompt {prompt.id!r}.")
     return completion

@@ -25,6 +25,7 @@ from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.request import CompletionDraft, MalformedAnswer, RequestPictures, read_answer
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
+from lightrl.trace import span
 from lightrl.trajectory import Sampling, token_array
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Writer:
                     draft.token_ids = token_array("token_ids", written.token_ids)
                     draft.logprobs = token_array("behavior_logprobs", written.logprobs)
                     draft.weight_versions = token_array("weight_versions", written.weight_versions)
+                    draft.supports = token_array("supports", written.supports or ())
                 self._drafts[sampling.seed] = draft
                 try:
                     return [await self._write(draft, session)]
@@ -246,7 +248,9 @@ class Writer:
         try:
             with self._adapter(draft, rid, client):
                 body, timeout_s = draft.body(rid, self._members.cache_key(url)), limit_s + ABORT_TIMEOUT_S
-                answer = await client.generate(body, num_retries=0, timeout_s=timeout_s, read=read_answer)
+                with span("request", "server", url, prompt=len(draft.prompt)) as sent:
+                    answer = await client.generate(body, num_retries=0, timeout_s=timeout_s, read=read_answer)
+                    sent.args["tokens"] = len(answer.token_ids)
         except asyncio.CancelledError:
             self._home.spawn(_abort(client, rid))
             raise
