@@ -31,6 +31,7 @@ _LEARNING = {
 _SPEED = {
     "rollout/tokens_per_s": "tokens/s",
     "staleness/max_versions": "staleness",
+    "time/straggler_wait_s": "straggler_wait_s",
     "time/sync_s": "sync_s",
 }
 _PHASE_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
@@ -44,6 +45,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         Training:  40%|████      | 80/200 [00:09<00:14, 8.7it/s, reward=0.531, accuracy=0.410, held-out=0.430]
           rollout: 58%|█████▊    | 300/512, tokens/s=12.3k, staleness=0, sync_s=0.004
 
+    While a batch waits for slow groups alone, the second line says for how many: `rollout, waits for 2 slow`.
     The first line counts the run's batches, of which an RL run has one per iteration: up to `max_steps` or the end of
     `max_epochs`, whichever comes first, over all epochs, and on from where a resumed run starts. A plain
     LightningModule has the first line only, with whatever it logs with `prog_bar=True`.
@@ -135,7 +137,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         self._num_trajectories = total
-        self._show_phase("rollout", done, total)
+        num_stragglers = trainer.rollout.progress()["stragglers"]
+        self._show_phase(f"rollout, waits for {num_stragglers} slow" if num_stragglers else "rollout", done, total)
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         num = self._num_trajectories = sum(len(group.trajectories) for group in groups)

@@ -109,9 +109,11 @@ class TrajectoryLog(RLCallback):
         scores = self._trainer_logprobs(trainer, module, experience)
         writes = self._folder is not None and iteration % self.every_n_iterations == 0
         prints = self.table_every_n_iterations is not None and iteration % self.table_every_n_iterations == 0
-        if not trainer.is_global_zero or not (writes or prints):
+        if not prints and iteration % self.every_n_iterations:
             return
-        advantages = _mean_advantages(experience, len(trajectories))
+        advantages = _mean_advantages(experience, len(trajectories))  # on all ranks: it is a collective
+        if not trainer.is_global_zero:
+            return
         if writes:
             keep_answers(module, experience, trajectories)
             stamp = {"iteration": iteration, "weight_version": trainer.weight_version}
@@ -294,10 +296,13 @@ def _fields(value: object) -> Any:
 
 def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
     """One per trajectory; None where the experience has none, or has other rows than the rollout."""
-    if experience.advantages is None or len(experience) != num:
+    own = experience.own
+    if own.advantages is None or len(experience) != num:
         return [None] * num
-    masked = experience.advantages.where(experience.loss_mask, 0.0)
-    means = masked.sum(dim=1) / experience.loss_mask.sum(dim=1).clamp(min=1)
+    masked = own.advantages.where(own.loss_mask, 0.0)
+    means = torch.zeros(num)
+    means[experience.own_rows] = masked.sum(dim=1) / own.loss_mask.sum(dim=1).clamp(min=1)
+    means = experience.total(means)
     return cast("list[float | None]", means.tolist())
 
 

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 
 def escape_unprintable(text: str, *, keep: str = "") -> str:
     """Control characters, line breaks and the like as Python writes them, but for those to keep."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text)
+
+
+def end_of_log(path: Path, max_bytes: int) -> str:
+    """The end of a text file of any size, printable; empty if there is no such file."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
+        return escape_unprintable(file.read().decode(errors="replace").strip(), keep="\n\t")

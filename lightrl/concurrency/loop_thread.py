@@ -20,6 +20,7 @@ from lightrl.errors import RolloutError
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+_LAST_TASKS_S = 5.0  # for tasks that are left when the loop ends; a task may ignore its cancellation
 WAIT_S = 0.1  # between two checks of a waiting main thread for signals, deadlines and progress
 
 
@@ -46,6 +47,10 @@ class LoopThread(threading.Thread):
                 break
             except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets tasks raise them through the loop
                 self._on_exit(error)
+        try:
+            self.loop.run_until_complete(_end_tasks(asyncio.all_tasks(self.loop)))
+        except (SystemExit, KeyboardInterrupt) as error:
+            self._on_exit(error)
         self.loop.close()
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -124,3 +129,11 @@ class LoopThread(threading.Thread):
             "environment or async reward blocks it: use await there, or move the work to a thread; or increase "
             "StalenessControl.loop_timeout_s."
         )
+
+
+async def _end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancels tasks that nothing ended before the loop: whoever waits for one hears of it, and its `finally` runs."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_LAST_TASKS_S)

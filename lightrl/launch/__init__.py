@@ -3,7 +3,8 @@
 Reading order:
     settings.py     Launch: the section `launch:` of the YAML; allocation.py: AReaL's strings for the same
     run_facts.py    what the planner must know of a run
-    plan.py         the plan, pure: ranks and servers on hosts and GPUs; fit.py: whether the model fits there
+    plan.py         the plan, pure: ranks and servers on hosts and GPUs
+    model_checks.py whether ranks, meshes and memory suit the model
     picture.py      a plan as text
     launcher.py     the protocol of launchers, and the folder of a launch
     scripts.py      shell scripts that start a process

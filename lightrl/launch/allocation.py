@@ -1,8 +1,9 @@
 """AReaL's allocation strings, such as `sglang.d4t2+d2p2t1`: who gets how many GPUs, and how a model is split over them.
 
-All forms that AReaL has documented; sources: its reference page of today
-(https://inclusionai.github.io/AReaL/en/reference/alloc_mode.html), the page before backends became mandatory
-(`docs/reference/alloc_mode.md` in the repository's history), and the grammar in `areal/api/alloc_mode.py`:
+The forms that AReaL has documented: on its reference page
+(https://inclusionai.github.io/AReaL/en/reference/alloc_mode.html), on the page before backends became mandatory
+(`docs/reference/alloc_mode.md` in the repository's history), and in the grammar of `areal/api/alloc_mode.py`. `+eval`
+and `+cpu` are from memory: no page that was found shows them.
 
     sglang:d4t2                            one part: a backend and its sizes
     sglang:d4t2 + fsdp:d8                  `+`: each part has GPUs of its own

@@ -1,6 +1,7 @@
 """Launcher: what starts a plan's processes, watches them and ends them; and the folder of a launch, one place to look.
 
-FOLDER/config.yaml, layout.yaml   the run's settings, and what the plan changes of them
+FOLDER/config.yaml                the run's settings, also tokens; only this user can read it
+FOLDER/layout.yaml                what the plan changes of them
 FOLDER/launch.json                the processes and their states, for `lightrl status`
 FOLDER/token                      of the servers; only this user can read it
 FOLDER/HOST/trainer-0.log, …      what each process writes
@@ -64,10 +65,12 @@ def write_files(plan: Plan, config: str, files: Mapping[str, str]) -> None:
     """Writes the launch's folder; the hosts' own folders too, where their names are known."""
     folder = Path(plan.folder)
     contents = {CONFIG: config, LAYOUT: yaml.safe_dump(dict(plan.settings), sort_keys=False), **files}
+    private = {CONFIG: contents.pop(CONFIG), TOKEN_FILE: os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)}
     for name, text in contents.items():
         (folder / name).write_text(text)
-    with os.fdopen(os.open(folder / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32))
+    for name, text in private.items():
+        with os.fdopen(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
 
 
 class LaunchState:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from lightrl.checks.printable import end_of_log
 from lightrl.concurrency import parent_guard
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.launch.followed_log import FollowedLog
@@ -27,7 +28,8 @@ from lightrl.launch.plan import Plan, Process
 _TICK_S = 0.2
 _FAILED_GRACE_S = 10.0  # for the others after one has failed: they cannot go on, and may hang
 _SERVERS_GRACE_S = 15.0
-_TAIL_LINES = 15
+_KILL_WAIT_S = 10.0  # beyond the grace, for the guards to kill what is left
+_TAIL_LINES, _TAIL_BYTES = 15, 16384
 RESUME = ("--ckpt_path", "last")
 
 
@@ -126,7 +128,10 @@ class LocalLauncher:
             )
 
     def _stop(self, processes: Mapping[str, subprocess.Popen[bytes]], grace_s: float) -> None:
-        """Asks these processes to end, all at once, and waits for that; after the grace their guards kill them."""
+        """Asks these processes to end, all at once, and waits; after the grace their guards kill them.
+
+        A guard that does not answer, as one that was stopped, is killed; Linux then kills its process.
+        """
         for process in processes.values():
             assert process.stdin is not None
             with contextlib.suppress(OSError):  # it has ended
@@ -134,8 +139,12 @@ class LocalLauncher:
                 process.stdin.flush()
             with contextlib.suppress(OSError):
                 process.stdin.close()
-        for process in processes.values():
+        deadline = time.monotonic() + grace_s + _KILL_WAIT_S
+        for name, process in processes.items():
             while process.poll() is None:
+                if time.monotonic() > deadline:
+                    self._write(f"The guard of {name} (process {process.pid}) does not answer; killed.\n")
+                    process.kill()
                 for log in self._logs:
                     log.follow()
                 time.sleep(_TICK_S / 4)
@@ -156,8 +165,7 @@ class LocalLauncher:
         return next(self.plan.log_file(one) for one in self.plan.processes if one.name == name)
 
     def _tail(self, name: str) -> str:
-        lines = Path(self._log_file(name)).read_text(errors="replace").splitlines()
-        return "\n".join(lines[-_TAIL_LINES:])
+        return "\n".join(end_of_log(Path(self._log_file(name)), _TAIL_BYTES).splitlines()[-_TAIL_LINES:])
 
 
 def shell_command(plan: Plan, command: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES, RECEIVER_VARIABLE
-from lightrl.launch.fit import check_memory, check_model
+from lightrl.launch.model_checks import check_memory, check_model
 from lightrl.launch.run_facts import RunFacts
 from lightrl.launch.settings import Launch, Layout, layout_of
 

@@ -65,7 +65,7 @@ def facts_of(settings: Mapping[str, Any]) -> RunFacts:
         has_urls=engine.get("urls") is not None,
         transport=engine.get("transport") or "disk",
         weight_folder=engine.get("weight_folder"),
-        microbatch_tokens=int(model.get("microbatch_tokens") or 16384),
+        microbatch_tokens=int(model.get("microbatch_tokens") or RunFacts.microbatch_tokens),
         meshes=dict(_meshes(model)),
         policy=None if role.get("lora") else _spec(model.get("policy")),
         root=str(trainer.get("default_root_dir") or "."),

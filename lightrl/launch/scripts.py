@@ -23,7 +23,7 @@ def script_head(plan: Plan, environment: Mapping[str, str], *, before: Sequence[
 
 
 def quoted(word: str) -> str:
-    """For the shell, with variables expanded in words that have some."""
+    """Quoted for the shell, which still expands variables."""
     return f'"{word}"' if "$" in word else shlex.quote(word)
 
 

@@ -1,7 +1,7 @@
 """SlurmLauncher: a run as one Slurm job of two steps, the trainer's and the servers', which run at the same time.
 
-The job's first hosts are the trainer's. Lightning takes ranks from Slurm's variables; the main address is set, since it
-would take the job's first host for it, whoever is there.
+The job's first hosts are the trainer's. Lightning reads ranks from Slurm's variables; the main address is set here,
+since Lightning would take the job's first host, even one without ranks.
 
     job.sh ── srun trainer.sh    one task per rank          warning before the time limit, or scancel of the job:
            └─ srun servers.sh    one task per host          the trainer saves its checkpoint and ends, the job is

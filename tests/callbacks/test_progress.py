@@ -61,6 +61,14 @@ def test_two_lines_show_the_run_and_the_phase(terminal: Terminal) -> None:
         assert part in frames
 
 
+def test_the_phase_line_says_for_how_many_slow_groups_it_waits(terminal: Terminal) -> None:
+    trainer = PlayedTrainer(callbacks=[RolloutMetrics(), RolloutProgressBar()], enable_checkpointing=False, max_steps=1)
+    trainer.rollout.progress = lambda: {"skipped_prompts": 0, "stragglers": 2}
+    with terminal.as_stdout():
+        trainer.fit(PlayedModule(play), batches(1))
+    assert "rollout, waits for 2 slow: " in terminal.getvalue()
+
+
 def test_the_bar_counts_all_epochs_of_the_run(terminal: Terminal) -> None:
     with terminal.as_stdout():
         fit(RolloutProgressBar(), num_batches=2, max_epochs=3)

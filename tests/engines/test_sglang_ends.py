@@ -91,6 +91,19 @@ def test_a_close_while_the_loop_ends_all_its_tasks_ends_servers_and_scratch_too(
     thread.close(lambda: asyncio.wait(tasks), 60)
 
 
+def test_a_supervising_thread_that_is_late_gets_no_event_loop_from_a_closed_engine() -> None:
+    with FakeServerProcess() as server:
+        engine = SGLangEngine(urls=[server.url])
+        engine.start(CONFIG)
+        home = engine._home
+        engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            home.call(asyncio.sleep(0), 5)
+        engine.start(CONFIG)
+        home.call(asyncio.sleep(0), 5)
+        engine.close()
+
+
 def test_a_step_of_the_close_that_raises_skips_no_other_and_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SGLangEngine(servers=1, command=[sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"])
     engine.start(CONFIG)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightrl.launch import local
 from lightrl.launch.launcher import make_folder, write_files
 from lightrl.launch.local import LocalLauncher
 from lightrl.launch.plan import Plan, Process
@@ -149,9 +150,25 @@ def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
     assert not alive
 
 
-def test_the_token_is_for_this_user_alone(tmp_path):
+@pytest.mark.parametrize("name", ["token", "config.yaml"])  # the configuration may hold tokens of loggers
+def test_what_may_hold_a_token_is_for_this_user_alone(tmp_path, name):
     plan = plan_of(tmp_path, {})
-    assert (Path(plan.folder) / "token").stat().st_mode & 0o777 == 0o600
+    assert (Path(plan.folder) / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_guard_that_does_not_answer_is_killed_and_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "_KILL_WAIT_S", 0.2)
+    said = []
+    launcher = LocalLauncher(plan_of(tmp_path, {"trainer-0": WAITS}, warning_s=1), write=said.append)
+    launcher.start()
+    wait_for({"trainer-0 started"}, tmp_path)
+    guard = psutil.Process(launcher._running["trainer-0"].pid)
+    processes = [guard, *guard.children(recursive=True)]
+    guard.suspend()
+    launcher.end()
+    assert any("The guard of trainer-0" in line for line in said)
+    _, alive = psutil.wait_procs(processes, LONGEST_S)
+    assert not alive
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -131,10 +131,11 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
         "updates": module.updates,
         "weights": whole_weights(module),
         "engine": synced,
-        "has_token_rewards": [experience.token_rewards is not None for experience in module.experiences],
+        "has_token_rewards": [experience.own.token_rewards is not None for experience in module.experiences],
         "num_trajectories": [len(experience) for experience in module.experiences],
-        "token_ids": [experience.token_ids for experience in module.experiences],
-        "behavior_logprobs": [experience.behavior_logprobs for experience in module.experiences],
+        "rows": [experience.own_rows for experience in module.experiences],
+        "token_ids": [experience.own.token_ids for experience in module.experiences],
+        "behavior_logprobs": [experience.own.behavior_logprobs for experience in module.experiences],
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
     }
 

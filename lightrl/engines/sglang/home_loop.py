@@ -16,6 +16,8 @@ from lightrl.errors import EngineError, EngineTimeout
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+_ENDED = "The event loop of SGLangEngine ended. The log, or the error before, says why."
+
 
 class HomeLoop:
     """The controller's event loop, or one of its own, in a thread, while there is no controller.
@@ -30,12 +32,15 @@ class HomeLoop:
         self._on_enter = on_enter
         self._loop: asyncio.AbstractEventLoop | None = None
         self._own_thread: LoopThread | None = None
+        self._is_closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()  # a new one for each loop
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop; starts its own if there is none."""
+        """The loop; starts its own if there is none. EngineError after `close`."""
+        if self._is_closed:  # a supervising thread that is late must not start a loop that nobody ends
+            raise EngineError("SGLangEngine is closed.")
         if self._loop is None:
             self._own_thread = LoopThread(loop_timeout_s=self.timeout_s, on_exit=_log_exit)
             self._own_thread.start()
@@ -59,6 +64,10 @@ class HomeLoop:
         """The loop is about to end."""
         self._loop = None
 
+    def open(self) -> None:
+        """The engine starts, for the first time or again."""
+        self._is_closed = False
+
     def close(self, leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """From another thread: runs `leave` on the loop, and ends our own loop.
 
@@ -71,6 +80,7 @@ class HomeLoop:
         except EngineError as error:
             log.warning("SGLangEngine did not wait for the end of its requests: %s", error)
         finally:
+            self._is_closed = True
             self._loop = self._own_thread = None
             if thread is not None:
                 thread.close(lambda: asyncio.sleep(0), self.timeout_s)
@@ -90,7 +100,7 @@ class HomeLoop:
 
     def call(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
         """From another thread: the coroutine's result; EngineError if the loop ends meanwhile."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        future = self._submit(coroutine)
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError as error:
@@ -98,18 +108,25 @@ class HomeLoop:
                 f"The event loop did not answer SGLangEngine within {timeout_s:g} s. {self._describe()}."
             ) from error
         except concurrent.futures.CancelledError as error:
-            raise EngineError(
-                "The event loop of SGLangEngine ended. The log, or the error before, says why."
-            ) from error
+            raise EngineError(_ENDED) from error
         finally:
             future.cancel()  # no effect if it is done
 
     async def across(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """From any loop: the coroutine's result."""
-        loop = self.loop
-        if asyncio.get_running_loop() is loop:
+        if self._loop is asyncio.get_running_loop():
             return await coroutine
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+        return await asyncio.wrap_future(self._submit(coroutine))
+
+    def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except EngineError:
+            coroutine.close()
+            raise
+        except RuntimeError as error:  # the loop is closed
+            coroutine.close()
+            raise EngineError(_ENDED) from error
 
     def soon(self, action: Callable[[], object]) -> None:
         """From any thread: `action` on the loop, if there is one."""

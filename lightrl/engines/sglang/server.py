@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightrl.checks.printable import escape_unprintable
+from lightrl.checks.printable import end_of_log
 from lightrl.concurrency import parent_guard
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.command import (
@@ -213,12 +213,7 @@ class SGLangServer:
 
     def log_tail(self, max_bytes: int = _TAIL_BYTES) -> str:
         """The end of the server's output, without the token."""
-        if self.log_file is None or not self.log_file.is_file():
-            return ""
-        with self.log_file.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
-            text = file.read().decode(errors="replace")
-        return escape_unprintable(text.replace(self.token, "<token>").strip(), keep="\n\t")
+        return "" if self.log_file is None else end_of_log(self.log_file, max_bytes).replace(self.token, "<token>")
 
     def last_output(self) -> str:
         """Command, log file and its end, for messages."""
