@@ -47,17 +47,18 @@ class LagProbe:
         self._offered: list[tuple[list[int], list[bool]]] = []  # token ids and loss mask
         self._kept: deque[_Kept] = deque()
 
-    def offer(self, groups: list[Group]) -> None:
-        """The groups of this iteration, of which some trajectories may be kept."""
-        rows = [
-            (list(item.token_ids[:MAX_TOKENS]), list(item.loss_mask[:MAX_TOKENS]))
-            for group in groups
-            for item in group.trajectories[:1]  # those of one prompt are alike
-            if not item.prompt.images
-        ]
-        rows = [(token_ids, loss_mask) for token_ids, loss_mask in rows if any(loss_mask)]
+    def offer(self, trainer: RLTrainer, groups: list[Group]) -> None:
+        """The groups of this iteration, of which some trajectories may be kept; rank 0 has their tokens."""
+        self._offered = []
+        is_its_turn = _keeps(trainer.weight_version + 1) and trainer.rollout.settings.max_staleness > 0
+        if not is_its_turn or not trainer.is_global_zero:
+            return
         num = max(1, min(MAX_ROWS, round(sum(len(group.trajectories) for group in groups) * ROWS_PER_TRAJECTORY)))
-        self._offered = rows[:: max(1, len(rows) // num)][:num]
+        for group in groups[:: max(1, len(groups) // num)][:num]:
+            for item in group.trajectories[:1]:
+                loss_mask = list(item.loss_mask[:MAX_TOKENS])
+                if any(loss_mask) and not item.prompt.images:
+                    self._offered.append((list(item.token_ids[:MAX_TOKENS]), loss_mask))
 
     def measure(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> dict[str, float]:
         """The metrics, if this version has any; collective, right after the update that made the version."""
@@ -69,13 +70,17 @@ class LagProbe:
             then = self._kept.popleft()
             now = trainer_scores(trainer, module, then.token_ids, is_scaled=True)
             metrics = _difference(then, now)
-        if weight_version % EVERY == 1:
+        if _keeps(weight_version):
             offered = ranks_of(trainer.strategy).broadcast_json(self._offered)
             if offered:
                 token_ids, loss_mask = [list(part) for part in zip(*offered, strict=True)]
                 logprobs = trainer_scores(trainer, module, token_ids, is_scaled=True)
                 self._kept.append(_Kept(weight_version, token_ids, loss_mask, logprobs))
         return metrics
+
+
+def _keeps(weight_version: int) -> bool:
+    return weight_version % EVERY == 1
 
 
 def _difference(then: _Kept, now: list[list[float]]) -> dict[str, float]:

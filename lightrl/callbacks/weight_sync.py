@@ -121,7 +121,7 @@ class WeightSync(RLCallback):
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         colocation.to_trainer(trainer)
-        self._lag.offer(groups)
+        self._lag.offer(trainer, groups)
 
     def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         if self._load is not None and self._load.error is not None:
