@@ -137,7 +137,9 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
         for minibatch in experience.minibatches(module.num_minibatches, seed=1000 * seed + iteration):
             optimizer.zero_grad()
             losses = MinibatchLoss(module, minibatch)
-            model.forward_backward(minibatch.microbatches(module.microbatch_tokens), losses, torch.Tensor.backward)
+            model.forward_backward(
+                minibatch.microbatch_rows(module.microbatch_tokens)[1], losses, torch.Tensor.backward
+            )
             norm = torch.nn.utils.clip_grad_norm_(module.policy.parameters(), 1.0)
             optimizer.step()
             metrics.add({**losses.parts, "grad_norm": torch.stack([norm, torch.ones(())])})

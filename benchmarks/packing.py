@@ -97,7 +97,7 @@ def run_lightrl(model: SingleModel, experience: Experience, shares_prefixes: boo
     def loss(part: Experience, outputs: Outputs) -> Tensor:
         return weighted_sum(part, outputs.logprobs)
 
-    model.forward_backward(experience.microbatches(MICROBATCH_TOKENS), loss, lambda value: value.backward())
+    model.forward_backward(experience.microbatch_rows(MICROBATCH_TOKENS)[1], loss, lambda value: value.backward())
 
 
 def timed(model: PreTrainedModel, function: Callable[[], None], cpu_seconds: list[float] | None = None) -> float:

@@ -261,15 +261,11 @@ class Experience:
             for picked in torch.randperm(len(units), generator=generator).tensor_split(num):
                 yield sorted(row for index in picked.tolist() for row in units[index])
 
-    def microbatches(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> list[Self]:
-        """Parts of at most `max_tokens` tokens each, without padding, but of at least one unit.
+    def microbatch_rows(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> tuple[list[list[int]], list[Self]]:
+        """Parts of at most `max_tokens` tokens each, without padding, but of at least one unit; and their rows.
 
         Units of like length go together, longest first, so that there is little padding.
         """
-        return self.microbatch_rows(max_tokens, unit=unit)[1]
-
-    def microbatch_rows(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> tuple[list[list[int]], list[Self]]:
-        """The rows of this Experience in each microbatch, and the microbatches."""
         rows = microbatch_bins(self.lengths.tolist(), self.units(unit), max_tokens)
         return rows, [self if len(part) == len(self) else self.select(part) for part in rows]
 

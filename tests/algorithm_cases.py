@@ -127,7 +127,7 @@ def minibatch_gradient(
         temperature=module.sampling.temperature, entropy_needs_gradient=module.needs_entropy_gradient
     )
     metrics: dict[str, float] = {}
-    microbatches = minibatch.microbatches(microbatch_tokens)
+    microbatches = minibatch.microbatch_rows(microbatch_tokens)[1]
     for call in module.train_calls():
         head = module.value_head if call.role == "policy" else None
         model = SingleModel(getattr(module, call.role), settings, value_head=head, form=form)

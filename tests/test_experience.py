@@ -155,7 +155,7 @@ def test_microbatches_keep_to_the_budget_and_lose_nothing(max_tokens: int) -> No
 
 def test_microbatches_are_as_few_as_the_budget_allows_for_equal_lengths() -> None:
     experience = Experience.from_trajectories([trajectory() for _ in range(6)])
-    assert [len(part) for part in experience.microbatches(8)] == [2, 2, 2]
+    assert [len(part) for part in experience.microbatch_rows(8)[1]] == [2, 2, 2]
 
 
 def test_rows_keep_the_order_of_the_trajectories() -> None:
@@ -221,7 +221,7 @@ def in_pairs() -> Experience:
 def test_microbatches_and_minibatches_never_split_a_unit(unit: str) -> None:
     experience = replace(in_pairs(), rewards=torch.arange(16.0))
     partners = {row: set(rows) for rows in experience.units(unit) for row in rows}
-    cuts = [experience.microbatches(max_tokens, unit=unit) for max_tokens in (1, 40, 10**6)]
+    cuts = [experience.microbatch_rows(max_tokens, unit=unit)[1] for max_tokens in (1, 40, 10**6)]
     cuts += [list(experience.minibatches(num, seed=3, unit=unit)) for num in (1, 2, 3)]
     for parts in cuts:
         found = [{int(row) for row in part.rewards} for part in parts]
@@ -232,7 +232,7 @@ def test_microbatches_and_minibatches_never_split_a_unit(unit: str) -> None:
 def test_microbatches_of_units_keep_to_the_budget() -> None:
     experience = in_pairs()
     longest = max(int(experience.lengths[rows].sum()) for rows in experience.units("pair"))
-    for part in experience.microbatches(longest, unit="pair"):
+    for part in experience.microbatch_rows(longest, unit="pair")[1]:
         assert int(part.lengths.sum()) <= longest
 
 

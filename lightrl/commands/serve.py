@@ -26,7 +26,7 @@ from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
 from lightrl.engines.sglang.command import usable_token
 from lightrl.engines.sglang.fleet import ServerFleet
 from lightrl.engines.sglang.receivers import Receivers
-from lightrl.engines.sglang.registry import LEAVE_S, Announcement, ServerEntry
+from lightrl.engines.sglang.registry import Announcement, ServerEntry
 from lightrl.engines.sglang.server import SGLangServer, make_servers, write_model_folder
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
@@ -68,9 +68,7 @@ def serve(
     until: threading.Event | None = None,
     write: Callable[[str], object] = sys.stdout.write,
 ) -> None:
-    """Starts SGLang servers and their weight receiver, prints their addresses, and ends them on Ctrl-C.
-
-    Servers that die are restarted at their address.
+    """Starts SGLang servers and their weight receiver, prints their addresses, restarts and, on Ctrl-C, ends them.
 
     Args:
         model: with a path, serves its weights; with a config, random ones until a run loads its own.
@@ -85,8 +83,8 @@ def serve(
         seed: of the servers' random numbers.
         startup_timeout_s: for a server to get ready.
         log_folder: of the servers' logs; a temporary one, printed, if not set.
-        register: a folder in which the servers announce themselves to runs that have its `file://` address; before they
-            end, the run moves their requests elsewhere.
+        register: a folder in which the servers announce themselves; a run whose only server address is `file://FOLDER`
+            finds them there, and moves its requests elsewhere before they end.
         until: ends the servers; None leaves that to Ctrl-C and SIGTERM.
         write: gets what is printed.
 
@@ -107,14 +105,9 @@ def serve(
         receivers = Receivers()
         try:
             receivers.start(host, token, port=port + servers if port else 0, log_folder=logs)
-            announcement = None if register is None else Announcement(register)
-
-            def on_ready(fleet: ServerFleet) -> None:
-                if announcement is not None:
-                    announcement.start(entries(fleet, receivers, host))
-                write(usage(fleet, receivers, token, host, register))
-
-            _run(processes, until or threading.Event(), on_ready, announcement)
+            announcement = Announcement(register) if register is not None else None
+            _run(processes, until or threading.Event(), receivers, announcement, host, lambda fleet: write(usage(
+                fleet, receivers, token, host, register)))  # fmt: skip
         finally:
             receivers.stop()
 
@@ -122,8 +115,10 @@ def serve(
 def _run(
     servers: Sequence[SGLangServer],
     ended: threading.Event,
-    on_ready: Callable[[ServerFleet], object],
+    receivers: Receivers,
     announcement: Announcement | None,
+    host: str,
+    on_ready: Callable[[ServerFleet], object],
 ) -> None:
     given_up: list[str] = []
 
@@ -135,13 +130,15 @@ def _run(
     fleet = ServerFleet(servers, on_lost=lambda url, reason: None, on_started=lambda url: None, on_given_up=give_up)
     try:
         fleet.start()
+        if announcement is not None:
+            announcement.start(entries(fleet, receivers, host))
         on_ready(fleet)
         while not ended.wait(1.0):
             pass
     finally:
         try:
             if announcement is not None and not announcement.leave():
-                log.warning("No run took note that these servers leave within %g s.", LEAVE_S)
+                log.warning("No run has let go of these servers; they end all the same.")
         finally:
             fleet.stop()
     if given_up:

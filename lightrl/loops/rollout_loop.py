@@ -240,10 +240,8 @@ class RolloutLoop(_AutomaticOptimization):
                         continue
                     max_tokens = train.microbatch_tokens or module.microbatch_tokens
                     rows = loss.holders.microbatch_rows(minibatch, max_tokens, unit=module.loss_unit)
-                    microbatches = Microbatches(minibatch, rows, module.device)
-                    module.parallel_models[loss.role].forward_backward(
-                        microbatches, *in_microbatch_spans(loss, backward)
-                    )
+                    parts = Microbatches(minibatch, rows, module.device)
+                    module.parallel_models[loss.role].forward_backward(parts, *in_microbatch_spans(loss, backward))
             for parameter in module.resting_parameters():
                 parameter.grad = None
             for loss in losses:

@@ -232,22 +232,13 @@ class RolloutController:
     def progress(self) -> dict[str, float]:
         """Queue depths, stragglers, and sums over what was chosen and what was not; for messages and metrics."""
         return {
-            **self._depths(),
+            **_depths(self._book, self._cursor, self.engine),
             "skipped_prompts": self._cursor.num_skipped,
             "redrawn_groups": self._book.num_redrawn,
             "stragglers": self._stragglers.num,
             "straggler_wait_s": self._stragglers.waited_s,
             **self._book.tally.thrown_away,
             **self._cursor.past_success,
-        }
-
-    def _depths(self) -> dict[str, int]:
-        return {
-            "running_groups": len(self._book.running),
-            "finished_groups": len(self._book.finished),
-            "consumed_groups": self._book.num_consumed,
-            "next_position": self._cursor.next_position,
-            "weight_version": self.engine.weight_version,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,7 +261,8 @@ class RolloutController:
                 raise RolloutError(
                     f"{wait.who} waited for {wait.for_what}, but no trajectory finished for "
                     f"rollout_timeout_s={self.settings.rollout_timeout_s:g}; {wait.done} of {wait.total} trajectories "
-                    f"are done. Queue depths: {self._depths()}. Check the engine and the reward, or increase "
+                    f"are done. Queue depths: "
+                    f"{_depths(self._book, self._cursor, self.engine)}. Check the engine and the reward, or increase "
                     "StalenessControl.rollout_timeout_s."
                 )
             if on_wait is not None:
@@ -494,3 +486,13 @@ class RolloutController:
 
 async def _as_coroutine(function: Callable[[], _T]) -> _T:
     return function()
+
+
+def _depths(book: GroupBook, cursor: PromptCursor, engine: RolloutEngine) -> dict[str, int]:
+    return {
+        "running_groups": len(book.running),
+        "finished_groups": len(book.finished),
+        "consumed_groups": book.num_consumed,
+        "next_position": cursor.next_position,
+        "weight_version": engine.weight_version,
+    }

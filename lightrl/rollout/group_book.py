@@ -216,7 +216,7 @@ class GroupBook:
         for group in self.taken:
             self._keep(group)
         self.taken = []
-        for group_id in find_late(self.settings, weight_version, self._finished_versions(weight_version)):
+        for group_id in find_late(self.settings, weight_version, _versions(self.finished, weight_version)):
             bound = f"max_staleness={self.settings.max_staleness}"
             self._drop(group_id, "stale", f"Group {group_id} is too old for {bound} and is drawn again.")
             self.queue(group_id)
@@ -225,7 +225,7 @@ class GroupBook:
         """Takes a batch if one can be taken, and leaves out the over-sampled groups that it gives up."""
         if self.settings.passes_over_stragglers:
             running = {group_id: item.started_version for group_id, item in self.running.items()}
-            batch = pass_over(self.settings, weight_version, self._finished_versions(weight_version), running)
+            batch = pass_over(self.settings, weight_version, _versions(self.finished, weight_version), running)
         else:
             first = self._stream()[: self.settings.groups_per_iteration]
             waits_for = [group_id for group_id in first if group_id not in self.finished]
@@ -284,10 +284,6 @@ class GroupBook:
             self.tally.count_thrown_away(group.trajectories)
         for _ in range(num):
             self.tally.drop(reason, message, prompt)
-
-    def _finished_versions(self, weight_version: int) -> dict[int, int]:
-        # A group in which the policy wrote nothing has version -1 and cannot be stale.
-        return {key: version if version >= 0 else weight_version for key, (_, version) in self.finished.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Positions in flight and groups not yet trained on; plain Python."""
@@ -400,3 +396,8 @@ def find_late(
 
 def _oldest_first(versions: Mapping[int, int]) -> list[int]:
     return sorted(versions, key=lambda group_id: (versions[group_id], group_id))
+
+
+def _versions(finished: Mapping[int, tuple[Group, int]], weight_version: int) -> dict[int, int]:
+    # A group in which the policy wrote nothing has version -1 and cannot be stale.
+    return {key: version if version >= 0 else weight_version for key, (_, version) in finished.items()}

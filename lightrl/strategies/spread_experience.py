@@ -161,36 +161,18 @@ class SpreadExperience(Experience):
             ValueError: if some of its rows are on other ranks.
         """
         if name in ON_HOST:
-            return self._supports().get(name)
+            return _support_fields(self.tokens).get(name)
         if name in self._rows and name not in self._on_loss_tokens:
             return self._rows[name]
         if name not in self.tokens and name not in self._rows:
             return None
-        self._check_here(name, self.tokens["loss_mask" if name in self._rows else name])
+        _check_here(name, self.tokens["loss_mask" if name in self._rows else name])
         return self._padded([name], _CPU)[name]
-
-    def _supports(self) -> dict[str, Tensor]:
-        """The fields of the supports."""
-        if "supports" not in self.tokens:
-            return {}
-        self._check_here("supports", self.tokens["supports"])
-        return support_fields([torch.from_numpy(codes) for codes in self.tokens["supports"].rows])
 
     @property
     def support_bytes(self) -> Tensor | None:
         """Of each row, on whichever rank its tokens are, [B]; None without supports."""
         return self._rows.get("_support_bytes")
-
-    def _check_here(self, name: str, tokens: TokenRows) -> None:
-        num = len(tokens.here)
-        if num == len(tokens):
-            return
-        raise ValueError(
-            f"{name!r} is per token, and this rank has the tokens of {num} of these {len(tokens)} trajectories. Read "
-            f"experience.own[{name!r}], of the trajectories that this rank answers for, and sum with experience.total. "
-            f"Or have it gathered: for `advantages` add {name!r} to the module's advantage_inputs, for a model call to "
-            "its inputs."
-        )
 
     @property
     def loss_token_counts(self) -> Tensor:
@@ -286,9 +268,12 @@ class SpreadExperience(Experience):
         """
         part = self if rows is None else self.select(rows)
         for name, values in part.tokens.items():
-            part._check_here(name, values)
+            _check_here(name, values)
         names = [*part.tokens, *part._on_loss_tokens]
-        tensors = {**part._padded([name for name in names if name != "supports"], device), **part._supports()}
+        tensors = {
+            **part._padded([name for name in names if name != "supports"], device),
+            **_support_fields(part.tokens),
+        }
         if device != _CPU:
             for name, value in part._padded(["token_ids", "loss_mask"], _CPU).items():
                 remember(tensors[name], value)
@@ -454,3 +439,22 @@ def _shown(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     places = torch.searchsorted(used, image_rows.clamp(min=0)).clamp(max=max(0, len(used) - 1))
     image_rows = torch.where(image_rows >= 0, places, -1)
     return {**rows, "pixel_values": rows["pixel_values"][used], "image_rows": image_rows}
+
+
+def _check_here(name: str, tokens: TokenRows) -> None:
+    num = len(tokens.here)
+    if num == len(tokens):
+        return
+    raise ValueError(
+        f"{name!r} is per token, and this rank has the tokens of {num} of these {len(tokens)} trajectories. Read "
+        f"experience.own[{name!r}], of the trajectories that this rank answers for, and sum with experience.total. "
+        f"Or have it gathered: for `advantages` add {name!r} to the module's advantage_inputs, for a model call to "
+        "its inputs."
+    )
+
+
+def _support_fields(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
+    if "supports" not in tokens:
+        return {}
+    _check_here("supports", tokens["supports"])
+    return support_fields([torch.from_numpy(codes) for codes in tokens["supports"].rows])

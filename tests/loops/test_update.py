@@ -98,7 +98,7 @@ def test_a_metric_over_some_tokens_has_their_number_as_its_denominator(microbatc
         return {**found, "max_good_nats": (part.behavior_logprobs, is_good)} if is_good.any() else found
 
     losses = MinibatchLoss(returning(loss), minibatch)
-    for part in minibatch.microbatches(microbatch_tokens):
+    for part in minibatch.microbatch_rows(microbatch_tokens)[1]:
         losses(part, outputs_like(part))
     losses.reduce()
     expected = minibatch.behavior_logprobs[minibatch.loss_mask & (minibatch.advantages > 0)]
@@ -132,7 +132,7 @@ def test_the_logged_loss_is_the_one_that_is_minimized(mode: Any) -> None:
     losses = MinibatchLoss(
         returning(lambda part, _: {"loss": torch.ones(part.token_ids.shape)}, loss_reduction=mode), minibatch
     )
-    minimized = sum(float(losses(part, outputs_like(part))) for part in minibatch.microbatches(20))
+    minimized = sum(float(losses(part, outputs_like(part))) for part in minibatch.microbatch_rows(20)[1])
     assert losses.metrics()["loss"] == pytest.approx(minimized)
 
 

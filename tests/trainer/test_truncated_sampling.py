@@ -26,7 +26,7 @@ class Compare(RLCallback):
         self.support_sizes: list[float] = []
 
     def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> None:
-        parts = experience.microbatches(20)
+        parts = experience.microbatch_rows(20)[1]
         for part, outputs in zip(parts, module.parallel_models["policy"].forward(parts), strict=True):
             difference = (outputs.logprobs - part.behavior_logprobs)[part.loss_mask]
             self.differences.append(float(difference.abs().max()))

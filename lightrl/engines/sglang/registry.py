@@ -29,7 +29,6 @@ SCHEME = "file://"
 BEAT_S = 2.0
 LOOK_EVERY_S = 0.5
 EXPIRE_S = 20.0  # without a beat; network file systems may show a new content seconds late
-LEAVE_S = 30.0  # for a run to move its requests elsewhere
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Announcement:
         self._beat()
         self._thread.start()
 
-    def leave(self, timeout_s: float = LEAVE_S) -> bool:
+    def leave(self, timeout_s: float = 30.0) -> bool:
         """Asks runs to move their requests elsewhere; True once they have, False if that takes longer."""
         if not self._thread.is_alive():
             return True
