@@ -41,9 +41,9 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", forked.Popen)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _nothing_is_left_running() -> Iterator[None]:
-    """Of this test alone: fixtures of a module or session are set up before."""
+    """Of a file: a fixture of a file may start a server anew within a test."""
     leftovers = Leftovers()
     yield
     assert leftovers.found() == []

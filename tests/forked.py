@@ -164,6 +164,10 @@ class ForkServer:
             log.error("The fork server of the tests failed (%s): real processes from here on, slower.", problem)
             return None
 
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
     def _close(self) -> None:
         if self._process is not None:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""What a test leaves behind: it would disturb a later test, which then fails in its place."""
+"""What a file of tests leaves behind: it would disturb a later test, which then fails in its place."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
+
 _END_S = 10.0  # for what is ending
 # Started when first needed, for all later tests
-_SHARED = ("forked.serve", "multiprocessing.forkserver", "multiprocessing.resource_tracker", "lightrl_sglang_cpu")
+_SHARED = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "lightrl_sglang_cpu", "sandbox_guard")
 
 
 class Leftovers:
@@ -36,9 +38,10 @@ class Leftovers:
         return [repr(thread) for thread in threading.enumerate() if not thread.daemon and thread not in self._threads]
 
     def _new_children(self) -> list[str]:
-        command_lines = {child: _command_line(child) for child in _children() - self._children}
+        children = _children() - self._children - {str(forked.server.pid)}
+        command_lines = {child: _command_line(child) for child in children}
         return [
-            f"process {child}: {line}"
+            f"process {child}: {line[:300]}"
             for child, line in command_lines.items()
             if line and not any(name in line for name in _SHARED)
         ]
@@ -52,7 +55,7 @@ def _children() -> set[str]:
 
 def _command_line(process: str) -> str:
     """Empty for one that has ended."""
-    return _text(Path("/proc", process, "cmdline")).replace("\0", " ")[:300]
+    return _text(Path("/proc", process, "cmdline")).replace("\0", " ")
 
 
 def _text(file: Path) -> str:

@@ -19,6 +19,7 @@ from benchmarks import (
     growth,
     grpo_vs_trl,
     held_trajectories,
+    lag,
     local_engine,
     orchestrator,
     packing,
@@ -344,3 +345,38 @@ def test_flops_of_a_small_model():
     forward = 2 * (2 * 9216 * 4 + 64 * 32 * 2) + 2 * 2 * 32 * 10
     assert gpu_update.flops(gpu_update.make_config("tiny"), [3, 1], 2, has_backward=False) == forward
     assert gpu_update.flops(gpu_update.make_config("tiny"), [3, 1], 2, has_backward=True) == 3 * forward
+
+
+def test_a_run_with_lag_trains_on_what_older_weights_sampled(tmp_path, capsys, monkeypatch):
+    lags = []
+    sampled = lag.sample
+    for module in ("algorithms", "lag"):  # it would stay quiet after this test
+        monkeypatch.setattr(f"benchmarks.{module}.quiet", lambda: None)
+    monkeypatch.setattr(lag, "sample", lambda *args: lags.append(args[2]) or sampled(*args))
+    lag.main(["--quick", "--out", str(tmp_path)])
+    assert lags == [0, 1, 2, 3, 0, 0, 0, 1, 2, 3]  # on-policy; then a queue that begins with two iterations' worth
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")][1:]
+    assert [(row["loss"], row["staleness"], row["seeds"]) for row in rows] == [("GRPO", 0, 1), ("OAPL", 2, 1)]
+    assert rows[0]["fraction_of_on_policy"] == 1
+    assert rows[0]["ess_warning_lead_iterations"] is None
+    lags.clear()
+    lag.main(["--quick", "--out", str(tmp_path)])
+    assert lags == []  # from the records
+
+
+def test_a_collapse_is_a_fall_of_the_mean_and_its_warning_comes_before():
+    rewards = [0.3] * 10 + [0.9] * 30 + [0.5] * 10  # the mean of 10 is below 0.7 when more than half are of the last
+    assert lag.collapse_of(rewards) == 45
+    assert lag.collapse_of([0.9] * 40 + [0.8] * 40) is None
+    ess = [1.0] * 20 + [0.2] * 30
+    assert lag.warning_of(ess) == 28  # 0.2 · 9 + 1 = 2.8, below 0.3 · 10
+    records = {
+        ("GRPO", 0, lag.LR, 0): {"reward": [0.8] * 50, "ess_fraction": [1.0] * 50},
+        ("GRPO", 64, lag.LR, 0): {"reward": rewards, "ess_fraction": ess},
+        ("OAPL", 64, lag.LR, 0): {"reward": rewards, "ess_fraction": [1.0] * 50},
+        ("TOPR", 64, lag.LR, 0): {"reward": [0.8] * 50, "ess_fraction": ess},
+    }
+    rows = {loss: lag.row_of(records, loss, 64, lag.LR, [0]) for loss in ("GRPO", "OAPL", "TOPR")}
+    assert [row["ess_warning_lead_iterations"] for row in rows.values()] == [17, "missed", None]
+    assert [row["warned_without_collapse"] for row in rows.values()] == [0, 0, 1]
+    assert [row["fraction_of_on_policy"] for row in rows.values()] == [0.625, 0.625, 1.0]

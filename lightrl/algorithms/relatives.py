@@ -122,9 +122,12 @@ class CISPO(GRPO):
     ) -> None:
         super().__init__(policy, clip_low=clip_low, clip_high=clip_high, dual_clip=None, ratio_level="token", **kwargs)
 
-    def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """1 where the weight is clipped, whatever the advantage's sign; the token still learns."""
         return ((ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)).to(ratio.dtype)
+
+    def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        return ratio.detach().clamp(1 - self.clip_low, 1 + self.clip_high)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         assert experience.advantages is not None

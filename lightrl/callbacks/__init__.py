@@ -12,7 +12,8 @@ Reading order:
     curriculum.py       which prompts are played, by past success
     rollout_metrics.py  what is logged of each iteration
     progress.py         the two-line progress bar
-    status_file.py      what the run does now, for `lightrl status`
+    status_file.py      what the run does now, for `lightrl status`; complaints.py  warnings, errors and drops
+    trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, now and then as a table
     learning_curve.py   the run's curve as a picture
     export.py           the policy as a Hugging Face folder
@@ -29,6 +30,7 @@ from lightrl.callbacks.progress import RolloutProgressBar
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
 from lightrl.callbacks.staleness import StalenessControl
+from lightrl.callbacks.trace import Trace
 from lightrl.callbacks.trajectory_log import TrajectoryLog
 from lightrl.callbacks.weight_sync import WeightSync
 
@@ -41,6 +43,7 @@ __all__ = [
     "RolloutMetrics",
     "RolloutProgressBar",
     "StalenessControl",
+    "Trace",
     "TrajectoryLog",
     "WeightSync",
 ]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import logging
+import statistics
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.rollout import RolloutSettings
 
 if TYPE_CHECKING:
+    import lightning as L
+
     from lightrl.experience import Experience
     from lightrl.module import RLModule
     from lightrl.rollout.rl_trainer import RLTrainer
@@ -20,6 +24,30 @@ log = logging.getLogger(__name__)
 
 MIN_BIAS = 0.01  # of the groups drawn again, to warn
 MIN_GROUPS = 100  # drawn until then
+
+ESS = "policy/ess_fraction"
+LOW_ESS_FRACTION = 0.3
+ESS_ITERATIONS = 10
+
+
+class EssWatch:
+    """Tells when the effective sample size, as a mean over `ESS_ITERATIONS`, falls below `LOW_ESS_FRACTION`.
+
+    Both numbers are from `benchmarks.lag`: see docs/algorithms.md.
+    """
+
+    def __init__(self) -> None:
+        self.last: collections.deque[float] = collections.deque(maxlen=ESS_ITERATIONS)
+
+    def falls(self, ess_fraction: float) -> bool:
+        """Whether it has fallen below with this iteration's value; False while it stays there."""
+        was_low = self.is_low
+        self.last.append(ess_fraction)
+        return self.is_low and not was_low
+
+    @property
+    def is_low(self) -> bool:
+        return len(self.last) == ESS_ITERATIONS and statistics.fmean(self.last) < LOW_ESS_FRACTION
 
 
 class StalenessControl(RLCallback):
@@ -33,6 +61,10 @@ class StalenessControl(RLCallback):
     Groups are trained on in the order of the prompt stream, none is thrown away, and where the next one is slow the
     trainer waits for it (`time/straggler_wait_s`). So trained lengths are distributed as sampled ones; see
     docs/async.md.
+
+    It also watches `policy/ess_fraction`, the effective sample size: (Σw)² / (N Σw²) over the N tokens that learn, with
+    w what the loss multiplies a token's policy gradient by. A warning comes where a few tokens have got most of the
+    weight, usually long before the reward falls.
 
     Args:
         max_staleness: η, in versions.
@@ -66,6 +98,7 @@ class StalenessControl(RLCallback):
         self.redraw_stragglers = redraw_stragglers
         self.rollout_timeout_s = rollout_timeout_s
         self.loop_timeout_s = loop_timeout_s
+        self._ess = EssWatch()
         self._num_taken = 0  # groups, in this process
         self._has_warned = False
 
@@ -108,3 +141,24 @@ class StalenessControl(RLCallback):
         bound = trainer.rollout.settings.max_staleness
         if staleness > bound or (versions < 0).any():
             raise AssertionError(f"A token has staleness {staleness}, above the bound of {bound}.")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        ess_fraction = trainer.callback_metrics.get(ESS)
+        if ess_fraction is not None and self._ess.falls(float(ess_fraction)) and trainer.is_global_zero:
+            log.warning(
+                "%s was below %s in the mean of the last %d iterations: the trajectories are so far from the policy "
+                "that a few tokens outweigh the others. Lower lr or max_staleness, or use a loss for stale "
+                "trajectories, such as OAPL (docs/algorithms.md, Which loss at which lag).",
+                ESS,
+                LOW_ESS_FRACTION,
+                ESS_ITERATIONS,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_ess_fractions": list(self._ess.last)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._ess.last.clear()
+        self._ess.last.extend(state_dict["last_ess_fractions"])

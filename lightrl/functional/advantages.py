@@ -75,6 +75,38 @@ def group_advantages(
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
+def optimal_advantages(rewards: Tensor, group_ids: Tensor, beta: float) -> Tensor:
+    """r - V with V = β · log mean exp(r / β) over the group: OAPL's estimate of the optimal policy's value.
+
+    The policy that maximizes reward less β · KL to the policy that sampled has log-ratio (r - V) / β. V is between the
+    group's mean (β → ∞) and its largest reward (β → 0).
+
+    Source: OAPL, https://arxiv.org/abs/2602.19362.
+
+    Args:
+        rewards: [B].
+        group_ids: int [B]; equal ids are one group, of any size, in any order.
+        beta: β, in units of the reward; above 0.
+
+    Returns:
+        [B], in the rewards' dtype; exactly 0 where all rewards of a group are equal.
+
+    Raises:
+        ValueError: if the tensors differ in shape, or beta is not above 0.
+    """
+    check_same_shape(rewards=rewards, group_ids=group_ids)
+    if not beta > 0:
+        raise ValueError(f"beta must be above 0, got {beta}.")
+    if rewards.numel() == 0:
+        return torch.zeros_like(rewards)
+    values = rewards.to(torch.float64)
+    members = _members(group_ids, "group")
+    largest = torch.full_like(values, -torch.inf).scatter_reduce_(0, members, values, "amax")[members]
+    _, mean = _count_and_mean(((values - largest) / beta).exp(), members)
+    advantages = torch.where(_are_equal(values, members), 0.0, values - largest - beta * mean.log())
+    return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+
+
 def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, total: Total = of_one_rank) -> Tensor:
     """(value - mean) / (std + eps) with mean and standard deviation over all loss tokens of the batch.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +35,7 @@ from lightrl.module import RLModule
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Microbatches, Ranks, SpreadExperience, ranks_of
+from lightrl.trace import in_microbatch_spans, span
 from lightrl.trajectory import Group, Trajectory, sampling_seed
 
 
@@ -241,7 +241,9 @@ class RolloutLoop(_AutomaticOptimization):
                     max_tokens = train.microbatch_tokens or module.microbatch_tokens
                     rows = loss.holders.microbatch_rows(minibatch, max_tokens, unit=module.loss_unit)
                     microbatches = Microbatches(minibatch, rows, module.device)
-                    module.parallel_models[loss.role].forward_backward(microbatches, loss, backward)
+                    module.parallel_models[loss.role].forward_backward(
+                        microbatches, *in_microbatch_spans(loss, backward)
+                    )
             for parameter in module.resting_parameters():
                 parameter.grad = None
             for loss in losses:
@@ -303,11 +305,10 @@ class RolloutLoop(_AutomaticOptimization):
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        with self.trainer.profiler.profile(f"rl/{name}"), self.ranks.phase(name):
+        with span(name, "phase") as measured, self.trainer.profiler.profile(f"rl/{name}"), self.ranks.phase(name):
             yield
         seconds = self.trainer.phase_seconds
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+        seconds[name] = seconds.get(name, 0.0) + measured.seconds
 
 
 @contextlib.contextmanager

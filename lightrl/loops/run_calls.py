@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from lightrl.dataflow import DataFlowGraph, ModelCall, runs_beside
 from lightrl.errors import TrainingError
+from lightrl.trace import span
 
 LOOK_S = 1.0  # between two calls of `on_wait`
 
@@ -134,7 +135,9 @@ class _Execution(Generic[_State]):
         with self._changed:
             self._raise_if_failed()
             state = self.state
-        self.learn(call.name, self.run(call, state))
+        with span(call.name, "score"):
+            outputs = self.run(call, state)
+        self.learn(call.name, outputs)
 
     def learn(self, name: str, outputs: _Outputs) -> None:
         with self._changed:
@@ -168,7 +171,9 @@ class _Execution(Generic[_State]):
 
     def _run_beside(self, call: ModelCall, state: _State) -> None:
         try:
-            self.learn(call.name, self.run(call, state))
+            with span(call.name, "score"):
+                outputs = self.run(call, state)
+            self.learn(call.name, outputs)
         except BaseException as error:  # noqa: BLE001  # of a thread; raised where the results are awaited
             with self._changed:
                 self._error = self._error or error

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lightrl.errors import TrainingError
 from lightrl.experience import Experience
-from lightrl.functional import kl, neutralize, reduce_loss
-from lightrl.loops.metrics import joined, over_ranks, part_of_metric, values_of
+from lightrl.functional import kl, neutralize, policy_ratio, reduce_loss
+from lightrl.loops.metrics import SQUARED_WEIGHT, WEIGHT, joined, over_ranks, part_of_metric, values_of
 from lightrl.models import Metric, Outputs
+from lightrl.module import ESS_WEIGHTS
 from lightrl.strategies import Ranks
 
 if TYPE_CHECKING:
@@ -60,11 +61,18 @@ class MinibatchLoss:
         if self.role != "policy":
             return self._value_share(experience, outputs, self.role) * self.holders.dp_size
         mask = experience.loss_mask
-        share = self._share("loss", self.module.loss(experience, outputs), mask, prefix="")
+        result = dict(self.module.loss(experience, outputs))
+        weights = result.pop(ESS_WEIGHTS, None)
+        share = self._share("loss", result, mask, prefix="")
         with torch.no_grad():
             self._add("entropy_nats", outputs.entropy.detach(), mask)
             difference = kl(experience.behavior_logprobs, outputs.logprobs.detach(), estimator="k3")
             self._add("kl_behavior_nats", difference, mask)
+            if not isinstance(weights, Tensor):
+                weights = policy_ratio(outputs.logprobs.detach(), experience.behavior_logprobs)
+            learns = (weights != 0).float()
+            self._add(WEIGHT, (weights, learns), mask)
+            self._add(SQUARED_WEIGHT, (weights.square(), learns), mask)
             mismatch = (outputs.logprobs.detach() - experience.behavior_logprobs).abs()
             self._add("behavior_abs_dlogp_nats", mismatch, mask)
             self._add("max_behavior_abs_dlogp_nats", mismatch, mask)

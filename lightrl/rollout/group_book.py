@@ -21,6 +21,7 @@ from typing import Any
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.rollout.drop_tally import DropTally
+from lightrl.rollout.schedule import ScheduleLog
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Trajectory
 
@@ -63,6 +64,7 @@ class GroupBook:
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
         self.tally = DropTally(settings)
+        self.log: ScheduleLog | None = None  # where decisions are recorded
         self.num_consumed = 0  # groups that an iteration was trained on
         self.num_redrawn = 0  # stragglers, since this object was made
         self.running: dict[int, RunningGroup] = {}
@@ -70,6 +72,7 @@ class GroupBook:
         self.taken: list[Group] = []
         self._queued: list[int] = []  # positions to start next, in order
         self._again: list[int] = []  # on-policy, positions to draw again in the next wave
+        self.begun: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}  # of a checkpoint: version, done samples
         self._redraws: dict[int, int] = {}  # how often a position in flight was started again, each time with new seeds
 
     @property
@@ -128,10 +131,13 @@ class GroupBook:
 
     def start(self, position: int, prompt: Prompt, weight_version: int) -> RunningGroup:
         """A queued position starts, under these weights."""
-        self._queued.remove(position)
+        (self._queued if position in self._queued else self._again).remove(position)
+        if self.log is not None:
+            self.log.started(position, weight_version)
         redraws = self._redraws.get(position)
         seed_name = f"{position}:{prompt.id}" + (f":{redraws}" if redraws else "")
-        self.running[position] = RunningGroup(Group(position, prompt), weight_version, seed_name)
+        started_version, results = self.begun.pop(position, (weight_version, {}))
+        self.running[position] = RunningGroup(Group(position, prompt), started_version, seed_name, results)
         return self.running[position]
 
     def _num_admissible(self, weight_version: int, max_concurrent: int | None) -> int:
@@ -144,6 +150,8 @@ class GroupBook:
         Returns:
             True once all trajectories are done, then call `settle`; False before, and if the group is drawn again.
         """
+        if self.log is not None:
+            self.log.done(running.group.id, sample, trajectory)
         running.results[sample] = trajectory
         self.tally.count_trajectory(is_failed=trajectory is None)
         if len(running.results) < self.settings.group_size:
@@ -231,6 +239,8 @@ class GroupBook:
             self._redraws.pop(group_id, None)
             self.tally.count_given_up("oversampled")
         self.tally.begin_iteration()
+        if self.log is not None:
+            self.log.took(weight_version, batch.group_ids, batch.gives_up)
         return batch
 
     @property
@@ -247,6 +257,8 @@ class GroupBook:
     def redraw(self, group_id: int) -> Prompt:
         """Puts a running group back into the queue, to `start` with new seeds and this prompt."""
         running = self.running[group_id]
+        if self.log is not None:
+            self.log.redrawn(group_id)
         message = f"Group {group_id} of version {running.started_version} held a batch back and is drawn again."
         self._drop(group_id, "straggler", message)
         self._redraws[group_id] = self._redraws.get(group_id, 0) + 1
@@ -284,6 +296,12 @@ class GroupBook:
             "groups_per_iteration": self.settings.groups_per_iteration,
             "num_consumed": self.num_consumed,
             "in_flight": in_flight,
+            "max_staleness": self.settings.max_staleness,
+            "group_size": self.settings.group_size,
+            "begun": [
+                [position, item.started_version, [_state_of(*result) for result in sorted(item.results.items())]]
+                for position, item in sorted(self.running.items())
+            ],
             "redraws": [[position, self._redraws[position]] for position in in_flight if position in self._redraws],
             "finished": [
                 group.state_dict() for group in [*self.taken, *(group for group, _ in self.finished.values())]
@@ -298,6 +316,16 @@ class GroupBook:
         self._redraws, self.finished = dict(state["redraws"]), {}
         for record in state["finished"]:
             self._keep(Group.from_json(record))
+        # With a smaller bound what was begun might be too old when it is done, so it starts again.
+        is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
+        goes_on = is_in_time and state.get("group_size") == self.settings.group_size
+        for position, version, results in state["begun"] if goes_on else []:
+            done = {sample: None if item is None else Trajectory.from_json(item) for sample, item in results}
+            self.begun[position] = (version, done)
+
+
+def _state_of(sample: int, trajectory: Trajectory | None) -> list[Any]:
+    return [sample, None if trajectory is None else trajectory.state_dict()]
 
 
 def num_admissible(

@@ -28,6 +28,7 @@ from lightrl.experience import Experience, LossUnit, Reduction, microbatch_bins
 from lightrl.strategies.balance import balanced_shares, token_imbalance
 from lightrl.strategies.rank_watch import RankWatch
 from lightrl.strategies.row_plan import Send
+from lightrl.trace import span
 from lightrl.weights.broadcast import listen
 
 if TYPE_CHECKING:
@@ -272,17 +273,20 @@ class ProcessRanks(Ranks):
         if self.dp_size == 1:
             return tensor
         total = tensor.to(self._device)
-        dist.all_reduce(total, group=self._dp_group)
+        with span("all_reduce", "collective"):
+            dist.all_reduce(total, group=self._dp_group)
         return total.to(tensor.device)
 
     def max_each(self, values: list[int]) -> list[int]:
         largest = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.control_group)
+        with span("all_reduce", "collective"):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.control_group)
         return largest.tolist()
 
     def total_norm(self, gradients: Sequence[Tensor]) -> float:
         total = square_norm(gradients, self.copies, self._device)
-        dist.all_reduce(total)
+        with span("all_reduce of gradient norms", "collective"):
+            dist.all_reduce(total)
         return float(total.sqrt())
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
@@ -334,7 +338,8 @@ class ProcessRanks(Ranks):
 
     def receive(self, source: int = 0) -> Message:
         header = torch.zeros(4, dtype=torch.int64)
-        dist.broadcast(header, group=self.control_group, group_src=source)
+        with span(f"waits for rank {source}'s message", "collective"):
+            dist.broadcast(header, group=self.control_group, group_src=source)
         kind, done, total, num_bytes = header.tolist()
         body = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes:

@@ -18,6 +18,7 @@ from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.row_plan import Send, plan_sends
 from lightrl.strategies.spread_experience import SpreadExperience
 from lightrl.strategies.token_rows import TokenRows
+from lightrl.trace import span
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,9 @@ def exchange(
         )
 
     for sends in plan_sends(has, needs, sizes) if held else []:
-        for send, data in ranks.exchange(sends, pack, lambda send: sum(sizes[row] for row in send.rows)):
+        with span("exchange of rows", "collective", sends=len(sends)):
+            received = ranks.exchange(sends, pack, lambda send: sum(sizes[row] for row in send.rows))
+        for send, data in received:
             num, start = int(lengths[list(send.rows)].sum()), 0
             for name, values in held.items():
                 end = start + num * values.token_bytes

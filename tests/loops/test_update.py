@@ -57,6 +57,7 @@ def test_metrics_are_means_over_the_loss_tokens_and_trajectories_of_the_whole_mi
     assert losses.metrics()["entropy_nats"] == pytest.approx(2.0)
     # d = 0.1 for every token: the policy's logprob is lower by that.
     assert losses.metrics()["kl_behavior_nats"] == pytest.approx(math.exp(-0.1) - 1 + 0.1, rel=1e-3)
+    assert losses.metrics()["ess_fraction"] == pytest.approx(1)  # all have lost as much
     assert losses.metrics()["behavior_abs_dlogp_nats"] == pytest.approx(0.1, rel=1e-3)
     assert losses.metrics()["max_behavior_abs_dlogp_nats"] == pytest.approx(0.1, rel=1e-3)
     assert total == pytest.approx(losses.metrics()["loss"], rel=1e-5)

@@ -20,7 +20,18 @@ from rank_scripts import leave
 from tiny_run import BATCH_SIZE, CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
-from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, ReferenceKL, RLCallback, Role, Trajectory
+from lightrl import (
+    Experience,
+    FSDP2Strategy,
+    LocalEngine,
+    LoRA,
+    ModelSpec,
+    ReferenceKL,
+    RLCallback,
+    Role,
+    Trace,
+    Trajectory,
+)
 from lightrl.models.lora import merged_parameters
 from lightrl.rollout import RolloutSettings
 from lightrl.strategies import whole
@@ -145,7 +156,8 @@ def resume(folder: Path) -> dict[str, Any]:
         checkpoints = ModelCheckpoint(folder / "resume", every_n_train_steps=2, save_top_k=-1, filename="{step}")
         validation = {"val_check_interval": 2, "limit_val_batches": 1.0, "check_val_every_n_epoch": None}
         spread = {"devices": 2, "strategy": "FSDP2Strategy"}
-        kwargs = {"callbacks": [checkpoints], "enable_checkpointing": True, "max_steps": 4, **validation, **spread}
+        callbacks = [checkpoints, Trace(max_cost=1.0)]
+        kwargs = {"callbacks": callbacks, "enable_checkpointing": True, "max_steps": 4, **validation, **spread}
         trainer = make_trainer(folder, **kwargs)
         trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
         return module, trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("two_ranks")
     save_model(folder)
     run(SCRIPT, folder, "compare")
-    return left_by(2, folder)
+    found = left_by(2, folder)
+    found[0]["trace"] = json.loads((folder / "trace" / "trace.json").read_text())
+    return found
 
 
 def assert_close(found: float, expected: float, scale: float) -> None:
@@ -94,6 +97,19 @@ def test_a_resume_on_two_ranks_repeats_the_run_bit_for_bit(two_ranks: Any) -> No
     assert 0 <= found["val/reward"] <= 1
     assert {"step=2.ckpt", "step=4.ckpt"} <= set(found["files"])
     assert not [name for name in found["files"] if name.endswith(".part")]
+
+
+def test_the_traces_of_two_ranks_are_joined_on_one_clock(two_ranks: Any) -> None:
+    """After the update both ranks meet in the sync: one's update cannot end before the other's has begun."""
+    updates = [
+        [event for event in two_ranks[0]["trace"] if event["name"] == "update" and event["pid"] == rank]
+        for rank in (0, 1)
+    ]
+    assert len(updates[0]) == len(updates[1]) == 2  # of the resumed run
+    for one, other in zip(*updates, strict=True):
+        assert one["ts"] < other["ts"] + other["dur"]
+        assert other["ts"] < one["ts"] + one["dur"]
+    assert {event["pid"] for event in two_ranks[0]["trace"] if event.get("cat") == "collective"} == {0, 1}
 
 
 def test_a_validation_on_two_ranks_counts_each_prompt_once_and_warns_of_nothing(two_ranks: Any) -> None:
