@@ -77,6 +77,7 @@ def ks_distance(
 class Order(Protocol):
     """What decides which groups start and which are trained on."""
 
+    max_staleness: int
     num_discarded: int
 
     def start(self, version: int) -> list[int]:
@@ -97,6 +98,7 @@ class OrderOfBook:
 
     def __init__(self, **settings: Any) -> None:
         self.book = GroupBook(RolloutSettings(groups_per_iteration=PROMPTS, **settings))
+        self.max_staleness = self.book.settings.max_staleness
         self.num_discarded = 0
         self._next_position = 0
         self._restarted: list[int] = []
@@ -210,7 +212,8 @@ class SimulatedRun:
                 self.waited.append(self.clock - waits_since)
                 self.lengths += [length for position in taken for length in draw_lengths(position, draws[position])]
                 is_updating, update_ends = True, self.clock + 1.0
-            for position in self.order.start(self.version):
+            may_start = self.order.max_staleness > 0 or not is_updating  # as in the controller
+            for position in self.order.start(self.version) if may_start else []:
                 draws[position] = draws.get(position, -1) + 1
                 duration = self.median * max(draw_lengths(position, draws[position]))
                 heapq.heappush(ends, (self.clock + duration, position, draws[position]))

@@ -167,15 +167,14 @@ def test_a_loader_batch_is_an_iteration_with_no_fill_or_drain(max_staleness: int
     assert steps == list(range(1, 13))
 
 
-def test_groups_that_finish_first_are_trained_on_first(tmp_path: Path) -> None:
+def test_groups_are_trained_on_in_stream_order_whatever_finishes_first(tmp_path: Path) -> None:
     engine = FakeEngine(seconds_per_token=lambda prompt, sampling: 0.02 if prompt[0] == 2 else 0.0)
     module = TinyGRPO()
     callbacks = [StalenessControl(2)]
     make_trainer(tmp_path, engine=engine, max_steps=3, callbacks=callbacks).fit(
         module, datamodule=Digits(shuffle=False)
     )
-    assert 0 not in module.trained[0]
-    assert sorted(position for batch in module.trained for position in batch) == list(range(6))
+    assert module.trained == [[0, 1], [2, 3], [4, 5]]  # group 0 is slow and the trainer waits for it
 
 
 def test_the_embedded_engine_learns_asynchronously(tmp_path: Path) -> None:
