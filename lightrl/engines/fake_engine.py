@@ -44,19 +44,23 @@ class FakeRequest:
 class _Draft:
     """A completion in progress."""
 
+    is_truncated: bool
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    supports: bytes = b""  # codes; empty unless draws are truncated
+    supports: list[bytes] = field(default_factory=list)  # the codes of the tokens', while draws are truncated
 
     @classmethod
-    def of(cls, written: Completion) -> _Draft:
-        codes = bytes(written.supports or ())
-        return cls(list(written.token_ids), list(written.logprobs), list(written.weight_versions), codes)
+    def of(cls, written: Completion | None, sampling: Sampling) -> _Draft:
+        draft = cls(sampling.is_truncated)
+        if written is not None:
+            draft.token_ids, draft.logprobs = list(written.token_ids), list(written.logprobs)
+            draft.weight_versions, draft.supports = list(written.weight_versions), [bytes(written.supports or ())]
+        return draft
 
     def completion(self, finish_reason: FinishReason) -> Completion:
-        written = list(self.token_ids), list(self.logprobs), list(self.weight_versions)
-        return Completion(*written, finish_reason, self.supports or None)
+        codes = b"".join(self.supports) if self.is_truncated else None
+        return Completion(list(self.token_ids), list(self.logprobs), list(self.weight_versions), finish_reason, codes)
 
 
 class FakeEngine(RolloutEngine, ContinuesCompletions):
@@ -204,7 +208,7 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
     ) -> Completion:
         seconds = _seconds(self.seconds_per_token, prompt, sampling)
         script = None if self.script is None else self.script(prompt, sampling, sample)
-        draft = _Draft() if written is None else _Draft.of(written)
+        draft = _Draft.of(written, sampling)
         if sample == 0:
             self._drafts[sampling.seed] = draft
         finish_reason: FinishReason = "length"
@@ -217,13 +221,15 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
                 await self._sleep(seconds)
                 is_banned = position < sampling.min_new_tokens
                 choices = self._choices(sampling, set(sampling.stop_token_ids) if is_banned else set())
-                hashed = self._hashed(prompt, sampling, sample, position, choices)
-                token = hashed if script is None else script[position]
+                token = (
+                    self._hashed(prompt, sampling, sample, position, choices) if script is None else script[position]
+                )
                 draft.token_ids.append(token)
                 if sampling.is_truncated:
                     support = np.asarray(sorted({*choices, token}))
-                    codes = encode_supports(np.zeros_like(support), support, np.array([token]), self._vocab_size)
-                    draft.supports = draft.supports + codes[0]
+                    draft.supports += encode_supports(
+                        np.zeros_like(support), support, np.array([token]), self._vocab_size
+                    )
                 logprob = 0.0 if sampling.temperature == 0 else -math.log(len(choices))
                 draft.logprobs.append(logprob + self.logprob_error_nats)
                 draft.weight_versions.append(self.weight_version)

@@ -37,7 +37,11 @@ class Row:
     written: Completion | None = None  # the part of it that was written before, by this engine or another
     owner: Any = None  # whose completion it is; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
-    supports: list[bytes] = field(default_factory=list)  # the code of each token's, while draws are truncated
+    supports: list[bytes] = field(default_factory=list)  # the codes of the tokens', while draws are truncated
+
+    def codes(self) -> TokenArray[int] | None:
+        """Of the supports, end to end; None if draws are not truncated."""
+        return TokenArray(b"".join(self.supports), "B") if self.sampling.is_truncated else None
 
 
 class RunningBatch:
@@ -137,7 +141,7 @@ class RunningBatch:
             row, length = self._rows[slot], lengths[place]
             versions = _versions(row.version_changes, length)
             completion = Completion(
-                token_ids[place][:length], logprobs[place][:length], versions, reasons[place], _codes(row)
+                token_ids[place][:length], logprobs[place][:length], versions, reasons[place], row.codes()
             )
             completions.append((row, completion))
         self._drop(set(finished))
@@ -165,7 +169,7 @@ class RunningBatch:
                 self._logprobs[slot, :length].tolist(),
                 _versions(row.version_changes, length),
                 "abort",
-                _codes(row),
+                row.codes(),
             )
             for slot, (row, length) in enumerate(zip(self._rows, lengths, strict=True))
         }
@@ -188,8 +192,8 @@ class RunningBatch:
             self._fill(self._token_ids[slot], 0, part.token_ids)
             self._fill(self._logprobs[slot], 0, part.logprobs)
             self._current[slot] = part.token_ids[-1]
-            row.version_changes = [*_changes(part.weight_versions), (length, weight_version)]
             row.supports = [bytes(part.supports or ())]
+            row.version_changes = [*_changes(part.weight_versions), (length, weight_version)]
         self._count()
 
     def recompute(self, weight_version: int) -> None:
@@ -340,11 +344,6 @@ def _distinct(
 def _changes(versions: Sequence[int]) -> list[tuple[int, int]]:
     """The inverse of `_versions`."""
     return [(index, version) for index, version in enumerate(versions) if not index or version != versions[index - 1]]
-
-
-def _codes(row: Row) -> TokenArray[int] | None:
-    """Of the supports of its tokens."""
-    return TokenArray(b"".join(row.supports), "B") if row.sampling.is_truncated else None
 
 
 def _versions(changes: Sequence[tuple[int, int]], length: int) -> TokenArray[int]:
