@@ -206,7 +206,7 @@ class Experience:
         width = max(part.token_ids.shape[1] for part in parts)
         supports: dict[str, Tensor] = {}
         if any(part.supports is not None for part in parts):
-            supports = support_fields([codes for part in parts for codes in part.support_codes()])
+            supports = support_fields([codes for part in parts for codes in row_codes(part)])
             parts = [replace(part, supports=None, support_starts=None, support_sizes=None) for part in parts]
         tensors = [part.tensors() for part in _with_common_pictures(parts)]
         names = {name for part in tensors for name in part}
@@ -224,13 +224,6 @@ class Experience:
                 values = [_widened(value, width, fill) for value in values]
             joined[name] = torch.cat(values)
         return cls._of({**joined, **supports})
-
-    def support_codes(self) -> list[Tensor]:
-        """The codes of the supports of each row's tokens, uint8, in host memory."""
-        if self.supports is None or self.support_starts is None or self.support_sizes is None:
-            return [_every_token(length) for length in self.lengths.tolist()]
-        starts, sizes = self.support_starts.tolist(), self.support_sizes.tolist()
-        return [self.supports[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
     def to(self, device: torch.device | str) -> Self:
         """On this device; the host does not wait, and `on_host` of a field is what was copied."""
@@ -348,6 +341,14 @@ def _rows(values: Sequence[Sequence[float]], fill: float, dtype: type) -> Tensor
     for row, numbers in zip(rows, values, strict=True):
         row[: len(numbers)] = numbers
     return torch.from_numpy(rows)
+
+
+def row_codes(experience: Experience) -> list[Tensor]:
+    """The codes of the supports of each row's tokens, uint8, in host memory."""
+    if experience.supports is None or experience.support_starts is None or experience.support_sizes is None:
+        return [_every_token(length) for length in experience.lengths.tolist()]
+    starts, sizes = experience.support_starts.tolist(), experience.support_sizes.tolist()
+    return [experience.supports[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def support_fields(codes: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -77,7 +77,7 @@ def read_iterations(path: Path) -> Iterator[list[Group]]:
     Raises:
         ValueError: if there is no file, or a line is not a judged trajectory.
     """
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    files = sorted(set(path.glob("*.jsonl")) - {path / "tokens.jsonl"}) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise ValueError(
             f"{str(path)!r} is neither a file nor a folder with .jsonl files of TrajectoryLog. Fix the path."

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightrl.experience import Experience, LossUnit
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.row_plan import Send, plan_sends
-from lightrl.strategies.spread_experience import SpreadExperience
+from lightrl.strategies.spread_experience import SpreadExperience, support_bytes
 from lightrl.strategies.token_rows import TokenRows
 from lightrl.trace import span
 
@@ -70,7 +70,7 @@ def sent_to_work(
     experience: SpreadExperience, work: Work, has: Tensor, needs: Tensor, ranks: Ranks
 ) -> SpreadExperience:
     """With the tokens of the rows that this rank needs; `has` and `needs` as `exchange` has them. Collective."""
-    tokens = exchange(experience.tokens, experience.lengths, has, needs, ranks, experience.support_bytes)
+    tokens = exchange(experience.tokens, experience.lengths, has, needs, ranks, support_bytes(experience))
     made = experience.with_tensors({**tokens, "_owner": work.owners, "_work": work.rows.T})
     vars(made).update(first_pass=work.first_pass, _ranks=ranks)
     return made

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lightrl.experience import Experience
+from lightrl.experience import Experience, row_codes
 from lightrl.functional import (
     Supports,
     aligned_to_tokens,
@@ -285,7 +285,7 @@ def supports_at(experience: Experience, rows: Tensor, columns: Tensor) -> Suppor
     """What the predicted tokens of the positions (rows [N], columns [N]) were drawn from; None if from all tokens."""
     if experience.supports is None:
         return None
-    return Supports.at(experience.support_codes(), experience.lengths, experience.token_ids, rows, columns)
+    return Supports.at(row_codes(experience), experience.lengths, experience.token_ids, rows, columns)
 
 
 def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:

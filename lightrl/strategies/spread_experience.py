@@ -25,6 +25,7 @@ from lightrl.experience import (
     Reduction,
     check_shape,
     check_trajectories,
+    row_codes,
     support_codes,
     support_fields,
     token_rewards_of,
@@ -100,7 +101,7 @@ class SpreadExperience(Experience):
         tensors: dict[str, Any] = {**experience.tensors()}
         if experience.supports is not None:
             tensors = {name: value for name, value in tensors.items() if name not in ON_HOST}
-            codes = TokenRows([item.numpy() for item in experience.support_codes()], _NO_CODES)
+            codes = TokenRows([item.numpy() for item in row_codes(experience)], _NO_CODES)
             tensors |= {"supports": codes, "_support_bytes": _row_sizes(codes)}
         return cls._make({"lengths": lengths}, {}).with_tensors(tensors)
 
@@ -161,18 +162,13 @@ class SpreadExperience(Experience):
             ValueError: if some of its rows are on other ranks.
         """
         if name in ON_HOST:
-            return _support_fields(self.tokens).get(name)
+            return _supports(self).get(name)
         if name in self._rows and name not in self._on_loss_tokens:
             return self._rows[name]
         if name not in self.tokens and name not in self._rows:
             return None
         _check_here(name, self.tokens["loss_mask" if name in self._rows else name])
         return self._padded([name], _CPU)[name]
-
-    @property
-    def support_bytes(self) -> Tensor | None:
-        """Of each row, on whichever rank its tokens are, [B]; None without supports."""
-        return self._rows.get("_support_bytes")
 
     @property
     def loss_token_counts(self) -> Tensor:
@@ -270,10 +266,7 @@ class SpreadExperience(Experience):
         for name, values in part.tokens.items():
             _check_here(name, values)
         names = [*part.tokens, *part._on_loss_tokens]
-        tensors = {
-            **part._padded([name for name in names if name != "supports"], device),
-            **_support_fields(part.tokens),
-        }
+        tensors = {**part._padded([name for name in names if name != "supports"], device), **_supports(part)}
         if device != _CPU:
             for name, value in part._padded(["token_ids", "loss_mask"], _CPU).items():
                 remember(tensors[name], value)
@@ -389,6 +382,19 @@ def _is_per_token(name: str, value: Tensor) -> bool:
     return value.dim() >= 2 and name not in ("pixel_values", "image_rows", "_work")
 
 
+def _supports(experience: SpreadExperience) -> dict[str, Tensor]:
+    """The fields of the supports, whose rows must be here."""
+    if "supports" not in experience.tokens:
+        return {}
+    _check_here("supports", experience.tokens["supports"])
+    return support_fields([torch.from_numpy(codes) for codes in experience.tokens["supports"].rows])
+
+
+def support_bytes(experience: SpreadExperience) -> Tensor | None:
+    """Of each row, on whichever rank its tokens are, [B]; None without supports."""
+    return experience._rows.get("_support_bytes")
+
+
 def _row_sizes(codes: TokenRows) -> Tensor:
     return torch.tensor([len(values) for values in codes.rows])
 
@@ -451,10 +457,3 @@ def _check_here(name: str, tokens: TokenRows) -> None:
         f"Or have it gathered: for `advantages` add {name!r} to the module's advantage_inputs, for a model call to "
         "its inputs."
     )
-
-
-def _support_fields(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
-    if "supports" not in tokens:
-        return {}
-    _check_here("supports", tokens["supports"])
-    return support_fields([torch.from_numpy(codes) for codes in tokens["supports"].rows])

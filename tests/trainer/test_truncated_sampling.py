@@ -13,6 +13,7 @@ from tiny_run import Digits, TinyGRPO, are_equal, make_trainer, weights
 from lightrl import Experience, FakeEngine, RLCallback, Sampling, TrajectoryDataModule, TrajectoryLog
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
+from lightrl.experience import row_codes
 from lightrl.functional import Supports
 
 SAMPLING = Sampling(max_new_tokens=6, top_p=0.9, top_k=6, temperature=0.8)  # of a vocabulary of 8
@@ -31,7 +32,7 @@ class Compare(RLCallback):
             difference = (outputs.logprobs - part.behavior_logprobs)[part.loss_mask]
             self.differences.append(float(difference.abs().max()))
             rows, columns = part.loss_mask[:, 1:].nonzero(as_tuple=True)
-            made = Supports.at(part.support_codes(), part.lengths, part.token_ids, rows, columns)
+            made = Supports.at(row_codes(part), part.lengths, part.token_ids, rows, columns)
             self.support_sizes.append(len(made.ids) / len(rows))
 
 
