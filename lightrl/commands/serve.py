@@ -17,10 +17,10 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-from lightrl.commands.config_errors import UsageError, explain
+from lightrl.commands.config_errors import explain
+from lightrl.commands.config_layers import UsageError, Written
 from lightrl.commands.console import reported
 from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
 from lightrl.engines.sglang.command import usable_token
@@ -170,12 +170,9 @@ def settings_of(configs: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     policy: Any = None
     settings: dict[str, Any] = {}
     for config in configs:
-        try:
-            content = yaml.safe_load(Path(config).read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise ValueError(f"--config {config} cannot be read: {error}. Pass a run's YAML file.") from error
-        policy = ((content.get("model") or {}).get("init_args") or {}).get("policy", policy)
-        engine = (content.get("trainer") or {}).get("engine")
+        content = Written.read(["--config", config])
+        policy = content.section("model.init_args").get("policy", policy)
+        engine = content.section("trainer").get("engine")
         if isinstance(engine, dict):
             if str(engine.get("class_path", "")).rpartition(".")[2] != "SGLangEngine":
                 raise ValueError(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from parsed import parsed
 
-from lightrl.commands.config_errors import UsageError
+from lightrl.commands.config_layers import UsageError
 
 
 def changed(settings, path, value):

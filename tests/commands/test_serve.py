@@ -13,7 +13,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from lightrl.commands.config_errors import UsageError
+from lightrl.commands.config_layers import UsageError
 from lightrl.commands.serve import parse, serve, served_folder
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
