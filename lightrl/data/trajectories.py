@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -12,6 +11,7 @@ import lightning as L
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data.stream import EpochLoader
+from lightrl.data.text_files import parsed_row
 from lightrl.trajectory import Group, Trajectory
 
 
@@ -83,15 +83,15 @@ def read_iterations(path: Path) -> Iterator[list[Group]]:
             f"{str(path)!r} is neither a file nor a folder with .jsonl files of TrajectoryLog. Fix the path."
         )
     for file in files:
-        with file.open(encoding="utf-8") as lines:
+        with file.open("rb") as lines:
             records = [_record(line, file, number) for number, line in enumerate(lines, start=1) if line.strip()]
         for _, iteration in groupby(records, key=lambda record: record[0]):
             yield _groups([trajectory for _, trajectory in iteration])
 
 
-def _record(line: str, file: Path, number: int) -> tuple[Any, Trajectory]:
+def _record(line: bytes, file: Path, number: int) -> tuple[Any, Trajectory]:
+    record = parsed_row(line, lambda: f"Line {number} of {str(file)!r}")
     try:
-        record = json.loads(line)
         trajectory = Trajectory.from_json(record.get("trajectory", record))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(

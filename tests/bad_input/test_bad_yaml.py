@@ -1,7 +1,6 @@
 """Configurations with an error: one message with the setting's path, file and line, before anything is built."""
 
 import copy
-import os
 from pathlib import Path
 
 import pytest
@@ -165,7 +164,7 @@ def check(case, text, capsys):
     Path("run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert main(["fit", "--config", "run.yaml"]) == 2
     case.check(capsys.readouterr().err)
-    assert os.listdir() == ["run.yaml"]
+    assert [file.name for file in Path().iterdir()] == ["run.yaml"]
 
 
 @each(SETTINGS)
