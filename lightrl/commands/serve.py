@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import signal
@@ -192,7 +193,14 @@ def model_of(policy: Any) -> ModelSpec:
     if not isinstance(policy, dict):
         return ModelSpec.of(policy)
     values = policy.get("init_args", policy) if "class_path" in policy else policy
-    return model_of(values["model"]) if "model" in values else ModelSpec(**values)  # a Role's, or the model itself
+    if "model" in values:  # a Role's
+        return model_of(values["model"])
+    names = [item.name for item in dataclasses.fields(ModelSpec)]
+    if unknown := [name for name in values if name not in names]:
+        raise UsageError(
+            f"model.init_args.policy has no setting {unknown[0]!r} for the model to serve. It has {', '.join(names)}."
+        )
+    return ModelSpec(**values)
 
 
 def parse(args: Sequence[str]) -> dict[str, Any]:

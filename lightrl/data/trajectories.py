@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +12,6 @@ import lightning as L
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data.stream import EpochLoader
-from lightrl.data.text_files import parsed_row
 from lightrl.trajectory import Group, Trajectory
 
 
@@ -90,10 +90,10 @@ def read_iterations(path: Path) -> Iterator[list[Group]]:
 
 
 def _record(line: bytes, file: Path, number: int) -> tuple[Any, Trajectory]:
-    record = parsed_row(line, lambda: f"Line {number} of {str(file)!r}")
     try:
+        record = json.loads(line)
         trajectory = Trajectory.from_json(record.get("trajectory", record))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"Line {number} of {str(file)!r} is not a trajectory of TrajectoryLog ({type(error).__name__}: {error})."
         ) from error

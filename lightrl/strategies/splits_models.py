@@ -69,9 +69,10 @@ def named_strategy(strategy: Strategy | str) -> Strategy | str:
     theirs = StrategyRegistry.available_strategies()
     if strategy == "auto" or strategy.lower() in theirs:
         return strategy
-    names = {name.lower().removesuffix("strategy"): name for name in ("auto", *theirs, *ours)}  # ours last
-    near = difflib.get_close_matches(strategy.lower().removesuffix("strategy"), names, n=1)
-    meant = f" Did you mean {names[near[0]]}?" if near else ""
+    names = {name.lower().removesuffix("strategy"): name for name in ("auto", *theirs, *ours)}
+    near = difflib.get_close_matches(strategy.lower().removesuffix("strategy"), names)
+    best = next((name for name in near if names[name] in ours), near[0] if near else None)  # only ours fit an RLModule
+    meant = f" Did you mean {names[best]}?" if best else ""
     raise ValueError(f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or one of Lightning's, as auto.{meant}")
 
 

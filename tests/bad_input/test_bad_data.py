@@ -117,11 +117,11 @@ SETTINGS = [
 
 # Lines of recorded trajectories.
 RECORDED = [
-    row("recorded: not JSON", b"{", "Line 1 of 'a.jsonl' is not valid JSON"),
-    row("recorded: a list", b"[1]", "Line 1 of 'a.jsonl' must be a JSON object"),
+    row("recorded: not JSON", b"{", "Line 1 of 'a.jsonl' is not a trajectory"),
+    row("recorded: a list", b"[1]", "Line 1 of 'a.jsonl' is not a trajectory"),
     row("recorded: without fields", b"{}", "Line 1 of 'a.jsonl' is not a trajectory"),
-    row("recorded: latin-1", '{"é": 1}'.encode("latin-1"), "Line 1 of 'a.jsonl' is not UTF-8"),
-    row("recorded: 100,000 deep", b"[" * 100_000, "Line 1 of 'a.jsonl' is not valid JSON", "too deep"),
+    row("recorded: latin-1", '{"é": 1}'.encode("latin-1"), "Line 1 of 'a.jsonl' is not a trajectory", "utf-8"),
+    row("recorded: 100,000 deep", b"[" * 100_000, "Line 1 of 'a.jsonl' is not a trajectory", "recursion"),
     row("recorded: an empty file", b"", "a.jsonl", "batch_size"),
 ]
 

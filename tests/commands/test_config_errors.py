@@ -9,6 +9,8 @@ from parsed import parsed
 
 from lightrl.commands.config_layers import UsageError
 
+pytestmark = pytest.mark.bad_input
+
 
 def changed(settings, path, value):
     """A copy of settings with one more at a dotted path."""
