@@ -144,8 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report.finish(start=str(start), curves=str(options.out / "curves.csv"))
 
 
-def make_start(out: Path, *, steps: int) -> Path:
-    """The model that all runs start from, made once."""
+def make_start(out: Path, *, steps: int, lr: float = 5e-4, **sizes: int) -> Path:
+    """The model that all runs start from, made once; `sizes` override those of its config."""
     folder = out / "start"
     if (folder / "config.json").exists():
         return folder
@@ -157,8 +157,9 @@ def make_start(out: Path, *, steps: int) -> Path:
     config = {"model_type": "qwen3", "vocab_size": 14, "hidden_size": 128, "intermediate_size": 384}
     config |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config |= {"max_position_embeddings": 64, "tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0}
+    config |= sizes
     spec = lightrl.ModelSpec(config=config, tokenizer="examples.quickstart.task.tokenizer", seed=0)
-    module = lightrl.SFT(spec, lr=5e-4, warmup_steps=10)
+    module = lightrl.SFT(spec, lr=lr, warmup_steps=10)
     export = lightrl.HuggingFaceExport(str(folder))
     trainer = lightrl.Trainer(**trainer_settings(out, steps), callbacks=[export], limit_val_batches=0)
     trainer.fit(module, Demonstrations(batch_size=128, hasty_fraction=0.6))

@@ -2,6 +2,10 @@
 
     python -m benchmarks.async_overlap [--quick] [--rollout-to-update 0.9,2] [--threads 2]
     python -m benchmarks.async_overlap --engine sglang --threads 1        also η = 8
+    python -m benchmarks.async_overlap --simulated                        the first table alone
+
+The first table is simulated: whether the trained trajectories are those sampled, see stream_order.py. The others are
+measured.
 
 The engine plays back recorded lengths as a remote server would: a long tail, one pace for all tokens, any number of
 concurrent requests, no work for this computer. A weight sync really interrupts it: running completions stop between two
@@ -18,7 +22,8 @@ Lengths are then lognormal: 95th percentile 3.7 times the median, the longest of
 is made up, not recorded from a server on GPUs, and the server's pace does not depend on its load.
 
 Columns: iterations/s and their ratio to η = 0 round by round; `idle_fraction`; staleness reached, in versions; the
-fraction of trajectories written by two or more weight versions; the time of a sync; how busy the server process was.
+fraction of trajectories written by two or more weight versions; the time of a sync; how busy the server process was;
+`ks_distance` between the lengths trained on and those that the engine plays.
 """
 
 from __future__ import annotations
@@ -49,9 +54,11 @@ import torch
 from transformers import Qwen3Config
 
 import lightrl
+from benchmarks import stream_order
 from benchmarks.grpo_vs_trl import odd_fraction, save_model
 from benchmarks.lengths import lognormal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
+from benchmarks.stream_order import ks_distance
 from examples.quickstart.task import LargestDigit, tokenizer
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import Completion, RolloutEngine, SGLangEngine
@@ -271,6 +278,8 @@ class Timeline(lightrl.RLCallback):
     staleness: list[float] = field(default_factory=list)
     mixed_fraction: list[float] = field(default_factory=list)
     trained_tokens: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # of all trajectories trained on
+    num_dropped: int = 0  # trajectories
     started: float = 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -278,6 +287,10 @@ class Timeline(lightrl.RLCallback):
 
     def on_experience_ready(self, trainer: Any, module: Any, experience: Any) -> None:
         self.trained_tokens.append(experience.num_loss_tokens)
+        self.lengths += experience.loss_mask.sum(dim=1).tolist()
+
+    def on_trajectory_dropped(self, trainer: Any, module: Any, reason: str, message: str) -> None:
+        self.num_dropped += 1
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         now = time.perf_counter()
@@ -290,11 +303,15 @@ class Timeline(lightrl.RLCallback):
         self.mixed_fraction.append(float(trainer.callback_metrics["rollout/mixed_version_fraction"]))
 
 
+def played_lengths(arguments: argparse.Namespace) -> list[int]:
+    """Of the completions of an iteration; the next ones repeat them."""
+    make_lengths = lognormal_lengths if arguments.engine == "sglang" else skewed_lengths
+    return make_lengths(arguments.prompts * arguments.group_size, arguments.cap)
+
+
 def make_engine(seconds_per_token: float, arguments: argparse.Namespace, url: str | None) -> RolloutEngine:
     """The playback in this process, or the server's at `url`."""
-    count = arguments.prompts * arguments.group_size
-    make_lengths = lognormal_lengths if arguments.engine == "sglang" else skewed_lengths
-    lengths = make_lengths(count, arguments.cap)
+    lengths = played_lengths(arguments)
     if url is not None:
         return PlayedSGLangEngine(lengths, group_size=arguments.group_size, url=url)
     return PlaybackEngine(lengths, group_size=arguments.group_size, seconds_per_token=seconds_per_token)
@@ -357,14 +374,25 @@ def measure(
     runs = {str(eta): functools.partial(run, eta) for eta in etas}
     seconds = interleaved(runs, repeats=arguments.repeats)
     summary: dict[str, Any] = {}
+    played = sorted(played_lengths(arguments))
     for eta, rounds in timelines.items():
         total = sum(sum(item.seconds[WARM_UP:]) for item in rounds)
         waited = sum(sum(item.rollout_s[WARM_UP:]) for item in rounds)
         against = {} if eta == "0" or "0" not in seconds else median_ratio(seconds["0"], seconds[eta])
         row = report.add(
             "overlap",
+            order="windowed",
             rollout_to_update=rollout_to_update,
-            max_staleness=int(eta),
+            staleness=int(eta),
+            ks_distance=round(
+                ks_distance(
+                    [length for item in rounds for length in item.lengths],
+                    lambda length: bisect.bisect_right(played, length) / len(played),
+                    lambda length: bisect.bisect_left(played, length) / len(played),
+                ),
+                4,
+            ),
+            discarded_groups=sum(item.num_dropped for item in rounds) / arguments.group_size,
             iterations_per_s=round(1 / statistics.median(seconds[eta]), 3),
             seconds=round(statistics.median(seconds[eta]), 4),
             update_s=round(statistics.median(value for item in rounds for value in item.update_s[WARM_UP:]), 4),
@@ -398,6 +426,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--iterations", type=int, default=10, help=f"measured in a run; {WARM_UP} more warm up")
     parser.add_argument("--repeats", type=int, default=3, help="rounds over all settings")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--simulated", action="store_true", help="only the orders on a simulated clock")
     parser.add_argument("--quick", action="store_true", help="4 prompts × 2, cap 8, η = 0 and 1, 3 iterations")
     parser.add_argument("--serve", type=float, metavar="SECONDS_PER_TOKEN", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -411,6 +440,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.prompts, arguments.group_size, arguments.cap = 4, 2, 8
         arguments.max_staleness, arguments.rollout_to_update = "0,1", "0.9"
         arguments.iterations, arguments.repeats = 3, 1
+    etas = [0, 1] if arguments.quick else [0, 1, 2, 4, 8]
+    stream_order.measure(etas, paces=(0.9, 4.0), num_trajectories=1_000 if arguments.quick else 10_000)
+    if arguments.simulated:
+        return
     torch.set_num_threads(arguments.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
@@ -433,9 +466,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             summary |= measure(report, float(ratio), update_s, arguments, server)
     report.finish(
         [
-            "rollout_to_update", "max_staleness", "iterations_per_s", "ratio", "idle_fraction", "goal", "update_s",
-            "sync_s", "longest_rollout_s", "staleness_reached_versions", "mixed_version_fraction",
-            "server_busy_fraction", "peak_rss_mib",
+            "rollout_to_update", "staleness", "iterations_per_s", "ratio", "idle_fraction", "goal", "update_s",
+            "sync_s", "longest_rollout_s", "staleness_reached_versions", "mixed_version_fraction", "ks_distance",
+            "discarded_groups", "server_busy_fraction", "peak_rss_mib",
         ],
         **summary,
     )  # fmt: skip

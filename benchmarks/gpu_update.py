@@ -127,7 +127,7 @@ class Contest:
             plain_logprobs(self.model, part)
 
     def score_lightrl(self) -> None:
-        self.single.forward([self.experience])
+        list(self.single.forward([self.experience]))
 
     def _step(self) -> None:
         self.optimizer.step()

@@ -1,7 +1,7 @@
 """What grows with the size of a run.
 
     python -m benchmarks.growth [--quick] [--prompts 10000,1000000,5000000] [--trajectories 1024x1000,8192x1000]
-                                [--iterations 10,100,1000,10000]
+                                [--iterations 10,100,1000,10000] [--ranks 1,2,4,8] [--shared 256x512,1024x8192]
     python -m benchmarks.growth --plot growth.jsonl       # a picture of the lines of earlier runs: growth.png
 
 Axes (a list that is empty leaves its axis out):
@@ -10,6 +10,9 @@ Axes (a list that is empty leaves its axis out):
                until the fingerprint of the first checkpoint is there, milliseconds for each further prompt in shuffled
                order, alone and in a batch (in a run: in a thread, ahead of need), and the process's resident memory.
                Imports are not counted in the seconds, but in the memory: `imports_mib` is what they take.
+    ranks      1, 2, 4 and 8 processes share an iteration's trajectories (`--shared 256x512`: how many, of up to so many
+               tokens): bytes of the Experience on the rank that holds most, of its microbatches on a device, and bytes
+               that come to a rank, beside the least that must (spread_rows.py)
     trajectories  a fresh process plays and holds this many trajectories, with so many new tokens each: bytes per token,
                and trajectories per second of its processor time (held_trajectories.py)
     iterations  one run with a tiny policy, FakeEngine, CSV, TensorBoard, TrajectoryLog and LearningCurve: seconds and
@@ -30,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import held_trajectories, long_run
+from benchmarks import held_trajectories, long_run, spread_rows
 from benchmarks.growth_plot import draw
 from benchmarks.report import Report, peak_rss_mib
 
@@ -111,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="20,000 prompts, no trajectories")
     parser.add_argument("--prompts", default="10000,1000000,5000000")
     parser.add_argument("--trajectories", default="1024x1000,8192x1000,256x30000", help="how many x new tokens")
+    parser.add_argument("--ranks", default="1,2,4,8", help="how many processes share an iteration")
+    parser.add_argument("--shared", default="256x512,1024x8192", help="its trajectories x most tokens of one")
     parser.add_argument("--iterations", default="10,100,1000,10000", help="of one run, where it is measured")
     parser.add_argument("--plot", type=Path, help="a file of JSON lines")
     parser.add_argument("--read", help=argparse.SUPPRESS)
@@ -138,6 +143,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     report.add("prompts", axis="prompts", prompts=size, form=suffix[1:], is_cached=is_cached, **values)
     for size in filter(None, held.split(",")):
         report.add("trajectories", axis="trajectories", **held_trajectories.measured(*map(int, size.split("x"))))
+    for size in ["32x64"] if options.quick else filter(None, options.shared.split(",")):
+        for ranks in "12" if options.quick else filter(None, options.ranks.split(",")):
+            report.add("ranks", axis="ranks", **spread_rows.measured(int(ranks), *map(int, size.split("x"))))
     for values in long_run.measured("2,10" if options.quick else options.iterations):
         report.add("iterations", axis="iterations", **values)
     report.finish()

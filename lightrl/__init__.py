@@ -5,6 +5,7 @@ The rooms, from the ground up; each imports only from rooms above it in this lis
     errors        the exceptions of a run, as a tree
     checks        what a configuration says, checked with clear errors
     concurrency   threads, event loops and processes
+    trace         what a process did when, for Perfetto; where the time went
     trajectory    Prompt, Sampling, Trajectory, Group: plain Python
     functional    equations: advantages, losses, KL, logprobs, packing
     experience    trajectories as tensors
@@ -23,8 +24,10 @@ The rooms, from the ground up; each imports only from rooms above it in this lis
     loops         one iteration inside Lightning's fit loop
     callbacks     weight sync, staleness, metrics, logs, export
     trainer       Lightning's Trainer with an engine
+    inspect       a run as a page in the browser
     launch        one run on one machine or many: the plan, and who starts it
-    commands      lightrl fit | validate | test | predict | export | plan | doctor | launch | status | serve
+    commands      lightrl fit | validate | test | predict | export | plan | doctor | launch | status |
+                  inspect | serve
 
 Public names are loaded when they are first used, so that `import lightrl` costs nothing.
 """
@@ -62,14 +65,17 @@ if TYPE_CHECKING:
         CISPO,
         DAPO,
         DPO,
+        DPPO,
         GRPO,
         GSPO,
         IPO,
         M2PO,
+        OAPL,
         PPO,
         RLOO,
         SAPO,
         SFT,
+        TOPR,
         AdaptiveKL,
         Distillation,
         DrGRPO,
@@ -89,6 +95,7 @@ if TYPE_CHECKING:
         RolloutMetrics,
         RolloutProgressBar,
         StalenessControl,
+        Trace,
         TrajectoryLog,
         WeightSync,
     )
@@ -118,8 +125,8 @@ _NAMES = {
     "strategies": ["FSDP2Strategy", "Parallel3DStrategy"],
     "module": ["RLModule"],
     "algorithms": ["GRPO", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline", "GSPO", "CISPO", "SAPO", "LitePPO",
-        "ReinforcePlusPlus", "M2PO", "PPO", "Distillation", "SFT", "DPO", "IPO", "RewardModel", "ReferenceKL",
-        "AdaptiveKL", "EarlyStop"],
+        "ReinforcePlusPlus", "M2PO", "OAPL", "TOPR", "DPPO", "PPO", "Distillation", "SFT", "DPO", "IPO", "RewardModel",
+        "ReferenceKL", "AdaptiveKL", "EarlyStop"],
     "functional": ["ImportanceWeights", "RewardShaping"],
     "rewards": ["OverlongPenalty"],
     "data": ["PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule"],
@@ -131,20 +138,20 @@ _NAMES = {
         "AgentWorkflow"],
     "engines": ["RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine"],
     "callbacks": ["RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
-        "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "LearningCurve", "HuggingFaceExport"],
+        "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport"],
 }  # fmt: skip
 _HOMES = {name: room for room, names in _NAMES.items() for name in names}
 
 __all__ = [
     "__version__", "Trainer", "FSDP2Strategy", "Parallel3DStrategy", "RLModule", "GRPO", "DrGRPO", "DAPO", "RLOO",
-    "ReinforceBaseline", "GSPO", "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "PPO", "Distillation",
-    "SFT", "DPO", "IPO", "RewardModel", "ReferenceKL", "AdaptiveKL", "EarlyStop", "ImportanceWeights", "RewardShaping",
-    "OverlongPenalty", "PromptDataModule", "SFTDataModule", "PreferenceDataModule", "TrajectoryDataModule",
-    "ModelSpec", "Role", "RoleMesh", "LoRA", "Outputs", "ModelCall", "Experience", "Prompt", "Sampling", "Trajectory",
-    "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment", "RetryWithFeedback",
-    "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine", "RLCallback",
-    "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum", "RolloutMetrics", "RolloutProgressBar",
-    "TrajectoryLog", "LearningCurve", "HuggingFaceExport",
+    "ReinforceBaseline", "GSPO", "CISPO", "SAPO", "LitePPO", "ReinforcePlusPlus", "M2PO", "OAPL", "TOPR", "DPPO",
+    "PPO", "Distillation", "SFT", "DPO", "IPO", "RewardModel", "ReferenceKL", "AdaptiveKL", "EarlyStop",
+    "ImportanceWeights", "RewardShaping", "OverlongPenalty", "PromptDataModule", "SFTDataModule",
+    "PreferenceDataModule", "TrajectoryDataModule", "ModelSpec", "Role", "RoleMesh", "LoRA", "Outputs", "ModelCall",
+    "Experience", "Prompt", "Sampling", "Trajectory", "Group", "Workflow", "SingleTurn", "MultiTurn", "Environment",
+    "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine", "FakeEngine",
+    "SGLangEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
+    "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

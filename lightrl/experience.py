@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # What a loss reads as a whole; minibatches and microbatches never split it.
 LossUnit = Literal["trajectory", "group", "pair"]
 
+Reduction = Literal["sum", "max"]  # over ranks
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -64,14 +66,7 @@ class Experience:
         if (self.pixel_values is None) != (self.image_rows is None):
             raise ValueError("pixel_values and image_rows must be set together, got only one of them.")
         for name, tensor in self.tensors().items():
-            if name == "pixel_values":
-                continue
-            expected = (num, width) if tensor.dim() >= 2 and name != "image_rows" else (num,)
-            if tuple(tensor.shape[: len(expected) if name == "image_rows" else 2]) != expected:
-                raise ValueError(
-                    f"{name} must have shape {expected}, as token_ids have {(num, width)}, got {tuple(tensor.shape)}. "
-                    "Align it to the tokens it describes."
-                )
+            check_shape(name, tensor, num, width)
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, are_judged: bool = True) -> Experience:
@@ -85,13 +80,7 @@ class Experience:
             ValueError: if there is no trajectory, or one has no reward, lists of unequal length, or a first token that
                 trains although nothing predicts it.
         """
-        if not trajectories:
-            raise ValueError("This iteration has no trajectory: every group was dropped.")
-        unjudged = [item.prompt.id for item in trajectories if item.reward is None]
-        if unjudged and are_judged:
-            raise ValueError(f"A trajectory of prompt {unjudged[0]!r} has no reward. Judge it first.")
-        for item in trajectories:
-            _check_tokens(item)
+        check_trajectories(trajectories, are_judged=are_judged)
         written = cls(
             token_ids=_rows([item.token_ids for item in trajectories], 0, np.int64),
             loss_mask=_rows([item.loss_mask for item in trajectories], False, np.bool_),
@@ -118,19 +107,50 @@ class Experience:
             raise ValueError("No trajectory has a reward. Fix the reward function.")
         rows = self if len(kept) == len(self) else self.select(kept)
         items = [trajectories[row] for row in kept]
-        for item in items:
-            _check_tokens(item)
+        check_trajectories(items)
         rewards = {"rewards": torch.tensor([item.reward for item in items], dtype=torch.float32)}
         if any(item.rewards is not None for item in items):
-            rewards["token_rewards"] = _rows([_token_rewards(item) for item in items], 0.0, np.float32)
+            rewards["token_rewards"] = _rows([token_rewards_of(item) for item in items], 0.0, np.float32)
         return rows.with_tensors({name: value.to(self.token_ids.device) for name, value in rewards.items()})
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
 
     @property
+    def loss_token_counts(self) -> Tensor:
+        """Tokens that train, int64 [B]; of all trajectories, on whichever rank their tokens are."""
+        return self.loss_mask.sum(1)
+
+    @property
+    def written_token_counts(self) -> Tensor:
+        """Tokens that the policy wrote, int64 [B]."""
+        return (self.weight_versions >= 0).sum(1)
+
+    @property
+    def version_bounds(self) -> tuple[Tensor, Tensor]:
+        """The oldest and the newest weight version of each trajectory's tokens, int64 [B]; -1 if none was written."""
+        versions = self.weight_versions
+        oldest = versions.where(versions >= 0, torch.iinfo(versions.dtype).max).amin(1)
+        newest = versions.amax(1)
+        return torch.where(newest < 0, -1, oldest), newest
+
+    @property
     def num_loss_tokens(self) -> int:
-        return int(self.loss_mask.sum())
+        return int(self.loss_token_counts.sum())
+
+    @property
+    def own(self) -> Experience:
+        """The trajectories that this rank answers for, with their tokens: each is on one rank; with one rank all."""
+        return self
+
+    @property
+    def own_rows(self) -> Tensor:
+        """The rows of `own`, int64 [b]."""
+        return torch.arange(len(self))
+
+    def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
+        """The sum, or the maximum, over all ranks of what each computed from its `own`."""
+        return values
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are set, by name, and the extras."""
@@ -200,15 +220,22 @@ class Experience:
         There are at most as many minibatches as units, so none is empty. With one minibatch the rows keep their order,
         since a shuffle would only change the rounding.
         """
+        for rows in self.minibatch_rows(num, epochs=epochs, seed=seed, unit=unit):
+            yield self if len(rows) == len(self) else self.select(rows)
+
+    def minibatch_rows(
+        self, num: int, *, epochs: int = 1, seed: int = 0, unit: LossUnit = "trajectory"
+    ) -> Iterator[list[int]]:
+        """The rows of each of `minibatches`, ascending."""
         generator = torch.Generator().manual_seed(seed)
         units = self.units(unit)
         num = min(num, len(units))
         for _ in range(epochs):
             if num == 1:
-                yield self
+                yield list(range(len(self)))
                 continue
             for picked in torch.randperm(len(units), generator=generator).tensor_split(num):
-                yield self.select(sorted(row for index in picked.tolist() for row in units[index]))
+                yield sorted(row for index in picked.tolist() for row in units[index])
 
     def microbatches(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> list[Self]:
         """Parts of at most `max_tokens` tokens each, without padding, but of at least one unit.
@@ -219,13 +246,8 @@ class Experience:
 
     def microbatch_rows(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> tuple[list[list[int]], list[Self]]:
         """The rows of this Experience in each microbatch, and the microbatches."""
-        if int(self.lengths.sum()) <= max_tokens:
-            return [list(range(len(self)))], [self]
-        units = self.units(unit)
-        lengths = self.lengths.tolist()
-        sizes = [sum(lengths[row] for row in rows) for rows in units]
-        rows = [sorted(row for index in part for row in units[index]) for part in bins(sizes, max_tokens)]
-        return rows, [self.select(part) for part in rows]
+        rows = microbatch_bins(self.lengths.tolist(), self.units(unit), max_tokens)
+        return rows, [self if len(part) == len(self) else self.select(part) for part in rows]
 
     def units(self, unit: LossUnit) -> list[list[int]]:
         """The rows of each unit that the loss reads as a whole, in order of their first rows.
@@ -306,6 +328,37 @@ def _rows(values: Sequence[Sequence[float]], fill: float, dtype: type) -> Tensor
     return torch.from_numpy(rows)
 
 
+def check_trajectories(trajectories: Sequence[Trajectory], *, are_judged: bool = True) -> None:
+    """Raises ValueError if they cannot make an Experience; see `Experience.from_trajectories`."""
+    if not trajectories:
+        raise ValueError("This iteration has no trajectory: every group was dropped.")
+    unjudged = [item.prompt.id for item in trajectories if item.reward is None]
+    if unjudged and are_judged:
+        raise ValueError(f"A trajectory of prompt {unjudged[0]!r} has no reward. Judge it first.")
+    for item in trajectories:
+        _check_tokens(item)
+
+
+def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
+    """Raises ValueError unless the field is [B] or [B, T, ...]; `image_rows` are [B, I]."""
+    if name == "pixel_values":
+        return
+    expected = (num, width) if tensor.dim() >= 2 and name != "image_rows" else (num,)
+    if tuple(tensor.shape[: len(expected) if name == "image_rows" else 2]) != expected:
+        raise ValueError(
+            f"{name} must have shape {expected}, as token_ids have {(num, width)}, got {tuple(tensor.shape)}. "
+            "Align it to the tokens it describes."
+        )
+
+
+def microbatch_bins(lengths: Sequence[int], units: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """The rows of each microbatch of at most `max_tokens`, or one unit; units are rows that stay together."""
+    if sum(lengths[row] for rows in units for row in rows) <= max_tokens:
+        return [sorted(row for rows in units for row in rows)]
+    sizes = [sum(lengths[row] for row in rows) for rows in units]
+    return [sorted(row for index in part for row in units[index]) for part in bins(sizes, max_tokens)]
+
+
 def _check_tokens(trajectory: Trajectory) -> None:
     num = len(trajectory.token_ids)
     for name in ("loss_mask", "behavior_logprobs", "weight_versions", "rewards"):
@@ -322,7 +375,7 @@ def _check_tokens(trajectory: Trajectory) -> None:
         )
 
 
-def _token_rewards(trajectory: Trajectory) -> Sequence[float]:
+def token_rewards_of(trajectory: Trajectory) -> Sequence[float]:
     """Its rewards per token, or the reward on the last loss token."""
     if trajectory.rewards is not None:
         return trajectory.rewards

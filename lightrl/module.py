@@ -42,6 +42,7 @@ NEEDS_OUR_TRAINER = (
     "Use lightrl.Trainer instead of lightning.Trainer."
 )
 
+ESS_WEIGHTS = "ess_weights"  # of what `loss` returns
 CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of a score call that only the critic's loss reads
 
 RewardFunction = Callable[[Trajectory], Any]
@@ -98,6 +99,9 @@ class RLModule(L.LightningModule):
     value_coef: float = 0.5
     # The keys that `advantages` returns.
     advantage_keys: tuple[str, ...] = ("advantages",)
+    # The keys per token that `advantages` reads of all trajectories, also of those on other ranks: each rank gets them
+    # whole. Without it, `advantages` reads fields [B] of all, and fields per token of `experience.own`.
+    advantage_inputs: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -234,7 +238,9 @@ class RLModule(L.LightningModule):
     def loss(self, experience: Experience, outputs: Outputs) -> Mapping[str, LossMetric]:
         """The loss of each token [B, T] or trajectory [B] under `loss`, and metrics of either shape under their names.
 
-        A metric is averaged; as a pair `(values, weights)` its mean is Σ w·v / Σ w.
+        A metric is averaged; as a pair `(values, weights)` its mean is Σ w·v / Σ w. `ess_weights` [B, T] are what the
+        loss multiplies each token's policy gradient by, 0 where it learns nothing: of these, or of policy ÷ behavior
+        where they are missing, `ess_fraction` is logged.
 
         A pure function of its arguments. Masked positions are 0 in every float [B, T] input.
         """

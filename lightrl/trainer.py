@@ -12,12 +12,14 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -154,6 +156,24 @@ class Trainer(RLTrainer):
 
     def judged_groups(self, batch: Any) -> list[Group]:
         return self.rollout_loop.judged_groups(batch)
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run's folder, where everything that is no logger's writes too; a collective.
+
+        Lightning's is the folder of all runs if the first logger is neither TensorBoard's nor CSV: with Weights and
+        Biases or MLflow a second run would write into the first one's. So it is the folder of the first logger that has
+        one per run, or else save_dir/name/version, as for ModelCheckpoint.
+        """
+        loggers = [*self.loggers]
+        own = next((one for one in loggers if isinstance(one, CSVLogger | TensorBoardLogger)), None)
+        if own is not None or not loggers or loggers[0].save_dir is None:
+            return super().log_dir if own is None else self.strategy.broadcast(own.log_dir)
+        first: Any = loggers[0]
+        if self.is_global_zero:
+            _ = first.experiment  # which gives the version
+        version = first.version if isinstance(first.version, str) else f"version_{first.version}"
+        return self.strategy.broadcast(str(Path(first.save_dir, str(first.name), version)))
 
     # ------------------------------------------------------------------ Lightning's stages
 

@@ -13,12 +13,15 @@ from torch import Tensor
 from lightrl.algorithms import (
     CISPO,
     DAPO,
+    DPPO,
     GRPO,
     GSPO,
     M2PO,
+    OAPL,
     PPO,
     RLOO,
     SAPO,
+    TOPR,
     Distillation,
     DrGRPO,
     LitePPO,
@@ -57,6 +60,9 @@ ALGORITHMS: dict[str, Callable[..., GRPO]] = {
         *args, reference=ReferenceKL(0.1, tiny_spec(seed=1)), **kwargs
     ),
     "M2PO": lambda *args, **kwargs: M2PO(*args, second_moment_threshold=0.02, **kwargs),
+    "OAPL": OAPL,
+    "TOPR": TOPR,
+    "DPPO": lambda *args, **kwargs: DPPO(*args, max_nats=0.01, **kwargs),
     "GRPO with a guessed proximal policy": lambda *args, **kwargs: GRPO(
         *args, decoupled=ImportanceWeights(approximate_proximal=True), **kwargs
     ),

@@ -6,15 +6,23 @@ job Lightning would expect the job's tasks.
 
 import logging
 import os
+import subprocess
 from collections.abc import Iterator
 
+import forked
 import pytest
 import torch
+from leftovers import Leftovers
+
+from lightrl.testing import FakeServerProcess
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of children, as their imports read it
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"
 for name in [name for name in os.environ if name.startswith("SLURM_")]:
     del os.environ[name]
+forked.server.environment = dict(os.environ)
+FakeServerProcess.popen = forked.Popen
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +33,20 @@ def _levels_of_loggers() -> Iterator[None]:
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture
+def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the code under test starts are forked too; see forked.py."""
+    monkeypatch.setattr(subprocess, "Popen", forked.Popen)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left_running() -> Iterator[None]:
+    """Of a file: a fixture of a file may start a server anew within a test."""
+    leftovers = Leftovers()
+    yield
+    assert leftovers.found() == []
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

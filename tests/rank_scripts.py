@@ -7,13 +7,16 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import torch
 
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.experience import Experience
 
 TESTS = Path(__file__).parent
 
@@ -24,17 +27,20 @@ TESTS = Path(__file__).parent
 ROUNDING = 1e-5
 
 
-def finished(script: Path, folder: Path, *args: str, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
+def finished(
+    script: Path, folder: Path, *args: str, timeout_s: float = 170, real: bool = False
+) -> subprocess.CompletedProcess[str]:
     """The script's process after its end, whatever its exit code; Lightning starts the other ranks by itself.
 
     Args:
         folder: the script's first argument, where it works.
         args: its other arguments.
+        real: its processes are fresh ones, as a user's are.
     """
     for name in ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         assert name not in os.environ, f"{name} of another run is still set"
     paths = [str(script.parent), str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
+    return (subprocess.run if real else partial(forked.run, children_fork=True))(
         [sys.executable, str(script), str(folder), *args],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -54,6 +60,19 @@ def leave(found: Any, folder: Path) -> None:
     """Called by each rank of a script, with what its test compares."""
     folder.mkdir(exist_ok=True)
     torch.save(found, folder / f"rank-{os.environ.get('LOCAL_RANK', '0')}.pt")
+
+
+def gathered_tensors(experience: Experience) -> dict[str, torch.Tensor]:
+    """The fields of all trajectories, from the ranks that answer for them; collective, after `fit` too."""
+    rows, num, width = experience.own_rows, len(experience), int(experience.lengths.max())
+    found = {}
+    for name, value in experience.own.tensors().items():
+        fill = -1 if name == "weight_versions" else 0
+        number = value.int() if value.dtype == torch.bool else value
+        whole = number.new_zeros(num, *([width, *value.shape[2:]] if value.dim() > 1 else []))
+        whole[(rows, slice(value.shape[1])) if value.dim() > 1 else rows] = number - fill
+        found[name] = (experience.total(whole) + fill).to(value.dtype)
+    return found
 
 
 def left_by(num_ranks: int, folder: Path) -> list[Any]:

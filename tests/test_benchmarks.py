@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 
+import forked
 import pytest
 import torch
 from transformers import Qwen3Config
@@ -18,6 +19,7 @@ from benchmarks import (
     growth,
     grpo_vs_trl,
     held_trajectories,
+    lag,
     local_engine,
     orchestrator,
     packing,
@@ -41,6 +43,18 @@ def _threads_as_before():
     torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("forked_children")
+def test_a_fleet_that_grows_and_shrinks_loses_no_request():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.elastic", "--fleet", "1,2,1", "--seconds", "2"],
+        capture_output=True, text=True, timeout=170, check=True,
+    )  # fmt: skip
+    (row,) = [row for line in done.stdout.splitlines() if line.startswith("{") and "fleet" in (row := json.loads(line))]
+    assert (row["fleet"], row["lost_requests"], row["unproven_tokens"]) == ("1-2-1", 0, 0)
+    assert row["tokens"] > 0
+
+
+@pytest.mark.usefixtures("forked_children")
 def test_with_shares_the_ranks_receive_together_what_rank_0_would_alone():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.rank_shares", "--quick", "--rounds", "1"],
@@ -57,9 +71,9 @@ def test_with_shares_the_ranks_receive_together_what_rank_0_would_alone():
 
 
 def test_an_update_is_compared_with_fine_tuning_of_its_tokens():
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "benchmarks.update_vs_sft", "--quick"],
-        capture_output=True, text=True, timeout=170, check=True,
+        capture_output=True, text=True, timeout=170, check=True, children_fork=True,
     )  # fmt: skip
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     measured = [(row["processes"], row["against"]) for row in rows if row.get("measurement") == "update"]
@@ -183,6 +197,7 @@ def test_growth_measures_what_it_costs_to_hold_trajectories():
     assert row["trajectories_per_processor_s"] > 0
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):
     orchestrator.main(["--quick"])
     lines = printed(capsys)
@@ -190,18 +205,30 @@ def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):
     assert lines[-1]["controller_ratio_40"] > 0
 
 
-def test_async_overlap_keeps_its_staleness_bound(capsys):
+def test_async_overlap_keeps_its_staleness_bound_and_the_distribution_of_lengths(capsys):
     async_overlap.main(["--quick"])
-    rows = [line for line in printed(capsys) if "max_staleness" in line]
-    assert [row["max_staleness"] for row in rows] == [0, 1]
-    assert all(row["staleness_reached_versions"] <= row["max_staleness"] for row in rows)
+    lines = [line for line in printed(capsys) if "order" in line]
+    rows = [line for line in lines if line["measurement"] == "overlap"]
+    assert [row["staleness"] for row in rows] == [0, 1]
+    assert all(row["staleness_reached_versions"] <= row["staleness"] for row in rows)
+    assert [(row["ks_distance"], row["discarded_groups"]) for row in rows] == [(0.0, 0.0)] * 2
+    simulated = {(row["order"], row["longest_in_updates"], row["staleness"]): row for row in lines if row not in rows}
+    windowed = [row for (order, _, _), row in simulated.items() if order == "windowed"]
+    assert all(row["discarded_groups"] == 0 for row in windowed)
+    assert len({row["ks_distance"] for row in windowed}) == 1  # that of the draws themselves
+    assert windowed[0]["ks_distance"] < 1.95 / 1000**0.5
+    for order in ("redraw", "discard", "over-sample"):  # at η = 1, stragglers of 4 updates
+        assert simulated[order, 4.0, 1]["discarded_groups"] > 0
+        assert simulated[order, 4.0, 1]["mean_length"] < 0.9 * simulated["windowed", 4.0, 1]["mean_length"]
+    assert simulated["windowed", 0.9, 1]["idle_fraction"] == 0
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_async_overlap_asks_a_server_process_and_syncs_it(capsys):
     async_overlap.main(["--quick", "--engine", "sglang"])
-    rows = [line for line in printed(capsys) if "max_staleness" in line]
-    assert [row["max_staleness"] for row in rows] == [0, 1]
-    assert all(row["staleness_reached_versions"] <= row["max_staleness"] for row in rows)
+    rows = [line for line in printed(capsys) if line.get("measurement") == "overlap"]
+    assert [row["staleness"] for row in rows] == [0, 1]
+    assert all(row["staleness_reached_versions"] <= row["staleness"] for row in rows)
     assert all(row["trained_tokens"] == sum(lognormal_lengths(8, 8)) and row["sync_s"] > 0 for row in rows)
 
 
@@ -233,6 +260,7 @@ def test_weight_sync_measures_each_transport_in_processes_of_its_own(capfd):
     assert found == {"gloo", "disk", "plain_memory_copy", "plain_file_copy", "share"}
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_delta_sync_gives_the_servers_the_trainers_weights_and_sends_little(capfd):
     weight_sync.main(["--quick", "--transports", "delta,growth,paper"])
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
@@ -247,6 +275,7 @@ def test_delta_sync_gives_the_servers_the_trainers_weights_and_sends_little(capf
     assert all(line["is_arithmetic"] for line in lines if line.get("measurement") == "paper")
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_sync_faults_prints_a_row_for_each_run_and_counts_false_alarms(capsys):
     sync_faults.main(["--quick"])
     rows = printed(capsys)
@@ -316,3 +345,38 @@ def test_flops_of_a_small_model():
     forward = 2 * (2 * 9216 * 4 + 64 * 32 * 2) + 2 * 2 * 32 * 10
     assert gpu_update.flops(gpu_update.make_config("tiny"), [3, 1], 2, has_backward=False) == forward
     assert gpu_update.flops(gpu_update.make_config("tiny"), [3, 1], 2, has_backward=True) == 3 * forward
+
+
+def test_a_run_with_lag_trains_on_what_older_weights_sampled(tmp_path, capsys, monkeypatch):
+    lags = []
+    sampled = lag.sample
+    for module in ("algorithms", "lag"):  # it would stay quiet after this test
+        monkeypatch.setattr(f"benchmarks.{module}.quiet", lambda: None)
+    monkeypatch.setattr(lag, "sample", lambda *args: lags.append(args[2]) or sampled(*args))
+    lag.main(["--quick", "--out", str(tmp_path)])
+    assert lags == [0, 1, 2, 3, 0, 0, 0, 1, 2, 3]  # on-policy; then a queue that begins with two iterations' worth
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")][1:]
+    assert [(row["loss"], row["staleness"], row["seeds"]) for row in rows] == [("GRPO", 0, 1), ("OAPL", 2, 1)]
+    assert rows[0]["fraction_of_on_policy"] == 1
+    assert rows[0]["ess_warning_lead_iterations"] is None
+    lags.clear()
+    lag.main(["--quick", "--out", str(tmp_path)])
+    assert lags == []  # from the records
+
+
+def test_a_collapse_is_a_fall_of_the_mean_and_its_warning_comes_before():
+    rewards = [0.3] * 10 + [0.9] * 30 + [0.5] * 10  # the mean of 10 is below 0.7 when more than half are of the last
+    assert lag.collapse_of(rewards) == 45
+    assert lag.collapse_of([0.9] * 40 + [0.8] * 40) is None
+    ess = [1.0] * 20 + [0.2] * 30
+    assert lag.warning_of(ess) == 28  # 0.2 · 9 + 1 = 2.8, below 0.3 · 10
+    records = {
+        ("GRPO", 0, lag.LR, 0): {"reward": [0.8] * 50, "ess_fraction": [1.0] * 50},
+        ("GRPO", 64, lag.LR, 0): {"reward": rewards, "ess_fraction": ess},
+        ("OAPL", 64, lag.LR, 0): {"reward": rewards, "ess_fraction": [1.0] * 50},
+        ("TOPR", 64, lag.LR, 0): {"reward": [0.8] * 50, "ess_fraction": ess},
+    }
+    rows = {loss: lag.row_of(records, loss, 64, lag.LR, [0]) for loss in ("GRPO", "OAPL", "TOPR")}
+    assert [row["ess_warning_lead_iterations"] for row in rows.values()] == [17, "missed", None]
+    assert [row["warned_without_collapse"] for row in rows.values()] == [0, 0, 1]
+    assert [row["fraction_of_on_policy"] for row in rows.values()] == [0.625, 0.625, 1.0]

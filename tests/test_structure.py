@@ -13,7 +13,7 @@ import lightrl
 PACKAGE = Path(lightrl.__file__).parent
 FLOORS = [
     {"errors"},
-    {"checks", "concurrency", "trajectory"},
+    {"checks", "concurrency", "trace", "trajectory"},
     {"functional"},
     {"experience"},
     {"rewards", "weights"},
@@ -23,7 +23,7 @@ FLOORS = [
     {"rollout", "module", "data"},
     {"algorithms", "loops", "callbacks"},
     {"trainer"},
-    {"launch"},
+    {"inspect", "launch"},
     {"commands"},
     {"__main__"},
 ]

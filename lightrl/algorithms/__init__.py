@@ -4,6 +4,7 @@ Reading order:
     grpo.py       GRPO and the settings that its relatives differ in
     reference.py  ReferenceKL: the KL term, its reference policy, its adaptive weight
     relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: GRPO with some settings fixed
+    off_policy.py OAPL, TOPR, DPPO: losses for stale trajectories
     ppo.py        PPO: a critic instead of groups
     distillation.py  a teacher judges each token that the policy writes
     supervised.py what the plain LightningModules that train on given data share:
@@ -18,6 +19,7 @@ name its paper as Source, and add it to the parametrized invariances in tests/al
 from lightrl.algorithms.distillation import Distillation
 from lightrl.algorithms.dpo import DPO, IPO
 from lightrl.algorithms.grpo import GRPO
+from lightrl.algorithms.off_policy import DPPO, OAPL, TOPR
 from lightrl.algorithms.ppo import PPO, EarlyStop
 from lightrl.algorithms.reference import AdaptiveKL, ReferenceKL
 from lightrl.algorithms.relatives import (
@@ -40,14 +42,17 @@ __all__ = [
     "CISPO",
     "DAPO",
     "DPO",
+    "DPPO",
     "GRPO",
     "GSPO",
     "IPO",
     "M2PO",
+    "OAPL",
     "PPO",
     "RLOO",
     "SAPO",
     "SFT",
+    "TOPR",
     "Distillation",
     "DrGRPO",
     "EarlyStop",

@@ -114,14 +114,15 @@ class Distillation(GRPO):
         return [*super().score_calls(), teacher]
 
     def advantages(self, experience: Experience) -> Tensor:
+        own = experience.own
         if self.teacher_topk is not None:
-            self._check_ids(experience["teacher_topk_ids"])
-            advantages = torch.zeros_like(experience.behavior_logprobs)
+            self._check_ids(own["teacher_topk_ids"])
+            advantages = torch.zeros_like(own.behavior_logprobs)
         else:
-            assert experience.teacher_logprobs is not None
-            advantages = experience.teacher_logprobs - experience.behavior_logprobs
+            assert own.teacher_logprobs is not None
+            advantages = own.teacher_logprobs - own.behavior_logprobs
         if self.reward_coef:
-            advantages = advantages + self.reward_coef * super().advantages(experience)[:, None]
+            advantages = advantages + self.reward_coef * super().advantages(experience)[experience.own_rows, None]
         return advantages
 
     def loss(self, experience: Experience, outputs: Outputs) -> dict[str, Any]:
@@ -146,7 +147,7 @@ class Distillation(GRPO):
         Raises:
             ValueError: if the policy does not have one of them.
         """
-        num_ids, largest = self.policy_config.get_text_config().vocab_size, int(ids.max())
+        num_ids, largest = self.policy_config.get_text_config().vocab_size, int(ids.max()) if ids.numel() else 0
         if largest >= num_ids:
             raise ValueError(
                 f"The teacher's {self.teacher_topk} likeliest tokens include id {largest}, but the policy's vocabulary "

@@ -22,7 +22,7 @@ from lightrl.functional import (
     sequence_ratio,
 )
 from lightrl.models import ModelSpec, Outputs, Role
-from lightrl.module import RLModule
+from lightrl.module import ESS_WEIGHTS, RLModule
 from lightrl.rewards import OverlongPenalty
 
 
@@ -119,7 +119,7 @@ class GRPO(RLModule):
         """The rewards, with the penalty on overlong completions, [B]."""
         if self.overlong_penalty is None:
             return experience.rewards
-        return experience.rewards + self.overlong_penalty(experience.loss_mask.sum(1), self.sampling.max_new_tokens)
+        return experience.rewards + self.overlong_penalty(experience.loss_token_counts, self.sampling.max_new_tokens)
 
     def advantages(self, experience: Experience) -> Tensor:
         return self._group_advantages(self.shaped_rewards(experience), experience.group_ids)
@@ -133,13 +133,14 @@ class GRPO(RLModule):
         center = self.center(experience, outputs)
         ratio = self.ratio(outputs.logprobs, center, experience.loss_mask)
         loss = self.policy_loss(ratio, experience, outputs)
+        gradient_weights = self.gradient_weights(ratio, experience, outputs)
         metrics = {
             "ratio": ratio.detach(),
-            "clipped_fraction": self.is_clipped(ratio, experience.advantages),
+            "clipped_fraction": self.is_clipped(ratio, experience, outputs),
         }
         if self.importance_weights is not None:
             weights = self.importance_weights(center, experience.behavior_logprobs, experience.loss_mask)
-            loss = loss * weights
+            loss, gradient_weights = loss * weights, gradient_weights * weights
             metrics["importance_weights"] = weights
             metrics["importance_dropped_fraction"] = (weights == 0).float()
             metrics["kl_update_nats"] = kl(center, outputs.logprobs.detach())  # KL(proximal ‖ policy), by k3
@@ -152,7 +153,7 @@ class GRPO(RLModule):
             metrics["kl_reference_nats"] = divergence.detach()
         if self.entropy_coef:
             loss = loss - self.entropy_coef * outputs.entropy
-        return {"loss": loss, **metrics}
+        return {"loss": loss, ESS_WEIGHTS: gradient_weights, **metrics}
 
     def center(self, experience: Experience, outputs: Outputs) -> Tensor:
         """The logprobs that the clip is centered on, [B, T], without gradient."""
@@ -171,9 +172,14 @@ class GRPO(RLModule):
             return sequence_ratio(logprobs, center, loss_mask)
         return policy_ratio(logprobs, center)
 
-    def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        """What `policy_loss` multiplies a token's policy gradient by, [B, T], detached; 0 where it learns nothing."""
+        return ratio.detach() * (1 - self.is_clipped(ratio, experience, outputs))
+
+    def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """1 where the clip of `policy_loss` acts, 0 elsewhere, [B, T]."""
-        return is_clipped(ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
+        assert experience.advantages is not None
+        return is_clipped(ratio, experience.advantages, clip_low=self.clip_low, clip_high=self.clip_high)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """The policy gradient's part of the loss, [B, T]."""

@@ -194,27 +194,27 @@ class PPO(GRPO):
     # ------------------------------------------------------------------ once for the whole iteration
 
     def advantages(self, experience: Experience) -> dict[str, Tensor]:  # type: ignore[override]
-        mask = experience.loss_mask
-        values, bootstrap = experience["values"], experience.bootstrap_values
+        own, total = experience.own, experience.total
+        mask, values, bootstrap = own.loss_mask, own["values"], own.bootstrap_values
         if self.normalizer is not None:
             values = self.normalizer.denormalize(values)
             if bootstrap is not None:
-                bootstrap = torch.where(experience.is_truncated, self.normalizer.denormalize(bootstrap), 0.0)
-        rewards = self.token_rewards(experience)
+                bootstrap = torch.where(own.is_truncated, self.normalizer.denormalize(bootstrap), 0.0)
+        rewards = self.token_rewards(own)
         if self.reference_kl is not None:
-            behavior, reference = experience.behavior_logprobs, experience.reference_logprobs
+            behavior, reference = own.behavior_logprobs, own.reference_logprobs
             divergence = self.reference_kl.per_token(behavior, reference, in_reward=self.kl_in_reward)
             if self.kl_in_reward:
                 rewards = rewards - self.kl_coef * torch.where(mask, divergence, 0.0)
-            self._adapt_kl_coef(float(masked_mean(divergence, mask)), len(experience))
+            self._adapt_kl_coef(float(masked_mean(divergence, mask, total)), len(experience))
         advantages, returns = gae(rewards, values, mask, self.gamma, self.lam, bootstrap)
-        self._log_if_attached("critic/explained_variance", explained_variance(values, returns, mask))
-        self._log_if_attached("critic/return", float(masked_mean(returns, mask)))
+        self._log_if_attached("critic/explained_variance", explained_variance(values, returns, mask, total))
+        self._log_if_attached("critic/return", float(masked_mean(returns, mask, total)))
         if self.normalizer is not None:
-            self.normalizer.update(returns[mask])
+            self.normalizer.update(returns[mask], total)
             returns = self.normalizer.normalize(returns)
         if self.whiten_advantages:
-            advantages = batch_normalized(advantages, mask)
+            advantages = batch_normalized(advantages, mask, total=total)
         return {"advantages": advantages, "returns": returns}
 
     def token_rewards(self, experience: Experience) -> Tensor:

@@ -122,9 +122,12 @@ class CISPO(GRPO):
     ) -> None:
         super().__init__(policy, clip_low=clip_low, clip_high=clip_high, dual_clip=None, ratio_level="token", **kwargs)
 
-    def is_clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+    def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """1 where the weight is clipped, whatever the advantage's sign; the token still learns."""
         return ((ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)).to(ratio.dtype)
+
+    def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        return ratio.detach().clamp(1 - self.clip_low, 1 + self.clip_high)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         assert experience.advantages is not None
@@ -228,16 +231,16 @@ class ReinforcePlusPlus(GRPO):
         )
 
     def advantages(self, experience: Experience) -> Tensor:
-        mask = experience.loss_mask
+        own = experience.own
+        mask = own.loss_mask
         mean: Literal["group"] | None = "group" if self.advantage_mean == "group" else None
         rewards = group_advantages(self.shaped_rewards(experience), experience.group_ids, mean=mean, std=None)
-        returns = rewards[:, None].expand(mask.shape)
+        returns = rewards[experience.own_rows, None].expand(mask.shape)
         if self.reference_kl is not None:
-            logprobs = experience.behavior_logprobs
-            penalty = self.reference_kl.per_token(logprobs, experience.reference_logprobs, in_reward=True)
+            penalty = self.reference_kl.per_token(own.behavior_logprobs, own.reference_logprobs, in_reward=True)
             to_come = torch.where(mask, penalty, 0.0).flip(1).cumsum(1).flip(1)
             returns = returns - self.kl_coef * to_come
-        return batch_normalized(returns, mask)
+        return batch_normalized(returns, mask, total=experience.total)
 
 
 class M2PO(GRPO):
@@ -253,6 +256,8 @@ class M2PO(GRPO):
         second_moment_threshold: bound on the mean of log_ratio², nats².
         kwargs: those of GRPO, less its clip.
     """
+
+    advantage_inputs = ("proximal_logprobs", "behavior_logprobs", "loss_mask")  # it sorts all tokens of the iteration
 
     def __init__(
         self,

@@ -5,13 +5,15 @@ Reading order:
     weight_sync.py      the trainer's weights to the engine, with a version; rank_shares.py  which ranks write them
       probe.py          a few sequences that both score after a load: within a bound?
       version_probe.py  and which version's scores are the engine's?
+      lag_probe.py      how far the policy moves in η versions
       colocation.py     who has the memory, where both are on the same devices
     staleness.py        how far behind a trajectory may be
     dynamic_sampling.py which groups are dropped and replaced, and how many are started
     curriculum.py       which prompts are played, by past success
     rollout_metrics.py  what is logged of each iteration
     progress.py         the two-line progress bar
-    status_file.py      what the run does now, for `lightrl status`
+    status_file.py      what the run does now, for `lightrl status`; complaints.py  warnings, errors and drops
+    trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, now and then as a table
     learning_curve.py   the run's curve as a picture
     export.py           the policy as a Hugging Face folder
@@ -28,6 +30,7 @@ from lightrl.callbacks.progress import RolloutProgressBar
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
 from lightrl.callbacks.staleness import StalenessControl
+from lightrl.callbacks.trace import Trace
 from lightrl.callbacks.trajectory_log import TrajectoryLog
 from lightrl.callbacks.weight_sync import WeightSync
 
@@ -40,6 +43,7 @@ __all__ = [
     "RolloutMetrics",
     "RolloutProgressBar",
     "StalenessControl",
+    "Trace",
     "TrajectoryLog",
     "WeightSync",
 ]

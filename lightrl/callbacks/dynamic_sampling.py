@@ -33,7 +33,11 @@ class DynamicSampling(RLCallback):
     repeatable to the bit. With `max_staleness` > 0, stragglers stay in flight within the staleness bound and only those
     that would hold a batch back are given up; their prompts come again in the next epoch.
 
-    It logs `rollout/dropped_groups` and `rollout/dropped_groups_<reason>`, since the last iteration.
+    It logs `rollout/dropped_groups` and `rollout/dropped_groups_<reason>`, since the last iteration, and with
+    over-sampling `rollout/given_up_fraction`, of the groups drawn: it bounds the Kolmogorov-Smirnov distance between
+    sampled and trained durations. What the rules prefer is seen by comparing RolloutMetrics' `rollout/dropped_*` with
+    the metrics of what is trained on: `rollout/dropped_length_tokens` with `rollout/length_tokens`,
+    `rollout/dropped_accuracy_fraction` with `rollout/accuracy_fraction`.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
 
@@ -109,7 +113,12 @@ class DynamicSampling(RLCallback):
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         drops = trainer.rollout.drain_group_drops()
         self._reasons |= set(drops)
-        values = {f"rollout/dropped_groups_{reason}": drops.get(reason, 0) for reason in sorted(self._reasons)}
+        values: dict[str, float] = {
+            f"rollout/dropped_groups_{reason}": drops.get(reason, 0) for reason in sorted(self._reasons)
+        }
         values["rollout/dropped_groups"] = sum(drops.values())
+        if self.oversample_fraction:
+            num_given_up = drops.get("oversampled", 0)
+            values["rollout/given_up_fraction"] = num_given_up / (num_given_up + len(groups))
         for name, value in values.items():
             module.log(name, float(value), on_step=True, on_epoch=False)

@@ -274,8 +274,14 @@ def probe_sequences(vocab_size: int, *, num: int, num_tokens: int) -> list[list[
     return [[draw.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(num)]
 
 
-def trainer_scores(trainer: RLTrainer, module: RLModule, sequences: list[list[int]]) -> list[list[float]]:
-    """Logprobs at temperature 1 of each token given those before, 0 for the first; collective."""
+def trainer_scores(
+    trainer: RLTrainer, module: RLModule, sequences: list[list[int]], *, is_scaled: bool = False
+) -> list[list[float]]:
+    """Logprobs of each token given those before, 0 for the first; collective.
+
+    Args:
+        is_scaled: at the temperature of training, not at 1.
+    """
     ranks = ranks_of(trainer.strategy)
     holders = ranks.of_role("policy")
     rows: list[list[float]] = []
@@ -284,7 +290,7 @@ def trainer_scores(trainer: RLTrainer, module: RLModule, sequences: list[list[in
         model = module.parallel_models["policy"]
         plain = contextlib.nullcontext()
         context = plain if _skips_autocast(trainer, module) else trainer.precision_plugin.forward_context()
-        with torch.no_grad(), context, _unscaled(model):
+        with torch.no_grad(), context, plain if is_scaled else _unscaled(model):
             (outputs,) = model.forward([experience.to(module.device)])
         rows = outputs.logprobs.float().cpu().tolist()
     if holders.size < ranks.size:

@@ -31,9 +31,11 @@ _LEARNING = {
 _SPEED = {
     "rollout/tokens_per_s": "tokens/s",
     "staleness/max_versions": "staleness",
+    "time/straggler_wait_s": "straggler_wait_s",
     "time/sync_s": "sync_s",
 }
 _PHASE_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
+_SILENT_S = 60.0  # without a line, where there is no terminal
 _REDRAW_S = 0.1  # a terminal shows no more, and an iteration of a small model has three phases in 60 ms
 
 
@@ -43,12 +45,14 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         Training:  40%|████      | 80/200 [00:09<00:14, 8.7it/s, reward=0.531, accuracy=0.410, held-out=0.430]
           rollout: 58%|█████▊    | 300/512, tokens/s=12.3k, staleness=0, sync_s=0.004
 
+    While a batch waits for slow groups alone, the second line says for how many: `rollout, waits for 2 slow`.
     The first line counts the run's batches, of which an RL run has one per iteration: up to `max_steps` or the end of
     `max_epochs`, whichever comes first, over all epochs, and on from where a resumed run starts. A plain
     LightningModule has the first line only, with whatever it logs with `prog_bar=True`.
 
     If standard output is no terminal (a log file, a pipe), bars would leave thousands of lines. Then it prints one
-    plain line every `print_every_n_iterations`, and one after each validation.
+    plain line every `print_every_n_iterations`, or after a minute without one, with the time left, and one after each
+    validation.
 
     Args:
         refresh_rate: batches between two updates of the first line; 0 shows nothing.
@@ -76,6 +80,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self._num_trajectories: int | None = None  # of an iteration, after the first
         self._speed = ""  # of the last iteration, for the second line
         self._drawn_s = -math.inf  # monotonic clock
+        self._printed_s = 0.0  # monotonic clock, of the last plain line
+        self._begun: tuple[float, int] = 0.0, 0  # monotonic clock and iterations that were done
 
     @property
     def is_disabled(self) -> bool:
@@ -87,6 +93,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.train_progress_bar = self.init_train_tqdm()
         self._is_training = True
+        self._printed_s = time.monotonic()
+        self._begun = self._printed_s, _num_batches_done(trainer)
         self.train_progress_bar.total = num_batches_of_run(trainer)
         # `initial` keeps the batches before a resume out of the rate.
         self.train_progress_bar.initial = self.train_progress_bar.n = _num_batches_done(trainer)
@@ -100,8 +108,10 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     ) -> None:
         done, total = _num_batches_done(trainer), num_batches_of_run(trainer)
         if self.is_disabled:
-            if self.is_enabled and (done % self.print_every_n_iterations == 0 or done == total):
-                of_total = f"/{total}" if total is not None else ""
+            is_due = done % self.print_every_n_iterations == 0 or done == total
+            if self.is_enabled and (is_due or time.monotonic() - self._printed_s >= _SILENT_S):
+                self._printed_s = time.monotonic()
+                of_total = f"/{total}{self._time_left(done, total)}" if total is not None else ""
                 self.print(f"iteration {done}{of_total}{_plain(self.get_metrics(trainer, pl_module))}")
             return
         self.train_progress_bar.n = done
@@ -127,7 +137,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         self._num_trajectories = total
-        self._show_phase("rollout", done, total)
+        num_stragglers = trainer.rollout.progress()["stragglers"]
+        self._show_phase(f"rollout, waits for {num_stragglers} slow" if num_stragglers else "rollout", done, total)
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         num = self._num_trajectories = sum(len(group.trajectories) for group in groups)
@@ -186,6 +197,14 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         """Prints above the bars; without bars, like `print`."""
         Tqdm.write(sep.join(map(str, args)), **{"file": sys.stdout, **kwargs})
+
+    def _time_left(self, done: int, total: int) -> str:
+        """At the pace of this fit so far."""
+        begun_s, num_before = self._begun
+        if not num_before < done < total:
+            return ""
+        left_s = (time.monotonic() - begun_s) / (done - num_before) * (total - done)
+        return f", {_duration(left_s)} left"
 
     def _show_metrics(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         values = self.get_metrics(trainer, module)
@@ -265,6 +284,12 @@ def _short_number(value: object) -> str:
     if abs(value) >= 1e3:
         return f"{value / 1e3:.1f}k"
     return f"{value:.3f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _plain(values: Mapping[str, object]) -> str:

@@ -35,9 +35,16 @@ PROGRESS_BAR_METRICS = frozenset(
         "rollout/accuracy_fraction",
         "rollout/tokens_per_s",
         "staleness/max_versions",
+        "time/straggler_wait_s",
         "time/sync_s",
     }
 )
+
+
+THROWN_AWAY = {
+    "thrown_away_tokens": "rollout/dropped_length_tokens",
+    "thrown_away_correct": "rollout/dropped_accuracy_fraction",
+}
 
 
 class RolloutMetrics(RLCallback):
@@ -60,8 +67,12 @@ class RolloutMetrics(RLCallback):
     | rollout/mixed_version_fraction | written by two or more weight versions |
     | rollout/dropped_trajectories | since the last iteration |
     | rollout/dropped_trajectories_<reason> | by reason; logged from the first one on |
+    | rollout/dropped_length_tokens, rollout/dropped_accuracy_fraction | of the finished trajectories of dropped groups,
+      to compare with those trained on: what a filter or over-sampling prefers; where there were any |
     | rollout/skipped_prompts | by a curriculum, a row filter or their length; logged from the first one on |
     | rollout/tokens_per_s | tokens written, over the time available to write them (below) |
+    | time/straggler_wait_s | with `max_staleness` above 0: the part of `time/rollout_s` in which enough groups were
+      finished, but slow ones, which are not passed over, were not |
     | staleness/mean_versions, staleness/max_versions | weight version at use minus oldest version in a trajectory |
     | update/tokens_per_s | loss tokens, over `time/update_s` |
     | time/<phase>_s | rollout (waiting for groups), score, update, sync; on-policy perhaps rewards (waiting for those
@@ -86,14 +97,16 @@ class RolloutMetrics(RLCallback):
         self._num_flat_iterations = 0  # in a row, without variance in any group
         self._groups: list[Group] = []  # of this iteration
         self._num_dropped: Counter[str] = Counter()  # by reason; a reason that has occurred stays, with 0
-        self._num_skipped = 0  # prompts of this fit, until the last iteration
+        self._num_skipped = 0.0  # prompts of this fit, until the last iteration
+        self._thrown_away = MeansSince()
         self._num_written_tokens = 0
         self._num_loss_tokens = 0
         self._rollout_ended_s: float | None = None  # monotonic clock
         self._overlapped_s: float | None = None  # from the last rollout's end to this one's
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._num_skipped = 0
+        self._num_skipped = 0.0
+        self._thrown_away = MeansSince()
 
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._num_loss_tokens = 0
@@ -113,10 +126,12 @@ class RolloutMetrics(RLCallback):
         for reason, num in self._num_dropped.items():
             values[f"rollout/dropped_trajectories_{reason}"] = float(num)
         self._num_dropped = Counter(dict.fromkeys(self._num_dropped, 0))
-        num_skipped = trainer.rollout.progress()["skipped_prompts"]
+        progress = trainer.rollout.progress()
+        num_skipped = progress["skipped_prompts"]
         if num_skipped:
             values["rollout/skipped_prompts"] = float(num_skipped - self._num_skipped)
         self._num_skipped = num_skipped
+        values |= self._thrown_away.means(progress, "thrown_away_trajectories", THROWN_AWAY)
         for name, metric in self.metrics.items():
             metric.update(groups)
             values[name] = float(metric.compute())
@@ -125,13 +140,14 @@ class RolloutMetrics(RLCallback):
         self._groups = groups
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
-        self._num_written_tokens = int((experience.weight_versions >= 0).sum())
+        self._num_written_tokens = int(experience.written_token_counts.sum())
         _log(module, experience_metrics(experience, trainer.weight_version))
 
         # Other advantages may teach although no group has variance, against the batch's mean for example. A teacher's
         # likeliest tokens teach without any.
-        teaches = experience.advantages is None or bool(experience.advantages[experience.loss_mask].any())
-        teaches = teaches or "teacher_topk_ids" in experience.extras
+        own = experience.own
+        teaches = own.advantages is None or "teacher_topk_ids" in own.extras
+        teaches = teaches or bool(experience.total(own.advantages[own.loss_mask].any().int(), "max"))  # type: ignore[index]
         comparable = _comparable(self._groups)
         is_flat = not teaches and bool(comparable) and all(_is_flat(group) for group in comparable)
         self._num_flat_iterations = self._num_flat_iterations + 1 if is_flat else 0
@@ -152,8 +168,9 @@ class RolloutMetrics(RLCallback):
         seconds = rl_trainer.phase_seconds
         values = {f"time/{phase}_s": phase_s for phase, phase_s in seconds.items()}
         writing_s = seconds.get("rollout")
-        if rl_trainer.rollout.settings.max_staleness > 0 and self._overlapped_s is not None:
-            writing_s = self._overlapped_s
+        if rl_trainer.rollout.settings.max_staleness > 0:
+            values["time/straggler_wait_s"] = rl_trainer.rollout.progress()["straggler_wait_s"]
+            writing_s = writing_s if self._overlapped_s is None else self._overlapped_s
         if writing_s and not rl_trainer.rollout.is_recorded:
             values["rollout/tokens_per_s"] = self._num_written_tokens / writing_s
         if seconds.get("update"):
@@ -165,6 +182,19 @@ class RolloutMetrics(RLCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_flat_iterations = state_dict["num_flat_iterations"]
+
+
+class MeansSince:
+    """Means of what was added to running sums since the last call."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def means(self, sums: Mapping[str, float], count: str, names: Mapping[str, str]) -> dict[str, float]:
+        """By new name, for sums of these names; nothing if the count is what it was."""
+        added = {name: sums.get(name, 0) - self._before.get(name, 0) for name in (count, *names)}
+        self._before |= {name: sums.get(name, 0) for name in added}
+        return {new: added[name] / added[count] for name, new in names.items()} if added[count] else {}
 
 
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
@@ -200,11 +230,9 @@ def experience_metrics(experience: Experience, weight_version: int) -> dict[str,
     Args:
         weight_version: of the policy that learns from it.
     """
-    versions = experience.weight_versions
-    is_written = versions >= 0
-    num_written = is_written.sum(dim=1)
-    oldest = versions.where(is_written, torch.iinfo(versions.dtype).max).amin(dim=1)
-    is_mixed = (num_written > 0) & (oldest < versions.amax(dim=1))
+    num_written = experience.written_token_counts
+    oldest, newest = experience.version_bounds
+    is_mixed = (num_written > 0) & (oldest < newest)
     staleness = (weight_version - oldest)[num_written > 0].double()
     values = {
         "rollout/length_tokens": float(num_written.double().mean()),

@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+import collections
+import logging
+import statistics
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.rollout import RolloutSettings
 
 if TYPE_CHECKING:
+    import lightning as L
+
     from lightrl.experience import Experience
     from lightrl.module import RLModule
     from lightrl.rollout.rl_trainer import RLTrainer
+    from lightrl.trajectory import Group
+
+
+log = logging.getLogger(__name__)
+
+MIN_BIAS = 0.01  # of the groups drawn again, to warn
+MIN_GROUPS = 100  # drawn until then
+
+ESS = "policy/ess_fraction"
+LOW_ESS_FRACTION = 0.3
+ESS_ITERATIONS = 10
+
+
+class EssWatch:
+    """Tells when the effective sample size, as a mean over `ESS_ITERATIONS`, falls below `LOW_ESS_FRACTION`.
+
+    Both numbers are from `benchmarks.lag`: see docs/algorithms.md.
+    """
+
+    def __init__(self) -> None:
+        self.last: collections.deque[float] = collections.deque(maxlen=ESS_ITERATIONS)
+
+    def falls(self, ess_fraction: float) -> bool:
+        """Whether it has fallen below with this iteration's value; False while it stays there."""
+        was_low = self.is_low
+        self.last.append(ess_fraction)
+        return self.is_low and not was_low
+
+    @property
+    def is_low(self) -> bool:
+        return len(self.last) == ESS_ITERATIONS and statistics.fmean(self.last) < LOW_ESS_FRACTION
 
 
 class StalenessControl(RLCallback):
@@ -22,11 +58,21 @@ class StalenessControl(RLCallback):
     continues under the new weights. It is one loop in both cases: rollout/group_book.py decides what starts and what is
     taken.
 
+    Groups are trained on in the order of the prompt stream, none is thrown away, and where the next one is slow the
+    trainer waits for it (`time/straggler_wait_s`). So trained lengths are distributed as sampled ones; see
+    docs/async.md.
+
+    It also watches `policy/ess_fraction`, the effective sample size: (Σw)² / (N Σw²) over the N tokens that learn, with
+    w what the loss multiplies a token's policy gradient by. A warning comes where a few tokens have got most of the
+    weight, usually long before the reward falls.
+
     Args:
         max_staleness: η, in versions.
         max_concurrent: most groups in flight; None for no limit but the staleness.
-        redraw_stragglers: restart a group instead of waiting for it when only it holds a batch back. Faster when a few
-            completions are very long, but then short completions are sampled too often.
+        redraw_stragglers: instead of waiting for a group that would exceed the bound, start it again with new seeds.
+            Faster when a few completions are very long, but then the policy learns from short ones too often:
+            `staleness/redrawn_fraction`, of all groups drawn since the start, bounds the Kolmogorov-Smirnov distance
+            between sampled and trained durations, and is close to it. Above 1 % a warning says so.
         rollout_timeout_s: the run ends if a batch is waited for and no trajectory finishes for this long.
         loop_timeout_s: the run ends if a workflow or an async reward blocks the rollouts' event loop for this long.
     """
@@ -52,6 +98,9 @@ class StalenessControl(RLCallback):
         self.redraw_stragglers = redraw_stragglers
         self.rollout_timeout_s = rollout_timeout_s
         self.loop_timeout_s = loop_timeout_s
+        self._ess = EssWatch()
+        self._num_taken = 0  # groups, in this process
+        self._has_warned = False
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
         return replace(
@@ -63,13 +112,53 @@ class StalenessControl(RLCallback):
             loop_timeout_s=self.loop_timeout_s,
         )
 
+    def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
+        """Measures the bias of redrawing."""
+        if not self.redraw_stragglers or trainer.rollout.is_recorded:
+            return
+        self._num_taken += len(groups)
+        num_redrawn = trainer.rollout.progress()["redrawn_groups"]
+        num_drawn = self._num_taken + num_redrawn
+        fraction = num_redrawn / num_drawn
+        module.log("staleness/redrawn_fraction", fraction, on_step=True, on_epoch=False)
+        if fraction > MIN_BIAS and num_drawn >= MIN_GROUPS and not self._has_warned and trainer.is_global_zero:
+            self._has_warned = True
+            log.warning(
+                "redraw_stragglers=True has thrown away %.1f %% of the groups drawn so far, the slowest ones: the "
+                "policy learns from shorter completions than it samples (staleness/redrawn_fraction). To wait for them "
+                "instead, set redraw_stragglers to False and increase max_staleness.",
+                100 * fraction,
+            )
+
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         """Checks the bound on the tokens that are about to be trained on."""
         if trainer.rollout.is_recorded:
             return  # their versions are those of the run that wrote them
-        versions = experience.weight_versions[experience.loss_mask]
+        own = experience.own
+        versions = own.weight_versions[own.loss_mask]
         oldest = int(versions.min()) if versions.numel() else trainer.weight_version
         staleness = trainer.weight_version - oldest
         bound = trainer.rollout.settings.max_staleness
         if staleness > bound or (versions < 0).any():
             raise AssertionError(f"A token has staleness {staleness}, above the bound of {bound}.")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        ess_fraction = trainer.callback_metrics.get(ESS)
+        if ess_fraction is not None and self._ess.falls(float(ess_fraction)) and trainer.is_global_zero:
+            log.warning(
+                "%s was below %s in the mean of the last %d iterations: the trajectories are so far from the policy "
+                "that a few tokens outweigh the others. Lower lr or max_staleness, or use a loss for stale "
+                "trajectories, such as OAPL (docs/algorithms.md, Which loss at which lag).",
+                ESS,
+                LOW_ESS_FRACTION,
+                ESS_ITERATIONS,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_ess_fractions": list(self._ess.last)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._ess.last.clear()
+        self._ess.last.extend(state_dict["last_ess_fractions"])

@@ -9,14 +9,17 @@ import logging
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.disk_errors import write_problem
 from lightrl.checks.printable import escape_unprintable
 from lightrl.dataflow import follows_from_trajectories
+from lightrl.strategies import ranks_of
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WIDTH_WITHOUT_TERMINAL = 120  # characters
+_EXCERPT = 120  # characters of a completion in the table of `lightrl inspect`
 
 
 class _Tokenizer(Protocol):
@@ -42,11 +46,16 @@ class TrajectoryLog(RLCallback):
     One line is one complete trajectory, so that an iteration can be read, filtered with `jq`, replayed and trained on
     (`read_trajectories`):
 
-        {"iteration": 12, "weight_version": 12, "advantage": 0.87, "trajectory": {"prompt": {...}, "reward": 1.0, ...}}
+        {"iteration": 12, "weight_version": 12, "advantage": 0.87, "reward": 1.0, ..., "trajectory": {"prompt": ...}}
 
-    `advantage` is the mean over the trajectory's loss tokens. There is one file per iteration, moved into place when it
-    is complete: a killed run leaves no half line, a resumed one replaces the iterations that it repeats. If the disk is
-    full or read-only, one warning is logged, the log ends and the run continues.
+    `advantage` is the mean over the trajectory's loss tokens; `advantages` has each token's where they differ, and
+    `trainer_logprobs` the trainer's before the update, to compare with the engine's. What is before `trajectory` is
+    what `lightrl inspect` shows in its table, which so reads the beginning of a line only. `tokens.jsonl` has the text
+    of each token id that occurred.
+
+    There is one file per iteration, moved into place when it is complete: a killed run leaves no half line, a resumed
+    one replaces the iterations that it repeats. If the disk is full or read-only, one warning is logged, the log ends
+    and the run continues.
 
     Args:
         every_n_iterations: 1 keeps everything that a run trained on. The default is 10 because writing 512 short
@@ -54,6 +63,8 @@ class TrajectoryLog(RLCallback):
         max_per_iteration: only this many trajectories of an iteration; None for all, which a replay needs.
         table_every_n_iterations: how often a table is printed; None for never.
         table_rows: trajectories in the table, from the highest advantage to the lowest.
+        score_per_iteration: the trainer's logprobs of so many of an iteration's first trajectories, by one more forward
+            over them on every rank; those that the update needs anyway are written without it.
     """
 
     def __init__(
@@ -62,7 +73,10 @@ class TrajectoryLog(RLCallback):
         max_per_iteration: int | None = None,
         table_every_n_iterations: int | None = 50,
         table_rows: int = 4,
+        score_per_iteration: int = 0,
     ) -> None:
+        if score_per_iteration < 0:
+            raise ValueError(f"score_per_iteration must be at least 0 trajectories, got {score_per_iteration}.")
         for name, value in {
             "every_n_iterations": every_n_iterations,
             "max_per_iteration": max_per_iteration,
@@ -75,6 +89,8 @@ class TrajectoryLog(RLCallback):
         self.max_per_iteration = max_per_iteration
         self.table_every_n_iterations = table_every_n_iterations
         self.table_rows = table_rows
+        self.score_per_iteration = score_per_iteration
+        self._known_ids: set[int] = set()  # whose text is in tokens.jsonl
         self._folder: Path | None = None  # None: do not write
         self._trajectories: list[Trajectory] = []
 
@@ -82,6 +98,7 @@ class TrajectoryLog(RLCallback):
         run_folder = trainer.log_dir or trainer.default_root_dir  # on all ranks: it is a collective
         writes = trainer.is_global_zero and not cast("RLTrainer", trainer).fast_dev_run
         self._folder = Path(run_folder) / "trajectories" if writes else None
+        self._known_ids = set()
 
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         self._trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -89,45 +106,60 @@ class TrajectoryLog(RLCallback):
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         trajectories, self._trajectories = self._trajectories, []
         iteration = trainer.global_step
+        scores = self._trainer_logprobs(trainer, module, experience)
         writes = self._folder is not None and iteration % self.every_n_iterations == 0
         prints = self.table_every_n_iterations is not None and iteration % self.table_every_n_iterations == 0
-        if not trainer.is_global_zero or not (writes or prints):
+        if not prints and iteration % self.every_n_iterations:
             return
-        advantages = _mean_advantages(experience, len(trajectories))
+        advantages = _mean_advantages(experience, len(trajectories))  # on all ranks: it is a collective
+        if not trainer.is_global_zero:
+            return
         if writes:
             keep_answers(module, experience, trajectories)
-            self._write(iteration, trainer.weight_version, trajectories, advantages)
+            stamp = {"iteration": iteration, "weight_version": trainer.weight_version}
+            records = [
+                {**stamp, **record}
+                for record in _records(experience, trajectories, advantages, scores, trainer.weight_version)
+            ]
+            self._write(iteration, records[: self.max_per_iteration], getattr(module, "tokenizer", None))
         if prints:
             tokenizer = getattr(module, "tokenizer", None)
             rows = pick_rows(trajectories, advantages, self.table_rows)
             width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 0)).columns
             module.print(printable_on_stdout(f"iteration {iteration}\n{format_table(rows, tokenizer, width)}"))
 
-    def _write(
-        self,
-        iteration: int,
-        weight_version: int,
-        trajectories: Sequence[Trajectory],
-        advantages: Sequence[float | None],
-    ) -> None:
+    def _trainer_logprobs(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> list[list[float]]:
+        """[b][T] of the first trajectories, before the update; empty where none are due. Collective."""
+        num = min(self.score_per_iteration, len(experience))
+        if experience.proximal_logprobs is not None:
+            return cast("list[list[float]]", experience.proximal_logprobs.float().cpu().tolist())
+        if num == 0 or trainer.global_step % self.every_n_iterations:
+            return []
+        ranks = ranks_of(trainer.strategy)
+        holders = ranks.of_role("policy")
+        rows: list[list[float]] = [[]] * num
+        if holders.is_here:
+            order, parts = experience.select(list(range(num))).microbatch_rows(module.microbatch_tokens)
+            with torch.no_grad(), trainer.precision_plugin.forward_context():
+                outputs = module.parallel_models["policy"].forward(parts)
+            for numbers, output in zip(order, outputs, strict=True):
+                for row, logprobs in zip(numbers, output.logprobs.float().cpu().tolist(), strict=True):
+                    rows[row] = logprobs
+        return cast("list[list[float]]", ranks.broadcast_json(rows)) if holders.size < ranks.size else rows
+
+    def _write(self, iteration: int, records: Sequence[Mapping[str, Any]], tokenizer: _Tokenizer | None) -> None:
         assert self._folder is not None
         path = self._folder / f"iteration-{iteration:06d}.jsonl"
         unfinished = path.with_suffix(".jsonl.tmp")
-        stamp = {"iteration": iteration, "weight_version": weight_version}
-        records = [
-            {**stamp, "advantage": advantage, "trajectory": trajectory}
-            for trajectory, advantage in zip(trajectories, advantages, strict=True)
-        ]
         content = b""
         try:
-            lines = [
-                json.dumps(record, default=_fields, ensure_ascii=False) for record in records[: self.max_per_iteration]
-            ]
+            lines = [json.dumps(record, default=_fields, ensure_ascii=False) for record in records]
             # A lone surrogate, which UTF-8 cannot hold, becomes \udxxx, as JSON calls it: it is read back as it was.
             content = ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace")
             self._folder.mkdir(parents=True, exist_ok=True)
             unfinished.write_bytes(content)
             unfinished.replace(path)
+            self._write_tokens([record["trajectory"] for record in records], tokenizer)
         except (OSError, TypeError) as error:
             self._folder = None
             with contextlib.suppress(OSError):
@@ -138,6 +170,51 @@ class TrajectoryLog(RLCallback):
                 path,
                 write_problem(error, path, len(content)),
             )
+
+    def _write_tokens(self, trajectories: Iterable[Trajectory], tokenizer: _Tokenizer | None) -> None:
+        """Appends the texts of token ids that have not occurred before, `[id, text]` in a line."""
+        if tokenizer is None or self._folder is None:
+            return
+        new = {id_ for trajectory in trajectories for id_ in trajectory.token_ids} - self._known_ids
+        self._known_ids |= new
+        lines = [json.dumps([id_, tokenizer.decode([id_])]) + "\n" for id_ in sorted(new)]
+        with (self._folder / "tokens.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+
+
+def _records(
+    experience: Experience,
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float | None],
+    trainer_logprobs: Sequence[Sequence[float]],
+    weight_version: int,
+) -> Iterator[dict[str, Any]]:
+    """A record for each trajectory: the columns of a table first, the trajectory, and what is known of each token."""
+    per_token: list[list[float]] = []
+    if experience.advantages is not None and len(experience) == len(trajectories):
+        per_token = experience.advantages.cpu().tolist()
+    for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
+        oldest = trajectory.oldest_version
+        record: dict[str, Any] = {
+            "advantage": advantage,
+            "reward": trajectory.reward,
+            "length": trajectory.num_loss_tokens,
+            "staleness": weight_version - oldest if oldest >= 0 else None,
+            "group": trajectory.group_id,
+            "sample": trajectory.sample,
+            "prompt": trajectory.prompt.id,
+            "finish": trajectory.finish_reason,
+            "excerpt": trajectory.completion[:_EXCERPT],
+            "trajectory": trajectory,
+        }
+        num = len(trajectory.token_ids)
+        if per_token:
+            own = [round(value, 6) for value in per_token[row][:num]]
+            if len({value for value, trains in zip(own, trajectory.loss_mask, strict=True) if trains}) > 1:
+                record["advantages"] = own
+        if row < len(trainer_logprobs):
+            record["trainer_logprobs"] = [round(value, 6) for value in trainer_logprobs[row][:num]]
+        yield record
 
 
 def keep_answers(module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]) -> None:
@@ -219,10 +296,13 @@ def _fields(value: object) -> Any:
 
 def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
     """One per trajectory; None where the experience has none, or has other rows than the rollout."""
-    if experience.advantages is None or len(experience) != num:
+    own = experience.own
+    if own.advantages is None or len(experience) != num:
         return [None] * num
-    masked = experience.advantages.where(experience.loss_mask, 0.0)
-    means = masked.sum(dim=1) / experience.loss_mask.sum(dim=1).clamp(min=1)
+    masked = own.advantages.where(own.loss_mask, 0.0)
+    means = torch.zeros(num)
+    means[experience.own_rows] = masked.sum(dim=1) / own.loss_mask.sum(dim=1).clamp(min=1)
+    means = experience.total(means)
     return cast("list[float | None]", means.tolist())
 
 

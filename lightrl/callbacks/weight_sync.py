@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
 from lightrl.callbacks import colocation
+from lightrl.callbacks.lag_probe import LagProbe
 from lightrl.callbacks.probe import Probe
 from lightrl.callbacks.rank_shares import RankShares
 from lightrl.callbacks.rl_callback import RLCallback
@@ -22,12 +23,6 @@ if TYPE_CHECKING:
     import lightning as L
 
     from lightrl.trajectory import Group
-
-MISMATCH = {  # metrics of the first minibatch, on-policy: the same weights in trainer and engine
-    "kl_behavior_nats": "sync/mismatch_k3_nats",
-    "behavior_abs_dlogp_nats": "sync/mismatch_abs_dlogp_nats",
-    "max_behavior_abs_dlogp_nats": "sync/mismatch_max_abs_dlogp_nats",
-}
 
 
 class WeightSync(RLCallback):
@@ -45,9 +40,12 @@ class WeightSync(RLCallback):
     that were shown to have this version and not the one before, by digests or by the probe (which cannot tell one small
     step from rounding in bfloat16). The first sync logs which checks there are.
 
-    `sync/mismatch_*` compares both on the trained tokens themselves, with the logprobs that the engine gave when it
-    sampled, in an iteration's first minibatch. `sync/mismatch_present_abs_dlogp_nats` is over trajectories of the
-    present version alone and has a bound too: it shows stale caches, and restarts between syncs.
+    Two things keep behavior and present logprobs apart, and `policy/kl_behavior_nats` measures both together. The
+    engine's numbers: `sync/mismatch_*` compares the trained tokens of the present version, with the logprobs that the
+    engine gave when it sampled, in an iteration's first minibatch; without such tokens, as when each group waits its η
+    versions, the probe remains. `sync/mismatch_present_abs_dlogp_nats` is over trajectories of the present version
+    alone and has a bound too: it shows stale caches, and restarts between syncs. The policy's lag: `policy/lag_*`, by
+    the trainer's numbers alone; see lag_probe.py.
 
     An engine with `placement: colocated` releases its memory before each update, and the optimizer's state is in host
     memory while the engine generates; see colocation.py.
@@ -90,6 +88,7 @@ class WeightSync(RLCallback):
         self._load: _BackgroundLoad | None = None
         self._acknowledged_version = -1
         self._probe = Probe(probe, probe_tokens, max_probe_nats)
+        self._lag = LagProbe()
         self._metrics: dict[str, float] = {}  # of the last sync, until they are logged
         self.every_n_iterations = every_n_iterations
         self.bucket_bytes = bucket_mib * 2**20
@@ -107,6 +106,7 @@ class WeightSync(RLCallback):
 
     def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         colocation.to_engine(trainer)
+        module.log_dict(self._lag.measure(trainer, module, weight_version))
         if weight_version % self.every_n_iterations == 0:
             self._sync(trainer, module, weight_version)
             module.log_dict(self._metrics)
@@ -121,6 +121,7 @@ class WeightSync(RLCallback):
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         colocation.to_trainer(trainer)
+        self._lag.offer(trainer, groups)
 
     def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         if self._load is not None and self._load.error is not None:
@@ -130,7 +131,6 @@ class WeightSync(RLCallback):
         self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int
     ) -> None:
         if index == 0:
-            module.log_dict({name: metrics[key] for key, name in MISMATCH.items() if key in metrics})
             self._probe.check_mismatch(metrics)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -139,6 +139,7 @@ class WeightSync(RLCallback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._load = None  # a thread that still loads ends with the engine
         self._probe.reset()
+        self._lag = LagProbe()
 
     def _ensure(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Loads the present version unless the engine has it: validation measures the policy as it is now."""

@@ -30,6 +30,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightrl
+from lightrl.callbacks.complaints import ComplaintLog
 from lightrl.callbacks.status_file import StatusFile
 from lightrl.commands.config_errors import check_empty_sections, explain
 from lightrl.commands.config_layers import UsageError, Written, nearest_files
@@ -75,7 +76,7 @@ class LightRLCLI(LightningCLI):
         }
         super().__init__(
             trainer_class=Trainer,
-            trainer_defaults={"callbacks": [*callbacks, StatusFile()]},
+            trainer_defaults={"callbacks": [*callbacks, StatusFile(), ComplaintLog()]},
             save_config_callback=SaveRunConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
@@ -209,7 +210,10 @@ class LightRLCLI(LightningCLI):
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Saves the configuration as config.yaml in the run's folder, but never over a file it was read from."""
+    """Saves the configuration as config.yaml in the run's folder, but never over a file it was read from.
+
+    Every logger gets it as hyper-parameters: hparams.yaml, the parameters of MLflow, the config of Weights & Biases.
+    """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not trainer.loggers or trainer.log_dir is None:
@@ -218,6 +222,19 @@ class SaveRunConfig(SaveConfigCallback):
         if target not in [Path(str(source)).absolute() for source in self.config.get("config") or []]:
             self.config = without_secrets(self.config)
             super().setup(trainer, pl_module, stage)
+        if trainer.is_global_zero:
+            settings = without_secrets(self.config).as_dict()
+            for logger in trainer.loggers:
+                logger.log_hyperparams(_plain(settings))
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON and YAML have it: loggers write a path or an object as its text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def without_secrets(config: Namespace) -> Namespace:

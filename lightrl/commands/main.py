@@ -19,11 +19,12 @@ COMMANDS = {
     "doctor": "check data and reward before a run, or its failures: doctor data, doctor reward, doctor replay",
     "launch": "plan a run on one machine or many, and start its ranks and servers there",
     "status": "show what a run and its launch do: phase, iteration, servers, last error",
+    "inspect": "show runs in the browser: curves, trajectories token by token, time lines, complaints",
     "serve": "start SGLang servers in the foreground and print how a run uses them",
 }
 
 # The commands beside Lightning's: each is `run(args) -> exit code` of the module of its name.
-_OWN_MODULES = ("export", "plan", "doctor", "launch", "status", "serve")
+_OWN_MODULES = ("export", "plan", "doctor", "launch", "status", "inspect", "serve")
 
 _HELP = f"""\
 usage: lightrl <command> --config run.yaml [--setting value ...]

@@ -27,6 +27,7 @@ from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
 from lightrl.engines.sglang.command import usable_token
 from lightrl.engines.sglang.fleet import ServerFleet
 from lightrl.engines.sglang.receivers import Receivers
+from lightrl.engines.sglang.registry import LEAVE_S, Announcement, ServerEntry
 from lightrl.engines.sglang.server import SGLangServer, make_servers, write_model_folder
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
@@ -64,6 +65,7 @@ def serve(
     seed: int = 0,
     startup_timeout_s: float = 900.0,
     log_folder: Path | None = None,
+    register: Path | None = None,
     until: threading.Event | None = None,
     write: Callable[[str], object] = sys.stdout.write,
 ) -> None:
@@ -84,6 +86,8 @@ def serve(
         seed: of the servers' random numbers.
         startup_timeout_s: for a server to get ready.
         log_folder: of the servers' logs; a temporary one, printed, if not set.
+        register: a folder in which the servers announce themselves to runs that have its `file://` address; before they
+            end, the run moves their requests elsewhere.
         until: ends the servers; None leaves that to Ctrl-C and SIGTERM.
         write: gets what is printed.
 
@@ -104,12 +108,24 @@ def serve(
         receivers = Receivers()
         try:
             receivers.start(host, token, port=port + servers if port else 0, log_folder=logs)
-            _run(processes, until or threading.Event(), lambda fleet: write(usage(fleet, receivers, token, host)))
+            announcement = None if register is None else Announcement(register)
+
+            def on_ready(fleet: ServerFleet) -> None:
+                if announcement is not None:
+                    announcement.start(entries(fleet, receivers, host))
+                write(usage(fleet, receivers, token, host, register))
+
+            _run(processes, until or threading.Event(), on_ready, announcement)
         finally:
             receivers.stop()
 
 
-def _run(servers: Sequence[SGLangServer], ended: threading.Event, on_ready: Callable[[ServerFleet], object]) -> None:
+def _run(
+    servers: Sequence[SGLangServer],
+    ended: threading.Event,
+    on_ready: Callable[[ServerFleet], object],
+    announcement: Announcement | None,
+) -> None:
     given_up: list[str] = []
 
     def give_up(url: str, message: str) -> None:
@@ -124,15 +140,32 @@ def _run(servers: Sequence[SGLangServer], ended: threading.Event, on_ready: Call
         while not ended.wait(1.0):
             pass
     finally:
-        fleet.stop()
+        try:
+            if announcement is not None and not announcement.leave():
+                log.warning("No run took note that these servers leave within %g s.", LEAVE_S)
+        finally:
+            fleet.stop()
     if given_up:
         raise EngineError(given_up[0])
 
 
-def usage(fleet: ServerFleet, receivers: Receivers, token: str, host: str) -> str:
+def entries(fleet: ServerFleet, receivers: Receivers, host: str) -> list[ServerEntry]:
+    """What the registry says of the servers."""
+    name = _reachable_name(host)
+    (receiver,) = (f"http://{name}:{urlsplit(url).port}" for url in receivers.urls)
+    return [ServerEntry(f"http://{name}:{server.port}", receiver) for server in fleet.servers]
+
+
+def _reachable_name(host: str) -> str:
+    return host if host in _LOOPBACK else socket.gethostname()
+
+
+def usage(fleet: ServerFleet, receivers: Receivers, token: str, host: str, register: Path | None = None) -> str:
     """Where the servers are, and what to type to use them."""
-    name = host if host in _LOOPBACK else socket.gethostname()
+    name = _reachable_name(host)
     addresses = ",".join(f"{name}:{server.port}" for server in fleet.servers)
+    if register is not None:
+        addresses = f"file://{register.absolute()}"
     (receiver,) = (f"{name}:{urlsplit(url).port}" for url in receivers.urls)
     lines = [
         *("Ready:", *(f"  http://{name}:{server.port}  log {server.log_file}" for server in fleet.servers)),

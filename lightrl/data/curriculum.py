@@ -14,7 +14,7 @@ class SuccessRateCurriculum:
     A group's advantages come from the differences between its trajectories; with 0/1 rewards their variance is
     r·(1 - r) at success rate r, largest at 1/2. A prompt's weight is the probability that it is played when its turn
     comes: 1 at `target`, falling linearly to `floor` at the rates 0 and 1. Each prompt has one turn per epoch.
-    Implements Curriculum of lightrl.rollout.
+    Implements Curriculum and ShowsSuccess of lightrl.rollout.
 
     Args:
         target: the success rate that teaches most, 0 to 1.
@@ -46,6 +46,10 @@ class SuccessRateCurriculum:
         farthest = self.target if rate < self.target else 1 - self.target
         distance = abs(rate - self.target) / farthest if farthest else 0.0
         return 1.0 - (1.0 - self.floor) * distance
+
+    def success_rate(self, prompt_id: str) -> float | None:
+        """The exponential mean over a prompt's groups, 0 to 1; None for a new prompt."""
+        return self._rates.get(prompt_id)
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
         """Adds the success rate of one more group of this prompt."""

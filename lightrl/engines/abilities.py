@@ -6,7 +6,7 @@ The framework checks `isinstance(engine, ScoresTokens)` before it uses an abilit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from lightrl.engines.engine import Completion
@@ -43,6 +43,55 @@ class WritesGroups(Protocol):
 
         Raises:
             ValueError, EngineError: as `generate`; an EngineError later is in the futures.
+        """
+        ...
+
+
+@runtime_checkable
+class ContinuesCompletions(Protocol):
+    """Continues completions that were begun before, by this engine or by another."""
+
+    weight_version: int
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        n: int = 1,
+        images: tuple[str, ...] = (),
+        written: Completion | None = None,
+    ) -> list[Completion]:
+        """As RolloutEngine's; with n = 1 the completion begins with the tokens that are `written`.
+
+        They keep their logprobs and versions, and count for `sampling.max_new_tokens`. The others are drawn as if
+        nothing had come between.
+        """
+        ...
+
+    async def unfinished(self) -> dict[int, Completion]:
+        """What is written of each running completion, by the seed of its sampling; its finish reason is `abort`.
+
+        Called while the engine is paused; the completions continue when it is resumed.
+        """
+        ...
+
+
+@runtime_checkable
+class FollowsSteps(Protocol):
+    """Its numbers depend on what it decodes together, so that a schedule has its steps, too."""
+
+    def record_steps(self) -> Callable[[], str]:
+        """Called after `start`, before the first request: a function that returns the steps since its last call."""
+        ...
+
+    def follow_steps(self, steps: str, *, mark: int | None = None, unfinished: Sequence[int] = ()) -> None:
+        """Called after `start`, before the first load: repeats these steps; loads and requests wait for their turn.
+
+        Args:
+            mark: begins after this call of `unfinished`, counted from 0, in the run that recorded; None at the start.
+            unfinished: the seeds that it returned, in its order.
         """
         ...
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from lightrl.trajectory import FinishReason, Sampling, token_array
+from lightrl.trajectory import FinishReason, Sampling, TokenArray, token_array
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
@@ -27,6 +27,19 @@ class Completion:
         object.__setattr__(self, "token_ids", token_array("token_ids", self.token_ids))
         object.__setattr__(self, "logprobs", token_array("behavior_logprobs", self.logprobs))
         object.__setattr__(self, "weight_versions", token_array("weight_versions", self.weight_versions))
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints; plain Python."""
+        fields = vars(self).items()
+        return {name: [value.code, value.text] if isinstance(value, TokenArray) else value for name, value in fields}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Completion:
+        fields = state.items()
+        arrays: dict[str, Any] = {
+            name: TokenArray.of_text(value[1], value[0]) for name, value in fields if isinstance(value, list)
+        }
+        return cls(**{**state, **arrays})
 
 
 @runtime_checkable

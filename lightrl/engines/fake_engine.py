@@ -7,12 +7,13 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from lightrl.concurrency.wake_up import WakeUps
+from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trajectory import FinishReason, Sampling
@@ -37,7 +38,23 @@ class FakeRequest:
     weight_version: int  # at the call
 
 
-class FakeEngine(RolloutEngine):
+@dataclass
+class _Draft:
+    """A completion in progress."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, written: Completion) -> _Draft:
+        return cls(list(written.token_ids), list(written.logprobs), list(written.weight_versions))
+
+    def completion(self, finish_reason: FinishReason) -> Completion:
+        return Completion(list(self.token_ids), list(self.logprobs), list(self.weight_versions), finish_reason)
+
+
+class FakeEngine(RolloutEngine, ContinuesCompletions):
     """Completions by a script or a hash, token by token at a given pace; it honors pauses and syncs.
 
     Without a script, token i is a hash of (seed, i), uniform over the vocabulary, as of a policy that gives every token
@@ -84,6 +101,7 @@ class FakeEngine(RolloutEngine):
         self.requests: list[FakeRequest] = []  # all so far
         self.loaded_versions: list[int] = []  # all so far
         self.num_running = 0  # completions being written
+        self._drafts: dict[int, _Draft] = {}  # of these, by seed
         self._vocab_size = 0
         self._max_context: int | None = None
         self._shapes: dict[str, torch.Size] | None = None  # those of the first load
@@ -107,7 +125,14 @@ class FakeEngine(RolloutEngine):
         return {"running": self.num_running, "waiting": 0}
 
     async def generate(
-        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        n: int = 1,
+        images: tuple[str, ...] = (),
+        written: Completion | None = None,
     ) -> list[Completion]:
         """`n` completions, written concurrently; ignores pictures."""
         check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
@@ -121,7 +146,11 @@ class FakeEngine(RolloutEngine):
         if number in self.hang_requests:
             await self._sleep(math.inf)
         await self._sleep(_seconds(self.delay_s, token_ids, sampling))
-        return list(await asyncio.gather(*(self._write(token_ids, sampling, sample) for sample in range(n))))
+        writing = (self._write(token_ids, sampling, sample, written) for sample in range(n))
+        return list(await asyncio.gather(*writing))
+
+    async def unfinished(self) -> dict[int, Completion]:
+        return {seed: draft.completion("abort") for seed, draft in self._drafts.items()}
 
     async def pause(self) -> None:
         self._check_open()
@@ -164,34 +193,38 @@ class FakeEngine(RolloutEngine):
             self._is_closed = True
         self._wake_sleepers()
 
-    async def _write(self, prompt: list[int], sampling: Sampling, sample: int) -> Completion:
+    async def _write(
+        self, prompt: list[int], sampling: Sampling, sample: int, written: Completion | None = None
+    ) -> Completion:
         seconds = _seconds(self.seconds_per_token, prompt, sampling)
         script = None if self.script is None else self.script(prompt, sampling, sample)
         num_choices = self._vocab_size
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        weight_versions: list[int] = []
+        draft = _Draft() if written is None else _Draft.of(written)
+        if sample == 0:
+            self._drafts[sampling.seed] = draft
         finish_reason: FinishReason = "length"
         self.num_running += 1
         try:
-            while len(token_ids) < sampling.max_new_tokens:
-                position = len(token_ids)
+            while len(draft.token_ids) < sampling.max_new_tokens:
+                position = len(draft.token_ids)
                 if script is not None and position >= len(script):
                     break
                 await self._sleep(seconds)
                 is_banned = position < sampling.min_new_tokens
                 banned = set(sampling.stop_token_ids) if is_banned else set()
                 token = self._hashed(prompt, sampling, sample, position, banned) if script is None else script[position]
-                token_ids.append(token)
+                draft.token_ids.append(token)
                 logprob = 0.0 if sampling.temperature == 0 else -math.log(num_choices - len(banned))
-                logprobs.append(logprob + self.logprob_error_nats)
-                weight_versions.append(self.weight_version)
+                draft.logprobs.append(logprob + self.logprob_error_nats)
+                draft.weight_versions.append(self.weight_version)
                 if token in sampling.stop_token_ids:
                     finish_reason = "stop"
                     break
         finally:
             self.num_running -= 1
-        return Completion(token_ids, logprobs, weight_versions, finish_reason)
+            if self._drafts.get(sampling.seed) is draft:
+                del self._drafts[sampling.seed]
+        return draft.completion(finish_reason)
 
     def _hashed(self, prompt: list[int], sampling: Sampling, sample: int, position: int, banned: set[int]) -> int:
         """A token of the vocabulary less the banned ones; the greedy one depends on the prompt instead of the seed."""

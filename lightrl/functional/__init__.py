@@ -24,7 +24,7 @@ To add an equation: a pure function in the file of its kind, shapes checked on e
 beside it in tests/functional/ a value worked by hand and an independent slow implementation.
 """
 
-from lightrl.functional.advantages import batch_normalized, group_advantages
+from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.divergence import Divergence, check_divergence, rest_mass, topk_divergence
 from lightrl.functional.importance import ImportanceWeights, interpolated_proximal_logprobs, second_moment_mask
@@ -43,7 +43,10 @@ from lightrl.functional.losses import (
     clipped_policy_loss,
     clipped_ratio_loss,
     is_clipped,
+    leaves_trust_region,
+    regression_loss,
     sapo_loss,
+    tapered_weights,
 )
 from lightrl.functional.packing import Packed, bins, pack, rectangles, unpack
 from lightrl.functional.preference import bradley_terry_loss, preference_loss, preference_margin
@@ -61,6 +64,7 @@ __all__ = [
     "predicted_token_ids",
     "aligned_to_tokens",
     "group_advantages",
+    "optimal_advantages",
     "batch_normalized",
     "gae",
     "RewardShaping",
@@ -76,6 +80,9 @@ __all__ = [
     "sequence_ratio",
     "cispo_loss",
     "sapo_loss",
+    "tapered_weights",
+    "regression_loss",
+    "leaves_trust_region",
     "second_moment_mask",
     "interpolated_proximal_logprobs",
     "bradley_terry_loss",

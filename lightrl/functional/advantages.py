@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.choices import check_choice
+from lightrl.functional.reduction import Total, of_one_rank
 from lightrl.functional.shapes import check_same_shape
 
 Statistic = Literal["group", "batch"]
@@ -74,7 +75,39 @@ def group_advantages(
     return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
-def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5) -> Tensor:
+def optimal_advantages(rewards: Tensor, group_ids: Tensor, beta: float) -> Tensor:
+    """r - V with V = β · log mean exp(r / β) over the group: OAPL's estimate of the optimal policy's value.
+
+    The policy that maximizes reward less β · KL to the policy that sampled has log-ratio (r - V) / β. V is between the
+    group's mean (β → ∞) and its largest reward (β → 0).
+
+    Source: OAPL, https://arxiv.org/abs/2602.19362.
+
+    Args:
+        rewards: [B].
+        group_ids: int [B]; equal ids are one group, of any size, in any order.
+        beta: β, in units of the reward; above 0.
+
+    Returns:
+        [B], in the rewards' dtype; exactly 0 where all rewards of a group are equal.
+
+    Raises:
+        ValueError: if the tensors differ in shape, or beta is not above 0.
+    """
+    check_same_shape(rewards=rewards, group_ids=group_ids)
+    if not beta > 0:
+        raise ValueError(f"beta must be above 0, got {beta}.")
+    if rewards.numel() == 0:
+        return torch.zeros_like(rewards)
+    values = rewards.to(torch.float64)
+    members = _members(group_ids, "group")
+    largest = torch.full_like(values, -torch.inf).scatter_reduce_(0, members, values, "amax")[members]
+    _, mean = _count_and_mean(((values - largest) / beta).exp(), members)
+    advantages = torch.where(_are_equal(values, members), 0.0, values - largest - beta * mean.log())
+    return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+
+
+def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, total: Total = of_one_rank) -> Tensor:
     """(value - mean) / (std + eps) with mean and standard deviation over all loss tokens of the batch.
 
     REINFORCE++'s global normalization: every token counts once, so long trajectories weigh more.
@@ -85,6 +118,7 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5) ->
         values: [B, T]; masked values have no effect.
         loss_mask: bool [B, T].
         eps: keeps a small standard deviation from making large values.
+        total: over ranks that have other trajectories of the batch.
 
     Returns:
         [B, T], 0 where masked, and everywhere if all values are equal.
@@ -94,10 +128,21 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5) ->
     """
     check_same_shape(values=values, loss_mask=loss_mask)
     kept = values[loss_mask].double()
-    if len(kept) < 2 or bool((kept == kept[0]).all()):
+    mean, variance, are_equal = moments(kept, total)
+    if are_equal:
         return torch.zeros_like(values)
-    normalized = (values.double() - kept.mean()) / (kept.std() + eps)
+    normalized = (values.double() - mean) / (variance.sqrt() + eps)
     return torch.where(loss_mask, normalized, 0.0).to(values.dtype)
+
+
+def moments(values: Tensor, total: Total = of_one_rank) -> tuple[Tensor, Tensor, bool]:
+    """Mean and unbiased variance of the values of all ranks, float64 [n] on each, and whether all are equal."""
+    count = total(torch.tensor(len(values)))
+    bounds = torch.stack([values.amax(), -values.amin()]) if len(values) else torch.full((2,), -torch.inf).double()
+    highest, lowest = total(bounds, "max").unbind()
+    mean = total(values.sum()) / count.clamp(min=1)
+    variance = total((values - mean).square().sum()) / (count - 1).clamp(min=1)
+    return mean, variance, bool(count < 2) or bool(highest == -lowest)
 
 
 def _members(group_ids: Tensor, of: Statistic) -> Tensor:

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from lightrl.functional.ratios import policy_ratio
+from lightrl.functional.reduction import neutralize
 from lightrl.functional.shapes import check_same_shape
+
+_MIN_REST = 1e-9  # probability of the other tokens; a likely token's logprob may be rounded to 0 or above
 
 
 def clipped_policy_loss(
@@ -140,6 +143,92 @@ def sapo_loss(
         )
     temperature = torch.where(advantages > 0, temperature_positive, temperature_negative)
     return -4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * advantages
+
+
+def tapered_weights(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """TOPR's weight of each token's policy gradient: 1 where the advantage is above 0, min(ratio, 1) elsewhere.
+
+    What was better than expected is imitated, what was worse fades as the policy leaves it. No weight is above 1, so
+    stale data cannot make the gradient large.
+
+    Source: TOPR, https://arxiv.org/abs/2503.14286, with each token's ratio instead of the trajectory's.
+
+    Args:
+        logprobs: [B, T] of the policy being trained.
+        behavior_logprobs: [B, T] of the policy that sampled the tokens.
+        advantages: [B, T].
+
+    Returns:
+        [B, T], detached; the loss is -weight · advantage · logprob.
+
+    Raises:
+        ValueError: if the tensors differ in shape.
+    """
+    check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
+    ratio = policy_ratio(logprobs.detach(), behavior_logprobs)
+    return torch.where(advantages > 0, 1.0, ratio.clamp(max=1))
+
+
+def regression_loss(
+    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, beta: float
+) -> Tensor:
+    """OAPL: regresses β times each trajectory's log-ratio on its advantage, whoever sampled it.
+
+    -stop_gradient(advantages - β · L) · logprobs with L the trajectory's log-ratio, summed over its loss tokens. Summed
+    over a trajectory that is the gradient of (β · L - advantage)² / (2β): the policy gradient on-policy, and 0 where
+    the policy has the log-ratio that `optimal_advantages` asks for, so no importance weight is needed.
+
+    Source: OAPL, https://arxiv.org/abs/2602.19362.
+
+    Args:
+        logprobs: [B, T] of the policy being trained; carries the gradient.
+        behavior_logprobs: [B, T] of the policy that sampled the tokens.
+        advantages: [B, T], constant along a trajectory.
+        loss_mask: bool [B, T]; logprobs elsewhere have no effect.
+        beta: β, in units of the reward.
+
+    Returns:
+        The loss of each token, [B, T]. Its gradient is what counts; its value means little.
+
+    Raises:
+        ValueError: if the tensors differ in shape.
+    """
+    check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages, loss_mask=loss_mask)
+    policy, behavior = neutralize(loss_mask, logprobs.detach(), behavior_logprobs)
+    log_ratio = (policy - behavior).sum(dim=1, keepdim=True)
+    return -(advantages - beta * log_ratio) * logprobs
+
+
+def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, max_nats: float) -> Tensor:
+    """DPPO's mask: where a token's step would lead further away and the policies are already too far apart.
+
+    Far apart means by the KL divergence of two distributions over two outcomes, this token or any other: with q and p
+    the token's probability under behavior policy and policy, q log(q/p) + (1 - q) log((1 - q)/(1 - p)). A ratio alone
+    stops rare tokens early and likely ones late.
+
+    Source: DPPO with the binary KL, https://arxiv.org/abs/2602.04879.
+
+    Args:
+        logprobs: [B, T] of the policy being trained.
+        behavior_logprobs: [B, T] of the policy that sampled the tokens.
+        advantages: [B, T]; where one is above 0 only a risen probability is too far, where below 0 a fallen one.
+        max_nats: bound on the divergence.
+
+    Returns:
+        bool [B, T].
+
+    Raises:
+        ValueError: if the tensors differ in shape, or the bound is not above 0.
+    """
+    check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
+    if not max_nats > 0:
+        raise ValueError(f"max_nats must be above 0 (0.05 is usual), got {max_nats}.")
+    policy, behavior = logprobs.detach().double(), behavior_logprobs.double()
+    # In float32, 1 - p of a likely token is mostly rounding.
+    rest, behavior_rest = ((-value.clamp(max=-_MIN_REST).expm1()).log() for value in (policy, behavior))
+    divergence = behavior.exp() * (behavior - policy) + behavior_rest.exp() * (behavior_rest - rest)
+    is_leaving = ((advantages > 0) & (policy > behavior)) | ((advantages < 0) & (policy < behavior))
+    return is_leaving & (divergence > max_nats)
 
 
 def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Tensor:

@@ -8,7 +8,7 @@ masked values become 0 before the loss (`neutralize`) and do not count after it 
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,17 @@ from lightrl.checks.choices import check_choice
 from lightrl.functional.shapes import check_same_shape
 
 LossReduction = Literal["token", "sequence", "fixed"]
+
+
+class Total(Protocol):
+    """The sum, or the maximum, over all ranks: each has the tokens of other trajectories; see `Experience.total`."""
+
+    def __call__(self, values: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor: ...
+
+
+def of_one_rank(values: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
+    """The Total of one rank, which has all trajectories."""
+    return values
 
 
 def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -40,18 +51,19 @@ def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(neutral)
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+def masked_mean(values: Tensor, mask: Tensor, total: Total = of_one_rank) -> Tensor:
     """The mean over the positions where the mask is True, a scalar; 0 if there is none.
 
     Args:
         values: [B, T] or [B]; masked ones have no effect on value or gradient.
         mask: bool, of the same shape.
+        total: over ranks that have other trajectories.
 
     Raises:
         ValueError: if the tensors differ in shape.
     """
     (kept,) = neutralize(mask, values)
-    return kept.sum() / mask.sum().clamp(min=1)
+    return total(kept.sum()) / total(mask.sum()).clamp(min=1)
 
 
 def loss_counts(loss_mask: Tensor) -> tuple[int, int]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.choices import check_choice
+from lightrl.functional.advantages import moments
+from lightrl.functional.reduction import Total, of_one_rank
 from lightrl.functional.shapes import check_same_shape
 
 ValueNormalization = Literal["exponential", "running"]
@@ -60,16 +62,16 @@ def value_loss(
     return torch.maximum(loss, _distance_loss(bounded - returns.detach(), huber_delta))
 
 
-def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> float:
+def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor, total: Total = of_one_rank) -> float:
     """1 - Var(returns - values) / Var(returns) over the loss tokens: 1 is a perfect critic, 0 a constant one.
 
-    0 if the returns do not vary.
+    0 if the returns do not vary. `total` is over ranks that have other trajectories.
     """
     check_same_shape(values=values, returns=returns, loss_mask=loss_mask)
     predicted, actual = values[loss_mask].double(), returns[loss_mask].double()
-    if len(actual) < 2 or float(actual.var()) == 0:
-        return 0.0
-    return float(1 - (actual - predicted).var() / actual.var())
+    _, variance, are_equal = moments(actual, total)
+    _, unexplained, _ = moments(actual - predicted, total)
+    return 0.0 if are_equal or float(variance) == 0 else float(1 - unexplained / variance)
 
 
 @dataclass
@@ -97,16 +99,19 @@ class ValueNormalizer:
         if not 0 <= self.decay < 1:
             raise ValueError(f"value_decay must be at least 0 and below 1, got {self.decay}.")
 
-    def update(self, returns: Tensor) -> None:
-        """Adds the returns of an iteration, of any shape; an empty tensor changes nothing."""
-        if returns.numel() == 0:
-            return
+    def update(self, returns: Tensor, over_ranks: Total = of_one_rank) -> None:
+        """Adds the returns of an iteration, of any shape, those of all ranks; without any, nothing changes."""
         values = returns.double()
-        count = values.numel() if self.kind == "running" else 1 - self.decay
+        num, sum_, square_sum = over_ranks(
+            torch.stack([torch.tensor(values.numel()).double(), values.sum(), values.square().sum()])
+        ).tolist()
+        if num == 0:
+            return
+        count = num if self.kind == "running" else 1 - self.decay
         keep = self.weight if self.kind == "running" else self.decay * self.weight
         total = keep + count
-        self.mean = (keep * self.mean + count * float(values.mean())) / total
-        self.mean_square = (keep * self.mean_square + count * float(values.square().mean())) / total
+        self.mean = (keep * self.mean + count * sum_ / num) / total
+        self.mean_square = (keep * self.mean_square + count * square_sum / num) / total
         self.weight = total
 
     @property

@@ -16,7 +16,8 @@ Reading order:
     refused_callbacks.py  callbacks of Lightning that cannot work, and what to do instead
     interrupt.py      Ctrl-C and SIGTERM wait for the end of an update
     shared_rollout.py rank 0's rollout controller as every rank sees it
-    group_bytes.py    groups as bytes, from rank 0 to the others
+    sharing.py        tokens and outputs to the ranks that work on them; remote_groups.py: what others know
+    group_bytes.py    validation groups as bytes, from rank 0 to the others
 
 May import: everything below; Lightning's private names, each listed in tests/test_structure.py.
 """

@@ -1,4 +1,4 @@
-"""Groups as bytes, from rank 0 to the other ranks: JSON, and the per-token fields as packed numbers. No pickle.
+"""Judged validation groups as bytes, from rank 0 to all: JSON, and the per-token fields as packed numbers. No pickle.
 
     length of the JSON (8 bytes) | JSON of everything else | token_ids | loss_mask | behavior_logprobs | ...
 
@@ -21,7 +21,6 @@ from lightrl.trajectory import (
     Turn,
     as_array,
     as_plain,
-    token_array,
 )
 
 
@@ -48,37 +47,6 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
             record["trajectories"].append(rest)
         records.append(record)
     return with_head(records, lists)
-
-
-def rewards_to_bytes(groups: Sequence[Group]) -> bytes:
-    """Bytes from which `set_rewards` gives the same groups on another rank their rewards."""
-    records: list[list[list[Any]]] = []
-    lists: list[bytes] = []
-    for group in groups:
-        items = group.trajectories
-        stored = [token_array("rewards", item.rewards or ()).stored for item in items]
-        records.append(
-            [
-                [item.sample, item.reward, item.metrics, [len(values), len(ends)]]
-                for item, (values, ends) in zip(items, stored, strict=True)
-            ]
-        )
-        lists += [part for parts in stored for part in parts]
-    return with_head(records, lists)
-
-
-def set_rewards(groups: Sequence[Group], data: bytes) -> None:
-    """Sets the rewards that `rewards_to_bytes` wrote; removes trajectories without one from their groups."""
-    records, start = read_head(data)
-    for group, record in zip(groups, records, strict=True):
-        items = {item.sample: item for item in group.trajectories}
-        group.trajectories = []
-        for sample, reward, metrics, num_bytes in record:
-            item = items[sample]
-            item.reward, item.metrics = reward, metrics
-            rewards, start = _numbers(data, start, "rewards", num_bytes)
-            item.rewards = rewards or None
-            group.trajectories.append(item)
 
 
 def groups_from_bytes(data: bytes) -> list[Group]:

@@ -8,6 +8,12 @@ out.
 A part of a metric is a tensor [2], the number so far and the sum of its weights: Σ w·v (or the bound) and Σ w. Parts of
 microbatches, ranks and minibatches are joined in the same way.
 
+The effective sample size needs two sums. With w the weight of a token's policy gradient, the means of w and of w² over
+the tokens that learn (w ≠ 0) are joined as two metrics, of which `values_of` makes one: `ess_fraction` = mean(w)² /
+mean(w²), which is (Σw)² / (N Σw²): 1 on-policy, about 1/N if one of N tokens has all the weight. Of tokens, not of
+trajectories: our losses weight tokens, and the product of a long trajectory's ratios is ruled by rounding (30,000
+tokens that differ by 0.01 nats have a standard deviation of 1.7 nats, an effective sample size of 5 % on-policy).
+
 They are not torchmetrics Metrics, unlike those of validation: a Metric reduces each of its states by a collective of
 its own, about 60 per update instead of two, in every process and not among a role's ranks, and all ranks must have the
 same metrics. Shapes: B trajectories, T tokens.
@@ -25,6 +31,8 @@ from torch import Tensor
 
 from lightrl.models import Metric
 from lightrl.strategies import Ranks
+
+WEIGHT, SQUARED_WEIGHT, ESS = "ess_weight", "ess_weight_squared", "ess_fraction"
 
 Reduction = Literal["mean", "sum", "max", "min"]
 
@@ -74,6 +82,8 @@ def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
         number, weight = part.tolist()
         if weight != 0:
             values[name] = number / weight if reduction_of(name) == "mean" else number
+    if SQUARED_WEIGHT in values:
+        values[ESS] = values.pop(WEIGHT) ** 2 / values.pop(SQUARED_WEIGHT)
     return values
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,18 +22,20 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from lightrl.dataflow import ModelCall
-from lightrl.experience import Experience
 from lightrl.loops.evaluation import evaluate
 from lightrl.loops.interrupt import InterruptGate
 from lightrl.loops.metrics import IterationMetrics, values_of
 from lightrl.loops.resume import Resume
-from lightrl.loops.score import accept_changes, score
+from lightrl.loops.score import score
+from lightrl.loops.shared_rollout import SharedRollout
+from lightrl.loops.sharing import accept_changes, accepted, respread, spread
 from lightrl.loops.update import GradientGuard, MinibatchLoss
 from lightrl.models.pictures import with_pictures
 from lightrl.module import RLModule
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import Ranks, ranks_of
+from lightrl.strategies import Microbatches, Ranks, SpreadExperience, ranks_of
+from lightrl.trace import in_microbatch_spans, span
 from lightrl.trajectory import Group, Trajectory, sampling_seed
 
 
@@ -102,13 +103,12 @@ class RolloutLoop(_AutomaticOptimization):
             trainer.call_rl_hook("on_policy_updated", trainer.weight_version)
         self.resume.why_no_checkpoint = None
 
-    def _score(self, module: RLModule, groups: list[Group]) -> Experience:
+    def _score(self, module: RLModule, groups: list[Group]) -> SpreadExperience:
         """The iteration's Experience with the outputs of the model calls, rewards and advantages."""
         rollout = self.trainer.rollout
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         with self._phase("score"):
-            experience = Experience.from_trajectories(trajectories, are_judged=not rollout.settings.judges_later)
-            experience = with_pictures(experience, trajectories, module.pictures).to(module.device)
+            experience = self._gather_experience(module, trajectories)
             if not rollout.settings.judges_later:
                 return self._run_calls(module, experience, trajectories, left_out=set())
             graph = module.data_flow()
@@ -118,25 +118,62 @@ class RolloutLoop(_AutomaticOptimization):
         with self._phase("rewards"):
             rollout.wait_for_rewards(groups, on_wait=self._waiting("on_rewards_progress"))
         self._report_drops()
-        experience = experience.judged(trajectories)
+        with self._phase("score"):
+            experience = self._judged(module, experience, trajectories)
         trajectories = [trajectory for trajectory in trajectories if trajectory.reward is not None]
         self.trainer.call_rl_hook("on_rewards_ready", [group for group in groups if group.trajectories])
         with self._phase("score"):
             return self._run_calls(module, experience, trajectories, left_out=scored)
 
+    def _gather_experience(self, module: RLModule, trajectories: list[Trajectory]) -> SpreadExperience:
+        """The trajectories as an Experience on the host: all of them, or those that this rank works on."""
+        rollout, size = self.trainer.rollout, self.ranks.size
+        if isinstance(rollout, SharedRollout):
+            experience, has_all = rollout.pop_experience(), range(1)
+        else:  # recorded: every rank has read them all
+            are_judged = not rollout.settings.judges_later
+            experience = SpreadExperience.from_trajectories(trajectories, are_judged=are_judged)
+            has_all = range(size)
+        if size > 1:
+            experience = spread(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
+        return with_pictures(experience, trajectories, module.pictures, rows=experience.rows_here)
+
+    def _judged(
+        self, module: RLModule, experience: SpreadExperience, trajectories: list[Trajectory]
+    ) -> SpreadExperience:
+        """The rows whose reward came, with their rewards."""
+        judged = experience.judged(trajectories)
+        rollout, is_fewer = self.trainer.rollout, len(judged) < len(experience)
+        if not isinstance(rollout, SharedRollout):
+            return judged
+        has_token_rewards = rollout.has_token_rewards
+        judged = respread(
+            judged,
+            module,
+            self.ranks,
+            seed=self._minibatch_seed,
+            is_fewer=is_fewer,
+            has_token_rewards=has_token_rewards,
+        )
+        kept = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+        return with_pictures(judged, kept, module.pictures, rows=judged.rows_here) if is_fewer else judged
+
+    @property
+    def _minibatch_seed(self) -> int:
+        return sampling_seed(self.trainer.rollout.run_seed, "minibatches", self.trainer.weight_version)
+
     def _run_calls(
-        self, module: RLModule, experience: Experience, trajectories: list[Trajectory], *, left_out: set[str]
-    ) -> Experience:
+        self, module: RLModule, experience: SpreadExperience, trajectories: list[Trajectory], *, left_out: set[str]
+    ) -> SpreadExperience:
         context = self.trainer.precision_plugin.forward_context
         with logging_allowed(module):
             return score(module, experience, trajectories, forward_context=context, ranks=self.ranks, left_out=left_out)
 
-    def _update(self, module: RLModule, experience: Experience, batch_idx: int) -> None:
+    def _update(self, module: RLModule, experience: SpreadExperience, batch_idx: int) -> None:
         trainer = self.trainer
-        seed = sampling_seed(trainer.rollout.run_seed, "minibatches", trainer.weight_version)
         total = min(module.num_minibatches, len(experience.units(module.loss_unit))) * module.update_epochs
         minibatches = experience.minibatches(
-            module.num_minibatches, epochs=module.update_epochs, seed=seed, unit=module.loss_unit
+            module.num_minibatches, epochs=module.update_epochs, seed=self._minibatch_seed, unit=module.loss_unit
         )
         train_calls = module.data_flow().of_kind("train")
         iteration = IterationMetrics()
@@ -162,7 +199,13 @@ class RolloutLoop(_AutomaticOptimization):
             module.log("policy/skipped_updates", float(self.guard.num_skipped))
 
     def _step(
-        self, module: RLModule, train_calls: list[ModelCall], minibatch: Experience, batch_idx: int, *, is_first: bool
+        self,
+        module: RLModule,
+        train_calls: list[ModelCall],
+        minibatch: SpreadExperience,
+        batch_idx: int,
+        *,
+        is_first: bool,
     ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """One optimizer step through Lightning's own `optimizer_step`, so clipping and precision plugins apply.
 
@@ -196,8 +239,11 @@ class RolloutLoop(_AutomaticOptimization):
                     if not loss.holders.is_here:
                         continue
                     max_tokens = train.microbatch_tokens or module.microbatch_tokens
-                    _, microbatches = loss.holders.microbatch_rows(minibatch, max_tokens, unit=module.loss_unit)
-                    module.parallel_models[loss.role].forward_backward(microbatches, loss, backward)
+                    rows = loss.holders.microbatch_rows(minibatch, max_tokens, unit=module.loss_unit)
+                    microbatches = Microbatches(minibatch, rows, module.device)
+                    module.parallel_models[loss.role].forward_backward(
+                        microbatches, *in_microbatch_spans(loss, backward)
+                    )
             for parameter in module.resting_parameters():
                 parameter.grad = None
             for loss in losses:
@@ -214,13 +260,15 @@ class RolloutLoop(_AutomaticOptimization):
             parts["grad_norm"] = torch.tensor([norms[0], 1.0], dtype=torch.float64)
         return values_of(parts), parts
 
-    def _offer(self, experience: Experience) -> Experience:
+    def _offer(self, experience: SpreadExperience) -> SpreadExperience:
         """Shows the Experience to callbacks and the module; each may return one with another mask or advantages."""
         for hook in self.trainer.rl_hooks("on_experience_ready"):
             with logging_allowed(self.trainer.lightning_module):
                 changed = hook(experience)
-            if changed is not None:
-                experience = accept_changes(experience, changed)
+            if self.ranks.size == 1:
+                experience = experience if changed is None else SpreadExperience.of(accept_changes(experience, changed))
+            elif self.ranks.max_each([int(changed is not None)])[0]:  # on any rank
+                experience = accepted(experience, changed, self.ranks)
         return experience
 
     def judged_groups(self, batch: Any) -> list[Group]:
@@ -257,11 +305,10 @@ class RolloutLoop(_AutomaticOptimization):
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        with self.trainer.profiler.profile(f"rl/{name}"), self.ranks.phase(name):
+        with span(name, "phase") as measured, self.trainer.profiler.profile(f"rl/{name}"), self.ranks.phase(name):
             yield
         seconds = self.trainer.phase_seconds
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+        seconds[name] = seconds.get(name, 0.0) + measured.seconds
 
 
 @contextlib.contextmanager

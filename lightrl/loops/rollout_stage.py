@@ -143,13 +143,18 @@ class RolloutStage:
         settings = _of_rank_0(settings, ranks)
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
         failures = None if trainer.fast_dev_run else folder / "failed_rewards.jsonl"
-        start = functools.partial(self._start_controller, module, failures, settings, prompts)
+        start = functools.partial(self._start_controller, module, failures, settings, prompts, folder)
         if ranks.size == 1:
             return start()
         return SharedRollout(start, ranks, run_seed=trainer.run_seed, settings=settings)
 
     def _start_controller(
-        self, module: RLModule, failures: Path | None, settings: RolloutSettings, prompts: PromptStream | None
+        self,
+        module: RLModule,
+        failures: Path | None,
+        settings: RolloutSettings,
+        prompts: PromptStream | None,
+        folder: Path,
     ) -> RolloutController:
         """Judge, engine and controller; on rank 0 only."""
         judge = _judge_of(module) if self._judge is None else self._judge
@@ -167,6 +172,7 @@ class RolloutStage:
         workflow = module.configure_workflow()
         contexts = (module.context_tokens, engine.max_context if isinstance(engine, LimitsContext) else None)
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
+        schedule = getattr(getattr(self.trainer, "datamodule", None), "schedule", None) if prompts else None
         return RolloutController(
             engine,
             workflow,
@@ -175,6 +181,8 @@ class RolloutStage:
             sampling=with_stop_tokens(module.sampling, module.stop_token_ids()),
             run_seed=self.trainer.run_seed,
             prompts=prompts,
+            folder=None if failures is None else folder,
+            replays=None if schedule is None else Path(schedule),
         )
 
 

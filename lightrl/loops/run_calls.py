@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from lightrl.dataflow import DataFlowGraph, ModelCall, runs_beside
 from lightrl.errors import TrainingError
+from lightrl.trace import span
 
 LOOK_S = 1.0  # between two calls of `on_wait`
 
@@ -46,8 +47,8 @@ def run_calls(
         run: returns the outputs of a call by key; called from several threads at once.
         left_out: names of calls whose outputs `start` has, or that run later.
         runs_here: whether this rank runs a call.
-        share: gives every rank the outputs of the ranks that ran the call; all ranks call it, in the same order. None
-            for one rank, which runs the trainer's calls in the order in which they become ready.
+        share: gives every rank what it needs of the outputs of the ranks that ran the call; all ranks call it, in the
+            same order. None for one rank, which runs the trainer's calls in the order in which they become ready.
         on_wait: called about once a second while a call beside the trainer's is awaited.
 
     Raises:
@@ -83,13 +84,15 @@ class _Execution(Generic[_State]):
 
     def __post_init__(self) -> None:
         self._todo = {call.name for call in self.calls}
+        self._partial: set[str] = set()  # outputs that other ranks have a share of
         self._started: set[str] = set()
         self._running: dict[str, tuple[ModelCall, float]] = {}  # beside, with their deadlines
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
     def is_ready(self, call: ModelCall) -> bool:
-        return all(name in self.outputs or name not in self._todo for name in self.graph.edges[call.name])
+        ready = self.outputs.keys() - self._partial
+        return all(name in ready or name not in self._todo for name in self.graph.edges[call.name])
 
     def start_ready(self) -> None:
         with self._changed:
@@ -115,13 +118,14 @@ class _Execution(Generic[_State]):
             if runs_beside(call) and self.runs_here(call):
                 self.wait_for(lambda: call.name in self.outputs)
             outputs = share(call, self.outputs.get(call.name, {}))
-            if call.name not in self.outputs:
-                self.learn(call.name, outputs)
+            self._partial.discard(call.name)
+            self.learn(call.name, outputs)
 
         for call in own:
             for name in self.graph.edges[call.name]:
                 share_with_all(self.graph[name])
             if self.runs_here(call):
+                self._partial.add(call.name)
                 self.run_own(call)
         for call in self.calls:
             share_with_all(call)
@@ -131,7 +135,9 @@ class _Execution(Generic[_State]):
         with self._changed:
             self._raise_if_failed()
             state = self.state
-        self.learn(call.name, self.run(call, state))
+        with span(call.name, "score"):
+            outputs = self.run(call, state)
+        self.learn(call.name, outputs)
 
     def learn(self, name: str, outputs: _Outputs) -> None:
         with self._changed:
@@ -165,7 +171,9 @@ class _Execution(Generic[_State]):
 
     def _run_beside(self, call: ModelCall, state: _State) -> None:
         try:
-            self.learn(call.name, self.run(call, state))
+            with span(call.name, "score"):
+                outputs = self.run(call, state)
+            self.learn(call.name, outputs)
         except BaseException as error:  # noqa: BLE001  # of a thread; raised where the results are awaited
             with self._changed:
                 self._error = self._error or error

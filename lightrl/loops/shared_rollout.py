@@ -1,4 +1,6 @@
-"""SharedRollout: rank 0's rollout controller on every rank: the same groups, drops and errors from the same call.
+"""SharedRollout: rank 0's rollout controller on every rank: what concerns all, drops and errors from the same call.
+
+An iteration's tokens and texts stay on rank 0, from where `sharing.py` sends each rank the tokens that it works on.
 
 Rank 0 rolls out; the others wait for its messages on the CPU group, one every second with the progress so far. So no
 device collective is pending meanwhile, and an error or Ctrl-C on rank 0 reaches every rank at once, as the same
@@ -19,18 +21,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl import errors
 from lightrl.errors import LightRLError, RolloutError
-from lightrl.loops.group_bytes import (
-    groups_from_bytes,
-    groups_to_bytes,
-    read_head,
-    rewards_to_bytes,
-    set_rewards,
-    with_head,
-)
+from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes, read_head, with_head
+from lightrl.loops.remote_groups import set_remote_rewards, summary_from_bytes, summary_to_bytes
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.rollout.drop_tally import Drop
 from lightrl.rollout.protocol import OnWait, VersionedEngine
 from lightrl.strategies import Message, Ranks, mark_as_on_all_ranks
+from lightrl.strategies.spread_experience import SpreadExperience
 from lightrl.trajectory import Group, Prompt, Sampling
 from lightrl.weights import Bucket
 
@@ -66,7 +63,9 @@ class SharedRollout:
         self._remote_engine = _RemoteEngine()
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()
-        self._progress: dict[str, int] = collections.defaultdict(int)
+        self._progress: dict[str, float] = collections.defaultdict(int)
+        self._taken: SpreadExperience | None = None
+        self.has_token_rewards = False  # of the last `wait_for_rewards`
         if ranks.is_main:
             with self._errors_to_all():
                 self.controller = start()
@@ -90,24 +89,37 @@ class SharedRollout:
     # ------------------------------------------------------------------ all ranks together
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
-        """As RolloutController.take, with the same groups on each rank."""
+        """As RolloutController.take; other ranks get the groups without tokens and texts."""
         controller = self.controller
         if controller is None:
-            return groups_from_bytes(self._follow(on_wait))
-        return self._lead(lambda look: controller.take(weight_version, on_wait=look), groups_to_bytes, on_wait)
+            groups, self._taken = summary_from_bytes(self._follow(on_wait))
+            return groups
+        return self._lead(lambda look: controller.take(weight_version, on_wait=look), self._summary, on_wait)
+
+    def pop_experience(self) -> SpreadExperience:
+        """Local: of the trajectories of the last `take`; their tokens are on rank 0.
+
+        Raises:
+            ValueError: on every rank, if there was none.
+        """
+        taken, self._taken = self._taken, None
+        if taken is None:
+            raise mark_as_on_all_ranks(ValueError("This iteration has no trajectory: every group was dropped."))
+        return taken
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
         """As RolloutController.wait_for_rewards, with the same rewards on each rank's groups."""
         controller = self.controller
         if controller is None:
-            set_rewards(groups, self._follow(on_wait))
+            self.has_token_rewards = set_remote_rewards(groups, self._follow(on_wait))
             return
 
         def wait(look: OnWait) -> Sequence[Group]:
             controller.wait_for_rewards(groups, on_wait=look)
             return groups
 
-        self._lead(wait, rewards_to_bytes, on_wait)
+        self._lead(wait, lambda judged: summary_to_bytes(judged, None), on_wait)
+        self.has_token_rewards = any(item.rewards is not None for group in groups for item in group.trajectories)
 
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
@@ -161,7 +173,7 @@ class SharedRollout:
         self._group_drops.clear()
         return drops
 
-    def progress(self) -> dict[str, int]:
+    def progress(self) -> dict[str, float]:
         """Local: queue depths, on rank 0 as they are, on the others as of the last `take` or `evaluate`."""
         return dict(self._progress) if self.controller is None else self.controller.progress()
 
@@ -180,6 +192,12 @@ class SharedRollout:
             self.controller.close()
 
     # ------------------------------------------------------------------ messages
+
+    def _summary(self, groups: Sequence[Group]) -> bytes:
+        items = [item for group in groups for item in group.trajectories]
+        are_judged = not self.settings.judges_later
+        self._taken = SpreadExperience.from_trajectories(items, are_judged=are_judged) if items else None
+        return summary_to_bytes(groups, self._taken)
 
     def _lead(
         self, work: Callable[[OnWait], _Groups], to_bytes: Callable[[_Groups], bytes], on_wait: OnWait | None

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lightrl.errors import TrainingError
 from lightrl.experience import Experience
-from lightrl.functional import kl, neutralize, reduce_loss
-from lightrl.loops.metrics import joined, over_ranks, part_of_metric, values_of
+from lightrl.functional import kl, neutralize, policy_ratio, reduce_loss
+from lightrl.loops.metrics import SQUARED_WEIGHT, WEIGHT, joined, over_ranks, part_of_metric, values_of
 from lightrl.models import Metric, Outputs
+from lightrl.module import ESS_WEIGHTS
 from lightrl.strategies import Ranks
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class MinibatchLoss:
     def __post_init__(self) -> None:
         self.holders = self.ranks.of_role(self.role)
         self.num_tokens = max(1, self.minibatch.num_loss_tokens)
-        self.num_sequences = max(1, int(self.minibatch.loss_mask.any(1).sum()))
+        self.num_sequences = max(1, int((self.minibatch.loss_token_counts > 0).sum()))
 
     def __call__(self, experience: Experience, outputs: Outputs) -> Tensor:
         """This microbatch's share of the minibatch's loss, a number that carries the gradient.
@@ -60,21 +61,31 @@ class MinibatchLoss:
         if self.role != "policy":
             return self._value_share(experience, outputs, self.role) * self.holders.dp_size
         mask = experience.loss_mask
-        share = self._share("loss", self.module.loss(experience, outputs), mask, prefix="")
+        result = dict(self.module.loss(experience, outputs))
+        weights = result.pop(ESS_WEIGHTS, None)
+        share = self._share("loss", result, mask, prefix="")
         with torch.no_grad():
             self._add("entropy_nats", outputs.entropy.detach(), mask)
             difference = kl(experience.behavior_logprobs, outputs.logprobs.detach(), estimator="k3")
             self._add("kl_behavior_nats", difference, mask)
+            if not isinstance(weights, Tensor):
+                weights = policy_ratio(outputs.logprobs.detach(), experience.behavior_logprobs)
+            learns = (weights != 0).float()
+            self._add(WEIGHT, (weights, learns), mask)
+            self._add(SQUARED_WEIGHT, (weights.square(), learns), mask)
             mismatch = (outputs.logprobs.detach() - experience.behavior_logprobs).abs()
             self._add("behavior_abs_dlogp_nats", mismatch, mask)
             self._add("max_behavior_abs_dlogp_nats", mismatch, mask)
             if self.weight_version is not None:
+                # One version in trainer and engine: the engine's numbers alone, without the policy's lag.
+                is_present = experience.weight_versions == self.weight_version
+                self._add("sync/mismatch_k3_nats", (difference, is_present), mask)
+                self._add("sync/mismatch_abs_dlogp_nats", (mismatch, is_present), mask)
+                self._add("sync/max_mismatch_abs_dlogp_nats", (mismatch, is_present), mask)
                 # Whole rows: after older tokens, an engine may go on with their key-values.
-                versions = experience.weight_versions
-                is_present = ((versions == self.weight_version) | (versions < 0)).all(1)
-                weights = is_present[:, None].expand_as(mask)
-                self._add("sync/mismatch_present_abs_dlogp_nats", (mismatch, weights), mask)
-                self._add("sync/num_present_tokens", (torch.ones_like(mismatch), weights), mask)
+                is_present = (is_present | (experience.weight_versions < 0)).all(1)[:, None].expand_as(mask)
+                self._add("sync/mismatch_present_abs_dlogp_nats", (mismatch, is_present), mask)
+                self._add("sync/num_present_tokens", (torch.ones_like(mismatch), is_present), mask)
         if outputs.values is not None:
             share = share + self.module.value_coef * self._value_share(experience, outputs, "critic")
         return share * self.holders.dp_size  # gradients are averaged over dp ranks, but shares must be summed

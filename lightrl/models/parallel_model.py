@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,8 +50,11 @@ def asked_of_policy(experience: Experience) -> More:
 class ParallelModel(Protocol):
     """One model under one strategy, for any number of processes: forward, forward_backward, full parameters."""
 
-    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
-        """Logprobs and entropy of each microbatch, and the `topk` likeliest tokens with theirs; without gradient."""
+    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterable[Outputs]:
+        """Logprobs and entropy of each microbatch, and the `topk` likeliest tokens with theirs; without gradient.
+
+        To be read to the end, one by one, so that the device need not hold those of all.
+        """
         ...
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:

@@ -15,16 +15,18 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lightrl.experience import Experience
 from lightrl.trajectory import Trajectory
+
+_AnyExperience = TypeVar("_AnyExperience", bound=Experience)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -168,25 +170,37 @@ def data_url(image: str | bytes | Image) -> str:
     return "data:image/png;base64," + base64.b64encode(image).decode()
 
 
-def with_pictures(experience: Experience, trajectories: Sequence[Trajectory], pictures: Pictures | None) -> Experience:
+def with_pictures(
+    experience: _AnyExperience,
+    trajectories: Sequence[Trajectory],
+    pictures: Pictures | None,
+    *,
+    rows: Collection[int] | None = None,
+) -> _AnyExperience:
     """The experience with its trajectories' pictures, each once.
 
     Args:
         experience: of these trajectories, row by row.
         pictures: of the policy.
+        rows: those whose pictures are computed on here; None for all.
 
     Raises:
         ValueError: if the policy sees no pictures, or one cannot be read.
     """
     images = [trajectory.prompt.images for trajectory in trajectories]
-    places = {image: place for place, image in enumerate(dict.fromkeys(image for row in images for image in row))}
-    if not places:
+    distinct = dict.fromkeys(image for row in images for image in row)
+    if not distinct:
         return experience
     if pictures is None:
-        raise ValueError(refusal(len(places)))
+        raise ValueError(refusal(len(distinct)))
+    if rows is not None:
+        here = set(rows)
+        images = [names if row in here else () for row, names in enumerate(images)]
+    places = {image: place for place, image in enumerate(dict.fromkeys(image for row in images for image in row))}
     width = max(len(row) for row in images)
-    rows = [[places[image] for image in row] + [-1] * (width - len(row)) for row in images]
-    return replace(experience, pixel_values=pictures.pixel_values(list(places)), image_rows=torch.tensor(rows))
+    image_rows = [[places[image] for image in row] + [-1] * (width - len(row)) for row in images]
+    pixel_values = pictures.pixel_values(list(places)) if places else torch.zeros(0, 3, 1, 1)
+    return experience.with_tensors({"pixel_values": pixel_values, "image_rows": torch.tensor(image_rows)})
 
 
 def refusal(num_images: int) -> str:

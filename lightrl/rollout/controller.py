@@ -5,7 +5,7 @@ the main thread: a coroutine does the work on the loop, and the main thread wait
 that a blocked event loop is noticed too. GroupBook decides what starts and what is taken; the controller acts.
 
     prompt stream ──position──► trajectory tasks × G ──► judge ──► finished groups ──► take() ──► commit()
-                     start         workflow, engine                  by version         oldest     trained on
+                     start         workflow, engine                                  stream order  trained on
 """
 
 from __future__ import annotations
@@ -13,29 +13,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from lightrl.concurrency.loop_thread import LoopThread
-from lightrl.engines.abilities import LivesOnLoop
-from lightrl.engines.engine import RolloutEngine
-from lightrl.errors import RolloutError
+from lightrl.engines.abilities import ContinuesCompletions, FollowsSteps, LivesOnLoop
+from lightrl.engines.engine import Completion, RolloutEngine
+from lightrl.errors import EngineError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import Drop
-from lightrl.rollout.group_book import GroupBook, RunningGroup
-from lightrl.rollout.group_filter import success_rate
+from lightrl.rollout.group_book import Batch, GroupBook
 from lightrl.rollout.group_player import GroupPlayer
+from lightrl.rollout.group_runs import GroupRuns
+from lightrl.rollout.pace import Pace
 from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
 from lightrl.rollout.prompts_ahead import PromptsAhead
 from lightrl.rollout.protocol import OnWait
+from lightrl.rollout.replay import Replay
+from lightrl.rollout.schedule import Schedule, ScheduleFile, head_of
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.rollout.tasks import Tasks
-from lightrl.rollout.wave import Wave
+from lightrl.rollout.wave import WAVE_TICKS, Wave
+from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
+from lightrl.workflows.turn_log import Journal
 from lightrl.workflows.workflow import Workflow
 
 log = logging.getLogger(__name__)
@@ -54,7 +61,26 @@ class _Wait:
 
     def count(self) -> None:
         self.done += 1
+        self.note_news()
+
+    def note_news(self) -> None:
         self.last_news = time.monotonic()
+
+
+@dataclass
+class _Stragglers:
+    """The slow groups that one batch waits for although enough others are finished."""
+
+    num: int = 0  # now
+    waited_s: float = 0.0  # for any of them
+    _since_s: float = 0.0  # monotonic clock
+
+    def count(self, num: int) -> None:
+        """From now on the batch waits for this many of them."""
+        now = time.monotonic()
+        if self.num:
+            self.waited_s += now - self._since_s
+        self.num, self._since_s = num, now
 
 
 class RolloutController:
@@ -68,6 +94,8 @@ class RolloutController:
         sampling: of training rollouts; the seed of each generation is set here.
         run_seed: with position, sample and turn it fixes every draw.
         prompts: the stream, by position; None where only `evaluate` is used.
+        folder: of the run, for its schedule, if it is asynchronous, and for its journal; None writes neither.
+        replays: the schedule to repeat, a file or the folder of a run; None decides freely.
     """
 
     is_recorded = False
@@ -82,6 +110,8 @@ class RolloutController:
         sampling: Sampling,
         run_seed: int = 0,
         prompts: Prompts | None = None,
+        folder: Path | None = None,
+        replays: Path | None = None,
     ) -> None:
         self.engine = engine
         self.workflow = workflow
@@ -92,11 +122,29 @@ class RolloutController:
         self._book = GroupBook(settings)
         self._cursor = PromptCursor(prompts, settings.curriculum)
         self._tasks = Tasks()
-        self._group_tasks: dict[int, list[asyncio.Task[None]]] = {}  # of running groups
         self._player = GroupPlayer(engine, workflow, judge, self._book.tally, self._tasks)
         self._wave = Wave(engine)
         self._ahead = PromptsAhead(self._cursor, self._tasks, self._pump)
+        self._runs = GroupRuns(
+            self._book,
+            self._cursor,
+            self._player,
+            self._tasks,
+            sampling,
+            on_done=lambda: self._tasks.spawn(self._pump()),
+            on_news=lambda: self._take_wait.note_news() if self._take_wait is not None else None,
+        )
+        self._record: ScheduleFile | None = None
+        if folder is not None and self._player.workflow.has_side_effects:
+            self._player.journal = Journal(folder / f"journal-{secrets.token_hex(4)}.jsonl")
+        if folder is not None and settings.max_staleness and prompts is not None:
+            steps = engine.record_steps() if isinstance(engine, FollowsSteps) else str
+            self._record = ScheduleFile(folder, lambda: head_of(engine, settings, self.run_seed), steps)
+            self._book.log = self._record.log
+        self._replays = replays  # until the replay has begun
+        self._replay: Replay | None = None
         self._take_wait: _Wait | None = None  # of the `take` in progress
+        self._stragglers = _Stragglers()
         self._is_closing = False
 
         self._thread = LoopThread(loop_timeout_s=settings.loop_timeout_s, on_exit=self._tasks.fail_on_exit)
@@ -151,6 +199,10 @@ class RolloutController:
             WeightSyncError: from the engine; it keeps serving the old weights.
             EngineTimeout: from the engine, which keeps the deadline of its load.
         """
+        if self._replays is not None:
+            self._thread.call(_as_coroutine(partial(self._begin_replay, {})))
+        if self._player.pace is not None:
+            self._player.pace.wait_to_load(weight_version)
         self.engine.load_weights(buckets, weight_version=weight_version)
         self._thread.call(self._pump())
 
@@ -177,20 +229,30 @@ class RolloutController:
         """How many groups were dropped since the last call, by reason; each was replaced by another prompt."""
         return self._thread.call(_as_coroutine(self._book.tally.drain_groups))
 
-    def progress(self) -> dict[str, int]:
-        """Queue depths, for messages and metrics."""
+    def progress(self) -> dict[str, float]:
+        """Queue depths, stragglers, and sums over what was chosen and what was not; for messages and metrics."""
+        return {
+            **self._depths(),
+            "skipped_prompts": self._cursor.num_skipped,
+            "redrawn_groups": self._book.num_redrawn,
+            "stragglers": self._stragglers.num,
+            "straggler_wait_s": self._stragglers.waited_s,
+            **self._book.tally.thrown_away,
+            **self._cursor.past_success,
+        }
+
+    def _depths(self) -> dict[str, int]:
         return {
             "running_groups": len(self._book.running),
             "finished_groups": len(self._book.finished),
             "consumed_groups": self._book.num_consumed,
             "next_position": self._cursor.next_position,
-            "skipped_prompts": self._cursor.num_skipped,
             "weight_version": self.engine.weight_version,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """What resume needs: cursor, curriculum, positions in flight, groups not yet trained on. Plain Python."""
-        return self._thread.call(_as_coroutine(self._state))
+        return self._thread.call(self._state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the first `take`: restores the cursor and finished groups; what was in flight starts again first."""
@@ -208,7 +270,7 @@ class RolloutController:
                 raise RolloutError(
                     f"{wait.who} waited for {wait.for_what}, but no trajectory finished for "
                     f"rollout_timeout_s={self.settings.rollout_timeout_s:g}; {wait.done} of {wait.total} trajectories "
-                    f"are done. Queue depths: {self.progress()}. Check the engine and the reward, or increase "
+                    f"are done. Queue depths: {self._depths()}. Check the engine and the reward, or increase "
                     "StalenessControl.rollout_timeout_s."
                 )
             if on_wait is not None:
@@ -222,7 +284,29 @@ class RolloutController:
 
     # ------------------------------------------------------------------ on the event loop
 
-    def _state(self) -> dict[str, Any]:
+    async def _state(self) -> dict[str, Any]:
+        """At a token boundary, unless the engine does not come to one: then what it writes starts again."""
+        if self._record is None and not (self._book.running and self._player.workflow.continues):
+            return self._state_of({})
+        taking = asyncio.ensure_future(self._state_at_boundary())
+        await asyncio.wait({taking}, timeout=self.settings.loop_timeout_s / 2)
+        if taking.done() and taking.exception() is None:
+            return taking.result()
+        error = taking.exception() if taking.done() else "it did not answer in time"
+        taking.cancel()
+        if isinstance(error, BaseException) and not isinstance(error, EngineError):
+            raise error
+        log.warning("What the engine was writing is not in the checkpoint and will start again: %s", error)
+        return self._state_of({})
+
+    async def _state_at_boundary(self) -> dict[str, Any]:
+        engine = self.engine
+        async with self._wave.begin():
+            for _ in range(WAVE_TICKS):  # what has ended is reported
+                await asyncio.sleep(0)
+            return self._state_of(await engine.unfinished() if isinstance(engine, ContinuesCompletions) else {})
+
+    def _state_of(self, unfinished: Mapping[int, Completion]) -> dict[str, Any]:
         cursor = self._cursor
         book = self._book.state_dict()
         prompts = {
@@ -230,11 +314,28 @@ class RolloutController:
             "prompts": cursor.fingerprint,
             "stream": cursor.stream_state(min([cursor.next_position, *book["in_flight"]])),
         }
-        return {"run_seed": self.run_seed, **prompts, "curriculum": cursor.state_dict(), **book}
+        return {
+            "run_seed": self.run_seed,
+            **prompts,
+            "curriculum": cursor.state_dict(),
+            **book,
+            "written": self._player.state_of(unfinished),
+            "unfinished": list(unfinished),
+            "answers": self._player.answers_of(),
+            "journal": None if self._player.journal is None else str(self._player.journal.path.absolute()),
+            "schedule": None if self._record is None else self._record.marked(),
+        }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.run_seed = int(state["run_seed"])
         self._book.load_state_dict(state)
+        if self._book.begun:
+            self._player.load_written(state["written"])
+            self._player.saved_answers = state["answers"]
+        if self._player.journal is not None and state.get("journal"):
+            self._player.journal = Journal(Path(state["journal"]))
+        if self._replays is not None:
+            self._begin_replay(state)
         before, now = state["prompts"], self._cursor.fingerprint
         if before is not None and now is not None and before != now:
             log.warning(
@@ -260,26 +361,37 @@ class RolloutController:
             await self._player.wait_for_rewards(unjudged, wait.count)
             self._book.rejudged(unjudged)
         self._book.begin_take(weight_version)
+        self._stragglers = _Stragglers()
         self._take_wait = wait
         self._tasks.spawn(self._pump())
         try:
             while True:
                 if self._tasks.failure is not None:
                     raise self._tasks.failure
-                batch = self._book.take(weight_version)
+                is_due = self._replay is None or self._replay.may_take(weight_version)
+                batch = self._book.take(weight_version) if is_due else Batch(None, [])
+                self._stragglers.count(len(batch.waits_for) if self._book.is_held_back else 0)
                 if batch.group_ids is not None:
-                    for group_id in batch.gives_up:
-                        self._tasks.give_up(self._group_tasks.pop(group_id, []))
-                    if batch.gives_up:
+                    self._runs.give_up(batch.gives_up)
+                    if self._replay is not None:
+                        self._replay.took(weight_version, batch)
+                    if batch.gives_up or self._replay is not None:
                         self._tasks.spawn(self._pump())
+                    if self._record is not None:
+                        self._record.flush(weight_version)
                     return list(self._book.taken)
-                if stragglers := self._book.stragglers(batch, self.engine.weight_version):
-                    self._redraw(stragglers)
+                stragglers = self._book.stragglers(batch, self.engine.weight_version)
+                if stragglers and self._replay is None:
+                    version = self.engine.weight_version
+                    for group_id in stragglers:
+                        self._runs.start(group_id, self._runs.redraw(group_id), version, self.run_seed)
                     continue
                 wait.for_what = batch.describe_wait()
                 self._tasks.changed.clear()
-                await self._tasks.changed.wait()
+                with span(f"waits for {wait.for_what}", "wait", "take"):
+                    await self._tasks.changed.wait()
         finally:
+            self._stragglers.count(0)
             if self._take_wait is wait:  # else a later `take` has begun
                 self._take_wait = None
 
@@ -288,6 +400,12 @@ class RolloutController:
 
         Prompts that are not made yet are made in a thread first, and then what may start does.
         """
+        if self._player.pace is not None:
+            self._player.pace.look()
+        if self._replay is not None:
+            if self._is_open():
+                self._replay.follow()
+            return
         if self._is_open() and self._book.may_start(self.engine.weight_version):
             version = self.engine.weight_version
             if self._ahead.lacks(self._book.startable(version), self._book.room(version), self.run_seed):
@@ -309,46 +427,32 @@ class RolloutController:
         version = self.engine.weight_version
         try:
             for _ in range(self._book.plan(version)):
-                self._book.queue(self._cursor.choose(self.run_seed))
+                self._runs.choose(self.run_seed)
             for position in self._book.startable(version):
-                self._start(position, self._cursor.read(position))
+                self._runs.start(position, self._cursor.read(position), version, self.run_seed)
         except RolloutError as error:
             self._tasks.fail(error)
         self._ahead.refill()
 
-    def _start(self, position: int, prompt: Prompt) -> None:
-        running = self._book.start(position, prompt, self.engine.weight_version)
-        num, judge_now = self.settings.group_size, not self.settings.judges_later
-        parts = self._player.parts(
-            running.group, num, self.sampling, self.run_seed, running.seed_name, judge_now=judge_now
-        )
-        self._group_tasks[position] = [self._tasks.spawn(self._play(running, part)) for part in parts]
-
-    def _redraw(self, group_ids: Sequence[int]) -> None:
-        for group_id in group_ids:
-            self._tasks.give_up(self._group_tasks.pop(group_id))
-            self._start(group_id, self._book.redraw(group_id))
-
-    async def _play(self, running: RunningGroup, part: AsyncIterator[tuple[int, Trajectory | None]]) -> None:
-        """Plays a part of a group and reports its trajectories to the book."""
-        group = running.group
-        async for sample, trajectory in part:
-            if self._book.running.get(group.id) is not running:
-                return  # it was redrawn or given up, and the workflow did not let itself be cancelled
-            if self._take_wait is not None:
-                self._take_wait.last_news = time.monotonic()
-            try:
-                is_done = self._book.record(running, sample, trajectory)
-                if is_done and group.trajectories:
-                    self._cursor.observe(group.id, group.prompt.id, success_rate(group))
-                if is_done:
-                    self._book.settle(group)
-            except RolloutError as error:  # before anything else starts
-                self._tasks.fail(error)
-            if len(running.results) == self.settings.group_size:
-                del self._group_tasks[group.id]
-                self._tasks.changed.set()
-                self._tasks.spawn(self._pump())
+    def _begin_replay(self, state: Mapping[str, Any]) -> None:
+        """Before the first load; from the start, or from the state of a checkpoint."""
+        assert self._replays is not None
+        if state and state.get("schedule") is None:
+            raise RolloutError("The checkpoint is of a run without a schedule. Replay from the start, without it.")
+        schedule = Schedule.read(self._replays, state.get("schedule"))
+        schedule.check(self.settings, self.run_seed)
+        self._replays = None
+        engine, pace = self.engine, None
+        if schedule.steps and isinstance(engine, FollowsSteps):
+            engine.follow_steps(schedule.steps, mark=schedule.mark, unfinished=state.get("unfinished", ()))
+        elif isinstance(engine, ContinuesCompletions):
+            pace = self._player.pace = Pace(engine, timeout_s=self.settings.rollout_timeout_s)
+        else:
+            raise RolloutError(
+                f"{type(engine).__name__} cannot replay a schedule: it does not continue completions. Use LocalEngine, "
+                "FakeEngine or SGLangEngine, or an engine with lightrl.engines.abilities.ContinuesCompletions."
+            )
+        self._replay = Replay(schedule, self._runs, self._ahead, pace, self.run_seed)
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: _Wait
@@ -378,6 +482,8 @@ class RolloutController:
 
     async def _cancel_all(self) -> None:
         self._is_closing = True
+        if self._record is not None:
+            self._record.flush(self.engine.weight_version)
         await self._tasks.give_up_all(but=self._wave.resuming)
         if isinstance(self.engine, LivesOnLoop):
             await self.engine.detach()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightrl.errors import RewardError, RolloutError
 from lightrl.rollout.group_filter import ADVICE, OTHER_ADVICE
 from lightrl.rollout.settings import RolloutSettings
-from lightrl.trajectory import Prompt
+from lightrl.trajectory import Prompt, Trajectory
 
 MAX_DROPPED_ITERATIONS = 10  # times P: the default bound on dropped groups
 
@@ -31,6 +32,7 @@ class DropTally:
         self.last = Drop("none", "nothing was dropped", "")
         self._drops: collections.deque[Drop] = collections.deque()  # the main thread takes from its left end
         self._group_drops: collections.Counter[str] = collections.Counter()  # since they were drained
+        self.thrown_away: dict[str, float] = collections.defaultdict(float)  # see `count_thrown_away`
         self._num_done = 0  # trajectories, since the last batch was taken
         self._num_failed = 0  # of them
         self._num_kept = 0  # groups, since then
@@ -45,6 +47,13 @@ class DropTally:
         """A trajectory is dropped."""
         self.last = Drop(reason, message, prompt.id)
         self._drops.append(self.last)
+
+    def count_thrown_away(self, trajectories: Iterable[Trajectory]) -> None:
+        """What these finished trajectories of a dropped group were like, in sums since the start."""
+        for trajectory in trajectories:
+            self.thrown_away["thrown_away_trajectories"] += 1
+            self.thrown_away["thrown_away_tokens"] += trajectory.num_loss_tokens
+            self.thrown_away["thrown_away_correct"] += trajectory.accuracy
 
     def drop_failed(self, error: RewardError | RolloutError, prompt: Prompt) -> None:
         """A trajectory is dropped because its workflow or its reward raised this."""

@@ -3,20 +3,25 @@
 Letters: v the weight version (now), η `max_staleness`, P `groups_per_iteration`, s any version. A group's version is
 that of its oldest token; for a running one it is the version that served when it started, a lower bound.
 
-Two rules bound the staleness: `num_admissible` bounds what starts, `choose_batch` what a batch leaves over. Admission
-alone does not suffice: with 5 % stragglers 30 times slower, staleness reached 29 at η = 1. With both rules the bound
-held exactly for η = 0, 1, 2, 4, 8.
+Windowed order, the default: a group may start once it is among the next (η + 1)·P groups of the stream, and only the
+trainer moves this window, by P groups in each iteration. A batch is the first P groups that were kept, however long one
+of them takes. So a group starts with at most (η + 1)·P - 1 groups before it and is trained on at most η versions later,
+and which groups a batch has does not depend on how long they took: fast ones are not preferred.
+
+A run that over-samples or redraws stragglers passes over slow groups instead: `find_late` tells for which of those left
+over no later batch would come in time.
 """
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Mapping, Sequence
+import bisect
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.checks.user_code import named_user_code
 from lightrl.rollout.drop_tally import DropTally
+from lightrl.rollout.schedule import ScheduleLog
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.trajectory import Group, Prompt, Trajectory
 
@@ -25,10 +30,10 @@ MAX_REDRAWS = 3  # of a group that lost a trajectory; then it is dropped
 
 @dataclass(frozen=True)
 class Batch:
-    """What `choose_batch` decides: the groups to train on, or the running groups to wait for."""
+    """What `take` decides: the groups to train on, or the running groups to wait for."""
 
     group_ids: list[int] | None  # P group ids, or None: wait
-    waits_for: list[int]  # running groups that hold the batch back; empty if it only needs more groups
+    waits_for: list[int]  # running groups that hold the batch back
     gives_up: list[int] = field(default_factory=list)  # over-sampled groups that would hold this batch back
 
     def describe_wait(self) -> str:  # the first five groups, for messages
@@ -59,18 +64,30 @@ class GroupBook:
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
         self.tally = DropTally(settings)
+        self.log: ScheduleLog | None = None  # where decisions are recorded
         self.num_consumed = 0  # groups that an iteration was trained on
+        self.num_redrawn = 0  # stragglers, since this object was made
         self.running: dict[int, RunningGroup] = {}
         self.finished: dict[int, tuple[Group, int]] = {}  # with the version of its oldest token
         self.taken: list[Group] = []
-        self._queued: collections.deque[int] = collections.deque()  # positions to start next
+        self._queued: list[int] = []  # positions to start next, in order
         self._again: list[int] = []  # on-policy, positions to draw again in the next wave
+        self.begun: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}  # of a checkpoint: version, done samples
         self._redraws: dict[int, int] = {}  # how often a position in flight was started again, each time with new seeds
 
     @property
     def num_done_trajectories(self) -> int:
-        """Of running and finished groups, for progress."""
-        return sum(len(item.results) for item in self.running.values()) + len(self.finished) * self.settings.group_size
+        """Of the groups that the next batch may have, for progress."""
+        ids = [*self.running, *self.finished]
+        if not self.settings.passes_over_stragglers:
+            ids = self._stream()[: self.settings.groups_per_iteration]
+        sizes = {group_id: len(item.results) for group_id, item in self.running.items()}
+        sizes |= dict.fromkeys(self.finished, self.settings.group_size)
+        return sum(sizes.get(group_id, 0) for group_id in ids)
+
+    def _stream(self) -> list[int]:
+        """All that is in flight or finished, in the order of the prompt stream."""
+        return sorted([*self.running, *self.finished, *self._queued, *self._again])
 
     def may_start(self, weight_version: int) -> bool:
         """Whether a group may start now.
@@ -80,7 +97,9 @@ class GroupBook:
         """
         if self.settings.max_staleness == 0 and self.running and not self._queued:
             return False
-        return self._num_admissible(weight_version, self.settings.max_concurrent) > 0
+        if self._num_admissible(weight_version, self.settings.max_concurrent) > 0:
+            return True
+        return bool(self.startable(weight_version))  # after a resume: more is finished than the window holds
 
     def plan(self, weight_version: int) -> int:
         """How many new positions to `queue` before groups start; on-policy those of a whole wave."""
@@ -88,8 +107,7 @@ class GroupBook:
         if self.settings.max_staleness == 0:
             if self.running or self._queued:
                 return 0
-            self._queued.extend(sorted(self._again))
-            self._again, max_concurrent = [], None
+            self._queued, self._again, max_concurrent = sorted(self._again), [], None
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued))
 
     def room(self, weight_version: int) -> int:
@@ -98,19 +116,28 @@ class GroupBook:
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued) - len(self._again))
 
     def queue(self, position: int) -> None:
-        """This position of the prompt stream is next after those already queued."""
-        self._queued.append(position)
+        """This position of the prompt stream waits for its start, in the stream's order."""
+        bisect.insort(self._queued, position)
 
     def startable(self, weight_version: int) -> list[int]:
-        """The queued positions that may start now, in order."""
-        return list(self._queued)[: self._num_admissible(weight_version, self.settings.max_concurrent)]
+        """The queued positions that may start now, in order: those in the window."""
+        if not self._queued:
+            return []
+        accepted = self.num_consumed + len(self.taken)
+        window = set(self._stream()[: num_admissible(self.settings, weight_version, 0, accepted, None)])
+        startable = [position for position in self._queued if position in window]
+        max_concurrent = self.settings.max_concurrent
+        return startable if max_concurrent is None else startable[: max(0, max_concurrent - len(self.running))]
 
     def start(self, position: int, prompt: Prompt, weight_version: int) -> RunningGroup:
         """A queued position starts, under these weights."""
-        self._queued.remove(position)
+        (self._queued if position in self._queued else self._again).remove(position)
+        if self.log is not None:
+            self.log.started(position, weight_version)
         redraws = self._redraws.get(position)
         seed_name = f"{position}:{prompt.id}" + (f":{redraws}" if redraws else "")
-        self.running[position] = RunningGroup(Group(position, prompt), weight_version, seed_name)
+        started_version, results = self.begun.pop(position, (weight_version, {}))
+        self.running[position] = RunningGroup(Group(position, prompt), started_version, seed_name, results)
         return self.running[position]
 
     def _num_admissible(self, weight_version: int, max_concurrent: int | None) -> int:
@@ -123,6 +150,8 @@ class GroupBook:
         Returns:
             True once all trajectories are done, then call `settle`; False before, and if the group is drawn again.
         """
+        if self.log is not None:
+            self.log.done(running.group.id, sample, trajectory)
         running.results[sample] = trajectory
         self.tally.count_trajectory(is_failed=trajectory is None)
         if len(running.results) < self.settings.group_size:
@@ -133,7 +162,10 @@ class GroupBook:
         if is_incomplete and self.settings.incomplete_groups == "redraw" and redraws < MAX_REDRAWS:
             self._drop(group.id, "incomplete", f"Group {group.id} lost a trajectory and is drawn again.")
             self._redraws[group.id] = redraws + 1
-            (self._again if self.settings.max_staleness == 0 else self._queued).append(group.id)
+            if self.settings.max_staleness == 0:
+                self._again.append(group.id)
+            else:
+                self.queue(group.id)
             return False
         return True
 
@@ -177,22 +209,28 @@ class GroupBook:
                 self._keep(group)
             else:
                 del self.finished[group.id]
-                self._queued.append(group.id)
+                self.queue(group.id)
 
     def begin_take(self, weight_version: int) -> None:
         """The last batch, unless committed, is finished again; finished groups too old for any batch are redrawn."""
         for group in self.taken:
             self._keep(group)
         self.taken = []
-        for group_id in find_overdue(self.settings, weight_version, self._finished_versions(weight_version)):
+        for group_id in find_late(self.settings, weight_version, self._finished_versions(weight_version)):
             bound = f"max_staleness={self.settings.max_staleness}"
             self._drop(group_id, "stale", f"Group {group_id} is too old for {bound} and is drawn again.")
-            self._queued.append(group_id)
+            self.queue(group_id)
 
     def take(self, weight_version: int) -> Batch:
         """Takes a batch if one can be taken, and leaves out the over-sampled groups that it gives up."""
-        running = {group_id: item.started_version for group_id, item in self.running.items()}
-        batch = choose_batch(self.settings, weight_version, self._finished_versions(weight_version), running)
+        if self.settings.passes_over_stragglers:
+            running = {group_id: item.started_version for group_id, item in self.running.items()}
+            batch = pass_over(self.settings, weight_version, self._finished_versions(weight_version), running)
+        else:
+            first = self._stream()[: self.settings.groups_per_iteration]
+            waits_for = [group_id for group_id in first if group_id not in self.finished]
+            is_full = not waits_for and len(first) == self.settings.groups_per_iteration
+            batch = Batch(first if is_full else None, [group_id for group_id in waits_for if group_id in self.running])
         if batch.group_ids is None:
             return batch
         self.taken = [self.finished.pop(group_id)[0] for group_id in batch.group_ids]
@@ -201,21 +239,31 @@ class GroupBook:
             self._redraws.pop(group_id, None)
             self.tally.count_given_up("oversampled")
         self.tally.begin_iteration()
+        if self.log is not None:
+            self.log.took(weight_version, batch.group_ids, batch.gives_up)
         return batch
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether enough groups for a batch are finished, so that it waits for slow ones alone."""
+        return len(self.finished) >= self.settings.groups_per_iteration
 
     def stragglers(self, batch: Batch, weight_version: int) -> list[int]:
         """The groups a batch waits for that `redraw` should start again: all that then get newer weights."""
-        if not self.settings.redraw_stragglers or len(self.finished) < self.settings.groups_per_iteration:
+        if not self.settings.redraw_stragglers or not self.is_held_back:
             return []
         return [group_id for group_id in batch.waits_for if self.running[group_id].started_version < weight_version]
 
     def redraw(self, group_id: int) -> Prompt:
-        """Puts a running group back at the front of the queue, to `start` with new seeds and this prompt."""
+        """Puts a running group back into the queue, to `start` with new seeds and this prompt."""
         running = self.running[group_id]
+        if self.log is not None:
+            self.log.redrawn(group_id)
         message = f"Group {group_id} of version {running.started_version} held a batch back and is drawn again."
         self._drop(group_id, "straggler", message)
         self._redraws[group_id] = self._redraws.get(group_id, 0) + 1
-        self._queued.appendleft(group_id)
+        self.num_redrawn += 1
+        self.queue(group_id)
         return running.group.prompt
 
     def commit(self) -> None:
@@ -229,9 +277,11 @@ class GroupBook:
             running = self.running.pop(group_id)
             num_failed = sum(trajectory is None for trajectory in running.results.values())
             prompt, num = running.group.prompt, self.settings.group_size - num_failed
+            self.tally.count_thrown_away(item for item in running.results.values() if item is not None)
         else:
             group, _ = self.finished.pop(group_id)
             prompt, num = group.prompt, len(group.trajectories)
+            self.tally.count_thrown_away(group.trajectories)
         for _ in range(num):
             self.tally.drop(reason, message, prompt)
 
@@ -246,6 +296,12 @@ class GroupBook:
             "groups_per_iteration": self.settings.groups_per_iteration,
             "num_consumed": self.num_consumed,
             "in_flight": in_flight,
+            "max_staleness": self.settings.max_staleness,
+            "group_size": self.settings.group_size,
+            "begun": [
+                [position, item.started_version, [_state_of(*result) for result in sorted(item.results.items())]]
+                for position, item in sorted(self.running.items())
+            ],
             "redraws": [[position, self._redraws[position]] for position in in_flight if position in self._redraws],
             "finished": [
                 group.state_dict() for group in [*self.taken, *(group for group, _ in self.finished.values())]
@@ -256,10 +312,20 @@ class GroupBook:
         """Before the first `take`: restores finished groups; what was in flight starts again first."""
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts this run's P
-        self._queued = collections.deque(state["in_flight"])
+        self._queued = sorted(state["in_flight"])
         self._redraws, self.finished = dict(state["redraws"]), {}
         for record in state["finished"]:
             self._keep(Group.from_json(record))
+        # With a smaller bound what was begun might be too old when it is done, so it starts again.
+        is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
+        goes_on = is_in_time and state.get("group_size") == self.settings.group_size
+        for position, version, results in state["begun"] if goes_on else []:
+            done = {sample: None if item is None else Trajectory.from_json(item) for sample, item in results}
+            self.begun[position] = (version, done)
+
+
+def _state_of(sample: int, trajectory: Trajectory | None) -> list[Any]:
+    return [sample, None if trajectory is None else trajectory.state_dict()]
 
 
 def num_admissible(
@@ -267,9 +333,8 @@ def num_admissible(
 ) -> int:
     """How many groups may start now.
 
-    A group may start while `accepted + running < (η + v + 1)·P`: even if it finishes at once, it is trained on no
-    later than η versions from now. With over-sampling a few more may start; `choose_batch` gives up those that would
-    hold a batch back.
+    A group may start while `accepted + running < (η + v + 1)·P`: then it is trained on by version v + η. With
+    over-sampling a few more may start; `pass_over` gives up those that would hold a batch back.
 
     Args:
         weight_version: v, the version that all routable engines have acknowledged.
@@ -285,67 +350,53 @@ def num_admissible(
     return max(0, room)
 
 
-def choose_batch(
+def pass_over(
     settings: RolloutSettings, weight_version: int, finished: Mapping[int, int], running: Mapping[int, int]
 ) -> Batch:
-    """The oldest P finished groups, if what they leave over can still be trained on in time; else which to wait for.
+    """The P finished groups of the oldest versions, unless too much that they leave over would come too late.
 
-    A batch may leave over at most `(s + η - v)·P` groups of version ≤ s, for every s in [v - η, v]: the iterations up
-    to version s + η can take that many.
-
-    With over-sampling it may give up groups, but only to take a batch at once: running ones before finished ones, older
-    versions first. The others are carried over. Giving up as many as admission lets in beyond the bound always
-    suffices, because for every s the excess of groups of version ≤ s is at most that.
+    An over-sampled group that would be late is given up. Giving up as many as admission lets in beyond the window
+    always suffices.
 
     Args:
         weight_version: v, of the trainer.
         finished, running: group id → version of its oldest token, or of the weights that served when it started.
     """
-    finished, running = dict(finished), dict(running)
     size = settings.groups_per_iteration
-    gives_up: list[int] = []
-    at_first = batch = _choose_batch(settings, weight_version, finished, running)
-    while batch.group_ids is None and len(gives_up) < settings.num_oversampled and len(finished) >= size:
-        if batch.waits_for:
-            given_up = min(batch.waits_for, key=lambda group_id: (running[group_id], -group_id))
-            del running[given_up]
-        else:
-            given_up = _oldest_first(finished)[size]
-            del finished[given_up]
-        gives_up.append(given_up)
-        batch = _choose_batch(settings, weight_version, finished, running)
-    return at_first if batch.group_ids is None else Batch(batch.group_ids, [], sorted(gives_up))
-
-
-def _choose_batch(
-    settings: RolloutSettings, weight_version: int, finished: Mapping[int, int], running: Mapping[int, int]
-) -> Batch:
-    size, too_old = settings.groups_per_iteration, weight_version - settings.max_staleness
     taken = set(_oldest_first(finished)[:size])
     if len(taken) < size:
-        return Batch(None, sorted(group_id for group_id, oldest in running.items() if oldest <= too_old))
-    left_over = [version for group_id, version in finished.items() if group_id not in taken] + list(running.values())
-    for version in range(too_old, weight_version + 1):
-        if sum(1 for oldest in left_over if oldest <= version) > (version - too_old) * size:
-            return Batch(None, sorted(group_id for group_id, oldest in running.items() if oldest <= version))
-    return Batch(sorted(taken), [])
+        return Batch(None, sorted(running))
+    left_over = {**finished, **running}
+    for group_id in taken:
+        del left_over[group_id]
+    late = find_late(settings, weight_version + 1, left_over, running)
+    if len(late) > settings.num_oversampled:
+        return Batch(None, [group_id for group_id in late if group_id in running])
+    return Batch(sorted(taken), [], late)
 
 
-def find_overdue(settings: RolloutSettings, weight_version: int, finished: Mapping[int, int]) -> list[int]:
-    """The finished groups that no batch can take in time anymore.
+def find_late(
+    settings: RolloutSettings, weight_version: int, versions: Mapping[int, int], running: Collection[int] = ()
+) -> list[int]:
+    """As few of these groups as possible, so that the others can be trained on in time, running ones first.
 
-    None in a run that kept both rules; some after a resume with a smaller η or P. The arguments are `choose_batch`'s.
+    Without over-sampling and redrawing there are none, except after a resume with a smaller η or P.
+
+    Args:
+        weight_version: of the next batch, which takes the P groups of the oldest versions; later ones follow.
+        versions: group id → version.
+        running: those of the groups that are not finished.
     """
-    overdue: list[int] = []
-    num_kept = 0
-    for group_id in _oldest_first(finished):
-        num_iterations = finished[group_id] + settings.max_staleness - weight_version + 1  # that can still take it
-        if num_kept < num_iterations * settings.groups_per_iteration:
-            num_kept += 1
-        else:
-            overdue.append(group_id)
-    return sorted(overdue)
+    late: list[int] = []
+    kept: list[int] = []
+    for group_id in _oldest_first(versions):
+        kept.append(group_id)
+        trained_at = weight_version + (len(kept) - 1) // settings.groups_per_iteration
+        if trained_at > versions[group_id] + settings.max_staleness:
+            late.append(next((one for one in kept if one in running), group_id))
+            kept.remove(late[-1])
+    return sorted(late)
 
 
-def _oldest_first(finished: Mapping[int, int]) -> list[int]:
-    return sorted(finished, key=lambda group_id: (finished[group_id], group_id))
+def _oldest_first(versions: Mapping[int, int]) -> list[int]:
+    return sorted(versions, key=lambda group_id: (versions[group_id], group_id))

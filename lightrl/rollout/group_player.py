@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from lightrl.engines.engine import Completion
 from lightrl.rollout.player import Player, checked, drawn
+from lightrl.trace import record
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.workflow import Generate, SingleTurn
 
@@ -17,21 +19,30 @@ class GroupPlayer(Player):
     """A Player of whole groups."""
 
     def parts(
-        self, group: Group, num: int, sampling: Sampling, run_seed: int, seed_name: str, *, judge_now: bool = True
+        self,
+        group: Group,
+        samples: Sequence[int],
+        sampling: Sampling,
+        run_seed: int,
+        seed_name: str,
+        *,
+        judge_now: bool = True,
     ) -> list[AsyncIterator[tuple[int, Trajectory | None]]]:
-        """`play` for `num` samples, in parts that may run at the same time: the whole group if it can be one request.
+        """`play` for these samples, in parts that may run at the same time: all in one request if that is possible.
 
         Returns:
             Of each part an iterator of its samples, each with its trajectory, as they are done.
         """
         settings: Any = {"judge_now": judge_now}
-        if self._plays_groups:
-            return [self._play_group(group, num, sampling, run_seed, seed_name, **settings)]
+        self.written[seed_name] = {}
+        seeds = [sampling_seed(run_seed, seed_name, sample, 0) for sample in samples]
+        if self._plays_groups and self.pace is None and self.begun.keys().isdisjoint(seeds):
+            return [self._play_group(group, samples, seeds, sampling, seed_name, **settings)]
 
         async def alone(sample: int) -> AsyncIterator[tuple[int, Trajectory | None]]:
             yield sample, await self.play(group, sample, sampling, run_seed, seed_name, **settings)
 
-        return [alone(sample) for sample in range(num)]
+        return [alone(sample) for sample in samples]
 
     @functools.cached_property
     def _plays_groups(self) -> bool:
@@ -46,7 +57,14 @@ class GroupPlayer(Player):
         return type(self.workflow).run is SingleTurn.run and homes[0] is homes[1]
 
     async def _play_group(
-        self, group: Group, num: int, sampling: Sampling, run_seed: int, seed_name: str, *, judge_now: bool
+        self,
+        group: Group,
+        samples: Sequence[int],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        seed_name: str,
+        *,
+        judge_now: bool,
     ) -> AsyncIterator[tuple[int, Trajectory | None]]:
         """`parts` with one request and one task."""
         steps: asyncio.Queue[tuple[int, asyncio.Future[Any]]] = asyncio.Queue()
@@ -57,16 +75,24 @@ class GroupPlayer(Player):
             waits.append(step)
             step.add_done_callback(lambda done: steps.put_nowait((sample, done)))
 
+        written = self.written[seed_name]
+        num = len(samples)
         try:
-            samplings = [drawn(sampling, sampling_seed(run_seed, seed_name, sample, 0)) for sample in range(num)]
-            for sample, completion in enumerate(self._write_group(group.prompt, samplings, seed_name)):
+            samplings = [drawn(sampling, seed) for seed in seeds]
+            begun_ns = time.perf_counter_ns()
+            completions = self._write_group(group.prompt, samplings, seed_name)
+            for sample, seed, completion in zip(samples, seeds, completions, strict=True):
+                written[seed] = None
                 follow(sample, completion)
+                name = f"{seed_name}/{sample}"
+                completion.add_done_callback(functools.partial(_record_generation, begun_ns, name))
             while num:
                 sample, step = await steps.get()
                 if sample in played:
                     num -= 1
                     yield sample, played.pop(sample) if step.result() else None
                     continue
+                written[seeds[samples.index(sample)]] = None if step.exception() else step.result()
                 trajectory = await self._played(group, sample, _generate_once(step, group.prompt))
                 if trajectory is None or not judge_now:
                     num -= 1
@@ -92,6 +118,10 @@ class GroupPlayer(Player):
             for future in futures:
                 future.set_exception(error)
         return futures
+
+
+def _record_generation(begun_ns: int, session: str, done: asyncio.Future[Completion]) -> None:
+    record("generate", "generate", "generations", begun_ns, session=session)
 
 
 def _generate_once(written: asyncio.Future[Completion], prompt: Prompt) -> Generate:

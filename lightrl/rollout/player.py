@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.user_code import named_user_code
+from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.errors import LightRLError, RewardError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import DropTally
 from lightrl.rollout.tasks import Tasks
+from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
+from lightrl.workflows.turn_log import Journal, TurnLog, turn_log_of
 from lightrl.workflows.workflow import Generate, Workflow, check_trajectory
+
+if TYPE_CHECKING:
+    from lightrl.rollout.pace import Pace
 
 
 @dataclass(eq=False)
@@ -26,6 +32,13 @@ class Player:
     judge: Judge  # has been started
     tally: DropTally  # counts what is dropped
     tasks: Tasks
+    pace: Pace | None = None  # repeats the versions of a recorded run
+    begun: dict[int, Completion] = field(default_factory=dict)  # by seed: what a checkpoint has, whole or in part
+    # By the seed name of running groups, by seed: the completions so far; None is still being written.
+    written: dict[str, dict[int, Completion | None]] = field(default_factory=dict, init=False)
+    journal: Journal | None = None  # of workflows with side effects
+    saved_answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # of environments, by session
+    logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict, init=False)  # of running groups, by session
     _judgings: dict[tuple[int, int], asyncio.Task[bool]] = field(default_factory=dict, init=False)  # by group, sample
 
     async def play(
@@ -85,7 +98,8 @@ class Player:
     async def _set_reward(self, trajectory: Trajectory) -> bool:
         """Sets the reward; False if the trajectory was dropped. The judge keeps its own deadline."""
         try:
-            with named_user_code(f"{type(self.judge).__name__}.score", error_type=RewardError):
+            judge = type(self.judge).__name__
+            with span("reward", "reward", "rewards"), named_user_code(f"{judge}.score", error_type=RewardError):
                 judgment = await self.judge.score(trajectory)
         except (RewardError, RolloutError) as error:
             self.tally.drop_failed(error, trajectory.prompt)
@@ -129,6 +143,8 @@ class Player:
     def _generate_for(self, prompt: Prompt, sample: int, sampling: Sampling, run_seed: int, seed_name: str) -> Generate:
         """What the workflow calls for each turn."""
         turn = 0
+        session = f"{seed_name}/{sample}"
+        log = self._turn_log(seed_name, session)
         images: dict[str, Any] = {"images": prompt.images} if prompt.images else {}
 
         async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
@@ -136,10 +152,63 @@ class Player:
             seed = sampling_seed(run_seed, seed_name, sample, turn)
             turn += 1
             asked = drawn(sampling, seed, max_new_tokens)
-            completions = await self.engine.generate(token_ids, asked, session=f"{seed_name}/{sample}", **images)
-            return checked(completions[0], turn - 1, prompt)
+            written = self.written.get(seed_name, {})
+            written[seed] = None
+            if log is not None and turn <= len(log.completions):
+                completion = log.completions[turn - 1]
+            else:
+                with span("generate", "generate", "generations", session=session, prompt=len(token_ids)):
+                    completion = await self._write(token_ids, asked, session=session, **images)
+                if log is not None and log.journal is not None:
+                    await log.journal.add(session, completion=completion.state_dict())
+            written[seed] = completion
+            return checked(completion, turn - 1, prompt)
 
+        if log is not None:
+            vars(generate)["log"] = log
         return generate
+
+    def _turn_log(self, seed_name: str, session: str) -> TurnLog | None:
+        """Of a training rollout that can continue in a resumed run."""
+        if seed_name not in self.written or not self.workflow.continues:
+            return None
+        journal = self.journal if self.workflow.has_side_effects else None
+        log = self.logs.setdefault(seed_name, {})[session] = turn_log_of(journal, session, self.saved_answers)
+        return log
+
+    async def _write(self, token_ids: list[int], sampling: Sampling, **of_request: Any) -> Completion:
+        """The engine's completion, or the rest of one that was begun before a resume."""
+        written = self.begun.pop(sampling.seed, None)
+        if self.pace is not None:
+            return await self.pace.write(token_ids, sampling, written, **of_request)
+        if written is not None and written.finish_reason != "abort":
+            return written
+        if written is not None and isinstance(self.engine, ContinuesCompletions):
+            of_request["written"] = written
+        completions = await self.engine.generate(token_ids, sampling, **of_request)
+        return completions[0]
+
+    def state_of(self, unfinished: Mapping[int, Completion]) -> dict[int, dict[str, Any]]:
+        """For a checkpoint, by seed: the completions of running groups, those in progress as far as the engine is."""
+        if not self.workflow.continues:
+            return {}
+        written = {seed: item for seeds in self.written.values() for seed, item in seeds.items()}
+        whole = {seed: item or unfinished.get(seed) for seed, item in written.items()}
+        return {seed: item.state_dict() for seed, item in whole.items() if item is not None and len(item.token_ids)}
+
+    def load_written(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """What `state_of` returned is not generated again."""
+        self.begun = {seed: Completion.from_state(item) for seed, item in state.items()}
+
+    def answers_of(self) -> dict[str, list[list[Any]]]:
+        """For a checkpoint, by session: what environments answered in running groups."""
+        logs = [item for logs in self.logs.values() for item in logs.items()]
+        return {session: log.state_dict() for session, log in logs if log.answers}
+
+    def forget(self, seed_name: str) -> None:
+        """This group is done or given up."""
+        self.written.pop(seed_name, None)
+        self.logs.pop(seed_name, None)
 
 
 def drawn(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> Sampling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -59,6 +60,15 @@ class Curriculum(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class ShowsSuccess(Protocol):
+    """A Curriculum that can say what it prefers."""
+
+    def success_rate(self, prompt_id: str) -> float | None:
+        """The past success on a prompt, 0 to 1; None for a new one."""
+        ...
+
+
 class PromptCursor:
     """Walks through the stream, position by position, and never back.
 
@@ -78,6 +88,7 @@ class PromptCursor:
         self.curriculum = curriculum
         self.next_position = 0
         self.num_skipped = 0  # positions, since this object was made
+        self.past_success: dict[str, float] = defaultdict(float)  # sums over prompts that came again
         self._observations: dict[int, tuple[str, float]] = {}  # that the curriculum does not have yet, by position
 
     @property
@@ -105,6 +116,7 @@ class PromptCursor:
         for position in range(self.next_position, self.next_position + MAX_SKIPPED):
             prompt = self._at(position)
             is_played = prompt is not None and self._is_played(run_seed, position, prompt)
+            self._count_success(prompt, "played" if is_played else "skipped")
             self.next_position = position + 1
             if is_played:
                 return position
@@ -202,6 +214,15 @@ class PromptCursor:
             name = f"{type(self.curriculum).__name__}.weight({prompt.id!r})"
             raise RolloutError(f"{name} must be a probability from 0 to 1, got {weight}.")
         return sampling_seed(run_seed, "curriculum", position) / 2**63 < weight
+
+    def _count_success(self, prompt: Prompt | None, what: str) -> None:
+        curriculum: object = self.curriculum
+        if prompt is None or not isinstance(curriculum, ShowsSuccess):
+            return
+        rate = curriculum.success_rate(prompt.id)
+        if rate is not None:
+            self.past_success[f"{what}_again"] += 1
+            self.past_success[f"{what}_again_success"] += rate
 
     def _pass_on_observations(self) -> None:
         while self._observations and self.curriculum is not None:

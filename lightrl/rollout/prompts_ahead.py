@@ -9,6 +9,7 @@ from typing import Any
 from lightrl.errors import RolloutError
 from lightrl.rollout.prompt_cursor import PromptCursor
 from lightrl.rollout.tasks import Tasks
+from lightrl.trace import span
 
 
 class PromptsAhead:
@@ -50,6 +51,7 @@ class PromptsAhead:
             self._making = self._tasks.spawn(self._make(first))
 
     async def _make(self, first: int) -> None:
-        await asyncio.to_thread(self._cursor.prepare, first)
+        with span("make prompts", "data", "prompts", first=first):
+            await asyncio.to_thread(self._cursor.prepare, first)
         self._making = None
         await self._then()

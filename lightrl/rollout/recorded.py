@@ -67,7 +67,7 @@ class RecordedRollout:
     def drain_group_drops(self) -> dict[str, int]:
         return {}
 
-    def progress(self) -> dict[str, int]:
+    def progress(self) -> dict[str, float]:
         return {"skipped_prompts": 0, "weight_version": self.weight_version}
 
     def state_dict(self) -> dict[str, Any]:

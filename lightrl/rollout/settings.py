@@ -28,8 +28,8 @@ class RolloutSettings:
         total_groups: what the whole run needs; None if it has no known end.
         max_staleness: η, in versions; 0 is on-policy.
         max_concurrent: bound on groups in flight; None leaves it to the staleness bound.
-        redraw_stragglers: when only some groups hold a batch back, start them again instead of waiting for them. Faster
-            with a heavy tail, but it over-represents short completions.
+        redraw_stragglers: start a group again, instead of waiting for it, when it would exceed the staleness bound.
+            Faster with a heavy tail, but it over-represents short completions.
         rollout_timeout_s: the run ends if no trajectory that a batch waits for finishes for this long.
         loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for this long.
         max_failed_fraction: the run ends if more than this fraction of an iteration's trajectories fails.
@@ -81,6 +81,11 @@ class RolloutSettings:
         return bool(
             self.curriculum or self.group_filter or self.incomplete_groups != "train" or self.oversample_fraction
         )
+
+    @property
+    def passes_over_stragglers(self) -> bool:
+        """Whether a batch takes later groups before slow ones; else it takes the stream's order."""
+        return self.redraw_stragglers or self.num_oversampled > 0
 
     @property
     def num_oversampled(self) -> int:

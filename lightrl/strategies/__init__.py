@@ -9,7 +9,8 @@ Reading order:
     checkpoint_folder.py  checkpoints of several processes; safe_reader.py: read as data, so that no code runs
     checkpoint_fit.py     whether a checkpoint fits the configuration; atomic_write.py  files that are whole or absent
     ranks.py              the processes of a run: sums, shares of the rows, messages from rank 0
-    balance.py            trajectories split over ranks by their tokens
+    balance.py            trajectories split over ranks by their tokens; row_plan.py, row_exchange.py: sent to them
+    spread_experience.py  an iteration's Experience over the ranks; token_rows.py: a field; microbatches.py: to devices
     role_mesh.py          a role on its own ranks
     rank_watch.py         a rank that fails ends all; one that hangs is named
     fsdp2.py              FSDP2Strategy: sharded models
@@ -29,6 +30,7 @@ from lightrl.strategies.checkpoint import AtomicCheckpointIO, load_model, load_o
 from lightrl.strategies.checkpoint_folder import META_FILE, read_tensors
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.fsdp2_model import run_inside, whole
+from lightrl.strategies.microbatches import Microbatches
 from lightrl.strategies.packed_attention import NAME as PACKED_ATTENTION
 from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.probes import head_is_plain
@@ -36,6 +38,7 @@ from lightrl.strategies.ranks import Message, ProcessRanks, Ranks, is_on_all_ran
 from lightrl.strategies.safe_reader import load_plain
 from lightrl.strategies.single import LogprobSettings, SingleModel
 from lightrl.strategies.splits_models import SplitsModels, check_strategy, named_strategy, parallel_model, ranks_of
+from lightrl.strategies.spread_experience import SpreadExperience
 from lightrl.strategies.tensor_parallel import local
 
 __all__ = [
@@ -45,11 +48,13 @@ __all__ = [
     "FSDP2Strategy",
     "LogprobSettings",
     "Message",
+    "Microbatches",
     "Parallel3DStrategy",
     "ProcessRanks",
     "Ranks",
     "SingleModel",
     "SplitsModels",
+    "SpreadExperience",
     "check_strategy",
     "head_is_plain",
     "is_on_all_ranks",

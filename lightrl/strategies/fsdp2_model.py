@@ -17,6 +17,7 @@ from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy
 from lightrl.models.lora import Part, exported_parameters, merge
+from lightrl.strategies.microbatches import lengths_of
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
 from lightrl.strategies.shared_prefix import SharedPrompt
@@ -67,16 +68,14 @@ class FSDP2Model(SingleModel):
         self.form = "packed" if self.can_pack and device_type != "cpu" else "rectangles"
 
     @torch.no_grad()
-    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
-        outputs: list[Outputs] = []
+    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
         for microbatch, calls in zip(microbatches, self._calls(microbatches), strict=True):
             self._num_calls = calls
-            outputs.append(self._outputs(microbatch, topk))
+            yield self._outputs(microbatch, topk)
             self.ranks.step()
         reshard(self._root)
         if self.value_head is not None:
             reshard(self.value_head)
-        return outputs
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         for index, (microbatch, calls) in enumerate(zip(microbatches, self._calls(microbatches), strict=True)):
@@ -115,7 +114,7 @@ class FSDP2Model(SingleModel):
         """How often to call the model for each microbatch: as often as the rank that needs most."""
         if self.form == "packed":
             return [1] * len(microbatches)
-        lengths = [(microbatch.lengths - 1).clamp(min=1).tolist() for microbatch in microbatches]
+        lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
 
     def _outputs(self, experience: Experience, more: More = 0) -> Outputs:

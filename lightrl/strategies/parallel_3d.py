@@ -225,6 +225,7 @@ class Parallel3DModel:
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         """Outputs of each microbatch on every rank, without gradient."""
+        microbatches = list(microbatches)
         feeds = self._feeds(microbatches, [topk] * len(microbatches))
         results: dict[int, Tensor] = {}
 
@@ -247,6 +248,7 @@ class Parallel3DModel:
 
         Gradients must be None or zero before; afterwards they are averaged over dp and complete on the other axes.
         """
+        microbatches = list(microbatches)  # a pipeline returns to each
         feeds = self._feeds(microbatches, [asked_of_policy(microbatch) for microbatch in microbatches])
         results: dict[int, Tensor] = {}
 

@@ -8,11 +8,12 @@ ranks with the same `dp_rank` (the tensor and pipeline axes) have the same. A ro
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import secrets
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -23,13 +24,19 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
-from lightrl.experience import Experience, LossUnit
+from lightrl.experience import Experience, LossUnit, Reduction, microbatch_bins
 from lightrl.strategies.balance import balanced_shares, token_imbalance
 from lightrl.strategies.rank_watch import RankWatch
+from lightrl.strategies.row_plan import Send
+from lightrl.trace import span
 from lightrl.weights.broadcast import listen
 
 if TYPE_CHECKING:
     pass
+
+_shares = functools.lru_cache(maxsize=64)(balanced_shares)  # of a minibatch, for its rows' owners and each of its roles
+
+_SENDS_AT_ONCE = 2  # copies of rows in memory while they are sent
 
 # What rank 0 sends the others while they wait for it.
 Kind = Literal["waiting", "data", "error", "stop"]
@@ -53,6 +60,7 @@ class Ranks:
     dp_rank = 0
     dp_size = 1
     first_rank = 0  # world rank of rank 0
+    dp_members: Sequence[Sequence[int]] = ((0,),)  # world ranks of each dp rank
     is_here = True  # whether this process is one of them
 
     @property
@@ -67,6 +75,16 @@ class Ranks:
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum over dp ranks, the same on each; may change `tensor`."""
         return tensor
+
+    def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
+        """The sum, or the maximum, over all ranks of tensors on the host."""
+        return values
+
+    def exchange(
+        self, sends: Sequence[Send], pack: Callable[[Send], Tensor], num_bytes: Callable[[Send], int]
+    ) -> list[tuple[Send, Tensor]]:
+        """Carries out a plan's round; gives what came here, uint8. Sources `pack` their bytes when it is their turn."""
+        return []
 
     def max_each(self, values: list[int]) -> list[int]:
         """The elementwise maximum over all ranks; every rank passes equally many values."""
@@ -85,35 +103,38 @@ class Ranks:
         if self.dp_size == 1:
             return [list(range(len(lengths)))]
         units = experience.units(unit)
-        parts = balanced_shares([sum(lengths[row] for row in rows) for rows in units], self.dp_size)
+        parts = _shares(tuple(sum(lengths[row] for row in rows) for rows in units), self.dp_size)
         return [sorted(row for index in part for row in units[index]) for part in parts]
 
     def microbatch_rows(
-        self, experience: Experience, max_tokens: int, *, unit: LossUnit = "trajectory"
-    ) -> tuple[list[list[int]], list[Experience]]:
-        """This rank's microbatches of `experience`, which all ranks have whole, and the rows of each.
+        self,
+        experience: Experience,
+        max_tokens: int,
+        *,
+        unit: LossUnit = "trajectory",
+        shares: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[int]]:
+        """The rows of each of this rank's microbatches.
 
-        Every rank gets the same number, since a model that is spread over ranks runs on all at once. Extra microbatches
-        have no rows: each is one trajectory without loss tokens.
+        Every rank gets the same number, since a model that is spread over ranks runs on all at once: the last ones may
+        have no rows.
+
+        Args:
+            experience: all rows, on each rank; only lengths and groups are read.
+            max_tokens: in one microbatch, or one unit.
+            unit: rows that stay together.
+            shares: the rows of each dp rank; `shares` of the experience if None.
         """
-        if self.dp_size == 1:
-            return experience.microbatch_rows(max_tokens, unit=unit)
-        shares = self.shares(experience, unit)
-        counts = [
-            len(experience.select(share).microbatch_rows(max_tokens, unit=unit)[0]) if share else 0 for share in shares
-        ]
-        share = shares[self.dp_rank]
-        rows, parts = experience.select(share).microbatch_rows(max_tokens, unit=unit) if share else ([], [])
-        rows = [[share[index] for index in part] for part in rows]
-        parts = list(parts)
-        while len(parts) < max(counts):
-            rows.append([])
-            parts.append(masked_row(experience))
-        return rows, parts
-
-    def gather_rows(self, values: Tensor, experience: Experience, unit: LossUnit = "trajectory") -> Tensor:
-        """[B, T, ...] with all rows, from tensors in which each dp rank has filled the rows of its share."""
-        return values
+        lengths = experience.lengths.tolist()
+        shares = self.shares(experience, unit) if shares is None else shares
+        units = experience.units(unit)
+        parts = []
+        for share in shares:
+            here = set(share)
+            own = [rows for rows in units if rows[0] in here]
+            parts.append(microbatch_bins(lengths, own, max_tokens) if own else [])
+        most = max(map(len, parts))
+        return [*parts[self.dp_rank], *([] for _ in range(most - len(parts[self.dp_rank])))]
 
     def token_imbalance(self, experience: Experience, unit: LossUnit = "trajectory") -> float:
         """The largest rank's tokens over the mean; 1 is balanced."""
@@ -144,7 +165,7 @@ class Ranks:
         return [value]
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
-        """The tensors of rank `source` on every rank, on its device."""
+        """The tensors of rank `source` on every rank, on the host of the others."""
         return dict(tensors)
 
     @contextlib.contextmanager
@@ -183,9 +204,18 @@ class ProcessRanks(Ranks):
         control_group: all these ranks, on the CPU (gloo), with a deadline longer than any rollout.
         device: of `dp_group`'s tensors.
         watch: of this process; made by `watch_all`.
+        dp_members: see Ranks; None to ask the ranks.
     """
 
-    def __init__(self, *, dp_group: Any, control_group: Any, device: torch.device, watch: RankWatch) -> None:
+    def __init__(
+        self,
+        *,
+        dp_group: Any,
+        control_group: Any,
+        device: torch.device,
+        watch: RankWatch,
+        dp_members: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.rank = dist.get_rank(control_group)
         self.size = dist.get_world_size(control_group)
         self.first_rank = dist.get_global_rank(control_group, 0)
@@ -197,6 +227,16 @@ class ProcessRanks(Ranks):
         self._dp_group = dp_group
         self.control_group = control_group
         self._device = device
+        self.dp_members = self._ask_members() if dp_members is None else dp_members
+
+    def _ask_members(self) -> list[list[int]]:
+        places = torch.zeros(self.size, dtype=torch.int64)
+        places[self.rank] = self.dp_rank
+        dist.all_reduce(places, group=self.control_group)
+        members: list[list[int]] = [[] for _ in range(self.dp_size)]
+        for rank, dp_rank in enumerate(places.tolist()):
+            members[dp_rank].append(self.first_rank + rank)
+        return members
 
     def of_role(self, role: str) -> Ranks:
         return self.roles.get(role, self)
@@ -233,17 +273,20 @@ class ProcessRanks(Ranks):
         if self.dp_size == 1:
             return tensor
         total = tensor.to(self._device)
-        dist.all_reduce(total, group=self._dp_group)
+        with span("all_reduce", "collective"):
+            dist.all_reduce(total, group=self._dp_group)
         return total.to(tensor.device)
 
     def max_each(self, values: list[int]) -> list[int]:
         largest = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.control_group)
+        with span("all_reduce", "collective"):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.control_group)
         return largest.tolist()
 
     def total_norm(self, gradients: Sequence[Tensor]) -> float:
         total = square_norm(gradients, self.copies, self._device)
-        dist.all_reduce(total)
+        with span("all_reduce of gradient norms", "collective"):
+            dist.all_reduce(total)
         return float(total.sqrt())
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
@@ -252,31 +295,38 @@ class ProcessRanks(Ranks):
         dist.gather_object(json.dumps(value), values, group=self.control_group, group_dst=0)
         return [json.loads(text) for text in values or []]
 
-    def gather_rows(self, values: Tensor, experience: Experience, unit: LossUnit = "trajectory") -> Tensor:
-        if self.dp_size == 1:
-            return values
-        shares = [torch.tensor(share, dtype=torch.int64) for share in self.shares(experience, unit)]
-        lengths = experience.lengths.cpu()
-        is_token = torch.arange(values.shape[1]) < lengths[:, None]
-        sizes = [int(lengths[share].sum()) for share in shares]
-        sent = torch.zeros(max(1, *sizes), *values.shape[2:], dtype=values.dtype, device=self._device)
-        own = shares[self.dp_rank]
-        sent[: sizes[self.dp_rank]] = values.cpu()[own][is_token[own]].to(self._device)
-        received = [torch.empty_like(sent) for _ in shares]
-        dist.all_gather(received, sent, group=self._dp_group)
-        whole = torch.zeros(values.shape, dtype=values.dtype)
-        for share, size, flat in zip(shares, sizes, received, strict=True):
-            rows = torch.zeros(len(share), *values.shape[1:], dtype=values.dtype)
-            rows[is_token[share]] = flat[:size].cpu()
-            whole[share] = rows
-        return whole.to(values.device)
-
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
         if self.rank == source:
             payload = save({name: value.cpu().contiguous() for name, value in tensors.items()})
             self.send(Message("data", payload=payload), source)
             return dict(tensors)
-        return {name: value.to(self._device) for name, value in load(self.receive(source).payload).items()}
+        received: dict[str, Tensor] = load(self.receive(source).payload)
+        return received
+
+    def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
+        result = values.detach().cpu().clone()
+        how = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
+        dist.all_reduce(result, how, group=self.control_group)
+        return result
+
+    def exchange(
+        self, sends: Sequence[Send], pack: Callable[[Send], Tensor], num_bytes: Callable[[Send], int]
+    ) -> list[tuple[Send, Tensor]]:
+        received, waits = [], []
+        for send in sends:
+            if send.target == self.rank:
+                buffer = torch.empty(num_bytes(send), dtype=torch.uint8)
+                received.append((send, buffer))
+                waits.append(dist.irecv(buffer, group=self.control_group, group_src=send.source))
+        leaving: list[tuple[Any, Tensor]] = []  # the bytes must live until they are sent
+        for send in (send for send in sends if send.source == self.rank):
+            data = pack(send)
+            leaving.append((dist.isend(data, group=self.control_group, group_dst=send.target), data))
+            if len(leaving) > _SENDS_AT_ONCE:
+                leaving.pop(0)[0].wait()
+        for work in [*waits, *(work for work, _ in leaving)]:
+            work.wait()
+        return received
 
     def send(self, message: Message, source: int = 0) -> None:
         kinds = get_args(Kind)
@@ -288,7 +338,8 @@ class ProcessRanks(Ranks):
 
     def receive(self, source: int = 0) -> Message:
         header = torch.zeros(4, dtype=torch.int64)
-        dist.broadcast(header, group=self.control_group, group_src=source)
+        with span(f"waits for rank {source}'s message", "collective"):
+            dist.broadcast(header, group=self.control_group, group_src=source)
         kind, done, total, num_bytes = header.tolist()
         body = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes:
@@ -302,8 +353,9 @@ class OtherRanks(Ranks):
 
     is_here = False
 
-    def __init__(self, *, first_rank: int, size: int, dp_size: int) -> None:
-        self.first_rank, self.size, self.dp_size = first_rank, size, dp_size
+    def __init__(self, *, first_rank: int, size: int, dp_members: Sequence[Sequence[int]]) -> None:
+        self.first_rank, self.size, self.dp_size = first_rank, size, len(dp_members)
+        self.dp_members = dp_members
 
 
 def watch_all(control_group: Any, *, main_address: str, hang_timeout_s: float) -> RankWatch:
@@ -357,12 +409,6 @@ def mark_as_on_all_ranks(error: BaseException) -> BaseException:
 
 def is_on_all_ranks(error: BaseException) -> bool:
     return bool(getattr(error, "is_on_all_ranks", False))
-
-
-def masked_row(experience: Experience) -> Experience:
-    """The shortest trajectory, without loss tokens: it costs a forward and adds nothing."""
-    row = experience.select([int(experience.lengths.argmin())])
-    return replace(row, loss_mask=torch.zeros_like(row.loss_mask))
 
 
 def divisors(number: int) -> list[int]:

@@ -4,8 +4,8 @@
                critic     RoleMesh(4, 2)         ranks 4 5, dp 2: updated while the policy is
                reference  no mesh                ranks 0 to 5, after the earlier work of these ranks
 
-Every rank has the whole Experience, so each role splits the rows over its own dp axis; results of a role's ranks are
-sent to all when another call needs them (dataflow.py).
+Each role splits the rows over its own dp axis, and every rank has those that its roles work on; results of a role's
+ranks are sent to those who work on the same rows when another call needs them (row_exchange.py).
 """
 
 from __future__ import annotations
@@ -73,11 +73,17 @@ def make_place(world: ProcessRanks, members: range, sizes: Sequence[int], names:
     numbers = torch.arange(members.start, members.stop).reshape(*sizes)
     mesh = DeviceMesh(device.type, numbers, mesh_dim_names=tuple(names))
     control_group = dist.new_group(list(members), backend="gloo", timeout=CONTROL_TIMEOUT)
+    dp_members = numbers.movedim(list(names).index("dp"), 0).reshape(sizes[list(names).index("dp")], -1).tolist()
     if world.rank not in members:
-        dp_size = sizes[list(names).index("dp")]
-        return Place(mesh, OtherRanks(first_rank=members.start, size=len(members), dp_size=dp_size))
-    dp_group = mesh["dp"].get_group()
-    return Place(mesh, ProcessRanks(dp_group=dp_group, control_group=control_group, device=device, watch=world.watch))
+        return Place(mesh, OtherRanks(first_rank=members.start, size=len(members), dp_members=dp_members))
+    ranks = ProcessRanks(
+        dp_group=mesh["dp"].get_group(),
+        control_group=control_group,
+        device=device,
+        watch=world.watch,
+        dp_members=dp_members,
+    )
+    return Place(mesh, ranks)
 
 
 def empty_out(model: torch.nn.Module) -> None:

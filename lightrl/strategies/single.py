@@ -109,9 +109,10 @@ class SingleModel:
             raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")
 
     @torch.no_grad()
-    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
+    def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
         """Logprobs and entropy of each microbatch, [B, T], 0 outside the loss mask; without gradient."""
-        return [self._outputs(microbatch, topk) for microbatch in microbatches]
+        for microbatch in microbatches:
+            yield self._outputs(microbatch, topk)
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         for microbatch in microbatches:

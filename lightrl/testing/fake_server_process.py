@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 from lightrl.errors import EngineTimeout, EngineUnreachable
@@ -26,12 +27,14 @@ class FakeServerProcess:
             `is_embedding=True`, `fault=["drop:/generate:2"]`.
     """
 
+    popen: Callable[..., subprocess.Popen[Any]] = subprocess.Popen  # starts the process; see tests/forked.py
+
     def __init__(self, model_folder: str | None = None, *, start_timeout_s: float = 60.0, **arguments: Any) -> None:
         self.model_folder = model_folder
         self.start_timeout_s = start_timeout_s
         self.arguments = arguments
         self.port = 0
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[Any] | None = None
 
     @property
     def url(self) -> str:
@@ -56,7 +59,7 @@ class FakeServerProcess:
         for name, value in self.arguments.items():
             for one in value if isinstance(value, list) else [value]:
                 command += ["--" + name.replace("_", "-"), *([] if one is True else [str(one)])]
-        self._process = subprocess.Popen(
+        self._process = type(self).popen(
             command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
         watch = threading.Timer(self.start_timeout_s, self._process.kill)

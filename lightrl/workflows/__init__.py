@@ -3,6 +3,7 @@
 Reading order:
     workflow.py       Workflow, and SingleTurn: one completion for each prompt
     multi_turn.py     several turns: conversation.py has their tokens, environment.py answers the policy
+      turn_log.py     what was answered, for a resumed run; a journal of it on the disk
       tools.py        an environment of functions that the policy calls
     agent_workflow.py an agent that talks to openai_endpoint.py as to OpenAI
       agent_session.py, chat_protocol.py  its requests as tokens; the requests and answers themselves

@@ -37,7 +37,26 @@ class Environment(ABC):
 
     Every method may be async; a sync one runs in a thread, so it may block. Each call has the workflow's
     `step_timeout_s`; one that raises or hangs drops its trajectory, which is counted.
+
+    A resumed run starts conversations again that a checkpoint, or the end of the process, cut short. With `state_dict`
+    and `load_state_dict` they go on where they were, and no `reset` or `step` that was answered is called again. With
+    `has_side_effects` each answer is also written to the run's journal at once, so that this holds after `kill -9` too.
     """
+
+    has_side_effects: bool = False  # `reset` or `step` changes something outside of this object
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether it can go on in another process."""
+        return type(self).state_dict is not Environment.state_dict
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """All that the next `step` depends on, as JSON; called after `reset` and after each `step`."""
+        return None
+
+    def load_state_dict(self, prompt: Prompt, state: dict[str, Any]) -> None:
+        """Takes the place of the calls up to this state, in a new object; `close` follows as usual."""
+        raise NotImplementedError(f"{type(self).__name__} has state_dict, but no load_state_dict.")
 
     def reset(self, prompt: Prompt) -> Observation | Awaitable[Observation]:
         """Starts; called once, before the first turn.
@@ -172,6 +191,12 @@ class RetryWithFeedback(Environment):
         solved = judgment.reward >= self.solved_reward
         self.accuracies.append(judgment.metrics.get("accuracy", float(solved)))
         return self.feedback.format_map({**judgment.metrics, "reward": judgment.reward}), earned, solved
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "accuracies": self.accuracies}
+
+    def load_state_dict(self, prompt: Prompt, state: dict[str, Any]) -> None:
+        self.prompt, self.best, self.accuracies = prompt, state["best"], list(state["accuracies"])
 
     async def metrics(self) -> dict[str, float]:
         first = self.accuracies[0] if self.accuracies else 0.0  # empty if the first turn was cut off

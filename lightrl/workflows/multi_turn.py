@@ -19,6 +19,7 @@ from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.conversation import Conversation, TurnRenderer, read_template
 from lightrl.workflows.environment import CheckedStep, Environment, as_messages, call_environment
+from lightrl.workflows.turn_log import TurnLog
 from lightrl.workflows.workflow import Generate, Workflow, wait_or_abandon
 
 if TYPE_CHECKING:
@@ -80,6 +81,13 @@ class MultiTurn(Workflow):
         self.step_timeout_s = step_timeout_s
         self.renderer = TurnRenderer(tokenizer, chat_template=read_template(chat_template))
         first = self._make()
+        if first.has_side_effects and not first.keeps_state:
+            raise ValueError(
+                f"{type(first).__name__} has side effects, which a resumed run must not repeat, so it needs state_dict "
+                "and load_state_dict to go on where it was. Write them, or set has_side_effects to False."
+            )
+        self.continues = first.keeps_state
+        self.has_side_effects = first.has_side_effects
         self.tools = first.tool_schemas()
         self.renderer.check_template("tool" if self.tools else "user", self.tools)
 
@@ -90,14 +98,22 @@ class MultiTurn(Workflow):
         """
         environment = self._make()
         try:
-            return await self._play(environment, prompt, generate)
+            return await self._play(environment, prompt, generate, getattr(generate, "log", None))
         finally:
             await self._close(environment, prompt)
 
-    async def _play(self, environment: Environment, prompt: Prompt, generate: Generate) -> Trajectory:
+    async def _play(
+        self, environment: Environment, prompt: Prompt, generate: Generate, log: TurnLog | None
+    ) -> Trajectory:
         name = type(environment).__name__
         deadline = asyncio.get_running_loop().time() + self.time_limit_s
-        opening = as_messages(await self._ask(environment, "reset", prompt), f"{name}.reset")
+
+        async def answer(method: str, argument: Any) -> Any:
+            if log is None or not self.continues:
+                return await self._ask(environment, method, argument)
+            return await log.ask(environment, method, prompt, argument, timeout_s=self.step_timeout_s)
+
+        opening = as_messages(await answer("reset", prompt), f"{name}.reset")
         conversation = Conversation(self.renderer, prompt, opening, self.tools)
         rewards: list[float] = []
         is_truncated = True  # unless the environment or max_turns ends it
@@ -110,7 +126,7 @@ class MultiTurn(Workflow):
             if completion.finish_reason != "stop":
                 rewards.append(self.truncated_reward)
                 break
-            step = CheckedStep.of(await self._ask(environment, "step", text), name)
+            step = CheckedStep.of(await answer("step", text), name)
             rewards.append(step.reward)
             if step.is_done or len(rewards) == self.max_turns:
                 is_truncated = False

@@ -139,6 +139,7 @@ class ToolEnvironment(Environment):
         max_result_chars: longer results are cut.
         tool_timeout_s: deadline of one call; the policy reads that it was missed. Keep the sum for `max_calls` below
             the workflow's step_timeout_s.
+        has_side_effects: a tool changes something outside; then no call is repeated after a kill (see Environment).
 
     Raises:
         ValueError: if a tool cannot be described, or two have the same name.
@@ -153,6 +154,7 @@ class ToolEnvironment(Environment):
         max_calls: int = 4,
         max_result_chars: int = 4000,
         tool_timeout_s: float = 10.0,
+        has_side_effects: bool = False,
     ) -> None:
         described = [Tool.of(tool) for tool in tools]
         self.tools = {tool.name: tool for tool in described}
@@ -164,6 +166,7 @@ class ToolEnvironment(Environment):
         self.max_calls = max_calls
         self.max_result_chars = max_result_chars
         self.tool_timeout_s = tool_timeout_s
+        self.has_side_effects = has_side_effects or (self.environment is not None and self.environment.has_side_effects)
         self.num_calls = 0
         self.num_errors = 0
 
@@ -181,6 +184,19 @@ class ToolEnvironment(Environment):
             return None, 0.0, True
         step = CheckedStep.of(await self._ask("step", completion), type(self.environment).__name__)
         return step.messages, step.reward, step.is_done
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.environment is None or self.environment.keeps_state
+
+    def state_dict(self) -> dict[str, Any] | None:
+        inner = None if self.environment is None else self.environment.state_dict()
+        return {"num_calls": self.num_calls, "num_errors": self.num_errors, "environment": inner}
+
+    def load_state_dict(self, prompt: Prompt, state: dict[str, Any]) -> None:
+        self.num_calls, self.num_errors = state["num_calls"], state["num_errors"]
+        if self.environment is not None:
+            self.environment.load_state_dict(prompt, state["environment"])
 
     async def metrics(self) -> dict[str, float]:
         own = {"tool_calls": float(self.num_calls), "tool_errors": float(self.num_errors)}

@@ -34,6 +34,13 @@ class Workflow(ABC):
     # Maximum tokens of one interaction with several turns, prompt included; None is the model's context.
     max_tokens: int | None = None
 
+    # Whether an interaction that a checkpoint cut short can go on in a resumed run; otherwise it starts again. `run` is
+    # then called again, and `generate` returns what the checkpoint has before it asks the engine, so the same
+    # completions must lead to the same calls.
+    continues: bool = False
+    # Whether completions are written to the run's journal at once: what follows from them must not happen twice.
+    has_side_effects: bool = False
+
     def fit_context(self, context_tokens: int | None) -> None:
         """Sets `max_tokens` to the model's context if it is None; called once, before the first interaction.
 
@@ -73,6 +80,7 @@ class SingleTurn(Workflow):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
+        self.continues = type(self).run is SingleTurn.run
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         if not prompt.token_ids:

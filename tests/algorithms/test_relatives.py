@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from tiny import gradients, random_experience, slow_outputs, tiny_spec
 from lightrl.algorithms import (
     CISPO,
     DAPO,
+    DPPO,
     GRPO,
     GSPO,
     M2PO,
+    OAPL,
     RLOO,
     SAPO,
+    TOPR,
     DrGRPO,
     LitePPO,
     ReferenceKL,
@@ -45,6 +49,10 @@ def judged(rewards: list[float], group_ids: list[int]) -> Experience:
         (GSPO, [1.5, -0.5, -0.5, -0.5, 0.0, 0.0]),
         (CISPO, [1.5, -0.5, -0.5, -0.5, 0.0, 0.0]),
         (SAPO, [1.5, -0.5, -0.5, -0.5, 0.0, 0.0]),
+        (TOPR, [1.5, -0.5, -0.5, -0.5, 0.0, 0.0]),
+        (DPPO, [1.5, -0.5, -0.5, -0.5, 0.0, 0.0]),
+        # With β = 1/4: V = log((e⁴ + 3)/4)/4 = 0.666796, and 1 where all are right.
+        (OAPL, [0.333204, -0.666796, -0.666796, -0.666796, 0.0, 0.0]),
         # The deviation of all six, sqrt(6 · 1/4 / 5) = 0.547723.
         (LitePPO, [1.369306, -0.456435, -0.456435, -0.456435, 0.0, 0.0]),
     ],
@@ -108,8 +116,39 @@ def test_cispo_weighs_the_policy_gradient_by_the_clipped_ratio() -> None:
 def test_cispo_counts_bounded_weights_whatever_the_advantages_sign() -> None:
     ratio, advantages = torch.tensor([[0.7, 0.9, 1.4, 1.4]]), torch.tensor([[1.0, -1.0, 1.0, -1.0]])
     module = CISPO(tiny_spec(), reward=len, clip_low=0.2, clip_high=0.3)
-    assert module.is_clipped(ratio, advantages).tolist() == [[1, 0, 1, 1]]
-    assert DAPO(tiny_spec(), reward=len).is_clipped(ratio, advantages).tolist() == [[0, 0, 1, 0]]
+    experience: Any = SimpleNamespace(advantages=advantages)
+    outputs: Any = None
+    assert module.is_clipped(ratio, experience, outputs).tolist() == [[1, 0, 1, 1]]
+    assert DAPO(tiny_spec(), reward=len).is_clipped(ratio, experience, outputs).tolist() == [[0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("algorithm", ["GRPO", "CISPO", "TOPR", "IcePop"])
+@pytest.mark.parametrize("microbatch_tokens", [10**6, 20])
+def test_the_effective_sample_size_is_of_the_weights_that_the_loss_applies(
+    algorithm: str, microbatch_tokens: int
+) -> None:
+    module, minibatch = make_module(algorithm), random_experience()
+    logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
+    weights = []
+    for row, column in minibatch.loss_mask.nonzero().tolist():
+        policy, behavior = float(logprobs[row, column]), float(minibatch.behavior_logprobs[row, column])
+        center = float(minibatch.proximal_logprobs[row, column]) if algorithm == "IcePop" else behavior
+        advantage, ratio = float(minibatch.advantages[row, column]), math.exp(policy - center)
+        is_clipped = ratio > 1.2 if advantage > 0 else ratio < 0.8
+        importance = math.exp(center - behavior)
+        weight_of = {
+            "GRPO": 0.0 if is_clipped else ratio,
+            "CISPO": min(ratio, 5.0),
+            "TOPR": 1.0 if advantage > 0 else min(ratio, 1.0),
+            "IcePop": ratio * importance if not is_clipped and 0.8 <= importance <= 1.25 else 0.0,
+        }
+        weights.append(weight_of[algorithm])
+    learning = [weight for weight in weights if weight]
+    expected = sum(learning) ** 2 / (len(learning) * sum(weight**2 for weight in learning))
+    assert 0 < expected < 0.99
+    assert algorithm in ("TOPR", "CISPO") or len(learning) < len(weights)
+    _, metrics = minibatch_gradient(module, minibatch, microbatch_tokens=microbatch_tokens)
+    assert metrics["ess_fraction"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_on_policy_all_of_one_reduction_have_the_same_gradient() -> None:
@@ -120,7 +159,8 @@ def test_on_policy_all_of_one_reduction_have_the_same_gradient() -> None:
     fields = dict.fromkeys(("behavior_logprobs", "proximal_logprobs"), logprobs.detach())
     minibatch = replace(minibatch, **fields)
     expected, _ = minibatch_gradient(first, minibatch)
-    for algorithm in ("GRPO decoupled", "DrGRPO", "DAPO", "RLOO", "ReinforceBaseline", "CISPO", "SAPO", "M2PO"):
+    relatives = ["DrGRPO", "DAPO", "RLOO", "ReinforceBaseline", "CISPO", "SAPO", "M2PO", "OAPL", "TOPR", "DPPO"]
+    for algorithm in ["GRPO decoupled", *relatives]:
         found, _ = minibatch_gradient(make_module(algorithm, loss_reduction="token"), minibatch)
         assert_same((found, {}), (expected, {}))
 
@@ -221,8 +261,11 @@ def test_sapo_has_the_papers_loss_token_by_token() -> None:
             lambda: M2PO(tiny_spec(), reward=len, decoupled=ImportanceWeights(approximate_proximal=True)),
             "M2PO's mask needs the exact proximal logprobs",
         ),
+        (lambda: OAPL(tiny_spec(), reward=len, beta=0.0), "beta must be above 0"),
+        (lambda: OAPL(tiny_spec(), reward=len, group_size=1), "group_size must be at least 2"),
+        (lambda: DPPO(tiny_spec(), reward=len, max_nats=0.0), "max_nats must be above 0"),
     ],
-    ids=["a flat gate", "no threshold", "a guess under M2PO's mask"],
+    ids=["a flat gate", "no threshold", "a guess under M2PO's mask", "no β", "a group of one", "no distance"],
 )
 def test_settings_that_make_no_sense_are_refused(make: Callable[[], GRPO], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -239,6 +282,9 @@ def test_settings_that_make_no_sense_are_refused(make: Callable[[], GRPO], messa
         (CISPO, {"dual_clip": 3.0}),
         (SAPO, {"clip_high": 0.2}),
         (M2PO, {"clip_high": 0.2}),
+        (OAPL, {"decoupled": True}),
+        (TOPR, {"ratio_level": "sequence"}),
+        (DPPO, {"clip_low": 0.2}),
         (ReinforcePlusPlus, {"advantage_std": None}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else next(iter(value)),

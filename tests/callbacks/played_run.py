@@ -71,7 +71,7 @@ class PlayedTrainer(L.Trainer):
         self.rollout = SimpleNamespace(
             settings=RolloutSettings(max_staleness=max_staleness),
             is_recorded=False,
-            progress=lambda: {"skipped_prompts": 0},
+            progress=lambda: {"skipped_prompts": 0, "stragglers": 0, "straggler_wait_s": 0.0},
         )
 
     @property

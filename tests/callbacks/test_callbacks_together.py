@@ -31,7 +31,7 @@ NAMES = {
     "rollout": "reward reward_std accuracy_fraction zero_variance_fraction length_tokens truncated_fraction "
     "mixed_version_fraction dropped_trajectories tokens_per_s",
     "staleness": "mean_versions max_versions",
-    "policy": "loss entropy_nats kl_behavior_nats grad_norm",
+    "policy": "loss entropy_nats kl_behavior_nats ess_fraction grad_norm",
     "update": "tokens_per_s",
     "time": "rollout_s score_s update_s sync_s",
     "val": "reward accuracy_fraction",

@@ -9,6 +9,7 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 from played_run import PlayedModule, PlayedTrainer, ValidatedModule, batches, groups_of
 
+from lightrl.callbacks import progress
 from lightrl.callbacks.progress import RolloutProgressBar, num_batches_of_run
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
 from lightrl.trajectory import Group
@@ -60,6 +61,14 @@ def test_two_lines_show_the_run_and_the_phase(terminal: Terminal) -> None:
         assert part in frames
 
 
+def test_the_phase_line_says_for_how_many_slow_groups_it_waits(terminal: Terminal) -> None:
+    trainer = PlayedTrainer(callbacks=[RolloutMetrics(), RolloutProgressBar()], enable_checkpointing=False, max_steps=1)
+    trainer.rollout.progress = lambda: {"skipped_prompts": 0, "stragglers": 2}
+    with terminal.as_stdout():
+        trainer.fit(PlayedModule(play), batches(1))
+    assert "rollout, waits for 2 slow: " in terminal.getvalue()
+
+
 def test_the_bar_counts_all_epochs_of_the_run(terminal: Terminal) -> None:
     with terminal.as_stdout():
         fit(RolloutProgressBar(), num_batches=2, max_epochs=3)
@@ -91,9 +100,24 @@ def test_held_out_accuracy_is_shown_once_it_is_known(terminal: Terminal) -> None
 def test_no_terminal_gives_one_plain_line_every_n_iterations(capsys: pytest.CaptureFixture[str]) -> None:
     fit(RolloutProgressBar(print_every_n_iterations=2), max_steps=6)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["iteration 2/6", "iteration 4/6", "iteration 6/6"]
+    assert [line.split("  ")[0].split(", ")[0] for line in lines] == ["iteration 2/6", "iteration 4/6", "iteration 6/6"]
+    assert [" left  reward=" in line for line in lines] == [True, True, False]
     assert "reward=0.500  accuracy=0.500  tokens/s=2.000  staleness=" in lines[0]
     assert "\r" not in "".join(lines)
+
+
+def test_no_terminal_gives_a_line_after_a_minute_of_silence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_SILENT_S", 0.0)
+    fit(RolloutProgressBar(print_every_n_iterations=100), max_steps=3)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0].split(", ")[0] for line in lines] == ["iteration 1/3", "iteration 2/3", "iteration 3/3"]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(59.4, "59 s"), (600, "10 min"), (9000, "2.5 h")])
+def test_the_time_left_has_the_unit_that_fits(seconds: float, text: str) -> None:
+    assert progress._duration(seconds) == text
 
 
 def test_no_terminal_gives_one_plain_line_after_each_validation(capsys: pytest.CaptureFixture[str]) -> None:

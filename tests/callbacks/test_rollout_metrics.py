@@ -103,6 +103,8 @@ def test_overlapped_rollouts_are_timed_by_the_iteration_not_by_the_wait() -> Non
     assert on_policy.logged_metrics["rollout/tokens_per_s"] == 2.0
     # The played iteration claims to wait for 2 s but takes milliseconds.
     assert overlapped.logged_metrics["rollout/tokens_per_s"] > 2.0
+    assert overlapped.logged_metrics["time/straggler_wait_s"] == 0.0
+    assert "time/straggler_wait_s" not in on_policy.logged_metrics
 
 
 def test_dropped_trajectories_are_counted_once() -> None:

@@ -27,7 +27,7 @@ def settings():
             "class_path": "GRPO",
             "init_args": {
                 "policy": copy.deepcopy(POLICY),
-                "reward": "tiny_task.exact",
+                "reward": "tiny_rewards.exact",
                 "group_size": 2,
                 "sampling": {"max_new_tokens": 2},
             },

@@ -41,7 +41,7 @@ def test_later_configs_and_flags_win_over_earlier_ones(settings, config):
     second = config({"trainer": {"max_steps": 5}, "model": {"init_args": {"lr": 0.5, "group_size": 4}}}, "b.yaml")
     found = parsed("fit", "--config", config(settings), "--config", second, "--model.lr", "0.25")
     assert (found.trainer.max_steps, found.model.init_args.group_size, found.model.init_args.lr) == (5, 4, 0.25)
-    assert found.model.init_args.reward == "tiny_task.exact"
+    assert found.model.init_args.reward == "tiny_rewards.exact"
 
 
 def test_values_get_their_types_and_a_reward_path_stays_text(settings, config):
@@ -49,7 +49,7 @@ def test_values_get_their_types_and_a_reward_path_stays_text(settings, config):
     arguments = parsed("fit", "--config", config(settings)).model.init_args
     assert arguments.betas == (0.8, 0.9)
     assert arguments.sampling.stop_token_ids == (3, 4)
-    assert arguments.reward == "tiny_task.exact"
+    assert arguments.reward == "tiny_rewards.exact"
 
 
 @pytest.mark.parametrize("name", ["GRPO", "lightrl.GRPO", "lightrl.algorithms.grpo.GRPO"])
@@ -179,7 +179,7 @@ def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_p
         pytest.param(["--trainer.engine", "LocalEngine", "--trainer.engine.threads", "0"], "threads", id="engine"),
         pytest.param(["--trainer.accumulate_grad_batches", "2"], "accumulate_grad_batches must be 1", id="set-up"),
         pytest.param(["--ckpt_path", "nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist", id="checkpoint"),
-        pytest.param(["--model.reward", "tiny_task.exat"], "Did you mean 'exact'", id="reward"),
+        pytest.param(["--model.reward", "tiny_rewards.exat"], "Did you mean 'exact'", id="reward"),
         pytest.param(
             ["--model.policy.path", "some/model"], "lightrl: A model needs exactly one of path", id="of a union"
         ),
@@ -199,7 +199,7 @@ def test_what_a_user_can_fix_is_one_message_and_exit_code_2(settings, config, ca
 
 
 def test_an_error_during_the_run_says_where_the_traceback_is_and_exits_with_1(settings, config, capfd):
-    assert main(["fit", "--config", config(settings), "--model.reward", "tiny_task.broken"]) == 1
+    assert main(["fit", "--config", config(settings), "--model.reward", "tiny_rewards.broken"]) == 1
     said = capfd.readouterr().err
     assert "this reward is broken" in said
     assert "Full traceback: " in said
@@ -296,9 +296,9 @@ def test_help_and_import_do_not_load_torch(code):
 
 
 def test_the_installed_command_finds_code_in_the_working_folder(settings, config, tmp_path):
-    source = Path(__file__).with_name("tiny_task.py").read_text()
-    (tmp_path / "my_own_task.py").write_text(source)
-    settings["model"]["init_args"]["reward"] = "my_own_task.exact"
+    for name in ("task", "rewards"):
+        (tmp_path / f"my_own_{name}.py").write_text(Path(__file__).with_name(f"tiny_{name}.py").read_text())
+    settings["model"]["init_args"]["reward"] = "my_own_rewards.exact"
     settings["model"]["init_args"]["policy"]["tokenizer"] = "my_own_task.tokenizer"
     settings["data"]["class_path"] = "my_own_task.Digits"
     settings["trainer"]["fast_dev_run"] = True

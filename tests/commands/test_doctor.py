@@ -2,10 +2,10 @@
 
 import contextlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from lightrl.commands.doctor import format_rows
@@ -34,10 +34,10 @@ def test_nothing_is_written(settings, config):
 
 def test_a_reward_that_fails_is_shown_with_its_reason_and_the_code_is_1(settings, config, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    settings["model"]["init_args"]["reward"] = "tiny_task.broken"
+    settings["model"]["init_args"]["reward"] = "tiny_rewards.broken"
     assert main(["doctor", "reward", "--config", config(settings), "--n", "3", "--repeats", "1"]) == 1
     said = capsys.readouterr().out
-    assert said.count("raised: Reward function tiny_task.broken raised RuntimeError") == 3
+    assert said.count("raised: Reward function tiny_rewards.broken raised RuntimeError") == 3
     assert "3 completions: 0 judged, 3 failed (raised 3)" in said
 
 
@@ -115,7 +115,7 @@ def test_streamed_rows_and_chats_for_sft_are_read_too(settings, config, capsys):
         pytest.param([], "usage: lightrl doctor", id="nothing"),
         pytest.param(["rewards"], "invalid choice: 'rewards' (choose from", id="another command"),
         pytest.param(["reward", "--n", "0"], "must be an integer >= 1, got 0", id="no prompts"),
-        pytest.param(["replay", "no.jsonl", "--reward", "tiny_task.exact"], "no.jsonl does not exist", id="no file"),
+        pytest.param(["replay", "no.jsonl", "--reward", "tiny_rewards.exact"], "no.jsonl does not exist", id="no file"),
         pytest.param(["reward", "--config", "no.yaml"], "no.yaml", id="no config"),
         pytest.param(
             ["reward", "--config", "run.yaml", "--completions", "none.jsonl"],
@@ -136,15 +136,15 @@ def test_a_call_to_mend_is_said_in_a_line_and_the_code_is_2(settings, config, ca
 
 
 def test_what_a_run_could_not_judge_is_judged_again(settings, config, capsys):
-    settings["model"]["init_args"].update(reward="tiny_task.broken", max_failed_fraction=1.0)
+    settings["model"]["init_args"].update(reward="tiny_rewards.broken", max_failed_fraction=1.0)
     name = config(settings)
     assert main(["fit", "--config", name]) in (0, 1)
     (file,) = Path().rglob("failed_rewards.jsonl")
     capsys.readouterr()
     assert main(["doctor", "replay", str(file), "--config", name, "--n", "2"]) == 1
     assert "failed (raised 2)" in capsys.readouterr().out
-    assert main(["doctor", "replay", str(file), "--config", name, "--model.reward", "tiny_task.exact"]) == 0
-    assert main(["doctor", "replay", str(file), "--reward", "tiny_task.exact"]) == 0
+    assert main(["doctor", "replay", str(file), "--config", name, "--model.reward", "tiny_rewards.exact"]) == 0
+    assert main(["doctor", "replay", str(file), "--reward", "tiny_rewards.exact"]) == 0
 
 
 def test_a_table_keeps_its_width_and_the_end_of_a_completion():
@@ -158,4 +158,4 @@ def test_a_table_keeps_its_width_and_the_end_of_a_completion():
 
 def test_the_command_works_from_a_shell(settings, config):
     command = [sys.executable, "-m", "lightrl", "doctor", "reward", "--config", config(settings), "--n", "1"]
-    assert subprocess.run(command, capture_output=True, text=True).returncode == 0
+    assert forked.run(command, capture_output=True, text=True).returncode == 0

@@ -9,12 +9,14 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import psutil
 import pytest
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.serve import parse, serve, served_folder
+from lightrl.engines.sglang.registry import Registry
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
 
@@ -123,6 +125,31 @@ def test_servers_run_until_the_end_and_their_addresses_are_printed(fake_python, 
     assert "--random-seed 1" in (tmp_path / "server-1.log").read_text()
 
 
+def test_registered_servers_are_announced_and_leave_when_a_run_has_let_them_go(fake_python, tiny_folder, tmp_path):
+    registry, ended, said = Registry(tmp_path / "servers"), threading.Event(), []
+
+    def let_go():
+        while found := registry.read():
+            said.extend(found)
+            for url, entry in found.items():
+                assert entry.receiver
+                if entry.is_leaving:
+                    registry.release(url)
+
+    def end(text):
+        assert f"LIGHTRL_SERVER_ADDRS=file://{registry.folder}" in text
+        threads.append(threading.Thread(target=let_go))
+        threads[0].start()
+        ended.set()
+
+    threads = []
+    spec = ModelSpec.of(str(tiny_folder))
+    serve(spec, sglang_python=str(fake_python), register=registry.folder, until=ended, write=end, log_folder=tmp_path)
+    threads[0].join(60)
+    assert not registry.read()
+    assert len(set(said)) == 1
+
+
 def test_a_server_that_does_not_start_ends_the_command_with_its_last_words(fake_python, tiny_folder, tmp_path):
     (tmp_path / "refuse").touch()
     with pytest.raises(EngineError, match=r"(?s)server 0 ended.*no GPU"):
@@ -167,7 +194,7 @@ def test_ctrl_c_and_sigterm_end_the_servers(fake_python, tiny_folder, number):
 
 def test_without_sglang_it_says_how_to_get_it(tiny_folder, tmp_path):
     environment = {**os.environ, "LIGHTRL_SGLANG_CACHE": str(tmp_path), "LIGHTRL_SGLANG_PYTHON": ""}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "lightrl", "serve", "--model", str(tiny_folder)],
         capture_output=True,
         text=True,

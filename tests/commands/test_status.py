@@ -37,7 +37,7 @@ def test_a_finished_run_shows_its_iterations(settings, config, capsys, monkeypat
 
 
 def test_a_failed_run_shows_its_error(settings, config, capsys):
-    settings["model"]["init_args"]["reward"] = "tiny_task.broken"
+    settings["model"]["init_args"]["reward"] = "tiny_rewards.broken"
     assert main(["fit", "--config", config(settings)]) == 1
     assert re.search(r"phase +failed", shown())
     assert "this reward is broken" in shown()

@@ -1,11 +1,9 @@
-"""A task small enough to run through the whole command: a tokenizer, prompts and rewards, as in a user's own file."""
+"""A task small enough to run through the whole command: a tokenizer and prompts, as in a user's own file."""
 
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from lightrl import Prompt, PromptDataModule, Trajectory
-
-ANSWER = 5
+from lightrl import Prompt, PromptDataModule
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -20,11 +18,3 @@ class Digits(PromptDataModule):
 
     def make_prompts(self, split: str) -> list[Prompt]:
         return [Prompt(id=f"{split}-{index}", token_ids=[2 + index]) for index in range(8)]
-
-
-def exact(trajectory: Trajectory) -> float:
-    return float(trajectory.completion_ids[0] == ANSWER)
-
-
-def broken(trajectory: Trajectory) -> float:
-    raise RuntimeError("this reward is broken")

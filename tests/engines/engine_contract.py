@@ -399,7 +399,28 @@ def closing_ends_requests_with_an_error_and_can_be_repeated(case: EngineCase) ->
     run(scenario())
 
 
+def a_completion_that_was_begun_goes_on(case: EngineCase) -> None:
+    case.load(0)
+    sampling = Sampling(max_new_tokens=12, seed=3)
+
+    async def continued(begun: Completion) -> Completion:
+        engine: Any = case.engine
+        return (await engine.generate(PROMPTS[0], sampling, session="test", written=begun))[0]  # type: ignore[no-any-return]
+
+    (whole,) = run(case.generate(PROMPTS[0], sampling))
+    begun = Completion(whole.token_ids[:5], whole.logprobs[:5], whole.weight_versions[:5], "abort")
+    if case.is_exact:
+        assert run(continued(begun)).token_ids == whole.token_ids
+    case.load(1)
+    longer = run(continued(begun))
+    assert longer.token_ids[:5] == begun.token_ids
+    assert longer.logprobs[:5] == begun.logprobs
+    assert longer.weight_versions == [0] * 5 + [1] * 7
+    assert longer.finish_reason == "length"
+
+
 CONTRACT = [
+    a_completion_that_was_begun_goes_on,
     a_request_before_the_first_load_is_an_error,
     a_completion_ends_with_its_first_stop_token_or_at_max_new_tokens,
     min_new_tokens_keeps_stop_tokens_away,

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -45,7 +46,7 @@ class ReceiverProcess:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "lightrl.engines.sglang.receiver", "--port", str(self.held.number)]
-        self.process = subprocess.Popen(
+        self.process = forked.Popen(
             [*command, "--folder", str(self.folder)], env=os.environ | {"LIGHTRL_SERVER_TOKEN": TOKEN}
         )
 

@@ -159,7 +159,7 @@ def test_what_kills_the_real_server_kills_the_fake_one(question: Callable[[SGLan
     with FakeServerProcess() as server:
         with pytest.raises(EngineUnreachable):
             ask(server, question)
-        server._process.wait(5)  # type: ignore[union-attr]
+        server._process.wait(60)  # type: ignore[union-attr]
 
 
 def test_released_memory_can_be_resumed_once(server: FakeServerProcess) -> None:
@@ -184,7 +184,7 @@ def test_a_server_that_dies_mid_request_ends_while_it_writes() -> None:
     with FakeServerProcess(seconds_per_token=0.01, fault=["die:/generate:1:0.1"]) as server:
         with pytest.raises(EngineUnreachable):
             ask(server, lambda client: client.generate(body()))
-        server._process.wait(5)  # type: ignore[union-attr]
+        server._process.wait(60)  # type: ignore[union-attr]
 
 
 def test_a_server_that_is_late_misses_its_deadline() -> None:

@@ -112,7 +112,7 @@ def test_a_run_trains_against_it_and_every_sync_is_verified(
     assert sorted(engine.last_sync.versions.values()) == [6]  # type: ignore[union-attr]
     assert list(engine.last_sync.proofs.values()) == ["digests"]  # type: ignore[union-attr]
     if max_staleness == 0:
-        assert float(metrics["sync/mismatch_max_abs_dlogp_nats"]) < 1e-4
+        assert float(metrics["sync/max_mismatch_abs_dlogp_nats"]) < 1e-4
 
 
 def test_an_update_that_it_acknowledges_and_does_not_load_is_named(real_server):

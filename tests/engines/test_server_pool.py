@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightrl.engines.sglang.pool import MAX_SESSIONS, ServerPool
+from lightrl.engines.sglang.pool import MAX_LOSSES, MAX_SESSIONS, WITHIN_VERSIONS, ServerPool
 
 
 def pool_of(*urls: str, version: int = 0) -> ServerPool:
@@ -88,3 +88,47 @@ def test_sessions_are_forgotten_oldest_first() -> None:
     for number in range(MAX_SESSIONS + 10):
         pool.choose(str(number))
     assert len(pool._sessions) == MAX_SESSIONS
+
+
+def test_a_server_that_leaves_gets_no_new_request_and_finishes_those_it_has() -> None:
+    pool = pool_of("leaving", "staying")
+    request = pool.start_request("leaving", 10)
+    assert pool.drain("leaving")
+    assert {pool.choose(f"session {number}") for number in range(20)} == {"staying"}
+    assert pool.urls("starting", "routable", "syncing") == ["staying"]
+    pool.end_request(request, 10)
+    assert not pool.drain("leaving")
+
+
+def lose_and_return(pool: ServerPool, url: str, num: int, *, versions_apart: int) -> None:
+    for _ in range(num):
+        assert pool.lose(url, "gone", may_return=True)
+        pool.join(url)
+        for one in pool.urls():
+            pool.admit(one, pool.servers["steady"].weight_version + versions_apart)
+
+
+def test_a_server_that_flaps_is_retired_and_counts_as_no_hope() -> None:
+    pool = pool_of("flapping", "steady")
+    lose_and_return(pool, "flapping", MAX_LOSSES - 1, versions_apart=1)
+    assert pool.lose("flapping", "gone again", may_return=True)
+    assert pool.servers["flapping"].state == "retired"
+    assert "the last time: gone again" in pool.servers["flapping"].reason
+    pool.lose("steady", "gone")
+    assert not pool.has_hope()
+
+
+def test_a_server_that_is_lost_now_and_then_may_return() -> None:
+    pool = pool_of("rare", "steady")
+    lose_and_return(pool, "rare", 3 * MAX_LOSSES, versions_apart=WITHIN_VERSIONS)
+    assert pool.servers["rare"].state == "routable"
+
+
+def test_the_last_server_is_never_retired() -> None:
+    pool = pool_of("flapping", "steady")
+    pool.lose("steady", "gone")
+    for _ in range(3 * MAX_LOSSES):
+        assert pool.lose("flapping", "gone", may_return=True)
+        pool.join("flapping")
+        pool.admit("flapping", 0)
+    assert pool.has_hope()

@@ -430,3 +430,30 @@ def test_addresses_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 def test_arguments_that_cannot_work_are_refused_at_once(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"servers|transport|weights_dtype|tp"):
         SGLangEngine(**arguments)
+
+
+def test_what_servers_have_written_is_known_while_requests_are_paused_and_they_go_on(
+    scripted: Callable[..., FakeServerProcess],
+) -> None:
+    server = scripted(**SLOWLY)
+    engine = engine_on([server])
+    sampling = Sampling(max_new_tokens=NUM_TOKENS, seed=7)
+
+    async def paused_amid() -> tuple[Any, Any]:
+        writing = asyncio.ensure_future(engine.generate([1, 2], sampling, session="a"))
+        await until_written(server)
+        await engine.pause()
+        unfinished = await engine.unfinished()
+        await engine.resume()
+        server.pace(0)
+        return unfinished, (await writing)[0]
+
+    try:
+        unfinished, whole = run(paused_amid())
+    finally:
+        engine.close()
+    (part,) = unfinished.values()
+    assert list(unfinished) == [7]
+    assert part.finish_reason == "abort"
+    assert 1 <= len(part.token_ids) < len(whole.token_ids) == NUM_TOKENS
+    assert whole.token_ids[: len(part.token_ids)] == part.token_ids

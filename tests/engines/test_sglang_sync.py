@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import re
 import threading
 import time
 
@@ -118,10 +119,8 @@ def test_a_server_that_fails_is_lost_and_the_other_goes_on(folder, two_servers, 
 
 def test_a_server_that_hangs_is_lost_at_the_deadline(folder, two_servers):
     two_servers[0].freeze()
-    start = time.monotonic()
-    report = sync(two_servers, DiskTransport(folder), weights(1), 1, timeout_s=1.0)
-    assert time.monotonic() - start < 15
-    assert "did not answer" in report.lost[two_servers[0].url]
+    report = sync(two_servers, DiskTransport(folder), weights(1), 1, timeout_s=3.0)
+    assert re.search(r"did not answer .* within [0-3](\.\d+)? s;", report.lost[two_servers[0].url])
     assert report.versions == {two_servers[1].url: 1}
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 
 import pytest
 import torch
 
-from lightrl.functional import group_advantages
+from lightrl.functional import group_advantages, optimal_advantages
 
 
 def slow_advantages(
@@ -176,3 +177,25 @@ def test_settings_without_a_meaning_are_refused(settings: dict[str, object], mes
 def test_group_ids_of_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"group_ids has shape \(3,\) but rewards has shape \(2,\)"):
         group_advantages(torch.zeros(2), torch.zeros(3, dtype=torch.int64))
+
+
+def test_the_optimal_value_worked_by_hand() -> None:
+    """Rewards (1, 0, 0, 0) and β = 1/2: V = log((e² + 3)/4)/2. The groups are mixed."""
+    value = math.log((math.exp(2) + 3) / 4) / 2
+    found = optimal_advantages(torch.tensor([0.0, 5.0, 1.0, 0.0, 5.0, 0.0]), torch.tensor([3, 9, 3, 3, 9, 3]), 0.5)
+    torch.testing.assert_close(found, torch.tensor([-value, 0.0, 1 - value, -value, 0.0, -value]))
+
+
+def test_the_optimal_value_is_between_the_mean_and_the_best() -> None:
+    rewards, group_ids = torch.tensor([0.2, -1.0, 3.0, 0.5]), torch.zeros(4, dtype=torch.int64)
+    means = rewards - rewards.mean()
+    torch.testing.assert_close(optimal_advantages(rewards, group_ids, 1e5), means, atol=1e-4, rtol=0)
+    torch.testing.assert_close(optimal_advantages(rewards, group_ids, 1e-5), rewards - 3.0, atol=1e-4, rtol=0)
+    shifted = optimal_advantages(rewards - 1000.0, group_ids, 0.3)  # no exponential of a reward alone
+    torch.testing.assert_close(shifted, optimal_advantages(rewards, group_ids, 0.3), atol=1e-4, rtol=0)
+
+
+def test_no_temperature_and_no_trajectory() -> None:
+    with pytest.raises(ValueError, match="beta must be above 0, got 0"):
+        optimal_advantages(torch.ones(2), torch.zeros(2, dtype=torch.int64), 0)
+    assert optimal_advantages(torch.ones(0), torch.zeros(0, dtype=torch.int64), 1.0).shape == (0,)

@@ -15,10 +15,13 @@ from lightrl.functional import (
     clipped_policy_loss,
     clipped_ratio_loss,
     is_clipped,
+    leaves_trust_region,
     policy_ratio,
     reduce_loss,
+    regression_loss,
     sapo_loss,
     sequence_ratio,
+    tapered_weights,
 )
 
 
@@ -376,3 +379,65 @@ def test_clip_settings_out_of_range_are_refused(settings: dict[str, float], mess
 def test_weight_settings_without_a_meaning_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ImportanceWeights(**settings)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected_gradient"),
+    [(1.0, 2.0, -2.0), (5.0, 2.0, -2.0), (0.1, 2.0, -2.0), (1.0, -2.0, 2.0), (5.0, -2.0, 2.0), (0.1, -2.0, 0.2)],
+    ids=["on policy", "above", "below", "on policy, bad", "above, bad: bounded", "below, bad: faded"],
+)
+def test_tapered_weights_worked_by_hand(ratio: float, advantage: float, expected_gradient: float) -> None:
+    logprobs, behavior = of_ratio(ratio)
+    advantages = torch.tensor([[advantage]])
+    weights = tapered_weights(logprobs, behavior, advantages)
+    assert not weights.requires_grad
+    assert -(weights * advantages).item() == pytest.approx(expected_gradient)
+
+
+def test_the_regression_has_the_gradient_of_half_a_squared_residual() -> None:
+    """β = 1/2; log-ratios 0.5 and 0.3 sum to 0.8: β (0.8 - 1/β) = -0.6 for each token, whatever masked ones are."""
+    behavior = torch.tensor([[9.0, -1.0, -2.0], [0.0, -1.0, 0.0]])
+    logprobs = torch.tensor([[math.nan, -0.5, -1.7], [0.0, -1.0, 0.0]], requires_grad=True)
+    mask = torch.tensor([[False, True, True], [False, True, False]])
+    advantages = torch.tensor([[1.0] * 3, [-3.0] * 3])
+    loss = regression_loss(logprobs, behavior, advantages, mask, beta=0.5)
+    (gradient,) = torch.autograd.grad(loss[mask].sum(), logprobs)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -0.6, -0.6], [0.0, 3.0, 0.0]]))
+
+    square = 0.5 * (torch.where(mask, logprobs - behavior, 0.0).sum(1) - advantages[:, 0] / 0.5).square() * 0.5
+    (expected,) = torch.autograd.grad(square.sum(), logprobs)
+    torch.testing.assert_close(gradient, expected.nan_to_num())
+
+
+def test_at_its_target_the_regression_stands_still() -> None:
+    """A policy that has the log-ratio advantage / β has no gradient."""
+    behavior = torch.tensor([[-3.0, -1.0]])
+    logprobs = (behavior + torch.tensor([[0.5, 1.5]])).requires_grad_()
+    loss = regression_loss(logprobs, behavior, torch.full((1, 2), 0.5), torch.ones(1, 2, dtype=torch.bool), beta=0.25)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert not logprobs.grad.any()
+
+
+def test_the_trust_region_worked_by_hand() -> None:
+    """From 0.3 to 0.6 the divergence is 0.18 nats, from 0.9 to 0.99 it is 0.14, from 0.001 to 0.0001 it is 0.0014.
+
+    A ratio's clip would stop the third, whose probability hardly matters, and let the second pass.
+    """
+    behavior = torch.tensor([[0.3, 0.9, 0.001, 0.5]]).log()
+    policy = torch.tensor([[0.6, 0.99, 0.0001, 0.5]]).log()
+    signs = {1.0: [True, True, False, False], -1.0: [False] * 4}
+    for advantage, expected in signs.items():
+        advantages = torch.full((1, 4), advantage)
+        assert leaves_trust_region(policy, behavior, advantages, max_nats=0.05).tolist() == [expected]
+        assert not leaves_trust_region(behavior, behavior, advantages, max_nats=1e-9).any()
+    worse = leaves_trust_region(behavior, policy, torch.full((1, 4), -1.0), max_nats=0.05)
+    assert worse.tolist() == [[True, True, False, False]]
+    assert leaves_trust_region(policy, behavior, torch.ones(1, 4), max_nats=0.18).tolist() == [[True] + [False] * 3]
+
+
+def test_the_trust_region_has_no_nan_where_a_token_is_certain() -> None:
+    certain, rare = torch.tensor([[0.0, 1e-7, -40.0]]), torch.tensor([[-40.0, -2.0, 0.0]])
+    for sign in (1.0, -1.0):
+        left = leaves_trust_region(certain, rare, torch.full((1, 3), sign), max_nats=0.05)
+        assert left.tolist() == [[sign > 0, sign > 0, sign < 0]]

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.loops.metrics import IterationMetrics, joined, over_ranks, part_of_metric, reduction_of, values_of
+from lightrl.loops.metrics import (
+    SQUARED_WEIGHT,
+    WEIGHT,
+    IterationMetrics,
+    joined,
+    over_ranks,
+    part_of_metric,
+    reduction_of,
+    values_of,
+)
 from lightrl.strategies import Ranks
 
 MASK = torch.tensor([[False, True, True, False], [False, True, False, False], [False, False, False, False]])
@@ -168,3 +177,33 @@ def test_a_rank_without_weight_changes_nothing_and_where_no_rank_has_any_the_nam
     whole = part_of_metric(name, torch.full((3, 4), 2.0), MASK)
     assert on_ranks({name: empty}, {name: whole}) == [{name: 6.0 if name == "num_clipped" else 2.0}] * 2
     assert on_ranks({name: empty}, {name: empty}) == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [([1.0, 1.0, 1.0, 1.0], 1.0), ([3.0, 3.0], 1.0), ([8.0, 0.0, 0.0, 0.0], 0.25), ([1.0, 3.0], 16 / 20)],
+    ids=["on-policy", "of any size", "one has all the weight", "uneven"],
+)
+def test_the_effective_sample_size_worked_by_hand(ratios: list[float], expected: float) -> None:
+    assert values_of(ess_parts(torch.tensor([ratios]))) == pytest.approx({"ess_fraction": expected})
+
+
+def ess_parts(ratios: Tensor) -> dict[str, Tensor]:
+    mask = torch.ones_like(ratios, dtype=torch.bool)
+    return {
+        WEIGHT: part_of_metric(WEIGHT, ratios, mask),
+        SQUARED_WEIGHT: part_of_metric(SQUARED_WEIGHT, ratios.square(), mask),
+    }
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_the_effective_sample_size_is_that_of_all_minibatches_and_ranks(cuts: list[int]) -> None:
+    """Not the mean of their own ones: a rank with even ratios far below another's has a part in it."""
+    ratios = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).exp()
+    expected = float(ratios.sum() ** 2 / (35 * ratios.square().sum()))
+    parts = [ess_parts(part) for part in ratios.split(cuts)]
+    metrics = IterationMetrics()
+    for part in parts:
+        metrics.add(part)
+    for found in [metrics.values(), *on_ranks(*parts)]:
+        assert found == pytest.approx({"ess_fraction": expected}, rel=1e-5)

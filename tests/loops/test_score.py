@@ -16,7 +16,8 @@ from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
-from lightrl.loops.score import accept_changes, score
+from lightrl.loops.score import score
+from lightrl.loops.sharing import accept_changes
 from lightrl.models import Outputs, Role
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Trajectory

@@ -57,6 +57,7 @@ def test_metrics_are_means_over_the_loss_tokens_and_trajectories_of_the_whole_mi
     assert losses.metrics()["entropy_nats"] == pytest.approx(2.0)
     # d = 0.1 for every token: the policy's logprob is lower by that.
     assert losses.metrics()["kl_behavior_nats"] == pytest.approx(math.exp(-0.1) - 1 + 0.1, rel=1e-3)
+    assert losses.metrics()["ess_fraction"] == pytest.approx(1)  # all have lost as much
     assert losses.metrics()["behavior_abs_dlogp_nats"] == pytest.approx(0.1, rel=1e-3)
     assert losses.metrics()["max_behavior_abs_dlogp_nats"] == pytest.approx(0.1, rel=1e-3)
     assert total == pytest.approx(losses.metrics()["loss"], rel=1e-5)
@@ -104,6 +105,25 @@ def test_a_metric_over_some_tokens_has_their_number_as_its_denominator(microbatc
     assert 0 < len(expected) < minibatch.num_loss_tokens
     assert losses.metrics()["good_nats"] == pytest.approx(float(expected.mean()), rel=1e-5)
     assert losses.metrics()["max_good_nats"] == pytest.approx(float(expected.max()))
+
+
+def test_only_tokens_of_the_present_version_show_the_engines_mismatch() -> None:
+    minibatch = random_experience()
+    is_old = torch.arange(minibatch.token_ids.shape[1]) % 2 == 0
+    versions = torch.where(minibatch.loss_mask, torch.where(is_old, 4, 5), -1).to(minibatch.weight_versions.dtype)
+    outputs = outputs_like(minibatch)
+    outputs = replace(outputs, logprobs=outputs.logprobs - 0.4 * (versions == 4))
+    metrics: dict[int, dict[str, float]] = {}
+    for version in (4, 5, 6):
+        losses = MinibatchLoss(make_module(), replace(minibatch, weight_versions=versions), weight_version=version)
+        losses(losses.minibatch, outputs)
+        metrics[version] = losses.metrics()
+    for name in ("sync/mismatch_abs_dlogp_nats", "sync/max_mismatch_abs_dlogp_nats"):
+        assert metrics[4][name] == pytest.approx(0.5, rel=1e-3)
+        assert metrics[5][name] == pytest.approx(0.1, rel=1e-3)
+        assert name not in metrics[6]
+    assert metrics[5]["sync/mismatch_k3_nats"] == pytest.approx(math.exp(-0.1) - 1 + 0.1, rel=1e-3)
+    assert 0.1 < metrics[5]["behavior_abs_dlogp_nats"] < 0.5  # of all tokens: mismatch and lag together
 
 
 @pytest.mark.parametrize("mode", ["token", "sequence", "fixed"])

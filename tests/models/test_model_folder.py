@@ -37,7 +37,8 @@ def test_a_bias_of_zero_lies_beside_the_heads_that_have_one_in_sglang(
 
     loaded = ModelSpec(path=str(tmp_path), tokenizer="tiny.char_tokenizer", head="scalar").load_model()
     experience = random_experience()
-    found, expected = (SingleModel(one, LogprobSettings()).forward([experience])[0].values for one in (loaded, model))
+    outputs = [next(iter(SingleModel(one, LogprobSettings()).forward([experience]))) for one in (loaded, model)]
+    found, expected = (output.values for output in outputs)
     assert found is not None
     assert expected is not None
     assert torch.equal(found, expected)

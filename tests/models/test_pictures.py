@@ -83,7 +83,7 @@ def test_logprobs_are_those_of_each_row_with_its_own_pictures(form):
     experience = picture_experience()
     expected = slow_logprobs(experience, [item.prompt.images for item in picture_trajectories()])
     model = SingleModel(picture_spec().load_model(), LogprobSettings(), form=form)
-    assert torch.allclose(model.forward([experience])[0].logprobs, expected, atol=1e-5)
+    assert torch.allclose(next(iter(model.forward([experience]))).logprobs, expected, atol=1e-5)
 
 
 @torch.no_grad()
@@ -91,7 +91,8 @@ def test_the_pictures_of_two_rows_are_not_alike_to_the_policy():
     trajectories = picture_trajectories(num_groups=2, group_size=1)
     same = [replace(trajectories[0], prompt=replace(trajectories[0].prompt, images=(i,))) for i in (RED, BLUE)]
     experience = with_pictures(Experience.from_trajectories(same), same, pictures())
-    logprobs = SingleModel(picture_spec().load_model(), LogprobSettings()).forward([experience])[0].logprobs
+    (outputs,) = SingleModel(picture_spec().load_model(), LogprobSettings()).forward([experience])
+    logprobs = outputs.logprobs
     assert (logprobs[0] - logprobs[1]).abs().max() > 0.1
 
 
@@ -230,7 +231,7 @@ def prompts_with_pictures() -> list[Prompt]:
 def test_the_engines_logprobs_are_the_trainers(reload, max_batch):
     trajectories = engine_completions(prompts_with_pictures(), reload=reload, max_batch=max_batch)
     experience = with_pictures(Experience.from_trajectories(trajectories), trajectories, pictures())
-    outputs = SingleModel(picture_spec().load_model(), LogprobSettings()).forward([experience])[0]
+    (outputs,) = SingleModel(picture_spec().load_model(), LogprobSettings()).forward([experience])
     assert torch.allclose(outputs.logprobs, experience.behavior_logprobs, atol=1e-5)
     assert trajectories[0].completion_ids != trajectories[-2].completion_ids
 

@@ -119,21 +119,21 @@ def test_a_worker_that_dies_is_replaced_and_the_culprit_named(function, what):
 
 @pytest.mark.parametrize("function", ["obey", "obey_async"])
 def test_a_hung_call_in_the_middle_of_a_batch_is_the_only_one_that_fails(function):
-    with pool_of(function, timeout_s=0.5) as pool:
+    with pool_of(function, timeout_s=1.0) as pool:
         batch = [trajectory_that(sample=i, give=float(i), do="hang" if i == 20 else None) for i in range(64)]
         results = outcomes(pool, *batch)
     assert reasons(results) == [float(i) if i != 20 else "timeout" for i in range(64)]
-    assert "sample 20 within timeout_s=0.5" in str(results[20])
+    assert "sample 20 within timeout_s=1" in str(results[20])
 
 
 def test_a_hang_that_blocks_the_event_loop_is_found_out_by_trying_alone():
-    with pool_of("block_async", timeout_s=0.3) as pool:
+    with pool_of("block_async", timeout_s=1.0) as pool:
         results = outcomes(pool, *(trajectory_that(sample=i, do="hang" if i == 1 else None) for i in range(4)))
     assert reasons(results) == [1.0, "timeout", 1.0, 1.0]
 
 
 def test_a_runaway_expression_costs_its_own_trajectory_only():
-    pool = RewardPool("lightrl.rewards.math_answer", timeout_s=1.0)
+    pool = RewardPool("lightrl.rewards.math_answer", timeout_s=2.0)
     pool.start()
     runaway = trajectory_that(r"\boxed{9^{9^{9^{9}}}}", answer="42")
     results = outcomes(pool, trajectory_that("#### 42", answer="42"), runaway, trajectory_that("#### 42", answer="42"))

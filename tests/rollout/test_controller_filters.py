@@ -211,7 +211,7 @@ def test_a_draw_in_flight_keeps_its_new_seeds_over_a_resume(make: Make) -> None:
     pace = lambda prompt, sampling: 0.0 if not failed else 9.0  # noqa: E731
     first = make(
         FakeEngine(seconds_per_token=pace), group_size=2, groups_per_iteration=1, incomplete_groups="redraw",
-        reward=lambda trajectory: fails_once(trajectory, failed), rollout_timeout_s=0.3,
+        reward=lambda trajectory: fails_once(trajectory, failed), rollout_timeout_s=1.0,
     )  # fmt: skip
     with pytest.raises(RolloutError):
         first.take(0)

@@ -26,9 +26,9 @@ from lightrl.rollout.group_book import (
     Batch,
     GroupBook,
     RunningGroup,
-    choose_batch,
-    find_overdue,
+    find_late,
     num_admissible,
+    pass_over,
 )
 from lightrl.trajectory import Group, Prompt, Trajectory
 
@@ -107,22 +107,20 @@ def test_num_admissible(
 @pytest.mark.parametrize(
     ("finished", "running", "version", "staleness", "expected"),
     [
-        pytest.param({3: 0, 1: 0}, {}, 0, 0, Batch([1, 3], []), id="in stream order"),
         pytest.param({3: 0}, {1: 0}, 0, 0, Batch(None, [1]), id="too few: waits for the one that runs"),
-        pytest.param({}, {}, 0, 0, Batch(None, []), id="nothing at all"),
         pytest.param({1: 5, 2: 4, 3: 5, 4: 4}, {}, 5, 1, Batch([2, 4], []), id="the oldest version first"),
         pytest.param({2: 5, 3: 5, 4: 5}, {1: 5}, 5, 1, Batch([2, 3], []), id="two of version 5 still have a batch"),
         # The batch at v = 5 is the last that version 4 may be in: group 1 cannot be left over.
         pytest.param({2: 5, 3: 5}, {1: 4}, 5, 1, Batch(None, [1]), id="a straggler that this batch must hold"),
         # η = 2: of what has version 4 or older, one batch of 2 may come after this one; three would be left.
-        pytest.param({5: 4, 6: 4}, {1: 4, 2: 4, 3: 4}, 5, 2, Batch(None, [1, 2, 3]), id="more than later ones hold"),
+        pytest.param({5: 5, 6: 5}, {1: 4, 2: 4, 3: 4}, 5, 2, Batch(None, [1]), id="more than later ones hold"),
         pytest.param({5: 4, 6: 4}, {1: 4, 2: 4, 3: 5}, 5, 2, Batch([5, 6], []), id="just what later ones hold"),
     ],
 )
-def test_choose_batch_of_two_groups(
+def test_passing_over_leaves_only_what_can_be_trained_on_in_time(
     finished: dict[int, int], running: dict[int, int], version: int, staleness: int, expected: Batch
 ) -> None:
-    assert choose_batch(rules(2, staleness), version, finished, running) == expected
+    assert pass_over(rules(2, staleness), version, finished, running) == expected
 
 
 @pytest.mark.parametrize(
@@ -139,7 +137,7 @@ def test_choose_batch_of_two_groups(
 def test_over_sampled_groups_are_given_up_where_they_hold_a_batch_back(
     finished: dict[int, int], running: dict[int, int], staleness: int, oversampled: int, expected: Batch
 ) -> None:
-    assert choose_batch(rules(2, staleness, oversampled=oversampled), 5, finished, running) == expected
+    assert pass_over(rules(2, staleness, oversampled=oversampled), 5, finished, running) == expected
 
 
 @pytest.mark.parametrize(
@@ -154,7 +152,7 @@ def test_over_sampled_groups_are_given_up_where_they_hold_a_batch_back(
 def test_groups_that_no_batch_can_take_in_time_are_overdue(
     finished: dict[int, int], staleness: int, expected: list[int]
 ) -> None:
-    assert find_overdue(rules(2, staleness), 5, finished) == expected
+    assert find_late(rules(2, staleness), 5, finished) == expected
 
 
 def test_a_message_names_the_first_groups_only() -> None:
@@ -164,6 +162,36 @@ def test_a_message_names_the_first_groups_only() -> None:
 
 
 # ---------------------------------------------------------------------- the book by hand
+
+
+def test_a_batch_is_the_first_groups_of_the_stream_whatever_finishes_first() -> None:
+    book = GroupBook(rules(2, 2, group_filter=drops_negative))
+    running = start_all(book, 0, next_position=0)
+    for position in (5, 2, 4, 3):
+        finish(book, running[position])
+    assert book.take(0) == Batch(None, [0, 1])
+    finish(book, running[1], reward=-1.0)
+    assert book.take(0) == Batch(None, [0])  # group 1 was dropped: 2 moves up
+    finish(book, running[0])
+    assert book.take(0) == Batch([0, 2], [])
+    assert start_all(book, 0, next_position=6)[0].group.id == 6  # in the place of the dropped one
+    assert start_all(book, 0, next_position=7) == []
+    book.commit()
+    assert len(start_all(book, 1, next_position=7)) == 2  # only the trainer makes room
+
+
+def test_what_a_batch_waits_for_starts_although_the_window_is_full_of_finished_groups() -> None:
+    """A resume with a smaller bound, in which the first group was in flight."""
+    first = GroupBook(rules(1, 3))
+    for running in start_all(first, 0, next_position=0)[1:]:
+        finish(first, running, version=1)
+    book = GroupBook(rules(1, 1))
+    book.load_state_dict(first.state_dict())
+    book.begin_take(1)
+    (running,) = start_all(book, 1, next_position=4)
+    assert running.group.id == 0
+    finish(book, running, version=1)
+    assert book.take(1) == Batch([0], [])
 
 
 def test_a_group_that_lost_a_trajectory_is_drawn_again_three_times_with_other_seeds() -> None:
@@ -292,6 +320,12 @@ def test_the_bound_holds_exactly_with_stragglers_and_drops(max_staleness: int, g
     assert len(run.trained) == len(set(run.trained)) == 200 * groups_per_iteration
     assert run.book.tally.drain_groups()["filtered_rule"] > 0
     assert max(run.staleness) == max_staleness
+
+
+@pytest.mark.parametrize("max_staleness", STALENESSES)
+def test_which_groups_are_trained_on_does_not_depend_on_how_long_they_take(max_staleness: int) -> None:
+    runs = [Simulation(rules(4, max_staleness), seed=seed).run(50).trained for seed in range(3)]
+    assert runs == [list(range(200))] * 3
 
 
 @pytest.mark.parametrize("max_concurrent", [1, 5, 9])
@@ -436,14 +470,19 @@ class Controller(RuleBasedStateMachine):
 
     def take(self) -> None:
         running = dict(self.book.running)
+        in_line = [*self.book.state_dict()["in_flight"], *self.book.finished]
         batch = self.book.take(self.version)
         if batch.group_ids is None:
             assert self.book.taken == []
+            assert self.settings.redraw_stragglers or not self.book.stragglers(batch, self.served)
             self.redraw(self.book.stragglers(batch, self.served))
             return
         self.is_waiting = False
         assert [group.id for group in self.book.taken] == batch.group_ids
         assert len(batch.group_ids) == self.settings.groups_per_iteration
+        if not self.settings.passes_over_stragglers:
+            earlier = [position for position in in_line if position < max(batch.group_ids)]
+            assert sorted(earlier) == batch.group_ids[:-1]
         assert all(self.version - group.oldest_version <= self.settings.max_staleness for group in self.book.taken)
         self.gone += batch.gives_up
         for group_id in batch.gives_up:

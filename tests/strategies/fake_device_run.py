@@ -15,7 +15,7 @@ from fake_device import SYNCS, fake_device, values
 from torch import Tensor
 
 from lightrl.loops.update import MinibatchLoss
-from lightrl.strategies import LogprobSettings, SingleModel, packed_attention
+from lightrl.strategies import LogprobSettings, Microbatches, SingleModel, SpreadExperience, packed_attention
 
 warnings.simplefilter("ignore")
 ALGORITHMS = (
@@ -39,12 +39,13 @@ def play(algorithm: str, device: torch.device) -> tuple[dict[str, int], dict[str
         model = getattr(module, role).to(device)
         head = None if head is None else head.to(device)
         models.append(SingleModel(model, SETTINGS, value_head=head, form="packed"))
-    parts = [part.to(device) for part in minibatch.microbatches(40)]
-    assert len(parts) > 1
+    rows, _ = minibatch.microbatch_rows(40)
+    assert len(rows) > 1
+    parts = Microbatches(SpreadExperience.of(minibatch), rows, device)
     SYNCS.clear()
     for model, loss in zip(models, losses, strict=True):
         model.forward_backward(parts, loss, Tensor.backward)
-        model.forward(parts)
+        list(model.forward(parts))
     waits = dict(SYNCS)
     return waits, {name: values(item.grad) for name, item in module.policy.named_parameters() if item.grad is not None}
 

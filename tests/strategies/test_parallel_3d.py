@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
@@ -42,7 +42,7 @@ def found() -> list[dict[str, Any]]:
     """What world_3d.py found for each case; all processes are started at once."""
     script = Path(__file__).parent / "world_3d.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(script), json.dumps(CASES)],
         capture_output=True,
         text=True,

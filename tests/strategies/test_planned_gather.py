@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 SCRIPT = Path(__file__).with_name("gather_world.py")
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("gather_world.py")
 @pytest.fixture(scope="module")
 def world() -> dict[str, Any]:
     """What the script found, by case."""
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=170, check=False)
+    done = forked.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return {case["case"]: case for case in map(json.loads, done.stdout.splitlines())}
 

@@ -1,7 +1,6 @@
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import psutil
 import pytest
@@ -10,10 +9,11 @@ from tiny import random_experience, random_trajectories
 
 from lightrl.callbacks.weight_sync import _gathered
 from lightrl.experience import Experience
-from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes, rewards_to_bytes, set_rewards
-from lightrl.strategies import rank_watch
+from lightrl.loops.group_bytes import groups_from_bytes, groups_to_bytes
+from lightrl.loops.remote_groups import set_remote_rewards, summary_from_bytes, summary_to_bytes
+from lightrl.strategies import Microbatches, SpreadExperience, rank_watch
 from lightrl.strategies.rank_watch import RankState, RankWatch, find_behind, hang_message
-from lightrl.strategies.ranks import Ranks, _watch_store, masked_row, nearest_divisors
+from lightrl.strategies.ranks import Ranks, _watch_store, nearest_divisors
 from lightrl.trajectory import Group, Turn
 from lightrl.weights import Bucket
 
@@ -39,7 +39,7 @@ class OneOfSeveral(Ranks):
 
 
 def rows_of_ranks(experience: Experience, dp_size: int, max_tokens: int) -> list[list[list[int]]]:
-    return [OneOfSeveral(rank, dp_size).microbatch_rows(experience, max_tokens)[0] for rank in range(dp_size)]
+    return [OneOfSeveral(rank, dp_size).microbatch_rows(experience, max_tokens) for rank in range(dp_size)]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4])
@@ -57,11 +57,11 @@ def test_every_rank_has_the_same_number_of_microbatches(max_tokens: int) -> None
 
 def test_a_rank_without_rows_gets_a_microbatch_without_loss_tokens() -> None:
     experience = random_experience().select([0])
-    ranks = [OneOfSeveral(rank, 2).microbatch_rows(experience, 100) for rank in range(2)]
-    (rows,), (part,) = next(found for found in ranks if found[0] == [[]])
-    assert rows == []
+    assert sorted(rows_of_ranks(experience, 2, 100)) == [[[]], [[0]]]
+    (part,) = Microbatches(SpreadExperience.of(experience), [[]], torch.device("cpu"))
     assert len(part) == 1
     assert part.num_loss_tokens == 0
+    assert part.tensors().keys() == experience.tensors().keys()
 
 
 def test_groups_stay_on_one_rank_where_the_loss_reads_them_whole() -> None:
@@ -69,13 +69,6 @@ def test_groups_stay_on_one_rank_where_the_loss_reads_them_whole() -> None:
     for share in OneOfSeveral(0, 2).shares(experience, "group"):
         groups = experience.group_ids[share].tolist()
         assert all(groups.count(group) == 3 for group in groups)
-
-
-def test_the_masked_row_is_the_shortest_one() -> None:
-    experience = random_experience()
-    row = masked_row(experience)
-    assert row.token_ids.shape[1] == int(experience.lengths.min())
-    assert not row.loss_mask.any()
 
 
 def test_one_process_sums_and_gathers_nothing() -> None:
@@ -102,19 +95,28 @@ def test_groups_are_the_same_after_their_way_over_bytes() -> None:
     assert groups_from_bytes(groups_to_bytes(groups)) == groups
 
 
-def test_rewards_are_the_same_after_their_way_over_bytes() -> None:
-    trajectories = random_trajectories()[:4]
-    trajectories[0].rewards = [0.1 * index for index in range(len(trajectories[0].token_ids))]
-    written = [
-        Group(7, trajectories[0].prompt, [replace(item, sample=index, reward=None, rewards=None, metrics={})])
-        for index, item in enumerate(trajectories)
-    ]
-    for index, item in enumerate(trajectories):
-        item.sample, item.metrics = index, {"accuracy": 0.1 * index}
-    judged = [Group(7, trajectories[0].prompt, [item]) for item in trajectories]
-    judged[2].trajectories = []  # its reward failed
-    set_rewards(written, rewards_to_bytes(judged))
-    assert written == judged
+def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is() -> None:
+    items = random_trajectories()[:3]
+    for index, item in enumerate(items):
+        item.sample, item.reward, item.metrics = index, None, {"accuracy": 0.1 * index} if index else {}
+    groups = [Group(7, items[0].prompt, items)]
+    experience = SpreadExperience.from_trajectories(items, are_judged=False)
+    (group,), remote = summary_from_bytes(summary_to_bytes(groups, experience))
+    assert remote is not None
+    assert torch.equal(remote.lengths, experience.lengths)
+    assert torch.equal(remote.loss_token_counts, experience.loss_token_counts)
+    assert remote.rows_here == []
+    with pytest.raises(ValueError, match=r"'token_ids' is per token, and this rank has the tokens of 0 of these 3"):
+        remote.token_ids  # noqa: B018
+    for found, expected in zip(group.trajectories, items, strict=True):
+        assert (found.metrics, found.reward, found.group_id) == (expected.metrics, None, 7)
+        assert (found.oldest_version, found.newest_version) == (4, 4)
+        with pytest.raises(AttributeError, match=r"'completion' of the trajectory .* is on rank 0"):
+            found.completion  # noqa: B018
+    items[1].reward, items[2].reward = 0.1, 0.7
+    items[2].rewards = [0.1] * len(items[2].token_ids)
+    assert set_remote_rewards([group], summary_to_bytes([Group(7, items[0].prompt, items[1:])], None))
+    assert [(item.sample, item.reward) for item in group.trajectories] == [(1, 0.1), (2, 0.7)]
 
 
 # ---------------------------------------------------------------------- who hangs, who has failed
@@ -285,11 +287,11 @@ def test_a_rank_that_hangs_while_a_sync_gathers_is_named(capsys: pytest.CaptureF
 @pytest.mark.usefixtures("_quick_watch")
 def test_a_rank_that_waits_for_one_that_goes_on_is_left_alone() -> None:
     store, ended = torch.distributed.HashStore(), threading.Event()
-    watches = [RankWatch(store, rank, 2, hang_timeout_s=0.3, end_process=ended.set) for rank in range(2)]
+    watches = [RankWatch(store, rank, 2, hang_timeout_s=1.0, end_process=ended.set) for rank in range(2)]
     for watch in watches:
         watch.begin()
     watches[1].enter("score: reference")  # it does not hold the reference
-    for _ in range(20):
+    for _ in range(30):
         watches[0].step()
         assert not ended.wait(0.05)
     for watch in watches:

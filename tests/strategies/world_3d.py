@@ -31,7 +31,8 @@ from lightrl.experience import Experience
 from lightrl.models import Outputs, scalar_head
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.parallel_3d import Parallel3DModel
-from lightrl.strategies.ranks import masked_row, square_norm
+from lightrl.strategies.ranks import square_norm
+from lightrl.strategies.spread_experience import SpreadExperience, blank_row
 from lightrl.strategies.stages import ends_group, split_model
 from lightrl.strategies.tensor_parallel import local
 
@@ -123,7 +124,11 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
             losses.append(loss_of(experience, outputs))
             return losses[-1]
 
-        spread.forward_backward([*share, masked_row(share[0])], spread_loss, lambda loss: (loss * dp).backward())
+        spread.forward_backward(
+            [*share, blank_row(SpreadExperience.of(share[0]), torch.device("cpu"))],
+            spread_loss,
+            lambda loss: (loss * dp).backward(),
+        )
         alone.forward_backward(everything, alone_loss, Tensor.backward)
         total = torch.stack(losses).sum().detach()
         dist.all_reduce(total, group=mesh["dp"].get_group())

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from digit_reward import token_reward
-from rank_scripts import leave
+from rank_scripts import gathered_tensors, leave
 from tiny_run import CONFIG, POLICY, Digits, make_trainer
 from torch import Tensor
 
@@ -73,7 +73,7 @@ def play(folder: Path, meshes: dict[str, RoleMesh] | None = None, **spread: Any)
     make_trainer(folder, max_steps=2, gradient_clip_val=0.5, **spread).fit(module, datamodule=Digits())
     buckets = module.parallel_models["policy"].full_parameters(1000)
     weights: dict[str, Tensor] = {name: value.clone() for bucket in buckets for name, value in bucket.tensors.items()}
-    experiences = [experience.tensors() for experience in module.experiences]
+    experiences = [gathered_tensors(experience) for experience in module.experiences]
     return {"updates": module.updates, "weights": weights, "experiences": experiences}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from digit_reward import token_reward
-from rank_scripts import fork_runs, leave
+from rank_scripts import fork_runs, gathered_tensors, leave
 from second_device import second_device
 from tiny_run import CONFIG, POLICY, Digits, make_trainer
 from torch import Tensor
@@ -205,7 +205,7 @@ def found_by(module: TinyPPO, trainer: Any) -> dict[str, Any]:
         "clipped": module.clipped,
         "weights": {key: whole(value) for key, value in module.named_parameters()},
         "trained": {key for key, value in module.named_parameters() if value.requires_grad},
-        "experiences": [experience.tensors() for experience in module.experiences],
+        "experiences": [gathered_tensors(experience) for experience in module.experiences],
         "state": [module.kl_coef, *([] if normalizer is None else map(float, normalizer.state_dict().values()))],
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
         "judged": module.judged,

@@ -66,7 +66,7 @@ def play(folder: Path, *, lora: Any = None, adapters: Any = "merged", blocking: 
         "written": {name: value for tensors in parts.values() for name, value in tensors.items()},
         "weights": {name: value.detach().clone() for name, value in merged_parameters(module.policy, whole)},
         "probe": float(trainer.callback_metrics["sync/probe_abs_dlogp_nats"]),
-        "versions": [experience.weight_versions.max().item() for experience in module.experiences],
+        "versions": [int(experience.version_bounds[1].max()) for experience in module.experiences],
     }
 
 

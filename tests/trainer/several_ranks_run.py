@@ -20,7 +20,18 @@ from rank_scripts import leave
 from tiny_run import BATCH_SIZE, CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
-from lightrl import Experience, FSDP2Strategy, LocalEngine, LoRA, ModelSpec, ReferenceKL, RLCallback, Role, Trajectory
+from lightrl import (
+    Experience,
+    FSDP2Strategy,
+    LocalEngine,
+    LoRA,
+    ModelSpec,
+    ReferenceKL,
+    RLCallback,
+    Role,
+    Trace,
+    Trajectory,
+)
 from lightrl.models.lora import merged_parameters
 from lightrl.rollout import RolloutSettings
 from lightrl.strategies import whole
@@ -120,10 +131,11 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
         "updates": module.updates,
         "weights": whole_weights(module),
         "engine": synced,
-        "has_token_rewards": [experience.token_rewards is not None for experience in module.experiences],
+        "has_token_rewards": [experience.own.token_rewards is not None for experience in module.experiences],
         "num_trajectories": [len(experience) for experience in module.experiences],
-        "token_ids": [experience.token_ids for experience in module.experiences],
-        "behavior_logprobs": [experience.behavior_logprobs for experience in module.experiences],
+        "rows": [experience.own_rows for experience in module.experiences],
+        "token_ids": [experience.own.token_ids for experience in module.experiences],
+        "behavior_logprobs": [experience.own.behavior_logprobs for experience in module.experiences],
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
     }
 
@@ -144,7 +156,8 @@ def resume(folder: Path) -> dict[str, Any]:
         checkpoints = ModelCheckpoint(folder / "resume", every_n_train_steps=2, save_top_k=-1, filename="{step}")
         validation = {"val_check_interval": 2, "limit_val_batches": 1.0, "check_val_every_n_epoch": None}
         spread = {"devices": 2, "strategy": "FSDP2Strategy"}
-        kwargs = {"callbacks": [checkpoints], "enable_checkpointing": True, "max_steps": 4, **validation, **spread}
+        callbacks = [checkpoints, Trace(max_cost=1.0)]
+        kwargs = {"callbacks": callbacks, "enable_checkpointing": True, "max_steps": 4, **validation, **spread}
         trainer = make_trainer(folder, **kwargs)
         trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
         return module, trainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightrl import (
     Sampling,
     StalenessControl,
     Trajectory,
+    WeightSync,
 )
 from lightrl.trajectory import Group
 
@@ -203,7 +205,7 @@ def test_a_sync_that_fails_ends_the_run_and_names_it(tmp_path: Path) -> None:
 
 
 def test_a_request_that_never_answers_ends_the_run_at_its_deadline(tmp_path: Path) -> None:
-    control = StalenessControl(rollout_timeout_s=0.3)
+    control = StalenessControl(rollout_timeout_s=1.0)
     trainer = make_trainer(tmp_path, engine=FakeEngine(hang_requests=[9]), callbacks=[control])
     with pytest.raises(Exception, match=r"at weight version 1 waited for .* no trajectory finished.*rollout_timeout"):
         trainer.fit(TinyGRPO(), datamodule=Digits())
@@ -224,3 +226,27 @@ def test_validation_does_not_stop_the_training_rollouts(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, engine=engine, callbacks=callbacks, **flags)
     trainer.fit(TinyGRPO(), datamodule=Digits())
     assert seen == [True, True, True, False]
+
+
+def test_engine_mismatch_and_policy_lag_are_told_apart(tmp_path: Path) -> None:
+    """An engine whose logprobs are off by 0.25 nats, under a policy that does and one that does not move."""
+
+    class Off(LocalEngine):
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            completions = await super().generate(*args, **kwargs)
+            return [replace(item, logprobs=[value - 0.25 for value in item.logprobs]) for item in completions]
+
+    def metrics(lr: float, max_staleness: int) -> dict[str, float]:
+        module = TinyGRPO(lr=lr)
+        callbacks = [StalenessControl(max_staleness), WeightSync(max_probe_nats=1.0)]
+        trainer = make_trainer(tmp_path, engine=Off(), max_steps=5, callbacks=callbacks)
+        trainer.fit(module, datamodule=Digits())
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    still, moving, on_policy = metrics(0.0, 2), metrics(3e-2, 2), metrics(3e-2, 0)
+    assert still["sync/mismatch_abs_dlogp_nats"] == pytest.approx(0.25, abs=1e-4)
+    assert still["policy/lag_abs_dlogp_nats"] == still["policy/lag_k3_nats"] == 0.0
+    assert moving["policy/lag_abs_dlogp_nats"] > 0.01
+    assert moving["sync/max_mismatch_abs_dlogp_nats"] == pytest.approx(0.25, abs=1e-4)  # of tokens without lag
+    assert on_policy["sync/mismatch_abs_dlogp_nats"] == pytest.approx(0.25, abs=1e-4)
+    assert "policy/lag_abs_dlogp_nats" not in on_policy

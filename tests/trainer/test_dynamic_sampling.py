@@ -60,6 +60,11 @@ def test_groups_without_variance_are_replaced_and_counted(tmp_path: Path, max_st
     assert metrics.total("rollout/dropped_groups_filtered_zero_variance") == dropped
     assert metrics.total("rollout/dropped_trajectories_filtered_zero_variance") == dropped * GROUP_SIZE
     assert metrics.total("rollout/dropped_trajectories") == dropped * GROUP_SIZE
+    rows = [row for row in metrics.rows if row["rollout/dropped_groups"] and "rollout/dropped_length_tokens" in row]
+    assert rows
+    assert all(0 < row["rollout/dropped_length_tokens"] <= 6 for row in rows)
+    assert all(row["rollout/accuracy_fraction"] < 1 for row in rows)
+    assert all(row["rollout/dropped_accuracy_fraction"] == 1 for row in rows)  # only solved groups are dropped
 
 
 def test_a_curriculum_passes_over_what_is_solved(tmp_path: Path) -> None:
@@ -68,6 +73,8 @@ def test_a_curriculum_passes_over_what_is_solved(tmp_path: Path) -> None:
     solved = [bool((experience.rewards == 1).all()) for experience in module.experiences[3:]]
     assert not any(solved)
     assert metrics.total("rollout/skipped_prompts") > 0
+    last = metrics.rows[-1]
+    assert last["rollout/skipped_success_fraction"] == 1 > last["rollout/played_success_fraction"]
 
 
 def test_a_resumed_run_is_the_one_that_never_stopped_to_the_bit(tmp_path: Path) -> None:
@@ -95,6 +102,7 @@ def test_over_sampling_trains_on_whole_iterations(tmp_path: Path) -> None:
     module, metrics = fit(tmp_path, DynamicSampling(drop_zero_variance=False, oversample_fraction=0.5))
     assert [len(positions) for positions in module.trained] == [BATCH_SIZE] * 4
     assert metrics.total("rollout/dropped_groups_oversampled") == 3  # the last iteration starts what the run needs
+    assert [row["rollout/given_up_fraction"] for row in metrics.rows] == [1 / (1 + BATCH_SIZE)] * 3 + [0]
 
 
 def test_settings_are_refused_before_the_run(tmp_path: Path) -> None:

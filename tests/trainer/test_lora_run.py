@@ -67,7 +67,7 @@ def test_the_reference_is_the_policy_without_adapters(finished: Any) -> None:
     assert not hasattr(module, "reference")
     experience = module.experiences[-1]
     plain = SingleModel(POLICY.load_model(), LogprobSettings())
-    expected = plain.forward([experience])[0].logprobs
+    expected = next(iter(plain.forward([experience]))).logprobs
     torch.testing.assert_close(experience.reference_logprobs, expected, rtol=1e-5, atol=1e-5)
     assert (experience.reference_logprobs - experience.behavior_logprobs).abs().max() > 1e-3
 

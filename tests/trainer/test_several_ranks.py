@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("two_ranks")
     save_model(folder)
     run(SCRIPT, folder, "compare")
-    return left_by(2, folder)
+    found = left_by(2, folder)
+    found[0]["trace"] = json.loads((folder / "trace" / "trace.json").read_text())
+    return found
 
 
 def assert_close(found: float, expected: float, scale: float) -> None:
@@ -33,10 +36,14 @@ def assert_close(found: float, expected: float, scale: float) -> None:
 def test_two_ranks_learn_what_one_process_learns(name: str, two_ranks: Any, tmp_path: Path) -> None:
     save_model(tmp_path)
     expected, found = play(name, tmp_path, devices=1), two_ranks[0][name]
-    for left, right in zip(found["token_ids"], expected["token_ids"], strict=True):
-        assert torch.equal(left, right)
-    for left, right in zip(found["behavior_logprobs"], expected["behavior_logprobs"], strict=True):
-        torch.testing.assert_close(left, right, rtol=0, atol=1e-4)
+    for iteration, expected_ids in enumerate(expected["token_ids"]):
+        rows = [ranks[name]["rows"][iteration] for ranks in two_ranks]
+        assert sorted(torch.cat(rows).tolist()) == list(range(len(expected_ids)))  # each on one rank
+        for rank, own in zip(two_ranks, rows, strict=True):
+            ids, logprobs = (rank[name][field][iteration] for field in ("token_ids", "behavior_logprobs"))
+            assert torch.equal(ids, expected_ids[own, : ids.shape[1]])
+            expected_logprobs = expected["behavior_logprobs"][iteration][own, : ids.shape[1]]
+            torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-4)
     for update, reference in zip(found["updates"], expected["updates"], strict=True):
         assert update.keys() == reference.keys()
         for key, value in reference.items():
@@ -92,6 +99,19 @@ def test_a_resume_on_two_ranks_repeats_the_run_bit_for_bit(two_ranks: Any) -> No
     assert not [name for name in found["files"] if name.endswith(".part")]
 
 
+def test_the_traces_of_two_ranks_are_joined_on_one_clock(two_ranks: Any) -> None:
+    """After the update both ranks meet in the sync: one's update cannot end before the other's has begun."""
+    updates = [
+        [event for event in two_ranks[0]["trace"] if event["name"] == "update" and event["pid"] == rank]
+        for rank in (0, 1)
+    ]
+    assert len(updates[0]) == len(updates[1]) == 2  # of the resumed run
+    for one, other in zip(*updates, strict=True):
+        assert one["ts"] < other["ts"] + other["dur"]
+        assert other["ts"] < one["ts"] + one["dur"]
+    assert {event["pid"] for event in two_ranks[0]["trace"] if event.get("cat") == "collective"} == {0, 1}
+
+
 def test_a_validation_on_two_ranks_counts_each_prompt_once_and_warns_of_nothing(two_ranks: Any) -> None:
     for found in (ranks["resume"] for ranks in two_ranks):
         assert found["val/prompts"] == 4
@@ -107,7 +127,7 @@ def test_a_callback_that_decides_otherwise_on_a_rank_does_not_split_them(two_ran
 
 
 def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path) -> None:
-    done = finished(SCRIPT, tmp_path, "fail", "1", "raise", timeout_s=120)
+    done = finished(SCRIPT, tmp_path, "fail", "1", "raise", timeout_s=120, real=True)
     assert done.returncode != 0
     assert "[rank 0, in 'update'] Rank 1 failed in 'update'" in done.stderr
     assert 'raise ValueError("raised on purpose")' in done.stderr

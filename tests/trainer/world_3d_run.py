@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_scripts import fork_runs, leave
+from rank_scripts import fork_runs, gathered_tensors, leave
 from several_ranks_run import Recorded, engine_weights
 from tiny_run import CONFIG, POLICY, Digits, make_trainer
 
@@ -64,7 +64,7 @@ def play(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
         "updates": module.updates,
         "weights": {name: value.clone() for bucket in buckets for name, value in bucket.tensors.items()},
         "engine": synced,
-        "token_ids": [experience.token_ids for experience in module.experiences],
+        "token_ids": [gathered_tensors(experience)["token_ids"] for experience in module.experiences],
     }
 
 

@@ -3,6 +3,7 @@
 Reading order:
     local_engine.py   LocalEngine and its settings
     decode_thread.py  the thread that decodes, and how it stops between two tokens
+    steps.py          what it decoded together, written down and repeated
     copy_in.py        new weights for its model, all or none
     running_batch.py  the slots of the batch
     sampler.py        logits to tokens and logprobs

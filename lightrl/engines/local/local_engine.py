@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.engines.abilities import DecodesInThreads, LimitsContext, NamesDtypes, ScoresTokens, WritesGroups
+from lightrl.engines.abilities import (
+    ContinuesCompletions,
+    DecodesInThreads,
+    FollowsSteps,
+    LimitsContext,
+    NamesDtypes,
+    ScoresTokens,
+    WritesGroups,
+)
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.local.copy_in import copy_in
 from lightrl.engines.local.decode_thread import DecodeThread
@@ -19,6 +27,7 @@ from lightrl.engines.local.decoder import Decoder, HuggingFaceDecoder
 from lightrl.engines.local.fast_decoder import LlamaDecoder, find_family
 from lightrl.engines.local.running_batch import Row, RunningBatch
 from lightrl.engines.local.sampler import completion_seed
+from lightrl.engines.local.steps import StepLog, StepPlan
 from lightrl.errors import EngineError
 from lightrl.models.pictures import Pictures, refusal
 from lightrl.trajectory import Sampling
@@ -34,7 +43,16 @@ log = logging.getLogger(__name__)
 SMALL_MODEL_PARAMETERS = 10_000_000
 
 
-class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, NamesDtypes, WritesGroups):
+class LocalEngine(
+    RolloutEngine,
+    ScoresTokens,
+    LimitsContext,
+    DecodesInThreads,
+    NamesDtypes,
+    WritesGroups,
+    ContinuesCompletions,
+    FollowsSteps,
+):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models decode on a fast path; any other decoder-only model with a key-value cache
@@ -144,18 +162,39 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
         return self._thread.queue_depths() if self._thread is not None else {"running": 0, "waiting": 0}
 
     async def generate(
-        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        n: int = 1,
+        images: tuple[str, ...] = (),
+        written: Completion | None = None,
     ) -> list[Completion]:
         """`n` completions of one prompt, without a deadline: the controller has one."""
         if n < 1:
             raise ValueError(f"n must be at least 1 completion, got {n}.")
         seeds = [completion_seed(sampling.seed, sample) for sample in range(n)]
-        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images)))
+        return list(await asyncio.gather(*self._submit(token_ids, [sampling] * n, seeds, images, written)))
 
     def write_group(
         self, token_ids: list[int], samplings: Sequence[Sampling], *, session: str, images: tuple[str, ...] = ()
     ) -> list[asyncio.Future[Completion]]:
         return self._submit(token_ids, samplings, [sampling.seed for sampling in samplings], images)
+
+    async def unfinished(self) -> dict[int, Completion]:
+        return self._started().unfinished()
+
+    def record_steps(self) -> Callable[[], str]:
+        log = StepLog()
+        self._started().record(log)
+        return log.drain
+
+    def follow_steps(self, steps: str, *, mark: int | None = None, unfinished: Sequence[int] = ()) -> None:
+        plan = StepPlan(steps)
+        if mark is not None:
+            plan.go_to_mark(mark, list(unfinished))
+        self._started().plan = plan
 
     async def pause(self) -> None:
         """Raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`; the pause stays."""
@@ -174,6 +213,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
             EngineTimeout: if decoding does not stop within `boundary_timeout_s`; nothing was changed.
         """
         thread = self._started()
+        thread.wait_until_planned(weight_version)
         with thread.held("load_weights"):
             assert self._decoder is not None
             copy_in(self._decoder, buckets, can_undo=self.weight_version >= 0)
@@ -206,7 +246,12 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
             self._decoder = None
 
     def _submit(
-        self, token_ids: list[int], samplings: Sequence[Sampling], seeds: Sequence[int], images: tuple[str, ...]
+        self,
+        token_ids: list[int],
+        samplings: Sequence[Sampling],
+        seeds: Sequence[int],
+        images: tuple[str, ...],
+        written: Completion | None = None,
     ) -> list[asyncio.Future[Completion]]:
         thread = self._started()
         longest = max(samplings, key=lambda sampling: sampling.max_new_tokens)
@@ -214,7 +259,7 @@ class LocalEngine(RolloutEngine, ScoresTokens, LimitsContext, DecodesInThreads, 
         pixels = self._pixel_values(images, token_ids) if images else None
         prompt = tuple(token_ids)
         rows = zip(samplings, seeds, strict=True)
-        return thread.submit([Row(prompt, sampling, seed, images, pixels) for sampling, seed in rows])
+        return thread.submit([Row(prompt, sampling, seed, images, pixels, written) for sampling, seed in rows])
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]

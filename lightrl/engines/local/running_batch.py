@@ -18,6 +18,7 @@ from torch import Tensor
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.decoder import Decoder
 from lightrl.engines.local.sampler import ban_stop_tokens, draw_tokens, uniforms
+from lightrl.engines.local.steps import Kind, StepLog
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
 _FIRST_WIDTH = 64  # tokens; W doubles from here
@@ -32,6 +33,7 @@ class Row:
     seed: int  # of this completion
     images: tuple[str, ...] = ()  # distinguish the pictures of equal prompts
     pixels: Tensor | None = None  # their pixel values, [m, 3, H, W]
+    written: Completion | None = None  # the part of it that was written before, by this engine or another
     owner: Any = None  # whose completion it is; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
 
@@ -50,6 +52,7 @@ class RunningBatch:
 
     def __init__(self, decoder: Decoder, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.max_rows = max_rows
+        self.log: StepLog | None = None  # where what is decoded together is written down
         self._decoder = decoder
         self._vocab_size = vocab_size
         self._device = device
@@ -82,31 +85,15 @@ class RunningBatch:
 
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
         """Computes the prompts, equal ones once, and draws the first token of each row."""
+        self._note("a", rows)
         first, end = self.size, self.size + len(rows)
         prompts, owners, pictures = _distinct([row.prompt for row in rows], rows)
         logits = self._decoder.append(prompts, owners, *pictures)
         for row in rows:
             row.version_changes = [(0, weight_version)]
-        self._rows.extend(rows)
-
-        samplings = [row.sampling for row in rows]
-        self._fill(self._positions, first, [len(row.prompt) - 1 for row in rows])
-        self._fill(self._generated, first, [0] * len(rows))
-        self._fill(self._limits, first, [sampling.max_new_tokens for sampling in samplings])
-        self._fill(self._minima, first, [s.min_new_tokens if s.stop_token_ids else 0 for s in samplings])
-        self._fill(self._seeds, first, [row.seed for row in rows])
-        self._fill(self._top_k, first, [s.top_k if s.top_k > 0 else self._vocab_size for s in samplings])
-        self._fill(self._top_p, first, [sampling.top_p for sampling in samplings])
-        self._fill(self._temperature, first, [sampling.temperature or 1.0 for sampling in samplings])
-        self._fill(self._is_greedy, first, [sampling.temperature == 0 for sampling in samplings])
-        self._fill_stops(first, [sampling.stop_token_ids for sampling in samplings])
+        self._fill_rows(rows, [0] * len(rows))
         self._widen(1)
-        self._uniforms[first:end] = uniforms(self._seeds[first:end], 0, self._uniforms.shape[1])
-        every = [row.sampling for row in self._rows]
-        self._has_temperature = any(sampling.temperature not in (0, 1) for sampling in every)
-        self._has_truncation = any(sampling.top_k > 0 or sampling.top_p < 1 for sampling in every)
-        self._has_greedy = any(sampling.temperature == 0 for sampling in every)
-        self._has_stops = any(sampling.stop_token_ids for sampling in every)
+        self._fill_uniforms(first)
 
         self._steps_with_ban = 1
         self._draw(first, end, logits[torch.tensor(owners, device=self._device)])
@@ -114,6 +101,8 @@ class RunningBatch:
 
     def step(self) -> None:
         """Draws one token in every row."""
+        if self.log is not None:
+            self.log.step()
         n = self.size
         if self._most_generated >= self._token_ids.shape[1]:
             self._widen(self._most_generated + 1)
@@ -155,10 +144,53 @@ class RunningBatch:
         """Removes rows without a completion."""
         slots = {slot for slot, row in enumerate(self._rows) if is_unwanted(row)}
         if slots:
+            self._note("x", [self._rows[slot] for slot in sorted(slots)])
             self._drop(slots)
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """By slot."""
+        return self._rows
+
+    def unfinished(self) -> dict[int, Completion]:
+        """What is written of each row so far, by seed, in slot order."""
+        self._note("k", [])
+        lengths = self._generated[: self.size].tolist()
+        return {
+            row.seed: Completion(
+                self._token_ids[slot, :length].tolist(),
+                self._logprobs[slot, :length].tolist(),
+                _versions(row.version_changes, length),
+                "abort",
+            )
+            for slot, (row, length) in enumerate(zip(self._rows, lengths, strict=True))
+        }
+
+    def readmit(self, rows: Sequence[Row], weight_version: int) -> None:
+        """Computes the key-values of rows that were `written` in part; draws no token."""
+        self._note("c", rows)
+        first, most = self.size, self._most_generated
+        begun = [row.written for row in rows if row.written is not None]
+        sequences, owners, pictures = _distinct(
+            [(*row.prompt, *part.token_ids[:-1]) for row, part in zip(rows, begun, strict=True)], rows
+        )
+        self._decoder.append(sequences, owners, *pictures)
+        lengths = [len(part.token_ids) for part in begun]
+        self._fill_rows(rows, lengths)
+        self._widen(max(most, *lengths) + 1)
+        self._fill_uniforms(first)
+        for slot, (row, part) in enumerate(zip(rows, begun, strict=True), start=first):
+            length = len(part.token_ids)
+            self._fill(self._token_ids[slot], 0, part.token_ids)
+            self._fill(self._logprobs[slot], 0, part.logprobs)
+            self._current[slot] = part.token_ids[-1]
+            row.version_changes = [*_changes(part.weight_versions), (length, weight_version)]
+        self._count()
 
     def recompute(self, weight_version: int) -> None:
         """Recomputes the key-values of all rows with the decoder's current weights; draws no token."""
+        if self.log is not None:
+            self.log.note("v", [weight_version])
         self._decoder.clear()
         if not self._rows:
             return
@@ -221,6 +253,37 @@ class RunningBatch:
         self._steps_to_limit = int((self._limits[:n] - generated).min())
         self._steps_with_ban = int((self._minima[:n] - generated).max())
 
+    def _note(self, kind: Kind, rows: Sequence[Row]) -> None:
+        if self.log is not None:
+            self.log.note(kind, [row.seed for row in rows])
+
+    def _fill_rows(self, rows: Sequence[Row], generated: Sequence[int]) -> None:
+        """Sets what a step needs of new rows, which have drawn so many tokens each."""
+        first = self.size
+        self._rows.extend(rows)
+
+        samplings = [row.sampling for row in rows]
+        positions = [len(row.prompt) + num - 1 for row, num in zip(rows, generated, strict=True)]
+        self._fill(self._positions, first, positions)
+        self._fill(self._generated, first, generated)
+        self._fill(self._limits, first, [sampling.max_new_tokens for sampling in samplings])
+        self._fill(self._minima, first, [s.min_new_tokens if s.stop_token_ids else 0 for s in samplings])
+        self._fill(self._seeds, first, [row.seed for row in rows])
+        self._fill(self._top_k, first, [s.top_k if s.top_k > 0 else self._vocab_size for s in samplings])
+        self._fill(self._top_p, first, [sampling.top_p for sampling in samplings])
+        self._fill(self._temperature, first, [sampling.temperature or 1.0 for sampling in samplings])
+        self._fill(self._is_greedy, first, [sampling.temperature == 0 for sampling in samplings])
+        self._fill_stops(first, [sampling.stop_token_ids for sampling in samplings])
+        every = [row.sampling for row in self._rows]
+        self._has_temperature = any(sampling.temperature not in (0, 1) for sampling in every)
+        self._has_truncation = any(sampling.top_k > 0 or sampling.top_p < 1 for sampling in every)
+        self._has_greedy = any(sampling.temperature == 0 for sampling in every)
+        self._has_stops = any(sampling.stop_token_ids for sampling in every)
+
+    def _fill_uniforms(self, first: int) -> None:
+        """The numbers that draw the tokens of the rows from this slot on."""
+        self._uniforms[first : self.size] = uniforms(self._seeds[first : self.size], 0, self._uniforms.shape[1])
+
     def _fill(self, tensor: Tensor, first: int, values: Sequence[int | float | bool]) -> None:
         tensor[first : first + len(values)] = torch.tensor(values, dtype=tensor.dtype, device=self._device)
 
@@ -261,6 +324,11 @@ def _distinct(
     for owner, row in zip(owners, rows, strict=True):
         pictures[owner] = row.pixels
     return prompts, owners, [pictures]
+
+
+def _changes(versions: Sequence[int]) -> list[tuple[int, int]]:
+    """The inverse of `_versions`."""
+    return [(index, version) for index, version in enumerate(versions) if not index or version != versions[index - 1]]
 
 
 def _versions(changes: Sequence[tuple[int, int]], length: int) -> TokenArray[int]:

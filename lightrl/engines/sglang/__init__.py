@@ -17,6 +17,7 @@ Reading order:
       draft_models.py  of speculative decoding; server_process.py  which process answers, of which model
     server.py        one server process; command.py  its command line; held_port.py  its port
       fleet.py       several of them, restarted when they die; own_fleet.py  those that a run starts; gpus.py  where
+      registry.py    the folder in which servers announce themselves
     scoring.py       a teacher's logprobs or a reward model's numbers, from a server
 
 May import: what engines/ may. Nothing outside this room knows SGLang's paths. To use one more route of SGLang: a method

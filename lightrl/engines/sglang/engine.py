@@ -26,6 +26,7 @@ import torch
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.call_all import call_all
 from lightrl.engines.abilities import (
+    ContinuesCompletions,
     DropsReplicas,
     LivesOnLoop,
     NamesDtypes,
@@ -51,6 +52,7 @@ from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.engines.sglang.own_fleet import fleet_of
 from lightrl.engines.sglang.pool import ServerPool
 from lightrl.engines.sglang.receivers import Receivers
+from lightrl.engines.sglang.registry import ServerEntry, registry_at
 from lightrl.engines.sglang.request import RequestPictures
 from lightrl.engines.sglang.routes import check_routes
 from lightrl.engines.sglang.served_adapters import ServedAdapters
@@ -78,6 +80,7 @@ STOP_GRACE_S = 5.0  # for started servers at the end: they hold nothing that mus
 
 class SGLangEngine(
     RolloutEngine,
+    ContinuesCompletions,
     LivesOnLoop,
     ScoresTokens,
     DropsReplicas,
@@ -91,7 +94,8 @@ class SGLangEngine(
     """A rollout engine of one or many SGLang servers: token ids in, token ids out, a weight version on each.
 
     Where the servers are: `urls`; or `servers` of them, started on this machine and restarted when they die; or the
-    variable LIGHTRL_SERVER_ADDRS (or AREAL_LLM_SERVER_ADDRS): host:port, separated by commas.
+    variable LIGHTRL_SERVER_ADDRS (or AREAL_LLM_SERVER_ADDRS): host:port, separated by commas. An address such as
+    `file:///shared/servers` is a registry: servers that announce themselves there join and leave amid the run.
 
     A request goes to the server with the fewest outstanding tokens, a session's turns to the one that has its prefix.
     If a server is lost, hangs or fails (5xx), its requests continue elsewhere with what they have; no token is counted
@@ -101,7 +105,7 @@ class SGLangEngine(
     of a request determines its tokens only if the servers run with `enable_deterministic_inference`.
 
     Args:
-        urls: addresses of running servers, such as `http://host:30000`.
+        urls: addresses of running servers, such as `http://host:30000`, or one of a registry.
         servers: how many to start on this machine.
         tp: GPUs of each of these (`tp_size`).
         sglang_python: Python of the environment that has SGLang; for None see docs/serve-with-sglang.md.
@@ -255,6 +259,10 @@ class SGLangEngine(
         if self._is_open:
             raise EngineError("SGLangEngine is already started. Close it first.")
         urls = self.urls if self.urls is not None or self.num_servers is not None else addresses_from_environment()
+        found: list[ServerEntry] = []
+        if (registry := registry_at(urls)) is not None:
+            found = registry.wait_for_first(self.timeouts.startup_s)
+            urls = [entry.url for entry in found]
         check_routes(
             [as_url(url) for url in urls or ()],
             transport=self.transport,
@@ -270,7 +278,8 @@ class SGLangEngine(
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
         raise_open_files()
         self._scratch = tempfile.TemporaryDirectory(prefix="lightrl-engine-", ignore_cleanup_errors=True)
-        members = self._assemble(config, Path(self._scratch.name))
+        members = _assemble(self, config, Path(self._scratch.name))
+        members.registry, members.on_found = registry, lambda entry: self._receivers.add(entry.receiver)
         self._home.open()
         self._is_open = True
         with contextlib.ExitStack() as undo:
@@ -285,7 +294,8 @@ class SGLangEngine(
                 if self.transport == "delta":
                     self._receivers.start(members.fleet.servers[0].host, self._token)
             elif self.transport == "delta":
-                self._receivers.connect(self.receivers, [as_url(url) for url in urls])
+                receivers = self.receivers or [entry.receiver for entry in found if entry.receiver] or None
+                self._receivers.connect(receivers, [as_url(url) for url in urls])
             for url in urls:
                 self._home.call(members.join(as_url(url)), self.timeouts.request_s)
             self._home.call(members.reach(), self.timeouts.startup_s + self.timeouts.request_s)
@@ -323,7 +333,14 @@ class SGLangEngine(
         return {"running": writer.num_running if writer else 0, "waiting": writer.num_waiting if writer else 0}
 
     async def generate(
-        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, images: tuple[str, ...] = ()
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        n: int = 1,
+        images: tuple[str, ...] = (),
+        written: Completion | None = None,
     ) -> list[Completion]:
         """`n` completions of one prompt; waits at most `timeouts.generate_s` for each request to a server."""
         writer = self._open_writer()
@@ -339,11 +356,15 @@ class SGLangEngine(
             )
         pictures = RequestPictures.of(self._pictures, images, token_ids) if images else None
         try:
-            return await self._home.across(writer.write(token_ids, sampling, session, n, pictures))
+            return await self._home.across(writer.write(token_ids, sampling, session, n, pictures, written))
         except asyncio.CancelledError:
             if self._is_open:
                 raise
             raise EngineError("SGLangEngine was closed before the completion was finished.") from None
+
+    async def unfinished(self) -> dict[int, Completion]:
+        """Requests in flight are aborted, which is how servers tell what they have, and continue after the pause."""
+        return await self._home.across(self._open_writer().unfinished())
 
     async def pause(self) -> None:
         await self._home.across(self._open_writer().pause())
@@ -396,60 +417,6 @@ class SGLangEngine(
         """How the last load of each serving server was checked, by address."""
         return self._loading.proofs() if self._loading is not None else {}
 
-    def _assemble(self, config: PretrainedConfig, scratch: Path) -> Members:
-        folder = Path(self.weight_folder) if self.weight_folder is not None else scratch / "weights"
-        dtype = getattr(torch, self.weights_dtype) if self.weights_dtype is not None else None
-        is_aborting = self.interrupt == "abort"
-        members = Members(
-            self._home,
-            lambda url: SGLangClient(
-                url, token=self._token, timeouts=self.timeouts, max_connections=self.max_connections
-            ),
-            lambda url: loading.give(url),
-            timeouts=self.timeouts,
-            probe_interval_s=self.probe_interval_s,
-        )
-        canary = CacheCanary(
-            members.cache_key_of,
-            members.page_tokens,
-            vocab_size=self._vocab_size,
-            max_context=self._max_context,
-            timeout_s=self.timeouts.generate_s,
-        )
-        sync = ServerSync(
-            make_transport(
-                self.transport,
-                config,
-                dtype=dtype,
-                folder=folder,
-                sync_s=self.timeouts.sync_s,
-                trainer_host=self.trainer_host,
-                connect=lambda url: Connection(url, token=self._token, timeouts=self.timeouts),
-                receiver_of=self._receivers.of,
-                request_s=self.timeouts.request_s,
-            ),
-            timeout_s=self.timeouts.sync_s,
-            verify=self.verify_sync,
-            proofs=WeightProofs(
-                config, ServerForm.of(config, dtype), members.processes, timeout_s=self.timeouts.sync_s
-            ),
-            canary=canary if self.verify_sync else None,
-            memory=EngineMemory() if self.placement == "colocated" else None,
-        )
-        writer = Writer(self._home, members, timeouts=self.timeouts, max_retries=self.max_retries)
-        loading = Loading(
-            self._home, members, writer, sync, timeouts=self.timeouts, is_aborting=is_aborting, config=config
-        )
-        self._members, self._writer, self._loading = members, writer, loading
-        self._served = None
-        if self.adapters == "served" and self._expected_adapters is not None:
-            shape, num_versions = self._expected_adapters
-            writer.adapters = self._served = ServedAdapters(
-                self._home, members, loading, shape=shape, num_versions=num_versions, form=ServerForm(dtype),
-                timeouts=self.timeouts, is_aborting=is_aborting,
-            )  # fmt: skip
-        return members
-
     def _open_writer(self) -> Writer:
         if not self._is_open or self._writer is None:
             raise EngineError("SGLangEngine is closed. Start it, or create a new one.")
@@ -462,3 +429,57 @@ class SGLangEngine(
         finally:
             if self._members is not None:
                 await self._members.disconnect(for_good=for_good)
+
+
+def _assemble(engine: SGLangEngine, config: PretrainedConfig, scratch: Path) -> Members:
+    folder = Path(engine.weight_folder) if engine.weight_folder is not None else scratch / "weights"
+    dtype = getattr(torch, engine.weights_dtype) if engine.weights_dtype is not None else None
+    is_aborting = engine.interrupt == "abort"
+    members = Members(
+        engine._home,
+        lambda url: SGLangClient(
+            url, token=engine._token, timeouts=engine.timeouts, max_connections=engine.max_connections
+        ),
+        lambda url: loading.give(url),
+        lambda url: loading.let_go(url),
+        timeouts=engine.timeouts,
+        probe_interval_s=engine.probe_interval_s,
+    )
+    canary = CacheCanary(
+        members.cache_key_of,
+        members.page_tokens,
+        vocab_size=engine._vocab_size,
+        max_context=engine._max_context,
+        timeout_s=engine.timeouts.generate_s,
+    )
+    sync = ServerSync(
+        make_transport(
+            engine.transport,
+            config,
+            dtype=dtype,
+            folder=folder,
+            sync_s=engine.timeouts.sync_s,
+            trainer_host=engine.trainer_host,
+            connect=lambda url: Connection(url, token=engine._token, timeouts=engine.timeouts),
+            receiver_of=engine._receivers.of,
+            request_s=engine.timeouts.request_s,
+        ),
+        timeout_s=engine.timeouts.sync_s,
+        verify=engine.verify_sync,
+        proofs=WeightProofs(config, ServerForm.of(config, dtype), members.processes, timeout_s=engine.timeouts.sync_s),
+        canary=canary if engine.verify_sync else None,
+        memory=EngineMemory() if engine.placement == "colocated" else None,
+    )
+    writer = Writer(engine._home, members, timeouts=engine.timeouts, max_retries=engine.max_retries)
+    loading = Loading(
+        engine._home, members, writer, sync, timeouts=engine.timeouts, is_aborting=is_aborting, config=config
+    )
+    engine._members, engine._writer, engine._loading = members, writer, loading
+    engine._served = None
+    if engine.adapters == "served" and engine._expected_adapters is not None:
+        shape, num_versions = engine._expected_adapters
+        writer.adapters = engine._served = ServedAdapters(
+            engine._home, members, loading, shape=shape, num_versions=num_versions, form=ServerForm(dtype),
+            timeouts=engine.timeouts, is_aborting=is_aborting,
+        )  # fmt: skip
+    return members

@@ -102,7 +102,8 @@ class Loading:
     def give(self, url: str) -> None:
         """From a thread: loads the current version into a server that is back, or leaves it to the next load."""
         with self.lock:
-            if self._is_over or self.weight_version < 0 or not self._sync.transport.holds(self.weight_version):
+            is_due = url in self._members.clients and self.weight_version >= 0 and not self._is_over
+            if not is_due or not self._sync.transport.holds(self.weight_version):
                 return
             self._home.call(self._check_models([url]), self._timeouts.sync_s)
             # It has released nothing, and the others go on.
@@ -112,6 +113,12 @@ class Loading:
             if self.before_admit is not None:
                 self._home.call(self.before_admit(url), self._timeouts.sync_s)
             self._home.call(self._end([url], report), self._timeouts.request_s)
+
+    def let_go(self, url: str) -> None:
+        """From a thread: drains a server that leaves and forgets it, between two loads."""
+        with self.lock:
+            if url in self._members.clients:
+                self._home.call(self._members.drain(url), self._timeouts.request_s * 2)
 
     def proofs(self) -> dict[str, Proof]:
         """How the weights of each routable server were checked."""

@@ -19,6 +19,7 @@ from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.pool import ServerPool
+from lightrl.engines.sglang.registry import LOOK_EVERY_S, Registry, ServerEntry
 from lightrl.engines.sglang.server_process import ServerProcess
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, LightRLError
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_REJOINS = 3  # in a row, of a server given by address
 _SHORT_S = 5.0
 _IDENTIFY_EVERY = 5  # health checks: the question reaches the scheduler, so it costs more than a sign of life
 _WARN_AFTER_S = 3.0  # a wrong port looks like a server that is starting
@@ -39,8 +39,9 @@ _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 class Members:
     """Keeps `pool` and `clients` up to date; both belong to the home loop.
 
-    A `fleet` watches and restarts the servers that were started here. A task watches each server given by address. When
-    a server is back, `give_weights`, called in a thread with its address, loads the weights and admits the server.
+    A `fleet` watches and restarts the servers that were started here. A task watches each server given by address, and
+    another the registry, if there is one. When a server is back or new, `give_weights`, called in a thread with its
+    address, loads the weights and admits it; one that leaves is drained, and `let_go` called in the same way.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Members:
         home: HomeLoop,
         make_client: Callable[[str], SGLangClient],
         give_weights: Callable[[str], None],
+        let_go: Callable[[str], None],
         *,
         timeouts: Timeouts,
         probe_interval_s: float = 2.0,
@@ -56,15 +58,18 @@ class Members:
         self.clients: dict[str, SGLangClient] = {}
         self.processes: dict[str, ServerProcess] = {}  # which answered last, by address
         self.fleet: ServerFleet | None = None
+        self.registry: Registry | None = None
+        self.on_found: Callable[[ServerEntry], None] = lambda entry: None  # before it joins
         self.is_loading = False  # servers may report either version
         self._salt = secrets.token_hex(8)  # two runs on one server share no key-values
         self._home = home
         self._make_client = make_client
         self._give_weights = give_weights
+        self._let_go = let_go
         self._timeouts = timeouts
         self._look_s = min(timeouts.hang_s, timeouts.request_s)
         self._probe_interval_s = probe_interval_s
-        self._rejoins: dict[str, int] = {}
+        self._is_leaving: set[str] = set()  # drained, or about to be
 
     async def join(self, url: str) -> None:
         """Adds a server that is up but does not have our weights."""
@@ -100,9 +105,10 @@ class Members:
 
     def lose(self, url: str, reason: str) -> None:
         """Fails the server's requests at once; they continue elsewhere."""
-        may_return = self.fleet is None and self._rejoins.get(url, 0) < MAX_REJOINS
-        if self.pool.lose(url, reason, comes_back=self.fleet is not None, may_return=may_return):
-            log.warning("The server at %s is lost: %s", url, reason)
+        has_fleet = self.fleet is not None
+        if self.pool.lose(url, reason, comes_back=has_fleet, may_return=not has_fleet):
+            server = self.pool.servers[url]
+            log.warning("The server at %s is %s: %s", url, "retired" if server.state == "retired" else "lost", reason)
             if not self.pool.urls("starting", "routable", "syncing") and self.pool.has_hope():
                 log.warning(
                     "No server is left now; requests wait up to engine.timeouts.server_wait_s=%g s for one to return.",
@@ -117,7 +123,8 @@ class Members:
         """Raises if no server will become routable, or none did for `server_wait_s` after `since`, monotonic."""
         limit_s = self._timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
-        if not self.pool.has_hope() or (is_late and not self.pool.urls("starting", "routable", "syncing")):
+        has_hope = self.registry is not None or self.pool.has_hope()  # a new one may join
+        if not has_hope or (is_late and not self.pool.urls("starting", "routable", "syncing")):
             waited = f"none returned within engine.timeouts.server_wait_s={limit_s:g}; " if is_late else ""
             raise EngineError(
                 f"No server is left: {waited}{self.pool.describe()}. Check their logs; resume from the last checkpoint."
@@ -172,10 +179,67 @@ class Members:
             await client.close(for_good=for_good)
 
     def watch_all(self) -> None:
-        """Watches the servers given by address, on a new loop. From any thread."""
+        """Watches the servers given by address, and the registry, on a new loop. From any thread."""
         if self.fleet is None:
             for url in self.clients:
                 self._home.soon(lambda url=url: self._home.spawn(self._watch(url)))  # type: ignore[misc]
+        if self.registry is not None:
+            self._home.soon(lambda: self._home.spawn(self._follow()))
+
+    async def _follow(self) -> None:
+        """Lets servers join and leave as the registry says."""
+        registry = self.registry
+        assert registry is not None
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                entries = await asyncio.wait_for(in_thread(registry.read), self._timeouts.request_s)
+            except (OSError, RuntimeError, asyncio.TimeoutError) as error:  # also no thread
+                log.warning("The registry %s cannot be read: %r. Trying again.", registry.folder, error)
+                continue
+            silent = set(self.pool.urls("lost", "retired")) - set(entries)  # one that answers stays
+            leaving = {url for url, entry in entries.items() if entry.is_leaving}
+            for url in (silent | leaving) - self._is_leaving:
+                self._is_leaving.add(url)
+                self._home.spawn(self._leave(url))
+            for url, entry in entries.items():
+                if url not in self.pool.servers and url not in leaving:
+                    self._home.spawn(self._enter(entry))
+
+    async def _enter(self, entry: ServerEntry) -> None:
+        """Adds a server amid the run."""
+        self.on_found(entry)
+        await self.join(entry.url)
+        try:
+            await self._reach(self.clients[entry.url])
+            await in_thread(self._give_weights, entry.url)
+        except (LightRLError, OSError, MemoryError, RuntimeError) as error:  # also no thread, no memory
+            self.lose(entry.url, str(error) or repr(error))
+
+    async def _leave(self, url: str) -> None:
+        """Lets go of a server that leaves, or is lost and silent, and tells it so."""
+        try:
+            if url in self.clients:
+                await in_thread(self._let_go, url)
+                log.info("The server at %s has left.", url)
+            if self.registry is not None:
+                await in_thread(self.registry.release, url)
+        except (LightRLError, OSError, MemoryError, RuntimeError) as error:  # also no thread, no memory
+            self.lose(url, str(error) or repr(error))
+        finally:
+            self._is_leaving.discard(url)
+
+    async def drain(self, url: str) -> None:
+        """Moves the requests of a server that leaves elsewhere, waits for that at most `request_s`, and forgets it."""
+        deadline = time.monotonic() + self._timeouts.request_s
+        while self.pool.drain(url) and time.monotonic() < deadline:
+            if self.pool.urls("routable"):  # else its requests have nowhere to go on
+                with contextlib.suppress(EngineError):
+                    await self.clients[url].abort(abort_all=True)
+            await asyncio.sleep(0.05)
+        self.pool.forget(url)
+        self.processes.pop(url, None)
+        await self.clients.pop(url).close()
 
     async def _reach(self, client: SGLangClient) -> None:
         """Waits while the server may be starting; raises within seconds if its address is wrong."""
@@ -206,6 +270,8 @@ class Members:
         num_checks = 0
         while self.clients.get(url) is client:
             await asyncio.sleep(self._probe_interval_s)
+            if self.clients.get(url) is not client:
+                return
             if client.last_answer_at is None:  # `reach` waits for the first answer and reports if there is none
                 continue
             state = self.pool.servers[url].state
@@ -219,17 +285,18 @@ class Members:
             except EngineError as error:
                 is_gone = isinstance(error, EngineUnreachable)
                 silent_s = min(time.monotonic() - answered_at, self.silent_s(url))
-                if state != "lost" and (is_gone or silent_s >= self._timeouts.hang_s):
+                if state not in ("lost", "retired") and (is_gone or silent_s >= self._timeouts.hang_s):
                     self.lose(url, str(error))
                 continue
             answered_at = time.monotonic()
+            if self.clients.get(url) is not client:
+                return
             if state == "routable":
                 if self._reports_another(url, info, version):
                     self.lose(url, f"it reports version {info.get('weight_version')!r}: it was restarted or changed")
-                    continue
-                self._rejoins.pop(url, None)
-            elif state == "lost" and self._rejoins.get(url, 0) < MAX_REJOINS:
-                self._rejoins[url] = self._rejoins.get(url, 0) + 1
+            elif state == "retired":
+                return
+            elif state == "lost" and self.pool.servers[url].may_return:
                 self.pool.join(url)
                 self._home.wake()  # a sync may wait for it
                 try:

@@ -1,8 +1,8 @@
 """ServerPool: which servers may get requests, and which one a request goes to. Decisions only: no HTTP, no event loop.
 
-join ─► starting ──(has the weights)──► routable ◄──► syncing
+join ─► starting ──(has the weights)──► routable ◄──► syncing ──► draining ──► forgotten
             ▲                              │              │
-            └── restarting ◄── lose ───────┴──────────────┘──► lost
+            └── restarting, lost ◄── lose ─┴──────────────┘──► lost or retired for good
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["starting", "routable", "syncing", "restarting", "lost"]
+State = Literal["starting", "routable", "syncing", "draining", "restarting", "lost", "retired"]
 MAX_SESSIONS = 65536  # remembered; the least recently used is forgotten first
+# A server that is lost so often within so many weight versions is retired.
+MAX_LOSSES, WITHIN_VERSIONS = 4, 8
 
 
 @dataclass
@@ -27,6 +29,7 @@ class PooledServer:
     num_requests: int = 0
     reason: str = ""  # why it is not routable
     may_return: bool = False  # it is lost, and admitted again if it answers
+    losses: tuple[int, ...] = ()  # the pool's newest weight version at each of the latest
 
 
 class ServerPool:
@@ -42,8 +45,9 @@ class ServerPool:
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def join(self, url: str) -> PooledServer:
-        """Adds a server that is up but does not have our weights; an earlier one at this address is forgotten."""
-        self.servers[url] = PooledServer(url)
+        """Adds a server that is up but does not have our weights, in place of an earlier one at this address."""
+        earlier = self.servers.get(url)
+        self.servers[url] = PooledServer(url, losses=earlier.losses if earlier is not None else ())
         return self.servers[url]
 
     def admit(self, url: str, weight_version: int) -> None:
@@ -57,18 +61,35 @@ class ServerPool:
         if server.state == "routable":
             server.state, server.reason = "syncing", reason
 
+    def drain(self, url: str) -> bool:
+        """Sends no new requests to a server that is about to leave; False if it has none to finish."""
+        server = self.servers[url]
+        if server.state in ("routable", "syncing", "starting"):
+            server.state, server.reason = "draining", "it leaves"
+        return server.state == "draining" and server.num_requests > 0
+
     def lose(self, url: str, reason: str, *, comes_back: bool = False, may_return: bool = False) -> bool:
         """Marks a server that is gone, or whose weights are unknown; False if it was marked before.
 
-        Requests wait for one that `comes_back`, since it is being restarted, or `may_return`.
+        Requests wait for one that `comes_back`, since it is being restarted, or `may_return`. One that may return but
+        was lost too often is retired, unless it is the last.
         """
         server = self.servers.get(url)
         if server is None:
             return False
-        server.may_return = may_return
-        was_marked = server.state in ("restarting", "lost")
-        if not was_marked or (server.state == "restarting" and not comes_back):
-            server.state, server.reason = ("restarting" if comes_back else "lost"), reason
+        was_marked = server.state in ("restarting", "lost", "retired")
+        if was_marked and not (server.state == "restarting" and not comes_back):
+            server.may_return = server.may_return and may_return
+            return False
+        newest = max(item.weight_version for item in self.servers.values())
+        server.losses = (*server.losses, newest)[-MAX_LOSSES:]
+        flaps = len(server.losses) == MAX_LOSSES and newest - server.losses[0] <= WITHIN_VERSIONS
+        if may_return and flaps and set(self.urls("starting", "routable", "syncing")) - {url}:
+            reason = f"it was lost {MAX_LOSSES} times within {WITHIN_VERSIONS} weight versions, the last time: {reason}"
+            server.state, may_return = "retired", False
+        else:
+            server.state = "restarting" if comes_back else "lost"
+        server.reason, server.may_return = reason, may_return
         return not was_marked
 
     def forget(self, url: str) -> None:
@@ -111,7 +132,7 @@ class ServerPool:
 
     def has_hope(self) -> bool:
         """Whether a server is routable or may become routable by itself."""
-        return any(item.state != "lost" or item.may_return for item in self.servers.values())
+        return any(item.state not in ("lost", "retired") or item.may_return for item in self.servers.values())
 
     def describe(self) -> str:
         """One clause per server, for messages."""

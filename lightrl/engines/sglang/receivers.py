@@ -32,6 +32,11 @@ class Receivers:
         for url in server_urls:
             self.of(url)
 
+    def add(self, url: str | None) -> None:
+        """One beside a server that joins amid the run."""
+        if url is not None and url not in self.urls:
+            self.urls.append(url)
+
     def start(self, host: str, token: str | None, *, port: int = 0, log_folder: Path | None = None) -> None:
         """Starts one that listens on `host`. Its folder outlives it, so that the next one takes the weights over."""
         from lightrl.engines.sglang.fleet import ServerFleet

@@ -152,8 +152,8 @@ class CompletionDraft:
         # else it continues: aborted, or stopped at an end token of the model's config that the sampling does not have
 
     def completion(self) -> Completion:
-        assert self.finish_reason is not None
-        return Completion(self.token_ids, self.logprobs, self.weight_versions, self.finish_reason)
+        """What is written so far; its finish reason is `abort` while more is to come."""
+        return Completion(self.token_ids, self.logprobs, self.weight_versions, self.finish_reason or "abort")
 
     def _is_end(self, token: int) -> bool:
         return token in self.sampling.stop_token_ids and len(self.token_ids) >= self.sampling.min_new_tokens

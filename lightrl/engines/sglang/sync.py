@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from lightrl.engines.sglang.sync_report import Fleet, SyncFailed, SyncReport
 from lightrl.engines.sglang.transports import WeightTransport
 from lightrl.engines.sglang.weight_proofs import WeightProofs
 from lightrl.errors import EngineError, WeightSyncError
+from lightrl.trace import span
 from lightrl.weights import Bucket
 
 log = logging.getLogger(__name__)
@@ -334,8 +334,9 @@ async def checksums(client: SGLangClient, timeout_s: float) -> dict[str, Any] | 
 
 @contextlib.contextmanager
 def _timed(report: SyncReport, name: str) -> Iterator[None]:
-    start = time.perf_counter()
+    measured = span(name, "sync", "weight sync")
     try:
-        yield
+        with measured:
+            yield
     finally:
-        report.seconds[name] = round(time.perf_counter() - start, 6)
+        report.seconds[name] = round(measured.seconds, 6)

@@ -10,6 +10,7 @@ from typing import TypeVar
 from lightrl.engines.abilities import Proof
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError
+from lightrl.trace import span
 
 _T = TypeVar("_T")
 
@@ -64,7 +65,12 @@ class Fleet:
     async def ask(self, question: Callable[[SGLangClient], Awaitable[_T]]) -> dict[str, _T]:
         """Asks all servers at once and waits for the slowest; answers by address."""
         clients = list(self.clients)
-        outcomes = await asyncio.gather(*(question(client) for client in clients), return_exceptions=True)
+
+        async def answer(client: SGLangClient) -> _T:
+            with span("sync", "sync", f"{client.url} sync"):
+                return await question(client)
+
+        outcomes = await asyncio.gather(*map(answer, clients), return_exceptions=True)
         answers: dict[str, _T] = {}
         for client, outcome in zip(clients, outcomes, strict=True):
             if isinstance(outcome, EngineError):

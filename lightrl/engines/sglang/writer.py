@@ -25,7 +25,8 @@ from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.request import CompletionDraft, MalformedAnswer, RequestPictures, read_answer
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
-from lightrl.trajectory import Sampling
+from lightrl.trace import span
+from lightrl.trajectory import Sampling, token_array
 
 if TYPE_CHECKING:
     from lightrl.engines.sglang.served_adapters import ServedAdapters
@@ -53,18 +54,38 @@ class Writer:
         self.adapters: ServedAdapters | None = None  # None: the policy is merged
         self._paused_urls: set[str] = set()  # servers paused by `pause` and not resumed since
         self._lent_urls: set[str] = set()  # servers that a load pauses and resumes
+        self._drafts: dict[int, CompletionDraft] = {}  # by seed: those that are being written alone
         self._home = home
         self._members = members
         self._max_retries = max_retries
         self._timeouts = timeouts
 
     async def write(
-        self, token_ids: list[int], sampling: Sampling, session: str, n: int, pictures: RequestPictures | None = None
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        session: str,
+        n: int,
+        pictures: RequestPictures | None = None,
+        written: Completion | None = None,
     ) -> list[Completion]:
-        """`n` completions of one prompt. A cancellation aborts the requests on the servers."""
+        """`n` completions of one prompt. A cancellation aborts the requests on the servers.
+
+        Args:
+            written: how the only completion begins.
+        """
         with self._home.counted():
             if n == 1:
-                return [await self._write(CompletionDraft(token_ids, sampling, pictures=pictures), session)]
+                draft = CompletionDraft(token_ids, sampling, pictures=pictures)
+                if written is not None:
+                    draft.token_ids = token_array("token_ids", written.token_ids)
+                    draft.logprobs = token_array("behavior_logprobs", written.logprobs)
+                    draft.weight_versions = token_array("weight_versions", written.weight_versions)
+                self._drafts[sampling.seed] = draft
+                try:
+                    return [await self._write(draft, session)]
+                finally:
+                    self._drafts.pop(sampling.seed, None)
             drafts = [CompletionDraft(token_ids, sampling, sample, pictures=pictures) for sample in range(n)]
             writing = [asyncio.ensure_future(self._write(draft, session)) for draft in drafts]
             try:
@@ -89,7 +110,7 @@ class Writer:
     async def _scores_of(self, url: str, sequences: list[list[int]]) -> list[list[float]] | None:
         """None if the server is lost."""
         failures = _Failures()
-        while self._members.pool.servers[url].state == "routable":
+        while url in self._members.pool.urls("routable"):
             try:
                 return list(await asyncio.gather(*(self._score(url, token_ids) for token_ids in sequences)))
             except EngineError as error:
@@ -110,6 +131,17 @@ class Writer:
         self.is_paused = True
         if self.num_running:
             await self._pause_servers()
+
+    async def unfinished(self) -> dict[int, Completion]:
+        """What is written of the completions that were requested alone, by seed; while requests are paused.
+
+        A server tells what it has only when it ends a request: it is aborted, and sent again after the pause.
+        """
+        paused, self._paused_urls = self._paused_urls, set()
+        for url in paused & set(self._members.pool.urls("routable")):
+            await self._members.clients[url].resume()
+        await self._abort_all(self._members.pool.urls("routable"), within_s=self._timeouts.request_s)
+        return {seed: draft.completion() for seed, draft in self._drafts.items() if len(draft.token_ids)}
 
     async def resume(self) -> None:
         """Continues all requests."""
@@ -139,8 +171,12 @@ class Writer:
     async def hold(self, urls: Collection[str], *, is_aborting: bool) -> None:
         """Closes the gate. With `is_aborting`, requests in flight return with what they have."""
         self.close_gate()
-        deadline = time.monotonic() + self._timeouts.sync_s
-        while is_aborting and self.num_running and time.monotonic() < deadline:
+        if is_aborting:
+            await self._abort_all(urls, within_s=self._timeouts.sync_s)
+
+    async def _abort_all(self, urls: Collection[str], *, within_s: float) -> None:
+        deadline = time.monotonic() + within_s
+        while self.num_running and time.monotonic() < deadline:
             for url in urls:
                 with contextlib.suppress(EngineError):
                     await self._members.clients[url].abort(abort_all=True)
@@ -211,7 +247,9 @@ class Writer:
         try:
             with self._adapter(draft, rid, client):
                 body, timeout_s = draft.body(rid, self._members.cache_key(url)), limit_s + ABORT_TIMEOUT_S
-                answer = await client.generate(body, num_retries=0, timeout_s=timeout_s, read=read_answer)
+                with span("request", "server", url, prompt=len(draft.prompt)) as sent:
+                    answer = await client.generate(body, num_retries=0, timeout_s=timeout_s, read=read_answer)
+                    sent.args["tokens"] = len(answer.token_ids)
         except asyncio.CancelledError:
             self._home.spawn(_abort(client, rid))
             raise

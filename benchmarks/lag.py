@@ -1,0 +1,237 @@
+"""Which loss still trains at which lag: reward against on-policy's at equal samples, and when the warning comes.
+
+    python -m benchmarks.lag [--run] [--losses TOPR,OAPL] [--staleness 16,64] [--seeds 0,1,2,3,4,5]
+                             [--iterations 240] [--out benchmarks/lag] [--quick]
+
+Task, reward and settings are those of `benchmarks.algorithms` (the largest of four digits, 16 groups of 16, two
+updates), with a smaller policy, so that a run takes seconds of one core. The lag is exact and simulated: a queue holds
+the trajectories of η iterations, so that iteration k trains on what the weights of iteration max(0, k - η) sampled. As
+in a run that starts full, the first η iterations see only samples of the first weights. Everything else is what ships:
+`score`, `MinibatchLoss`, the module's loss and optimizer, and the rule of the warning. Nothing depends on time, so runs
+repeat bit for bit on one machine.
+
+The reward is that of the present policy: each iteration samples the trajectories that it puts into the queue.
+`fraction_of_on_policy` is the mean reward of the last tenth of the iterations over all seeds, divided by that of GRPO
+without lag. Rows with `provoked` have a learning rate so high that some losses collapse: the reward, as a mean over 10
+iterations, falls by `COLLAPSE` below its best. `ess_warning_lead_iterations` is the least number of iterations from a
+run's first warning to its collapse: null if no run collapsed, and negative or "missed" where the warning was late.
+
+`runs.jsonl` in the output folder has a line per run; rows are made from it, with as many of the seeds as it has.
+`--run` does the runs that it lacks and appends them; remove a line to repeat its run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.algorithms import last_reward, lightrl_seed, make_start, quiet
+from benchmarks.report import Report
+from lightrl import ImportanceWeights
+from lightrl.callbacks.staleness import EssWatch
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from lightrl.experience import Experience
+    from lightrl.trajectory import Prompt
+
+LR = 5e-4
+PROVOKED = 4  # times the learning rate
+COLLAPSE = 0.2  # of the reward
+GROUPS = GROUP_SIZE = 16
+MAX_NEW_TOKENS = 4
+POLICY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 16}
+
+COLUMNS = ("reward", "ess_fraction", "kl_behavior_nats", "entropy_nats", "grad_norm")
+
+# Class and settings, besides the shared ones.
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "GRPO": ("GRPO", {}),
+    "decoupled": ("GRPO", {"decoupled": True}),
+    "sequence mask": ("GRPO", {"decoupled": ImportanceWeights(level="product", cap=3.0)}),
+    "M2PO": ("M2PO", {}),
+    "GSPO": ("GSPO", {}),
+    "DPPO": ("DPPO", {}),
+    "TOPR": ("TOPR", {}),
+    "OAPL": ("OAPL", {}),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--run", action="store_true", help="first do the runs that the records lack")
+    parser.add_argument("--losses", default=",".join(LOSSES), help="names, separated by commas")
+    parser.add_argument("--staleness", default="16,64", help="lags in iterations, separated by commas")
+    parser.add_argument("--seeds", default="0,1,2,3,4,5", help="separated by commas")
+    parser.add_argument("--iterations", type=int, default=160)
+    parser.add_argument("--out", type=Path, help="benchmarks/lag; with --quick runs/lag_quick")
+    parser.add_argument("--quick", action="store_true", help="runs one, short; the numbers mean nothing")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.losses, options.staleness, options.seeds, options.iterations = "OAPL", "2", "0", 4
+    options.out = options.out or Path("runs/lag_quick" if options.quick else "benchmarks/lag")
+    losses, staleness, seeds = options.losses.split(","), numbers(options.staleness), numbers(options.seeds)
+    unknown = [loss for loss in losses if loss not in LOSSES]
+    if unknown:
+        parser.error(f"unknown loss {unknown[0]!r}; choose from {', '.join(LOSSES)}")
+    report = Report("lag", iterations=options.iterations, trajectories_per_iteration=GROUPS * GROUP_SIZE)
+    settings = [("GRPO", 0, LR), *((loss, lag, LR) for lag in staleness for loss in losses)]
+    settings += [] if options.quick else [(loss, max(staleness), LR * PROVOKED) for loss in losses]
+    records = read_records(options.out)
+    if options.run or options.quick:
+        make_start(options.out, steps=5 if options.quick else 50, lr=2e-3, **POLICY)
+        for seed, setting in itertools.product(seeds, settings):
+            key = (*setting, seed)
+            if key not in records:
+                records[key] = train(*setting, seed, options)
+                with (options.out / "runs.jsonl").open("a") as file:
+                    file.write(json.dumps(records[key]) + "\n")
+    for setting in settings:
+        recorded = [seed for seed in seeds if (*setting, seed) in records and ("GRPO", 0, LR, seed) in records]
+        if recorded:
+            report.add(**row_of(records, *setting, recorded))
+    report.finish()
+
+
+def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The record of one run, in this process."""
+    import torch
+
+    import lightrl
+    from examples.quickstart.task import LargestDigit
+    from lightrl.loops.metrics import IterationMetrics
+    from lightrl.loops.score import score
+    from lightrl.loops.update import MinibatchLoss
+    from lightrl.strategies import LogprobSettings, SingleModel
+
+    quiet()
+    torch.set_num_threads(1)
+    lightrl_seed(seed)
+    kind, settings = LOSSES[loss]
+    shared: dict[str, Any] = {"reward": len, "group_size": GROUP_SIZE, "num_minibatches": 2, "lr": lr}
+    shared["sampling"] = lightrl.Sampling(max_new_tokens=MAX_NEW_TOKENS)
+    module = getattr(lightrl, kind)(str(options.out / "start"), **{**shared, **settings})
+    module.configure_model()
+    model = SingleModel(module.policy, LogprobSettings(entropy_needs_gradient=module.needs_entropy_gradient))
+    module.parallel_models["policy"] = model
+    optimizer = module.configure_optimizers()
+    draw, prompts = random.Random(seed), LargestDigit(GROUPS).make_prompts("train")
+    start_s = time.process_time()
+    queue = collections.deque(sample(module.policy, draw.sample(prompts, GROUPS), 0) for _ in range(lag))
+    record: dict[str, Any] = {"loss": loss, "staleness": lag, "lr": lr, "seed": seed}
+    columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    for iteration in range(options.iterations):
+        fresh = sample(module.policy, draw.sample(prompts, GROUPS), iteration)
+        queue.append(fresh)
+        experience = score(module, queue.popleft()).own
+        metrics = IterationMetrics()
+        for minibatch in experience.minibatches(module.num_minibatches, seed=1000 * seed + iteration):
+            optimizer.zero_grad()
+            losses = MinibatchLoss(module, minibatch)
+            model.forward_backward(minibatch.microbatches(module.microbatch_tokens), losses, torch.Tensor.backward)
+            norm = torch.nn.utils.clip_grad_norm_(module.policy.parameters(), 1.0)
+            optimizer.step()
+            metrics.add({**losses.parts, "grad_norm": torch.stack([norm, torch.ones(())])})
+        values = {"reward": float(fresh.rewards.mean()), **metrics.values()}
+        for name, column in columns.items():
+            column.append(float(f"{values[name]:.3g}"))
+    return {**record, "cpu_s": round(time.process_time() - start_s, 1), **columns}
+
+
+def sample(policy: Module, prompts: list[Prompt], version: int) -> Experience:
+    """`GROUP_SIZE` judged trajectories of each prompt, which all have the same length."""
+    import torch
+
+    from examples.quickstart.task import VOCABULARY
+    from lightrl.experience import Experience
+
+    end = VOCABULARY.index("<eos>")
+    token_ids = torch.tensor([prompt.token_ids for prompt in prompts]).repeat_interleave(GROUP_SIZE, 0)
+    logprobs, mask = torch.zeros(token_ids.shape), torch.zeros(token_ids.shape, dtype=torch.bool)
+    is_going = torch.ones(len(token_ids), dtype=torch.bool)
+    for _ in range(MAX_NEW_TOKENS):
+        with torch.no_grad():  # equal beginnings once
+            beginnings, which = torch.unique(token_ids, dim=0, return_inverse=True)
+            logits = policy(input_ids=beginnings, use_cache=False).logits[:, -1].float()
+        of_all = torch.log_softmax(logits, -1)[which]
+        drawn = torch.where(is_going, torch.multinomial(of_all.exp(), 1)[:, 0], 0)
+        drawn_logprobs = torch.where(is_going, of_all.gather(1, drawn[:, None])[:, 0], 0.0)
+        token_ids = torch.cat([token_ids, drawn[:, None]], 1)
+        logprobs = torch.cat([logprobs, drawn_logprobs[:, None]], 1)
+        mask = torch.cat([mask, is_going[:, None]], 1)
+        is_going = is_going & (drawn != end)
+        if not is_going.any():
+            break
+    width = len(prompts[0].token_ids)
+    answers = torch.tensor([prompt.fields["answer_ids"] for prompt in prompts]).repeat_interleave(GROUP_SIZE, 0)
+    written = token_ids[:, width : width + 2]
+    is_right = (mask.sum(1) == 2) & (written == answers[:, : written.shape[1]]).all(1)
+    return Experience(
+        token_ids=token_ids,
+        loss_mask=mask,
+        behavior_logprobs=logprobs,
+        weight_versions=torch.where(mask, version, -1),
+        rewards=is_right.float(),
+        group_ids=torch.arange(len(prompts)).repeat_interleave(GROUP_SIZE),
+        is_truncated=is_going,
+        lengths=width + mask.sum(1),
+    )
+
+
+def row_of(
+    records: dict[tuple[Any, ...], dict[str, Any]], loss: str, lag: int, lr: float, seeds: list[int]
+) -> dict[str, Any]:
+    runs = [records[loss, lag, lr, seed] for seed in seeds]
+    rewards = [last_reward(run["reward"]) for run in runs]
+    on_policy = [last_reward(records["GRPO", 0, LR, seed]["reward"]) for seed in seeds]
+    collapses = [(collapse_of(run["reward"]), warning_of(run["ess_fraction"])) for run in runs]
+    leads = [None if warning is None else collapse - warning for collapse, warning in collapses if collapse is not None]
+    return {
+        "measurement": "trained" if lr == LR else "provoked",
+        "loss": loss,
+        "staleness": lag,
+        "lr": lr,
+        "seeds": len(seeds),
+        "fraction_of_on_policy": round(statistics.mean(rewards) / statistics.mean(on_policy), 3),
+        "last_rewards": [round(reward, 3) for reward in rewards],
+        "collapsed": len(leads),
+        "ess_warning_lead_iterations": "missed" if None in leads else min(leads, default=None),  # type: ignore[type-var]
+        "warned_without_collapse": sum(collapse is None and warning is not None for collapse, warning in collapses),
+    }
+
+
+def collapse_of(rewards: Sequence[float]) -> int | None:
+    """The first iteration, from 0, whose mean over the last 10 is `COLLAPSE` below the best before; None without."""
+    means = [statistics.fmean(rewards[end - 10 : end]) for end in range(10, len(rewards) + 1)]
+    best = list(itertools.accumulate(means, max))
+    return next((index + 9 for index, mean in enumerate(means) if mean < best[index] - COLLAPSE), None)
+
+
+def warning_of(ess_fractions: Sequence[float]) -> int | None:
+    """The iteration, from 0, of the first warning that StalenessControl gives; None without."""
+    watch = EssWatch()
+    return next((index for index, ess in enumerate(ess_fractions) if watch.falls(ess)), None)
+
+
+def read_records(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """By loss, lag, learning rate and seed."""
+    path = out / "runs.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {(one["loss"], one["staleness"], one["lr"], one["seed"]): one for one in records}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

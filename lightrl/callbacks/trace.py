@@ -1,0 +1,262 @@
+"""Trace: what each process did when, as a file for Perfetto, and at the end where the time went."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.disk_errors import write_problem
+from lightrl.strategies import Ranks, ranks_of
+from lightrl.trace import Event, MemoryPeaks, Summary, Tape, TraceFile, area_times, clock_offset_ns, join_traces, keep
+from lightrl.trace.areas import summary_text
+from lightrl.trace.memory import child_bytes
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from lightrl.module import RLModule
+
+log = logging.getLogger(__name__)
+
+_BARRIERS = 8  # that bound the offset of a rank's clock
+_TIMEOUT_S = 60.0  # for the slowest rank, at the start and at the end
+_LEAST_NS = 1_000_000  # of a callback or hook of Lightning's: shorter ones are left out
+_EVENT_S = 2e-6  # a span with its append
+_MIB = 2**20
+
+
+class Trace(RLCallback):
+    """Writes `<run folder>/trace/`: one file per process, and at the end `trace.json` of all together on one clock.
+
+    Open it at https://ui.perfetto.dev, which sends nothing anywhere, or in `lightrl inspect`. It has the phases, each
+    generation and request with its server, rewards, forwards and backwards of microbatches, collectives, the parts of a
+    weight sync, what the rollout waits for, callbacks above 1 ms, and memory. While a fit runs the files are readable
+    too. At its end `summary.json` is written and printed: the mean time by area, the area to look at first, what an
+    iteration without it would gain, and the largest memory of each phase and role.
+
+    It measures its own time, and leaves out as many iterations as it must to stay within `max_cost`: long iterations
+    are all there, of short ones some, over the whole run.
+
+    Times are the host's. On a GPU a forward only starts there; what it waits for is in the next step that needs a
+    number. For kernels use `profiler: pytorch`. Collectives within FSDP's layers are part of forward and backward.
+
+    Args:
+        max_cost: share of the run's time, 0 to 1.
+        max_mib: of the files of one process; the last iterations are kept.
+    """
+
+    def __init__(self, max_cost: float = 0.005, max_mib: int = 256) -> None:
+        if not 0 < max_cost <= 1:
+            raise ValueError(f"max_cost must be above 0 and at most 1, as a share of the run's time, got {max_cost}.")
+        if max_mib < 1:
+            raise ValueError(f"max_mib must be at least 1, got {max_mib}.")
+        self.max_cost = max_cost
+        self.max_mib = max_mib
+        self._tape: Tape | None = None  # None: no fit is traced
+        self._undo: list[Callable[[], None]] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        folder = trainer.log_dir or trainer.default_root_dir  # on all ranks: it is a collective
+        if getattr(trainer, "fast_dev_run", False) or not hasattr(trainer, "phase_seconds"):
+            return
+        ranks = ranks_of(trainer.strategy)
+        self._folder = Path(folder) / "trace"
+        self._rank = trainer.global_rank
+        self._summary, self._memory = Summary(), MemoryPeaks()
+        self._children: dict[str, int] = {}
+        self._cost_s = 0.0
+        offset_ns = _offset_ns(ranks)
+        self._file: TraceFile | None = None
+        try:
+            title = f"rank {self._rank}"
+            max_bytes = self.max_mib * _MIB
+            self._file = TraceFile(self._folder, self._rank, title, offset_ns=offset_ns, max_bytes=max_bytes)
+        except OSError as error:
+            self._stop_writing(error)
+        self._tape = Tape()
+        self._begun_s = time.perf_counter()
+        self._since_ns = time.perf_counter_ns()
+        self._watch_profiler(trainer)
+        keep(self._tape)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if self._tape is None:
+            return
+        now_ns = time.perf_counter_ns()
+        events = self._tape.take()
+        if self._tape.is_recording:
+            self._add(trainer.global_step - 1, events, now_ns)
+        now_s = time.perf_counter()
+        self._cost_s += len(events) * _EVENT_S + now_s - now_ns / 1e9
+        self._tape.is_recording = self._cost_s <= self.max_cost * (now_s - self._begun_s)
+        self._since_ns = time.perf_counter_ns()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Joins the files once every rank has written its own."""
+        if self._tape is None:
+            return
+        self._close()
+        ranks_of(trainer.strategy).gather_json(None, timeout_s=_TIMEOUT_S)
+        if not trainer.is_global_zero:
+            return
+        rollout: Any = getattr(trainer, "rollout", None)
+        summary = self._summary.to_json(overlaps=rollout.settings.max_staleness > 0)
+        if summary is None:
+            return
+        summary["memory_peak_mib"] = _in_mib(self._memory.peaks)
+        summary["memory_of_roles_mib"] = _in_mib(role_bytes(pl_module, trainer.optimizers))  # type: ignore[arg-type]
+        summary["memory_of_children_mib"] = {name: round(size / _MIB, 1) for name, size in self._children.items()}
+        summary["trace_cost_fraction"] = self._cost_s / (time.perf_counter() - self._begun_s)
+        text = summary_text(summary) + "\n" + memory_text(summary)
+        try:
+            (self._folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+            path = join_traces(self._folder) if self._file is not None else None
+            text += f"\nTrace: {path}, for https://ui.perfetto.dev" if path else ""
+        except OSError as error:
+            self._stop_writing(error)
+        trainer.print(text)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """The iteration in which it happened is the one to look at."""
+        if self._tape is not None:
+            self._add(trainer.global_step, self._tape.take(), time.perf_counter_ns(), is_whole=False)
+        self._close()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._close()
+
+    def _add(self, iteration: int, events: list[Event], now_ns: int, *, is_whole: bool = True) -> None:
+        if is_whole and self._rank == 0:
+            self._summary.add(area_times(events, self._since_ns, now_ns))
+            self._children = {name: max(size, self._children.get(name, 0)) for name, size in child_bytes().items()}
+        if self._file is None:
+            return
+        peaks = self._last_peaks.items()
+        memory = {f"{kind} in {phase}": value for phase, kinds in peaks for kind, value in kinds.items()}
+        try:
+            self._file.add(iteration, self._since_ns, events, memory)
+        except OSError as error:
+            self._stop_writing(error)
+
+    def _close(self) -> None:
+        if self._tape is not None:
+            keep(None)
+            self._tape = None
+        while self._undo:
+            self._undo.pop()()
+
+    def _stop_writing(self, error: OSError) -> None:
+        self._file = None
+        problem = write_problem(error, self._folder)
+        log.warning(
+            "The trace cannot be written to %s: %s. The run continues without its files.", self._folder, problem
+        )
+
+    def _watch_profiler(self, trainer: L.Trainer) -> None:
+        """Lightning and the loop tell the profiler what they do; from here on its `start` and `stop` tell us too."""
+        profiler: Any = vars(trainer)["profiler"]
+        started: dict[str, int] = {}
+        self._last_peaks: dict[str, dict[str, int]] = {}
+
+        def start(name: str) -> None:
+            started[name] = time.perf_counter_ns()
+            if name in _PHASES and self._tape is not None and self._tape.is_recording:
+                self._timed(self._memory.begin)
+
+        def stop(name: str) -> None:
+            start_ns, tape = started.pop(name, 0), self._tape
+            if tape is None or not tape.is_recording or not start_ns:
+                return
+            end_ns = time.perf_counter_ns()
+            if name in _PHASES:
+                self._timed(functools.partial(self._keep_peak, _PHASES[name]))
+            elif name.endswith("train_dataloader_next"):
+                tape.events.append(Event("next batch of the loader", "loader", "trainer", start_ns, end_ns, {}))
+            elif end_ns - start_ns >= _LEAST_NS and not name.startswith("run_training"):
+                tape.events.append(Event(name, "step", "trainer", start_ns, end_ns, {}))
+
+        for name, watch in {"start": start, "stop": stop}.items():
+            setattr(profiler, name, _both(watch, getattr(profiler, name)))
+            self._undo.append(functools.partial(delattr, profiler, name))
+
+    def _keep_peak(self, phase: str) -> None:
+        peaks = self._memory.end(phase)
+        self._last_peaks[phase] = {kind: round(value / _MIB) for kind, value in peaks.items()}
+
+    def _timed(self, action: Callable[[], object]) -> None:
+        begun_s = time.perf_counter()
+        action()
+        self._cost_s += time.perf_counter() - begun_s
+
+
+_PHASES = {f"rl/{name}": name for name in ("rollout", "rewards", "score", "update", "sync")}
+
+
+def _both(watch: Callable[[str], None], own: Callable[[str], None]) -> Callable[[str], None]:
+    def call(action_name: str) -> None:
+        watch(action_name)
+        own(action_name)
+
+    return call
+
+
+def _offset_ns(ranks: Ranks) -> int:
+    """How far this process's clock is ahead of rank 0's; a collective."""
+    if ranks.size == 1:
+        return 0
+    readings = []
+    for _ in range(_BARRIERS):
+        before_ns = time.perf_counter_ns()
+        ranks.max_each([0])
+        readings.append((before_ns, time.perf_counter_ns()))
+    first = ranks.broadcast_json(readings)
+    return clock_offset_ns(readings, first)[0] if ranks.rank else 0
+
+
+def role_bytes(module: RLModule, optimizers: Any) -> dict[str, dict[str, int]]:
+    """This rank's bytes of each role's model: parameters, gradients, optimizer. What is shared counts for the first."""
+    states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
+    seen: set[int] = set()
+    result: dict[str, dict[str, int]] = {}
+    for role in getattr(module, "parallel_models", {}):
+        sizes = result.setdefault(role, {"parameters": 0, "gradients": 0, "optimizer": 0})
+        for parameter in getattr(module, role).parameters():
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            sizes["parameters"] += _num_bytes(parameter)
+            sizes["gradients"] += _num_bytes(parameter.grad)
+            state = states.get(parameter, {})
+            sizes["optimizer"] += sum(_num_bytes(value) for value in state.values() if hasattr(value, "element_size"))
+    return result
+
+
+def _num_bytes(tensor: Any) -> int:
+    if tensor is None:
+        return 0
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a sharded one
+    return int(local.numel() * local.element_size())
+
+
+def memory_text(summary: dict[str, Any]) -> str:
+    """Memory of this process by phase, of its models by role, and of the processes that it started."""
+    peaks = [f"{phase} {_joined(kinds)}" for phase, kinds in summary["memory_peak_mib"].items()]
+    roles = [f"{role} {_joined(sizes)}" for role, sizes in summary["memory_of_roles_mib"].items()]
+    lines = [f"Memory of rank 0 in MiB, the peak of each phase: {'; '.join(peaks)}"]
+    lines += [f"  models: {'; '.join(roles)}"] if roles else []
+    children = summary["memory_of_children_mib"]
+    return "\n".join([*lines, *([f"  processes it started: {_joined(children)}"] if children else [])])
+
+
+def _in_mib(sizes: dict[str, dict[str, int]]) -> dict[str, dict[str, float]]:
+    return {name: {kind: round(size / _MIB, 2) for kind, size in kinds.items()} for name, kinds in sizes.items()}
+
+
+def _joined(sizes: dict[str, float]) -> str:
+    return ", ".join(f"{kind} {size:.6g}" for kind, size in sizes.items())

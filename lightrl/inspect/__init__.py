@@ -1,0 +1,16 @@
+"""Inspect: a run as a page in a browser: curves, trajectories token by token, time lines, complaints.
+
+Reading order:
+    run_folder.py  which folders are runs, and what each has
+    curves.py      metrics.csv as curves of bounded length
+    index.py       the table of trajectories: SQLite in the user's cache, built from the first bytes of each line
+    trajectory.py  one trajectory with all that is known of each token; its pictures
+    timeline.py    the events of an iteration from the trace; complaints
+    answers.py     the page's questions and their answers as JSON
+    server.py      the page on the loopback, with a token in its address
+    export.py      the page and its answers in one file
+    page/          HTML, JavaScript and CSS, as the browser gets them
+
+May import: checks, trace; nothing of torch or Lightning, so that the page opens at once. What a model wrote is only
+ever put into the page as text (`textContent`). To show one more thing: an answer here, a view in page/inspect.js.
+"""

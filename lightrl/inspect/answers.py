@@ -1,0 +1,114 @@
+"""The page's questions and their answers: plain JSON, the same from the server and in an exported file."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrl.inspect.curves import Curves
+from lightrl.inspect.index import TrajectoryIndex
+from lightrl.inspect.run_folder import Run
+from lightrl.inspect.timeline import Timeline, complaints, lost_servers
+from lightrl.inspect.trajectory import TokenTexts, as_shown, picture
+
+_FIRST_FILES = 8  # that are indexed before the first page of the table
+_UPDATE_S = 2.0  # between two looks at what the run has written
+
+
+class _OpenRun:
+    def __init__(self, run: Run, cache: Path | None) -> None:
+        self.run = run
+        self.curves = Curves(run.folder)
+        self.index = TrajectoryIndex(run.folder, cache)
+        self.texts = TokenTexts(run.folder)
+        self.timeline = Timeline(run.folder)
+        self.lock = threading.Lock()  # of curves, texts and timeline
+
+
+class Answers:
+    """Of some runs; called from any thread.
+
+    Args:
+        runs: whose number is their place here.
+        cache: for the indices.
+    """
+
+    def __init__(self, runs: Sequence[Run], cache: Path | None = None) -> None:
+        self.runs = [_OpenRun(run, cache) for run in runs]
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """From here on the indices follow the runs, in a thread; the newest trajectories are there at once."""
+        for one in self.runs:
+            one.index.update(max_files=_FIRST_FILES)
+        threading.Thread(target=self._follow, name="lightrl-inspect-index", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def answer(self, question: str, values: Mapping[str, str]) -> Any:
+        """Plain JSON.
+
+        Raises:
+            LookupError: if there is no such question, run or trajectory.
+            ValueError: if a value is not one.
+        """
+        if question == "runs":
+            return [self._summary(number) for number in range(len(self.runs))]
+        one = self._run(values)
+        if question == "table":
+            offset, limit = int(values.get("offset", "0")), int(values.get("limit", "100"))
+            descending = values.get("order", "desc") == "desc"
+            page = one.index.page(
+                values.get("query", ""),
+                values.get("sort", "iteration"),
+                descending=descending,
+                offset=offset,
+                limit=limit,
+            )
+            return {**page, "missing_files": one.index.num_missing}
+        if question == "complaints":
+            return [*lost_servers(one.run.status()), *complaints(one.run.folder)]
+        with one.lock:
+            if question == "curves":
+                return one.curves.to_json()
+            if question == "timeline":
+                return one.timeline.events(int(values["iteration"]))
+            if question == "trajectory":
+                record = one.index.line(int(values["id"]))
+                if "trajectory" not in record:
+                    raise LookupError(f"It was dropped: {record['message']}")
+                group = one.index.group_of(record["iteration"], record["trajectory"]["group_id"])
+                return {**as_shown(record, one.texts), "group_rows": group}
+        raise LookupError(f"There is no question {question!r}.")
+
+    def picture(self, values: Mapping[str, str]) -> tuple[str, bytes]:
+        """Content type and bytes of a picture of a trajectory's prompt."""
+        return picture(self._run(values).index.line(int(values["id"])), int(values["number"]))
+
+    def _run(self, values: Mapping[str, str]) -> _OpenRun:
+        number = int(values.get("run", "0"))
+        if not 0 <= number < len(self.runs):
+            raise LookupError(f"There is no run {number}.")
+        return self.runs[number]
+
+    def _summary(self, number: int) -> dict[str, Any]:
+        one = self.runs[number]
+        with one.lock:
+            iterations, summary = one.timeline.iterations(), one.timeline.summary()
+        status = one.run.status()
+        return {
+            "number": number,
+            "name": one.run.name,
+            "folder": str(one.run.folder),
+            "status": {name: status.get(name) for name in ("phase", "progress", "iteration", "max_steps", "at")},
+            "traced": iterations,
+            "time": summary,
+        }
+
+    def _follow(self) -> None:
+        while not self._closed.wait(_UPDATE_S):
+            for one in self.runs:
+                one.index.update()

@@ -1,0 +1,219 @@
+"""The table of a run's trajectories: an SQLite file in the user's cache, built from the first bytes of each line.
+
+Dropped trajectories are rows too, from the complaints: with the reason as how they finished, and without tokens.
+
+TrajectoryLog writes the table's columns before the trajectory, so a line of 30,000 tokens costs as much as a short one.
+The index knows each file's size and time: a run that is written to, or that repeats iterations, is read on, the newest
+files first. It grows in a thread, and the table can be read meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import re
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+COLUMNS = ("iteration", "group", "sample", "prompt", "reward", "advantage", "length", "staleness", "finish", "excerpt")
+_HEAD_BYTES = 4096  # what is before the trajectory is shorter
+_SCHEMA_VERSION = 1
+_CREATE = """
+CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, size INTEGER, time INTEGER, id INTEGER);
+CREATE TABLE IF NOT EXISTS rows (file INTEGER, start INTEGER, size INTEGER, iteration INTEGER, "group" INTEGER,
+    sample INTEGER, prompt TEXT, reward REAL, advantage REAL, length INTEGER, staleness INTEGER, finish TEXT,
+    excerpt TEXT);
+CREATE INDEX IF NOT EXISTS rows_of_file ON rows (file);
+CREATE INDEX IF NOT EXISTS rows_of_iteration ON rows (iteration, "group");
+CREATE INDEX IF NOT EXISTS rows_by_reward ON rows (reward);
+CREATE INDEX IF NOT EXISTS rows_by_advantage ON rows (advantage);
+CREATE INDEX IF NOT EXISTS rows_by_length ON rows (length);
+"""
+_TERM = re.compile(r"^(iteration|group|sample|reward|advantage|length|staleness)(<=|>=|!=|=|<|>)(-?[\d.]+(?:e-?\d+)?)$")
+_FINISH = re.compile(r"^(dropped|finish=(\w+))$")
+
+
+class TrajectoryIndex:
+    """Of one run; `update` is called from one thread at a time, the others from any.
+
+    Args:
+        folder: of the run.
+        cache: where the index is kept; the user's cache if None.
+    """
+
+    def __init__(self, folder: Path, cache: Path | None = None) -> None:
+        self._folder = folder
+        name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:24]
+        cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightrl" / "inspect"
+        cache.mkdir(parents=True, exist_ok=True)
+        self._path = cache / f"{name}-{_SCHEMA_VERSION}.sqlite"
+        self._updating = threading.Lock()
+        self.num_missing = 0  # files that are still to be read
+        with closing(self._connect()) as database:
+            database.executescript(_CREATE)
+
+    def update(self, *, max_files: int | None = None) -> int:
+        """Reads files that are new or have changed, the newest first; returns how many are left."""
+        with self._updating, closing(self._connect()) as database:
+            known = {name: (size, time, number) for name, size, time, number in database.execute("SELECT * FROM files")}
+            here = {f"{Path(entry.path).parent.name}/{entry.name}": entry.stat() for entry in _entries(self._folder)}
+            gone = known.keys() - here.keys()
+            changed = [name for name in sorted(here, reverse=True) if known.get(name, (0, 0))[:2] != _stamp(here[name])]
+            self.num_missing = len(changed)
+            with database:
+                for name in gone:
+                    _forget(database, name, known[name][2])
+            next_id = max((number for _, _, number in known.values()), default=0) + 1
+            for start in range(0, min(len(changed), max_files or len(changed)), 64):
+                batch = changed[start : start + 64][:max_files]
+                with database:
+                    for name in batch:
+                        if name in known:
+                            _forget(database, name, known[name][2])
+                        _add(database, self._folder / name, next_id, name, _stamp(here[name]))
+                        next_id += 1
+                self.num_missing -= len(batch)
+            return self.num_missing
+
+    def page(
+        self, query: str = "", sort: str = "iteration", *, descending: bool = True, offset: int = 0, limit: int = 100
+    ) -> dict[str, Any]:
+        """Rows of the table, and how many there are.
+
+        Args:
+            query: words, which the prompt's id or the completion's beginning must have, and conditions: `reward<0.5`.
+        """
+        if sort not in COLUMNS:
+            raise ValueError(f"sort must be one of {', '.join(COLUMNS)}, got {sort!r}.")
+        where, values = condition(query)
+        direction = "DESC" if descending else "ASC"
+        tie = "ASC" if sort == "iteration" else direction  # an iteration in its order; else the whole order of an index
+        columns = ", ".join(f'"{name}"' for name in COLUMNS)
+        with closing(self._connect()) as database:
+            (total,) = database.execute(f"SELECT count(*) FROM rows {where}", values).fetchone()
+            rows = database.execute(
+                f'SELECT rowid, {columns} FROM rows {where} ORDER BY "{sort}" {direction}, rowid {tie} '
+                "LIMIT ? OFFSET ?",
+                [*values, min(limit, 1000), offset],
+            ).fetchall()
+        return {"total": total, "rows": [dict(zip(("id", *COLUMNS), row, strict=True)) for row in rows]}
+
+    def line(self, row_id: int) -> dict[str, Any]:
+        """The record of a row as TrajectoryLog wrote it; raises LookupError if there is none, or none any more."""
+        with closing(self._connect()) as database:
+            row = database.execute(
+                "SELECT name, start, rows.size FROM rows JOIN files ON files.id = rows.file WHERE rows.rowid = ?",
+                [row_id],
+            ).fetchone()
+        if row is None:
+            raise LookupError(
+                f"There is no trajectory {row_id}; the run has replaced its iteration. Load the table anew."
+            )
+        with (self._folder / row[0]).open("rb") as file:
+            file.seek(row[1])
+            record: dict[str, Any] = json.loads(file.read(row[2]))
+        return record
+
+    def group_of(self, iteration: int, group: int) -> list[dict[str, Any]]:
+        """The rows of a group in an iteration."""
+        page = self.page(f"iteration={iteration} group={group}", "sample", descending=False, limit=1000)
+        return list(page["rows"])
+
+    def _connect(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self._path, timeout=30.0)
+        database.execute("PRAGMA synchronous = OFF")  # it can be built anew
+        database.execute("PRAGMA journal_mode = WAL")  # so that the table can be read while it grows
+        return database
+
+
+def condition(query: str) -> tuple[str, list[Any]]:
+    """A query as SQL, with its values apart."""
+    clauses: list[str] = []
+    values: list[Any] = []
+    for word in query.split():
+        if match := _TERM.match(word):
+            clauses.append(f'"{match[1]}" {match[2]} ?')
+            values.append(float(match[3]))
+        elif match := _FINISH.match(word):
+            clauses.append("finish LIKE ?")
+            values.append(f"{match[2] or 'dropped'}%")
+        else:
+            clauses.append("(instr(lower(prompt), ?) OR instr(lower(excerpt), ?))")
+            values += [word.lower()] * 2
+    return ("WHERE " + " AND ".join(clauses) if clauses else ""), values
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    for room, start in (("trajectories", "iteration-"), ("complaints", "rank-")):
+        if (folder / room).is_dir():
+            with os.scandir(folder / room) as entries:
+                yield from (one for one in entries if one.name.startswith(start) and one.name.endswith(".jsonl"))
+
+
+def _stamp(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _forget(database: sqlite3.Connection, name: str, number: int) -> None:
+    database.execute("DELETE FROM rows WHERE file = ?", [number])
+    database.execute("DELETE FROM files WHERE name = ?", [name])
+
+
+def _add(database: sqlite3.Connection, path: Path, number: int, name: str, stamp: tuple[int, int]) -> None:
+    database.execute("INSERT INTO files VALUES (?, ?, ?, ?)", [name, *stamp, number])
+    marks = ", ".join("?" * (3 + len(COLUMNS)))
+    database.executemany(f"INSERT INTO rows VALUES ({marks})", _rows(path, number))
+
+
+def _rows(path: Path, number: int) -> Iterator[Sequence[Any]]:
+    if path.stat().st_size == 0:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        start = 0
+        while start < len(content):
+            end = content.find(b"\n", start)
+            if end < 0:
+                return
+            record = _head(content[start : min(end, start + _HEAD_BYTES)], lambda: content[start:end])  # noqa: B023
+            if record is not None:
+                yield (number, start, end - start, *(_storable(record.get(name)) for name in COLUMNS))
+            start = end + 1
+
+
+def _storable(value: Any) -> Any:
+    """SQLite holds no lone surrogates, which a completion may have."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def _head(text: bytes, whole: Any) -> dict[str, Any] | None:
+    """The columns of a line, from its beginning, or from all of it if an earlier release wrote it."""
+    cut = text.find(b', "trajectory": ')
+    try:
+        if cut > 0 and b'"excerpt": ' in text[:cut]:
+            record: dict[str, Any] = json.loads(text[:cut] + b"}")
+            return record
+        record = json.loads(whole())
+        if "kind" in record:  # a complaint; those of dropped trajectories are rows too
+            is_drop = record["kind"].startswith("dropped: ")
+            dropped = {"iteration": record["iteration"], "finish": record["kind"], "excerpt": record["message"][:120]}
+            return dropped if is_drop else None
+        trajectory = record.pop("trajectory")
+        versions = [version for version in trajectory["weight_versions"] if version >= 0]
+        return record | {
+            "reward": trajectory["reward"],
+            "length": sum(trajectory["loss_mask"]),
+            "staleness": record["weight_version"] - min(versions) if versions else None,
+            "group": trajectory["group_id"],
+            "sample": trajectory["sample"],
+            "prompt": trajectory["prompt"]["id"],
+            "finish": trajectory["finish_reason"],
+            "excerpt": trajectory["completion"][:120],
+        }
+    except (KeyError, TypeError, ValueError):
+        return None  # not a line of ours

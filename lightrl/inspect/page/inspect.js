@@ -1,0 +1,591 @@
+// The page of `lightrl inspect`. Whatever a run wrote is data: it reaches the page as text nodes and numbers only.
+"use strict";
+
+const COLORS = ["#2f6db3", "#d9541e", "#3d8f5f", "#8b5bb0", "#b8860b", "#c2417a", "#3a9aa8", "#6b6b6b"];
+const CATEGORIES = {
+  phase: "#6a7fa0", generate: "#2f6db3", server: "#4f8fd0", reward: "#b8860b", score: "#8b5bb0", update: "#3d8f5f",
+  sync: "#c2417a", collective: "#d9541e", data: "#3a9aa8", loader: "#3a9aa8", wait: "#9aa0a8", step: "#7d8590",
+};
+const AREAS = { rollout: "generate", reward: "reward", score: "score", update: "update", sync: "sync", data: "data", other: "step" };
+const VIEWS = ["curves", "trajectories", "timeline", "complaints"];
+const COLUMNS = [
+  ["iteration", 1], ["group", 1], ["sample", 1], ["reward", 1], ["advantage", 1], ["length", 1], ["staleness", 1],
+  ["finish", 0], ["prompt", 0], ["excerpt", 0],
+];
+const REFRESH_MS = 3000;
+
+const state = {
+  runs: [], hidden: new Set(), run: 0, filter: "", smooth: true, query: "", sort: "iteration", order: "desc", offset: 0,
+  id: null, color: "advantage", iteration: null,
+};
+const main = document.getElementById("main");
+const embedded = document.getElementById("answers");
+const saved = embedded ? JSON.parse(embedded.textContent) : null;
+
+// An element; children are elements or texts, never markup.
+function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+function number(value, digits = 3) {
+  if (value === null || value === undefined) return "";
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  return size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(digits + 1)));
+}
+
+async function ask(question, values = {}) {
+  const address = question + (Object.keys(values).length ? "?" + new URLSearchParams(values) : "");
+  if (saved) return question === "table" ? savedTable(values) : savedAnswer(address);
+  const response = await fetch(address);
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
+}
+
+function savedAnswer(address) {
+  if (address in saved) return saved[address];
+  throw new Error("This file does not have it: it was exported with some trajectories and iterations only.");
+}
+
+// In an exported file the table is sorted and searched here, as the server does it.
+function savedTable({ run, query = "", sort, order, offset = 0, limit = 100 }) {
+  const terms = query.split(/\s+/).filter(Boolean).map((word) => {
+    const match = /^(iteration|group|sample|reward|advantage|length|staleness|finish)(<=|>=|!=|=|<|>)(.+)$/.exec(word);
+    if (word === "dropped") return (row) => row.finish.startsWith("dropped");
+    if (!match) return (row) => `${row.prompt}\n${row.excerpt}`.toLowerCase().includes(word.toLowerCase());
+    const [, name, sign, text] = match;
+    const wanted = name === "finish" ? text : Number(text);
+    const tests = { "<": (a) => a < wanted, ">": (a) => a > wanted, "<=": (a) => a <= wanted, ">=": (a) => a >= wanted,
+      "=": (a) => a === wanted, "!=": (a) => a !== wanted };
+    return (row) => row[name] !== null && tests[sign](row[name]);
+  });
+  const rows = saved[`table?run=${run}`].rows.filter((row) => terms.every((term) => term(row)));
+  const way = order === "asc" ? 1 : -1;
+  rows.sort((a, b) => (a[sort] === b[sort] ? 0 : (a[sort] ?? -Infinity) < (b[sort] ?? -Infinity) ? -way : way));
+  return { total: rows.length, rows: rows.slice(offset, Number(offset) + Number(limit)), missing_files: 0 };
+}
+
+// ---------------------------------------------------------------- where we are: the part of the address after #
+
+function go(view, values = {}) {
+  location.hash = view + (Object.keys(values).length ? "?" + new URLSearchParams(values) : "");
+}
+
+function place() {
+  const [view, values] = location.hash.slice(1).split("?");
+  return [view || "curves", Object.fromEntries(new URLSearchParams(values || ""))];
+}
+
+let afterwards = null; // draws the canvases of a view once they are in the page and have a size
+let drawn = 0; // counts what was begun to be drawn, so that a late answer does not replace a newer view
+
+async function show() {
+  const [view, values] = place();
+  const now = ++drawn;
+  afterwards = null;
+  if ("run" in values) state.run = Number(values.run);
+  if ("id" in values) state.id = Number(values.id);
+  if ("iteration" in values) state.iteration = Number(values.iteration);
+  header(view);
+  try {
+    const content = await { curves, trajectories, trajectory, timeline, complaints }[view](now);
+    if (now !== drawn || !content) return;
+    main.replaceChildren(...[content].flat());
+    afterwards?.();
+  } catch (error) {
+    if (now === drawn) main.replaceChildren(h("p", { class: "empty", role: "alert" }, error.message));
+  }
+}
+
+function header(view) {
+  document.getElementById("views").replaceChildren(...VIEWS.map((name) => h("a", {
+    href: `#${name}?run=${state.run}`, "aria-current": (name === view || (view === "trajectory" && name === "trajectories")) && "page",
+  }, name)));
+  document.getElementById("runs").replaceChildren(...state.runs.map((run) => {
+    const many = view === "curves";
+    const { phase, iteration, max_steps: steps } = run.status;
+    const where = phase ? `${phase} · ${number(iteration)}${steps > 0 ? " / " + number(steps) : ""}` : "";
+    return h("button", {
+      type: "button", class: "chip", title: run.folder, "aria-pressed": String(many ? !state.hidden.has(run.number) : run.number === state.run),
+      onclick: () => {
+        if (many) state.hidden.has(run.number) ? state.hidden.delete(run.number) : state.hidden.add(run.number);
+        else { state.run = run.number; state.offset = 0; state.iteration = null; go(view === "trajectory" ? "trajectories" : view, { run: run.number }); }
+        show();
+      },
+    }, dot(COLORS[run.number % COLORS.length]), run.name, h("small", {}, where));
+  }));
+}
+
+function dot(color) {
+  const element = h("i", { class: "dot" });
+  element.style.background = color;
+  return element;
+}
+
+const empty = (text) => h("p", { class: "empty" }, text);
+
+// ---------------------------------------------------------------- curves
+
+async function curves(now) {
+  const shown = state.runs.filter((run) => !state.hidden.has(run.number));
+  const all = await Promise.all(shown.map((run) => ask("curves", { run: run.number })));
+  if (now !== drawn) return null;
+  const names = [...new Set(all.flatMap(Object.keys))].sort(inOrder);
+  if (!names.length) return empty("No metrics yet. They come from metrics.csv, which Lightning's CSVLogger writes.");
+  const search = h("search", {}, h("input", {
+    type: "search", id: "filter", placeholder: "metrics: reward, kl, time/ …", "aria-label": "Filter metrics", value: state.filter,
+    oninput: (event) => { state.filter = event.target.value; fill(); },
+  }));
+  const smooth = h("label", {}, h("input", { type: "checkbox", checked: state.smooth, onchange: (event) => { state.smooth = event.target.checked; fill(); } }), " running mean");
+  const panels = h("div", {});
+  const fill = () => {
+    const wanted = names.filter((name) => state.filter.toLowerCase().split(/\s+/).every((word) => name.toLowerCase().includes(word)));
+    const rooms = Map.groupBy ? Map.groupBy(wanted, roomOf) : wanted.reduce((map, name) => map.set(roomOf(name), [...(map.get(roomOf(name)) || []), name]), new Map());
+    const charts = [];
+    panels.replaceChildren(...[...rooms].flatMap(([room, members]) => [h("h2", {}, room), h("div", { class: "charts" }, members.map((name) => {
+      const lines = shown.map((run, index) => ({ run, ...(all[index][name] || { x: [], y: [] }) })).filter((line) => line.x.length);
+      const made = chart(name, lines);
+      charts.push(made);
+      return made.element;
+    }))]));
+    charts.forEach((made) => made.draw());
+  };
+  afterwards = fill;
+  return [h("div", { class: "bar" }, search, smooth, h("span", { class: "soft" }, `${names.length} metrics`)), panels];
+}
+
+const ORDER = ["rollout", "val", "policy", "staleness", "sync", "update", "critic", "time"];
+const roomOf = (name) => (name.includes("/") ? name.split("/")[0] : "others");
+const rank = (name) => { const place = ORDER.indexOf(roomOf(name)); return place < 0 ? 99 : place; };
+const inOrder = (a, b) => rank(a) - rank(b) || first(a) - first(b) || (a < b ? -1 : 1);
+const first = (name) => ["rollout/reward", "rollout/accuracy_fraction", "rollout/length_tokens"].indexOf(name) + 1 || 9;
+
+function runningMean(values) {
+  const half = Math.floor(values.length / 50);
+  if (half < 1) return values;
+  const sums = [0];
+  for (const value of values) sums.push(sums.at(-1) + value);
+  return values.map((_, index) => {
+    const [from, to] = [Math.max(0, index - half), Math.min(values.length, index + half + 1)];
+    return (sums[to] - sums[from]) / (to - from);
+  });
+}
+
+function chart(name, lines) {
+  const canvas = h("canvas", { role: "img", "aria-label": `${name} over iterations` });
+  const output = h("output", {});
+  const element = h("figure", { class: "chart" }, h("div", {}, h("b", { title: name }, name.split("/").at(-1)), output), canvas);
+  element.style.margin = 0;
+  const xs = lines.flatMap((line) => [line.x[0], line.x.at(-1)]);
+  const [left, right] = [Math.min(...xs), Math.max(...xs)];
+  const smoothed = lines.map((line) => (state.smooth ? runningMean(line.y) : line.y));
+  let [low, high] = [Infinity, -Infinity];
+  for (const line of lines) for (const value of line.y) { low = Math.min(low, value); high = Math.max(high, value); }
+  if (low === high) { const pad = Math.abs(low) * 0.1 || 1; low -= pad; high += pad; }
+  const latest = () => { output.textContent = lines.map((line) => number(line.y.at(-1))).join("  ·  "); };
+  latest();
+  const draw = (at = null) => {
+    const [width, height] = fit(canvas);
+    if (!width) return;
+    const context = canvas.getContext("2d");
+    const style = getComputedStyle(document.documentElement);
+    const [soft, faint] = [style.getPropertyValue("--soft"), style.getPropertyValue("--line")];
+    const area = { x: 52, y: 6, w: width - 58, h: height - 22 };
+    const px = (x) => area.x + (right === left ? 0.5 : (x - left) / (right - left)) * area.w;
+    const py = (y) => area.y + (1 - (y - low) / (high - low)) * area.h;
+    context.clearRect(0, 0, width, height);
+    context.font = "10.5px system-ui, sans-serif";
+    context.fillStyle = soft;
+    context.strokeStyle = faint;
+    for (const part of [0, 0.5, 1]) {
+      const y = low + part * (high - low);
+      context.beginPath(); context.moveTo(area.x, py(y)); context.lineTo(area.x + area.w, py(y)); context.stroke();
+      context.textAlign = "right"; context.fillText(number(y, 2), area.x - 5, py(y) + 3.5);
+    }
+    context.textAlign = "left"; context.fillText(number(left), area.x, height - 4);
+    context.textAlign = "right"; context.fillText(number(right), area.x + area.w, height - 4);
+    lines.forEach((line, index) => {
+      const color = COLORS[line.run.number % COLORS.length];
+      if (smoothed[index] !== line.y) path(context, line.x, line.y, px, py, color, 0.28, 1);
+      path(context, line.x, smoothed[index], px, py, color, 1, 1.6);
+    });
+    if (at === null) return latest();
+    const x = left + Math.min(1, Math.max(0, (at - area.x) / area.w)) * (right - left);
+    context.strokeStyle = soft; context.globalAlpha = 0.6;
+    context.beginPath(); context.moveTo(px(x), area.y); context.lineTo(px(x), area.y + area.h); context.stroke();
+    context.globalAlpha = 1;
+    output.textContent = `${number(Math.round(x))}:  ` + lines.map((line) => number(line.y[nearest(line.x, x)])).join("  ·  ");
+  };
+  canvas.addEventListener("mousemove", (event) => draw(event.offsetX));
+  canvas.addEventListener("mouseleave", () => draw());
+  return { element, draw };
+}
+
+function path(context, xs, ys, px, py, color, alpha, width) {
+  context.globalAlpha = alpha; context.strokeStyle = context.fillStyle = color; context.lineWidth = width;
+  context.beginPath();
+  xs.forEach((x, index) => context.lineTo(px(x), py(ys[index])));
+  context.stroke();
+  if (xs.length < 30) xs.forEach((x, index) => { context.beginPath(); context.arc(px(x), py(ys[index]), 2, 0, 7); context.fill(); });
+  context.globalAlpha = 1; context.lineWidth = 1;
+}
+
+function nearest(xs, x) {
+  let [low, high] = [0, xs.length - 1];
+  while (low < high) { const middle = (low + high) >> 1; if (xs[middle] < x) low = middle + 1; else high = middle; }
+  return low > 0 && x - xs[low - 1] < xs[low] - x ? low - 1 : low;
+}
+
+function fit(canvas, height = canvas.clientHeight) {
+  const [width, ratio] = [canvas.clientWidth, devicePixelRatio || 1];
+  canvas.width = width * ratio; canvas.height = height * ratio;
+  canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
+  return [width, height];
+}
+
+// ---------------------------------------------------------------- the table of trajectories
+
+async function trajectories(now) {
+  const limit = 100;
+  const page = await ask("table", { run: state.run, query: state.query, sort: state.sort, order: state.order, offset: state.offset, limit });
+  if (now !== drawn) return null;
+  const again = () => show().then(() => { const field = document.getElementById("query"); field.focus(); field.setSelectionRange(field.value.length, field.value.length); });
+  let timer;
+  const search = h("input", {
+    type: "search", id: "query", value: state.query, placeholder: "words, reward<0.5, length>100, finish=length, dropped …", "aria-label": "Search trajectories",
+    oninput: (event) => { state.query = event.target.value; state.offset = 0; clearTimeout(timer); timer = setTimeout(again, 180); },
+  });
+  const turn = (by) => () => { state.offset += by; show(); };
+  const last = Math.min(state.offset + limit, page.total);
+  const missing = page.missing_files ? ` · reading ${number(page.missing_files)} more iterations` : "";
+  const bar = h("div", { class: "bar" }, search,
+    h("button", { type: "button", disabled: state.offset === 0, onclick: turn(-limit), "aria-label": "Previous page" }, "←"),
+    h("button", { type: "button", disabled: last >= page.total, onclick: turn(limit), "aria-label": "Next page" }, "→"),
+    h("span", { class: "soft", id: "count" }, page.total ? `${number(state.offset + 1)} to ${number(last)} of ${number(page.total)}${missing}` : `none${missing}`));
+  if (!page.total && !state.query && !page.missing_files) return [bar, empty("No trajectories. Add the callback TrajectoryLog to the run: it writes those of every n-th iteration.")];
+  const heads = COLUMNS.map(([name, isNumber]) => h("th", { class: isNumber ? "number" : null, "aria-sort": state.sort === name ? (state.order === "desc" ? "descending" : "ascending") : null },
+    h("button", { type: "button", onclick: () => { state.order = state.sort === name && state.order === "desc" ? "asc" : "desc"; state.sort = name; state.offset = 0; show(); } },
+      name === "excerpt" ? "completion" : name, state.sort === name ? (state.order === "desc" ? " ↓" : " ↑") : "")));
+  const open = (row) => (row.group === null ? go("complaints", { run: state.run }) : go("trajectory", { run: state.run, id: row.id }));
+  const body = page.rows.map((row) => h("tr", {
+    tabindex: 0, onclick: () => open(row),
+    onkeydown: (event) => {
+      if (event.key === "Enter") open(row);
+      const next = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
+      if (next && event.currentTarget[next]) { event.preventDefault(); event.currentTarget[next].focus(); }
+    },
+  }, COLUMNS.map(([name, isNumber]) => h("td", { class: isNumber ? "number" : name === "excerpt" ? "text" : null }, isNumber ? number(row[name]) : String(row[name] ?? "")))));
+  return [bar, h("table", {}, h("thead", {}, h("tr", {}, heads)), h("tbody", {}, body))];
+}
+
+// ---------------------------------------------------------------- one trajectory
+
+const MODES = {
+  advantage: ["advantage", (t, i) => t.advantage[i], true],
+  logprob: ["logprob", (t, i) => t.logprob[i], false],
+  difference: ["|Δlogp| engine vs trainer", (t, i) => Math.abs(t.logprob[i] - t.trainer_logprob[i]), false],
+  version: ["weight version", (t, i) => t.version[i], false],
+  mask: ["loss mask", (t, i) => t.mask[i], false],
+  plain: ["plain", () => null, false],
+};
+
+const has = (tokens, mode) => (mode === "difference" ? !!tokens.trainer_logprob : mode === "advantage" ? !!tokens.advantage : true);
+
+async function trajectory(now) {
+  const one = await ask("trajectory", { run: state.run, id: state.id });
+  if (now !== drawn) return null;
+  const [written, given] = [one.tokens.mask.filter(Boolean).length, one.num_tokens];
+  const facts = { reward: one.reward, advantage: one.advantage, written, "all tokens": given, finish: one.finish + (one.truncated ? " (truncated)" : ""),
+    iteration: one.iteration, "weight version": one.weight_version, group: one.group, sample: one.sample, prompt: one.prompt.id };
+  const status = h("div", { class: "status", role: "status" }, "Point at a token.");
+  const tokens = h("div", { class: "tokens", id: "tokens" });
+  const modes = h("div", { class: "seg", role: "group", "aria-label": "Color by" });
+  const paint = () => {
+    if (!has(one.tokens, state.color)) state.color = "plain";
+    modes.replaceChildren(...Object.entries(MODES).map(([mode, [label]]) => h("button", {
+      type: "button", "aria-pressed": String(mode === state.color), disabled: !has(one.tokens, mode), "data-mode": mode,
+      title: has(one.tokens, mode) ? null : "Not logged: set TrajectoryLog.score_per_iteration", onclick: () => { state.color = mode; paint(); },
+    }, label)));
+    tokens.replaceChildren(tokenSpans(one, status));
+  };
+  paint();
+  afterwards = () => document.querySelector(".card[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
+  const group = one.group_rows.length > 1 ? [h("h2", {}, `group ${one.group}: ${one.group_rows.length} trajectories of this prompt`), h("div", { class: "group" }, one.group_rows.map((row) => h("button", {
+    type: "button", class: "card", "aria-current": row.id === state.id && "true", onclick: () => go("trajectory", { run: state.run, id: row.id }),
+  }, h("b", {}, number(row.reward)), h("span", { class: "soft" }, `  ${row.advantage > 0 ? "+" : ""}${number(row.advantage)}   ${number(row.length)} tokens`), h("p", {}, row.excerpt ?? ""))))] : [];
+  return [
+    h("dl", { class: "facts" }, Object.entries(facts).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, number(value))))),
+    ...group, ...pictures(one),
+    h("h2", {}, "tokens"), h("div", { class: "bar" }, modes, h("span", { class: "soft" }, legend(one.tokens))), tokens, status,
+    h("div", { class: "two" }, h("section", {}, h("h2", {}, "rewards by part"), pairs({ reward: one.reward, ...one.metrics })),
+      h("section", {}, h("h2", {}, "prompt"), messages(one.prompt), pairs(one.prompt.fields))),
+  ];
+}
+
+function legend(tokens) {
+  const count = tokens.version.filter((version) => version >= 0);
+  return `${new Set(count).size} weight version(s); gray: not written by the policy`;
+}
+
+function tokenSpans(one, status) {
+  const { tokens, texts, turns } = one;
+  const [, value, isSigned] = MODES[state.color];
+  const values = tokens.id.map((_, index) => (tokens.mask[index] || state.color === "mask" || state.color === "version" ? value(tokens, index) : null));
+  const sizes = values.filter((number) => number !== null && Number.isFinite(number)).map(Math.abs);
+  const largest = sizes.reduce((most, size) => Math.max(most, size), 0) || 1;
+  const versions = [...new Set(tokens.version)].sort((a, b) => a - b);
+  const starts = new Map(turns.map((turn, index) => [turn.start, `policy, turn ${index + 1}`]));
+  turns.forEach((turn, index) => { if (turn.end < tokens.id.length && !starts.has(turn.end)) starts.set(turn.end, `environment, after turn ${index + 1} (${turn.finish_reason})`); });
+  const fragment = document.createDocumentFragment();
+  if (!starts.has(0)) fragment.append(h("span", { class: "turn" }, "prompt"));
+  tokens.id.forEach((id, index) => {
+    if (starts.has(index)) fragment.append(h("span", { class: "turn" }, starts.get(index)));
+    const text = texts[id] ?? ` ${id}`;
+    const element = h("span", { class: tokens.mask[index] ? null : "given" }, text === "" ? "␀" : text.replace(/\n/g, "↵\n"));
+    const number_ = values[index];
+    if (number_ !== null && number_ !== undefined) {
+      if (state.color === "version") { if (number_ >= 0) element.style.background = shade("cool", 0.12 + (0.5 * versions.indexOf(number_)) / versions.length); }
+      else if (state.color === "mask") { if (number_) element.style.background = shade("good", 0.25); }
+      else element.style.background = shade(isSigned ? (number_ > 0 ? "good" : "bad") : "bad", 0.65 * Math.min(1, Math.abs(number_) / largest));
+    }
+    element.addEventListener("mouseenter", () => { status.textContent = describe(tokens, index, text); });
+    fragment.append(element);
+  });
+  return fragment;
+}
+
+const shade = (color, alpha) => `rgba(var(--${color}), ${alpha.toFixed(3)})`;
+
+function describe(tokens, index, text) {
+  const parts = [`${index}`, `id ${tokens.id[index]}`, JSON.stringify(text)];
+  if (tokens.mask[index]) {
+    parts.push(`logprob ${number(tokens.logprob[index])}`);
+    if (tokens.trainer_logprob) parts.push(`trainer ${number(tokens.trainer_logprob[index])}`, `|Δlogp| ${number(Math.abs(tokens.logprob[index] - tokens.trainer_logprob[index]))}`);
+    if (tokens.advantage) parts.push(`advantage ${number(tokens.advantage[index])}`);
+    if (tokens.reward) parts.push(`reward ${number(tokens.reward[index])}`);
+  }
+  if (tokens.version[index] >= 0) parts.push(`version ${tokens.version[index]}`);
+  return parts.join("   ");
+}
+
+function pictures(one) {
+  if (!one.num_pictures) return [];
+  const sources = one.pictures || Array.from({ length: one.num_pictures }, (_, index) => `picture?run=${state.run}&id=${state.id}&number=${index}`);
+  return [h("h2", {}, "pictures"), h("div", { class: "pictures" }, sources.map((source, index) => (source ? h("img", { src: source, alt: `picture ${index + 1} of the prompt` }) : null)))];
+}
+
+function messages(prompt) {
+  return (prompt.messages || []).map((message) => h("div", { class: "message" }, `${message.role}\n`,
+    typeof message.content === "string" ? message.content : JSON.stringify(message.content, null, 1)));
+}
+
+function pairs(values) {
+  return h("table", { class: "pairs" }, h("tbody", {}, Object.entries(values).map(([name, value]) => h("tr", {}, h("td", {}, name), h("td", { class: "wrap" }, typeof value === "object" ? JSON.stringify(value) : number(value))))));
+}
+
+// ---------------------------------------------------------------- the time line of an iteration
+
+async function timeline(now) {
+  const run = state.runs[state.run];
+  if (!run.traced.length) return empty("No trace. Add the callback Trace to the run: --trainer.callbacks+=Trace");
+  if (!run.traced.includes(state.iteration)) state.iteration = run.traced.at(-1);
+  const line = await ask("timeline", { run: state.run, iteration: state.iteration });
+  if (now !== drawn) return null;
+  const place = run.traced.indexOf(state.iteration);
+  const to = (index) => () => { state.iteration = run.traced[index]; go("timeline", { run: state.run, iteration: state.iteration }); };
+  const status = h("div", { class: "status", role: "status" }, "Point at a block. Wheel: zoom; drag: move; double click: all.");
+  const canvas = h("canvas", { role: "img", "aria-label": `time line of iteration ${state.iteration}` });
+  afterwards = () => drawTimeline(canvas, line, status);
+  return [
+    h("div", { class: "bar" },
+      h("button", { type: "button", disabled: place === 0, onclick: to(place - 1), "aria-label": "Iteration before" }, "←"),
+      h("b", {}, `iteration ${number(state.iteration)}`),
+      h("button", { type: "button", disabled: place + 1 === run.traced.length, onclick: to(place + 1), "aria-label": "Next iteration" }, "→"),
+      h("span", { class: "soft" }, `${number(run.traced.length)} traced · ${number(line.events.length)} events`),
+      ...["phase", "generate", "server", "reward", "score", "update", "sync", "collective", "wait"].filter((name) => line.events.some((event) => event[2] === name)).map((name) => h("span", { class: "soft" }, dot(CATEGORIES[name]), ` ${name}`))),
+    h("div", { class: "timeline" }, canvas), status, ...whereTheTimeWent(run.time),
+    Object.keys(line.memory).length ? [h("h2", {}, "memory of this iteration, peak in MiB"), pairs(line.memory)] : [],
+  ].flat();
+}
+
+function whereTheTimeWent(time) {
+  if (!time) return [];
+  const bar = h("div", { class: "areas" }, Object.entries(time.areas_s).map(([area, seconds]) => {
+    const share = seconds / time.total_s;
+    const element = h("span", { title: `${area}: ${number(seconds)} s` }, `${area} ${Math.round(100 * share)} %`);
+    element.style.flex = `${share} 0 0`; element.style.background = CATEGORIES[AREAS[area]];
+    if (share < 0.05) element.style.padding = "4px 0";
+    return element;
+  }));
+  const gain = time.gain[time.look_first_at];
+  return [h("h2", {}, `where the time went: ${number(time.total_s)} s an iteration, the mean of ${number(time.iterations)}`), bar,
+    h("p", {}, `Look first at ${time.look_first_at}: without it an iteration would be ${gain.toFixed(2)}× as fast.`),
+    h("div", { class: "two" }, h("section", {}, h("h2", {}, "peak of each phase, rank 0, MiB"), pairs(time.memory_peak_mib || {})),
+      h("section", {}, h("h2", {}, "memory of each role, rank 0, MiB"), pairs(time.memory_of_roles_mib || {})))];
+}
+
+function drawTimeline(canvas, line, status) {
+  const LABEL = 210;
+  const tracks = []; // neighbors of one track share a label and are thin
+  line.rows.forEach((row, index) => {
+    const name = row.track.replace(/ \d+$/, "");
+    const before = tracks.at(-1);
+    if (before && before.name === name && before.rank === row.rank) before.rows.push(index);
+    else tracks.push({ name, rank: row.rank, rows: [index] });
+  });
+  const tops = []; const heights = [];
+  const depth = depths(line.events);
+  let height = 22;
+  for (const track of tracks) {
+    track.top = height;
+    const levels = Math.max(...track.rows.map((row) => depth.most[row] + 1));
+    const each = track.rows.length === 1 ? Math.max(30, 16 * levels) : Math.max(0.3, Math.min(12 * levels, 170 / track.rows.length));
+    for (const row of track.rows) { tops[row] = height; heights[row] = each; height += each; }
+    height += 8;
+  }
+  canvas.style.height = `${height + 4}px`;
+  const end = line.events.reduce((most, event) => Math.max(most, event[3] + event[4]), 0) || 1;
+  let [from, to] = [0, end];
+  const boxes = line.events.map(([row], index) => {
+    const each = heights[row] / (depth.most[row] + 1);
+    return [tops[row] + depth.of[index] * each, Math.max(0.3, each - (each > 4 ? 1 : 0))];
+  });
+  const draw = () => {
+    const [width] = fit(canvas, height + 4);
+    const context = canvas.getContext("2d");
+    const style = getComputedStyle(document.documentElement);
+    const [ink, soft, faint] = ["--ink", "--soft", "--line"].map((name) => style.getPropertyValue(name));
+    const px = (time) => LABEL + ((time - from) / (to - from)) * (width - LABEL);
+    context.clearRect(0, 0, width, height + 4);
+    context.font = "11px system-ui, sans-serif";
+    const step = tick((to - from) / Math.max(3, (width - LABEL) / 110));
+    context.strokeStyle = faint; context.fillStyle = soft;
+    for (let time = Math.ceil(from / step) * step; time <= to; time += step) {
+      context.beginPath(); context.moveTo(px(time), 16); context.lineTo(px(time), height); context.stroke();
+      context.fillText(`${number(time)} ms`, px(time) + 3, 12);
+    }
+    line.events.forEach((event, index) => {
+      const [, name, category, start, duration] = event;
+      const [x, right] = [Math.max(LABEL, px(start)), Math.min(width, px(start + duration))];
+      if (right < LABEL || x > width) return;
+      const [top, tall] = boxes[index];
+      context.fillStyle = CATEGORIES[category] || CATEGORIES.step;
+      context.fillRect(x, top, Math.max(0.6, right - x), tall);
+      if (right - x > 34 && tall >= 11) {
+        context.save(); context.beginPath(); context.rect(x, top, right - x - 2, tall); context.clip();
+        context.fillStyle = "#fff"; context.fillText(name, x + 4, top + tall / 2 + 4); context.restore();
+      }
+    });
+    context.fillStyle = style.getPropertyValue("--panel"); context.fillRect(0, 0, LABEL - 4, height + 4);
+    for (const track of tracks) {
+      context.fillStyle = ink; context.fillText(track.name.slice(0, 30), 10, track.top + 12);
+      context.fillStyle = soft; context.fillText(`rank ${track.rank}${track.rows.length > 1 ? ` · ${track.rows.length} at once` : ""}`, 10, track.top + 25);
+    }
+  };
+  const at = (event) => {
+    const time = from + ((event.offsetX - LABEL) / (canvas.clientWidth - LABEL)) * (to - from);
+    for (let index = line.events.length - 1; index >= 0; index--) {
+      const [, , , start, duration] = line.events[index]; const [top, tall] = boxes[index];
+      const slack = ((to - from) / canvas.clientWidth) * 1.5;
+      if (event.offsetY >= top && event.offsetY <= top + tall && time >= start - slack && time <= start + duration + slack) return [time, index];
+    }
+    return [time, null];
+  };
+  let drag = null;
+  canvas.addEventListener("mousemove", (event) => {
+    if (drag !== null) {
+      const by = ((drag - event.offsetX) / (canvas.clientWidth - LABEL)) * (to - from);
+      drag = event.offsetX; from += by; to += by; draw(); return;
+    }
+    const [time, index] = at(event);
+    if (index === null) { status.textContent = `${number(time)} ms`; return; }
+    const [row, name, category, start, duration, args] = line.events[index];
+    const more = Object.entries(args).map(([key, value]) => `${key} ${value}`).join("   ");
+    status.textContent = `${name}   ${number(duration)} ms from ${number(start)} ms   ${category}, rank ${line.rows[row].rank}, ${line.rows[row].track}   ${more}`;
+  });
+  canvas.addEventListener("mousedown", (event) => { drag = event.offsetX; });
+  for (const name of ["mouseup", "mouseleave"]) canvas.addEventListener(name, () => { drag = null; });
+  canvas.addEventListener("dblclick", () => { [from, to] = [0, end]; draw(); });
+  canvas.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    const [time] = at(event); const factor = event.deltaY > 0 ? 1.25 : 0.8;
+    from = time - (time - from) * factor; to = time + (to - time) * factor; draw();
+  }, { passive: false });
+  draw();
+}
+
+// How deep each event lies within others of its row, and the deepest of each row.
+function depths(events) {
+  const [open, of, most] = [{}, [], {}];
+  events.forEach(([row, , , start, duration], index) => {
+    const ends = (open[row] || []).filter((end) => end > start + 1e-6);
+    of[index] = Math.min(ends.length, 3);
+    most[row] = Math.max(most[row] || 0, of[index]);
+    open[row] = [...ends, start + duration];
+  });
+  return { of, most };
+}
+
+function tick(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].map((part) => part * power).find((step) => step >= least);
+}
+
+// ---------------------------------------------------------------- complaints
+
+async function complaints(now) {
+  const found = await ask("complaints", { run: state.run });
+  if (now !== drawn) return null;
+  if (!found.length) return empty("Nothing has complained: no warning, no error, no dropped trajectory, no lost server.");
+  const kinds = new Map();
+  for (const one of found) kinds.set(`${one.source}: ${one.kind}`, (kinds.get(`${one.source}: ${one.kind}`) || 0) + 1);
+  const time = (at) => (at ? new Date(at * 1000).toLocaleString() : "");
+  return [
+    h("div", { class: "bar" }, [...kinds].map(([name, num]) => h("span", { class: "chip" }, name, h("small", {}, number(num))))),
+    h("table", {}, h("thead", {}, h("tr", {}, ["time", "iteration", "rank", "source", "kind", "message"].map((name) => h("th", {}, name)))),
+      h("tbody", {}, found.map((one) => h("tr", {}, h("td", {}, time(one.at)), h("td", { class: "number" }, number(one.iteration)), h("td", { class: "number" }, number(one.rank)),
+        h("td", {}, one.source), h("td", {}, one.kind), h("td", { class: "wrap" }, one.message))))),
+  ];
+}
+
+// ---------------------------------------------------------------- start
+
+function theme(value) {
+  document.documentElement.dataset.theme = value;
+  try { localStorage.setItem("lightrl-theme", value); } catch { /* a file opened from disk may have no storage */ }
+}
+
+async function begin() {
+  let before = null;
+  try { before = localStorage.getItem("lightrl-theme"); } catch { /* as above */ }
+  document.documentElement.dataset.theme = before || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  document.getElementById("theme").addEventListener("click", () => { theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"); show(); });
+  addEventListener("hashchange", show);
+  addEventListener("resize", () => { if (["curves", "timeline"].includes(place()[0])) show(); });
+  state.runs = await ask("runs");
+  await show();
+  document.documentElement.dataset.ready = "true";
+  if (!saved) setInterval(refresh, REFRESH_MS);
+}
+
+// A run goes on: what is drawn follows it, unless somebody is busy with it.
+async function refresh() {
+  if (document.hidden) return;
+  const before = JSON.stringify(state.runs);
+  try { state.runs = await ask("runs"); } catch { return; } // lightrl inspect has ended; the page stays
+  const [view] = place();
+  header(view);
+  const isBusy = main.contains(document.activeElement) || view === "trajectory" || view === "timeline";
+  const isGrowing = view === "trajectories" && document.getElementById("count")?.textContent.includes("reading");
+  if (!isBusy && (isGrowing || JSON.stringify(state.runs) !== before)) { const top = scrollY; await show(); scrollTo(0, top); }
+}
+
+begin();

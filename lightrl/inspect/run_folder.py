@@ -1,0 +1,65 @@
+"""Which folders are runs: those with metrics, trajectories, a trace or a status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SIGNS = ("metrics.csv", "trajectories", "trace", "status.json", "learning_curve.csv", "complaints")
+_DEPTH = 3  # of runs below a folder that is named: <root>/lightning_logs/version_0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder."""
+
+    folder: Path
+    name: str  # short, unlike those of the other runs
+
+    def status(self) -> dict[str, Any]:
+        """What the run does, from its `status.json`; empty without one."""
+        try:
+            status: dict[str, Any] = json.loads((self.folder / "status.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return status
+
+
+def find_runs(paths: Iterable[Path]) -> list[Run]:
+    """The runs in these folders: of each the folder itself or, if it is none, all runs in it, the newest last.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    folders: list[Path] = []
+    for path in paths:
+        found = _runs_in(path.absolute(), _DEPTH)
+        if not found:
+            raise ValueError(
+                f"{path} is not a run and has none in it. Pass a run's folder, such as "
+                "runs/quickstart/lightning_logs/version_0, or its trainer.default_root_dir."
+            )
+        folders += [folder for folder in found if folder not in folders]
+    return [Run(folder, name) for folder, name in zip(folders, _short_names(folders), strict=True)]
+
+
+def _runs_in(folder: Path, depth: int) -> list[Path]:
+    if any((folder / sign).exists() for sign in _SIGNS):
+        return [folder]
+    if depth == 0 or not folder.is_dir():
+        return []
+    inner = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    return [run for path in inner for run in _runs_in(path, depth - 1)]
+
+
+def _short_names(folders: list[Path]) -> list[str]:
+    """The last parts of each path that tell it from the others; without `lightning_logs`."""
+    parts = [[part for part in folder.parts if part != "lightning_logs"] for folder in folders]
+    for num in range(2, 30):
+        names = ["/".join(one[-num:]) for one in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]

@@ -1,0 +1,196 @@
+"""Where the time of an iteration went, by area, and what one would gain: read from the events of rank 0's process.
+
+An iteration lasts from its start to that of the next. Its areas are what the trainer's thread did or waited for:
+
+    rollout   waited while at least one generation ran       score     models read the trajectories; advantages
+    reward    waited while only rewards were missing         update    minibatches
+    data      waited for a batch of the loader, or while     sync      weights to the engine
+              only prompts were made                         other     loggers, callbacks, checkpoints, validation
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from lightrl.trace.spans import Event
+
+AREAS = ("rollout", "reward", "score", "update", "sync", "data")
+_PHASES = {"rewards": "reward", "score": "score", "update": "update", "sync": "sync"}
+
+Intervals = list[tuple[int, int]]  # disjoint, in order
+
+_ADVICE = {
+    "reward": "Give the reward more processes (reward_workers) or make it faster; a judge's server may need replicas.",
+    "score": "Raise microbatch_tokens while memory lasts, or drop a model that nothing needs.",
+    "update": "Raise microbatch_tokens while memory lasts, use more devices, or update_epochs=1.",
+    "sync": "WeightSync(blocking=False) loads while the trainer continues; fewer, larger iterations sync less often.",
+    "data": "The prompts are made too slowly: prepare them once, or read them from local files.",
+}
+
+
+@dataclass
+class AreaTimes:
+    """One iteration, in seconds."""
+
+    total: float
+    areas: dict[str, float]  # by area
+    tail: float = 0.0  # of the rollout: less than half of its most generations ran
+    collectives: float = 0.0  # in which the trainer's thread waited for other ranks
+    servers: dict[str, float] = field(default_factory=dict)  # address → at least one of its requests ran
+
+
+def area_times(events: Iterable[Event], start_ns: int, end_ns: int) -> AreaTimes:
+    """The areas of the iteration from `start_ns` to `end_ns`."""
+    by_category: dict[str, list[Event]] = {}
+    for event in events:
+        if event.end_ns > start_ns and event.start_ns < end_ns:
+            by_category.setdefault(event.category, []).append(event)
+    areas = dict.fromkeys(AREAS, 0)
+    waiting: Intervals = []
+    for phase in by_category.get("phase", ()):
+        if phase.name == "rollout":
+            waiting.append((phase.start_ns, phase.end_ns))
+        else:
+            areas[_PHASES[phase.name]] += phase.end_ns - phase.start_ns
+    writing, judging, making = (
+        union((event.start_ns, event.end_ns) for event in by_category.get(category, ()))
+        for category in ("generate", "reward", "data")
+    )
+    areas["reward"] += length(only_judged := without(common(waiting, judging), writing))
+    areas["data"] += length(only_made := without(common(waiting, making), writing + judging))
+    areas["data"] += sum(one.end_ns - one.start_ns for one in by_category.get("loader", ()))
+    areas["rollout"] += length(waiting) - length(only_judged) - length(only_made)
+    servers: dict[str, list[tuple[int, int]]] = {}
+    for event in by_category.get("server", ()):
+        servers.setdefault(event.track, []).append((event.start_ns, event.end_ns))
+    iteration = [(start_ns, end_ns)]
+    return AreaTimes(
+        total=(end_ns - start_ns) / 1e9,
+        areas={name: value / 1e9 for name, value in areas.items()},
+        tail=_tail_ns(by_category.get("generate", []), waiting) / 1e9,
+        collectives=sum(one.end_ns - one.start_ns for one in by_category.get("collective", ())) / 1e9,
+        servers={url: length(common(union(busy), iteration)) / 1e9 for url, busy in servers.items()},
+    )
+
+
+def union(intervals: Iterable[tuple[int, int]]) -> Intervals:
+    """Their union, disjoint and in order."""
+    result: Intervals = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+def common(left: Intervals, right: Intervals) -> Intervals:
+    """What is in both."""
+    result: Intervals = []
+    first = second = 0
+    while first < len(left) and second < len(right):
+        start, end = max(left[first][0], right[second][0]), min(left[first][1], right[second][1])
+        if start < end:
+            result.append((start, end))
+        if left[first][1] < right[second][1]:
+            first += 1
+        else:
+            second += 1
+    return result
+
+
+def without(left: Intervals, right: Iterable[tuple[int, int]]) -> Intervals:
+    """What is in `left` and not in `right`."""
+    edges = [(-(2**63), -(2**63)), *union(right), (2**63, 2**63)]
+    gaps = [(before[1], after[0]) for before, after in pairwise(edges)]
+    return common(left, gaps)
+
+
+def length(intervals: Intervals) -> int:
+    return sum(end - start for start, end in intervals)
+
+
+def _tail_ns(generations: Sequence[Event], waiting: Intervals) -> int:
+    """How long, while the trainer waited, some but less than half of the most generations ran."""
+    edges = sorted([(one.start_ns, 1) for one in generations] + [(one.end_ns, -1) for one in generations])
+    most = num = 0
+    for _, change in edges:
+        num += change
+        most = max(most, num)
+    num, few = 0, []
+    for (time_ns, change), (next_ns, _) in pairwise(edges):
+        num += change
+        if 0 < 2 * num < most:
+            few.append((time_ns, next_ns))
+    return length(common(waiting, union(few)))
+
+
+class Summary:
+    """The mean of the iterations that were traced, the first left out where there are others: it warms up."""
+
+    def __init__(self) -> None:
+        self._times: list[AreaTimes] = []
+
+    def add(self, times: AreaTimes) -> None:
+        self._times.append(times)
+
+    def to_json(self, *, overlaps: bool = False) -> dict[str, Any] | None:
+        """The means in seconds, and where to look first; None without an iteration.
+
+        `gain` is how often faster an iteration would be if the area took no time, so the most that work on it gives.
+        With `overlaps` rollouts already run during the update.
+        """
+        times = self._times[1:] or self._times
+        if not times:
+            return None
+        total = statistics.fmean(one.total for one in times)
+        areas = {name: statistics.fmean(one.areas[name] for one in times) for name in AREAS}
+        first = max(areas, key=lambda name: areas[name])
+        servers = sorted({url for one in times for url in one.servers})
+        return {
+            "iterations": len(times),
+            "total_s": total,
+            "areas_s": {**areas, "other": max(0.0, total - sum(areas.values()))},
+            "gain": {name: total / max(total - seconds, 1e-9) for name, seconds in areas.items()},
+            "look_first_at": first,
+            "overlap_gain": None if overlaps else total / max(areas["rollout"], total - areas["rollout"], 1e-9),
+            "rollout_tail_s": statistics.fmean(one.tail for one in times),
+            "collectives_s": statistics.fmean(one.collectives for one in times),
+            "servers_busy_s": {url: statistics.fmean(one.servers.get(url, 0.0) for one in times) for url in servers},
+        }
+
+
+def summary_text(summary: dict[str, Any]) -> str:
+    """What a run prints at its end."""
+    total, areas, first = summary["total_s"], summary["areas_s"], summary["look_first_at"]
+    lines = [f"Where the time went: {_seconds(total)} an iteration, the mean of {summary['iterations']} traced ones"]
+    for name, seconds in areas.items():
+        gain = f"  at most {summary['gain'][name]:.2f}x" if name in summary["gain"] else ""
+        lines.append(f"  {name:<8} {_seconds(seconds):>8} {seconds / total:>5.0%}{gain}")
+    lines.append(f"Look first at {first}: without it an iteration would be {summary['gain'][first]:.2f}x as fast.")
+    lines.append("  " + (_rollout_advice(summary) if first == "rollout" else _ADVICE[first]))
+    if summary["collectives_s"] > 0.05 * total:
+        lines.append(
+            f"  Collectives and waiting for other ranks took {summary['collectives_s'] / total:.0%} of rank 0."
+        )
+    return "\n".join(lines)
+
+
+def _rollout_advice(summary: dict[str, Any]) -> str:
+    rollout = summary["areas_s"]["rollout"]
+    advice = []
+    if summary["overlap_gain"] is not None:
+        gain = summary["overlap_gain"]
+        advice.append(f"Rollouts during the update (StalenessControl(max_staleness=1)) give at most {gain:.2f}x.")
+    share = summary["rollout_tail_s"] / rollout if rollout else 0.0
+    if share > 0.2:
+        advice.append(f"For {share:.0%} of it less than half of the generations ran: a few long ones hold it back.")
+    return " ".join(advice) or "Add engines, or shorten what the policy writes."
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

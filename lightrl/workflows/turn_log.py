@@ -1,0 +1,136 @@
+"""TurnLog: what engine and environment answered in one conversation, so that a resumed run does not ask again; Journal:
+the same in a file, at once, for environments with side effects, so that a killed run does not repeat them.
+
+    completion ─► journal ─► begin ─► step() acts on the world ─► end, with answer and state ─► next completion
+
+Between `begin` and `end` nobody can know after a kill whether `step` has acted: such a conversation is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightrl.engines.engine import Completion
+from lightrl.errors import RolloutError
+from lightrl.trajectory import Prompt
+from lightrl.workflows.environment import Environment, call_environment
+
+
+class Journal:
+    """A file with one line for each completion and call of conversations; a line is on the disk before it has effects.
+
+    Args:
+        path: created with the first line; of an earlier run, it is read, and continued.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs: dict[str, TurnLog] = {}  # by session, of the earlier run
+        self._lock = threading.Lock()
+        if path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        text = self.path.read_bytes()
+        whole = text[: text.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            record = json.loads(line)
+            log = self.logs.setdefault(record["session"], TurnLog(record["session"], self))
+            if "completion" in record:
+                log.completions.append(Completion.from_state(record["completion"]))
+            elif "begin" in record:
+                log.is_in_doubt = True
+            else:
+                log.is_in_doubt = False
+                log.answers.append((record["end"], record["answer"], record["state"]))
+        if len(whole) < len(text):  # half a line of a killed run: what it announced has not begun
+            os.truncate(self.path, len(whole))
+
+    async def add(self, session: str, **record: Any) -> None:
+        """Returns when the line is on the disk.
+
+        Raises:
+            RolloutError: if it cannot be written.
+        """
+        await asyncio.to_thread(self._append, json.dumps({"session": session, **record}) + "\n")
+
+    def _append(self, line: str) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self._lock, self.path.open("ab") as file:
+                file.write(line.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RolloutError(
+                f"The journal {self.path} cannot be written: {error}. Without it a resumed run would repeat side "
+                "effects. Make room on the disk."
+            ) from error
+
+
+@dataclass
+class TurnLog:
+    """The answers of one conversation so far; those of an earlier run are given again first."""
+
+    session: str
+    journal: Journal | None = None
+    completions: list[Completion] = field(default_factory=list)  # of the journal, by turn
+    answers: list[tuple[str, Any, Any]] = field(default_factory=list)  # method, result, state after it
+    is_in_doubt: bool = False  # the last call may or may not have acted
+    _num_given: int = 0
+
+    async def ask(
+        self, environment: Environment, method: str, prompt: Prompt, *arguments: Any, timeout_s: float
+    ) -> Any:
+        """The environment's answer; one of the earlier run is not asked for again.
+
+        Raises:
+            RolloutError: if the call fails, its answer or the state are not JSON, or the earlier run died amid it.
+        """
+        name = f"{type(environment).__name__}.{method}"
+        if self._num_given < len(self.answers):
+            then, answer, state = self.answers[self._num_given]
+            if then != method:
+                raise RolloutError(f"{name} is called where the earlier run called {then!r}.")
+            environment.load_state_dict(prompt, state)
+        elif self.is_in_doubt:
+            raise RolloutError(f"The earlier run was killed amid {name}, which may have acted; it is not called again.")
+        else:
+            if self.journal is not None:
+                await self.journal.add(self.session, begin=method)
+            returned = await call_environment(environment, method, *arguments, timeout_s=timeout_s)
+            try:
+                answer, state = json.loads(json.dumps([returned, environment.state_dict()]))
+            except (TypeError, ValueError) as error:
+                raise RolloutError(
+                    f"{name} returned {returned!r:.200} with a state, one of which is not JSON ({error}); an "
+                    "environment with state_dict must return what JSON can hold."
+                ) from error
+            if self.journal is not None:
+                await self.journal.add(self.session, end=method, answer=answer, state=state)
+            self.answers.append((method, answer, state))
+        self._num_given += 1
+        return answer
+
+    def state_dict(self) -> list[list[Any]]:
+        return [list(answer) for answer in self.answers]
+
+    @classmethod
+    def from_state(cls, session: str, state: list[list[Any]]) -> TurnLog:
+        return cls(session, answers=[(method, answer, after) for method, answer, after in state])
+
+
+def turn_log_of(journal: Journal | None, session: str, saved: Mapping[str, list[list[Any]]]) -> TurnLog:
+    """The log of a conversation that starts or continues: the journal's, which knows more than the checkpoint."""
+    log = None if journal is None else journal.logs.pop(session, None)
+    if log is None:
+        log = TurnLog.from_state(session, saved[session]) if session in saved else TurnLog(session)
+    log.journal = journal
+    return log

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightrl.callbacks.staleness import ESS, StalenessControl
+
+
+def play(control: StalenessControl, ess_fractions: list[float], *, is_main: bool = True) -> None:
+    module: Any = None
+    for ess_fraction in ess_fractions:
+        trainer: Any = SimpleNamespace(callback_metrics={ESS: torch.tensor(ess_fraction)}, is_global_zero=is_main)
+        control.on_train_batch_end(trainer, module, None, None, 0)
+
+
+def test_few_tokens_with_all_the_weight_warn_once_until_it_recovers(caplog: pytest.LogCaptureFixture) -> None:
+    control = StalenessControl(8)
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        play(control, [0.1] * 9)
+        assert not caplog.messages  # too few iterations to tell
+        play(control, [0.1] * 20)
+        assert len(caplog.messages) == 1
+        assert caplog.messages[0].startswith("policy/ess_fraction was below 0.3 in the mean of the last 10 iterations")
+        play(control, [0.9] * 10 + [0.1] * 20)
+        assert len(caplog.messages) == 2
+
+
+def test_a_single_low_iteration_and_a_moderate_fraction_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        play(StalenessControl(8), [1.0] * 10 + [0.01] + [1.0] * 10 + [0.35] * 30)
+        play(StalenessControl(8), [0.1] * 30, is_main=False)
+        module: Any = None
+        trainer: Any = SimpleNamespace(callback_metrics={}, is_global_zero=True)  # a plain LightningModule
+        StalenessControl(8).on_train_batch_end(trainer, module, None, None, 0)
+    assert not caplog.messages
+
+
+def test_a_resumed_run_warns_when_it_would_have(caplog: pytest.LogCaptureFixture) -> None:
+    first, resumed = StalenessControl(8), StalenessControl(8)
+    play(first, [0.1] * 9)
+    resumed.load_state_dict(first.state_dict())
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        play(resumed, [0.1])
+    assert len(caplog.messages) == 1

@@ -1,0 +1,87 @@
+"""Trace in a real run: what its files have, its summary, and that the run is as without it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
+
+from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
+
+from lightrl import Trace
+from lightrl.trace.spans import _tape
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "trace" / "trace.json").read_text())
+
+
+def test_a_traced_run_has_every_phase_generation_reward_and_microbatch(tmp_path: Path, capsys: Any) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[Trace(max_cost=1.0)])
+    trainer.fit(TinyGRPO(num_minibatches=2), datamodule=Digits())
+    events = events_of(tmp_path)
+    names = [event["name"] for event in events]
+    assert [name for name in names if name.startswith("iteration")] == [f"iteration {index}" for index in range(3)]
+    for phase in ("rollout", "score", "update", "sync"):
+        found = [event for event in events if event.get("cat") == "phase" and event["name"] == phase]
+        assert len(found) == 3, phase
+    num = 3 * BATCH_SIZE * GROUP_SIZE
+    assert names.count("generate") == names.count("reward") == num
+    assert names.count("forward") == names.count("backward") == 3 * 2
+    assert "next batch of the loader" in names
+    assert any(event["ph"] == "C" and "host in update" in event["args"] for event in events)
+    summary = json.loads((tmp_path / "trace" / "summary.json").read_text())
+    assert summary["iterations"] == 2
+    assert summary["look_first_at"] in summary["gain"]
+    assert summary["memory_peak_mib"].keys() == {"rollout", "score", "update", "sync"}
+    assert summary["memory_of_roles_mib"]["policy"]["parameters"] > 0
+    assert f"Look first at {summary['look_first_at']}" in capsys.readouterr().out
+
+
+def test_tracing_changes_no_number(tmp_path: Path) -> None:
+    trained = []
+    for callbacks in ([], [Trace(max_cost=1.0)]):
+        module = TinyGRPO()
+        trainer = make_trainer(tmp_path, callbacks=callbacks)
+        trainer.fit(module, datamodule=Digits())
+        trained.append(weights(module))
+    assert are_equal(*trained)
+    assert "start" not in vars(trainer.profiler)  # as Lightning made it
+
+
+def test_iterations_are_left_out_when_tracing_takes_too_long(tmp_path: Path) -> None:
+    make_trainer(tmp_path, callbacks=[Trace(max_cost=1e-9)]).fit(TinyGRPO(), datamodule=Digits())
+    names = [event["name"] for event in events_of(tmp_path)]
+    assert [name for name in names if name.startswith("iteration")] == ["iteration 0"]
+
+
+def test_a_failed_run_leaves_the_iteration_it_failed_in(tmp_path: Path) -> None:
+    class Failing(TinyGRPO):
+        def on_minibatch_end(self, *args: Any) -> None:
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        make_trainer(tmp_path, callbacks=[Trace(max_cost=1.0)]).fit(Failing(), datamodule=Digits())
+    text = (tmp_path / "trace" / "rank-00000.json").read_text()
+    update = next(json.loads(line.rstrip(",\n")) for line in text.splitlines() if '"update","cat":"phase"' in line)
+    assert update["args"] == {"error": "RuntimeError"}
+    assert _tape is None
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_not_the_run(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "trace").write_text("in the way")
+    trainer = make_trainer(tmp_path, callbacks=[Trace()])
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert trainer.global_step == 3
+    assert "The trace cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{"max_cost": 0.0}, {"max_cost": 1.5}, {"max_mib": 0}])
+def test_impossible_bounds_are_refused(settings: Any) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        Trace(**settings)

@@ -1,0 +1,115 @@
+"""What a run leaves for `lightrl inspect`: the trainer's logprobs, token texts, complaints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
+
+from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer, tokenizer
+
+from lightrl import StalenessControl, TrajectoryLog
+from lightrl.callbacks import complaints
+from lightrl.callbacks.complaints import ComplaintLog
+from lightrl.inspect.answers import Answers
+from lightrl.inspect.run_folder import find_runs
+from lightrl.trajectory import Trajectory
+
+
+def records(folder: Path, iteration: int = 0) -> list[dict[str, Any]]:
+    lines = (folder / "trajectories" / f"iteration-{iteration:06d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num"), [({}, 0), ({"score_per_iteration": 3}, 3)], ids=["not asked for", "of three"]
+)
+def test_the_trainers_logprobs_are_written_where_asked_for(settings: Any, num: int, tmp_path: Path) -> None:
+    log = TrajectoryLog(table_every_n_iterations=None, **settings)
+    module = TinyGRPO(microbatch_tokens=12)
+    make_trainer(tmp_path, callbacks=[log], max_steps=1).fit(module, datamodule=Digits())
+    found = records(tmp_path)
+    assert [index for index, one in enumerate(found) if "trainer_logprobs" in one] == list(range(num))
+    for one in found[:num]:
+        engine = torch.tensor(one["trajectory"]["behavior_logprobs"])
+        torch.testing.assert_close(torch.tensor(one["trainer_logprobs"]), engine, rtol=0, atol=1e-4)
+
+
+def test_logprobs_that_the_update_needs_are_written_without_asking(tmp_path: Path) -> None:
+    log = TrajectoryLog(1, table_every_n_iterations=None)
+    callbacks = [log, StalenessControl(0)]
+    module = TinyGRPO(num_minibatches=2, decoupled=True)
+    make_trainer(tmp_path, callbacks=callbacks, max_steps=1).fit(module, datamodule=Digits())
+    assert module.experiences[0].proximal_logprobs is not None
+    assert all(len(one["trainer_logprobs"]) == len(one["trajectory"]["token_ids"]) for one in records(tmp_path))
+
+
+def test_the_page_shows_what_a_run_wrote(tmp_path: Path) -> None:
+    log = TrajectoryLog(1, table_every_n_iterations=None, score_per_iteration=4)
+    trainer = make_trainer(tmp_path, callbacks=[log], logger=CSVLogger(tmp_path, name="", version=""))
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    answers = Answers(find_runs([tmp_path]), tmp_path / "cache")
+    answers.runs[0].index.update()
+    table = answers.answer("table", {"query": "iteration=2", "order": "asc"})
+    assert table["total"] == BATCH_SIZE * GROUP_SIZE
+    row = table["rows"][0]
+    shown = answers.answer("trajectory", {"id": str(row["id"])})
+    record = records(tmp_path, 2)[0]
+    trajectory = Trajectory.from_json(record["trajectory"])
+    assert (row["reward"], row["length"]) == (trajectory.reward, trajectory.num_loss_tokens)
+    assert row["staleness"] == 0
+    texts = [shown["texts"][id_] for id_ in trajectory.token_ids]
+    assert texts == [tokenizer().decode([id_]) for id_ in trajectory.token_ids]
+    assert len(shown["group_rows"]) == GROUP_SIZE
+    curve = answers.answer("curves", {})["rollout/reward"]
+    assert curve["x"] == [0, 1, 2]
+
+
+class Failing(TinyGRPO):
+    """Every reward of sample 1 fails; the third iteration ends in an error."""
+
+    def reward(self, trajectory: Trajectory) -> Any:
+        if trajectory.sample == 1:
+            raise ValueError("no answer in <b>it</b>")
+        return super().reward(trajectory)
+
+    def on_policy_updated(self, weight_version: int) -> None:
+        logging.getLogger("lightrl.engines.own").warning("a server of version %d is slow", weight_version)
+        if weight_version == 2:
+            raise RuntimeError("the disk is gone")
+
+
+def test_drops_warnings_and_the_final_error_are_complaints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(complaints, "_MAX_DROPS", 1)
+    logger = CSVLogger(tmp_path, name="", version="")
+    trainer = make_trainer(tmp_path, callbacks=[ComplaintLog()], logger=logger)
+    handlers = logging.getLogger("lightrl").handlers[:]
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        trainer.fit(Failing(), datamodule=Digits())
+    assert logging.getLogger("lightrl").handlers == handlers
+    lines = (tmp_path / "complaints" / "rank-00000.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    dropped = [one for one in found if one["kind"] == "dropped: reward_raised"]
+    assert [(one["iteration"], one["source"]) for one in dropped] == [(0, "reward"), (1, "reward")]
+    assert "no answer in <b>it</b>" in dropped[0]["message"]
+    (rest,) = [one for one in found if one["kind"] == "dropped"]  # of the iteration that ended
+    assert rest["message"] == f"{BATCH_SIZE} trajectories in all: {BATCH_SIZE} reward_raised"
+    servers = [one["message"] for one in found if one["source"] == "server"]
+    assert servers == ["a server of version 1 is slow", "a server of version 2 is slow"]
+    assert (found[-1]["kind"], found[-1]["message"]) == ("error", "RuntimeError: the disk is gone")
+
+
+def test_a_process_complains_at_most_so_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(complaints, "MAX_LINES", 3)
+    trainer = make_trainer(tmp_path, callbacks=[ComplaintLog()], logger=CSVLogger(tmp_path, name="", version=""))
+    with pytest.raises(RuntimeError):
+        trainer.fit(Failing(), datamodule=Digits())
+    assert len((tmp_path / "complaints" / "rank-00000.jsonl").read_text().splitlines()) == 3

@@ -1,0 +1,167 @@
+"""Servers that announce themselves in a folder: they join a run, leave it, and are forgotten when they fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_server_faults import DEADLINES, weights
+from transformers import Qwen3Config
+from waits import until
+
+from lightrl.engines.sglang import registry
+from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.engines.sglang.registry import Announcement, Registry, ServerEntry, registry_at
+from lightrl.engines.sglang.request import request_seed
+from lightrl.errors import EngineTimeout
+from lightrl.testing.fake_server_process import FakeServerProcess
+from lightrl.testing.fake_server_script import ScriptedModel
+from lightrl.trajectory import Sampling
+
+NUM_TOKENS = 400
+A, B = ServerEntry("http://a:1", "http://a:9"), ServerEntry("http://b:2")
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "BEAT_S", 0.1)
+    monkeypatch.setattr("lightrl.engines.sglang.members.LOOK_EVERY_S", 0.05)
+
+
+@pytest.fixture
+def announced(tmp_path: Path) -> Iterator[Any]:
+    """Starts an announcement in the folder; all end with the test."""
+    started: list[Announcement] = []
+
+    def announce(*servers: ServerEntry) -> Announcement:
+        started.append(Announcement(tmp_path))
+        started[-1].start(servers)
+        return started[-1]
+
+    yield announce
+    for one in started:
+        one.end()
+
+
+def test_a_registry_knows_the_servers_that_announce_themselves(tmp_path: Path, announced: Any) -> None:
+    both = announced(A, B)
+    assert Registry(tmp_path).read() == {"http://a:1": A, "http://b:2": B}
+    both.end()
+    assert Registry(tmp_path).read() == {}
+
+
+def test_an_entry_without_a_beat_expires_by_the_clock_of_its_reader(
+    tmp_path: Path, announced: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(registry.time, "monotonic", lambda: now[0])
+    announcement = Announcement(tmp_path)
+    announcement._servers = [A]
+    announcement._beat()
+    reader = Registry(tmp_path)
+    assert list(reader.read()) == [A.url]
+    now[0] += registry.EXPIRE_S - 1
+    assert list(reader.read()) == [A.url]
+    announcement._beat()
+    reader.read()
+    now[0] += registry.EXPIRE_S - 1
+    assert list(reader.read()) == [A.url]
+    now[0] += 2
+    assert reader.read() == {}
+
+
+def test_a_torn_entry_is_ignored_until_it_is_whole(tmp_path: Path, announced: Any) -> None:
+    (tmp_path / "x-1.json").write_text('{"url": "http://x:1", "is_lea')
+    announced(A)
+    assert list(Registry(tmp_path).read()) == [A.url]
+
+
+def test_a_server_that_leaves_waits_until_it_is_released(tmp_path: Path, announced: Any) -> None:
+    leaving = announced(A)
+    reader = Registry(tmp_path)
+    assert not leaving.leave(timeout_s=0.3)  # no run has taken note
+    leaving = announced(A)
+    leaving._is_leaving = True
+    while not reader.read()[A.url].is_leaving:
+        pass
+    reader.release(A.url)
+    assert leaving.leave(timeout_s=60)
+
+
+def test_a_registry_is_the_only_address(tmp_path: Path) -> None:
+    assert registry_at(["http://a:1"]) is None
+    assert registry_at(["file:///shared/servers"]) == Registry(Path("/shared/servers"))
+    for urls in (["file:///a", "http://b:1"], ["file://relative"]):
+        with pytest.raises(ValueError, match="registry"):
+            registry_at(urls)
+
+
+def test_a_run_without_servers_says_how_to_start_some(tmp_path: Path) -> None:
+    with pytest.raises(EngineTimeout, match="lightrl serve --register"):
+        Registry(tmp_path).wait_for_first(0.0)
+
+
+def moved_once(token_ids: list[int]) -> bool:
+    """Token i of a request is a hash of its seed and i: one that is lost or counted twice shows."""
+
+    def written(seed: int, num: int) -> list[int]:
+        return [ScriptedModel()._token([1], seed, position, False) for position in range(num)]
+
+    return len(token_ids) == NUM_TOKENS and any(
+        token_ids == written(1, num) + written(request_seed(1, 0, num), NUM_TOKENS - num) for num in range(NUM_TOKENS)
+    )
+
+
+def test_servers_join_and_leave_amid_a_run_and_no_token_is_lost(tmp_path: Path, announced: Any) -> None:
+    first, second = FakeServerProcess(seconds_per_token=0.01), FakeServerProcess(seconds_per_token=0.01)
+    with first, second:
+        leaving = announced(ServerEntry(first.url))
+        engine = SGLangEngine(urls=[f"file://{tmp_path}"], **DEADLINES)
+        engine.start(Qwen3Config(vocab_size=1000, max_position_embeddings=100_000))
+        engine.load_weights(weights(0), weight_version=0)
+
+        async def scenario() -> list[Any]:
+            sampling = Sampling(max_new_tokens=NUM_TOKENS, seed=1)
+            writing = [asyncio.create_task(engine.generate([1], sampling, session=str(n))) for n in range(4)]
+            await until(lambda: first.stats()["running"] == 4)
+            announced(ServerEntry(second.url))
+            await until(lambda: engine.pool.urls("routable") == [first.url, second.url])
+            assert await asyncio.to_thread(leaving.leave)
+            assert not first.stats()["running"]
+            assert engine.pool.urls() == [second.url]
+            second.pace(0)
+            return [answer for (answer,) in await asyncio.gather(*writing)]
+
+        answers = asyncio.run(scenario())
+        engine.load_weights(weights(1), weight_version=1)
+        assert engine.last_sync is not None
+        assert engine.last_sync.versions == {second.url: 1}
+        assert all(moved_once(answer.token_ids) for answer in answers)
+        engine.close()
+
+
+def test_a_server_that_dies_without_a_word_is_forgotten_and_joins_again(
+    tmp_path: Path, announced: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "EXPIRE_S", 0.5)
+    first, second = FakeServerProcess(), FakeServerProcess()
+    with first, second:
+        announced(ServerEntry(first.url))
+        doomed = announced(ServerEntry(second.url))
+        engine = SGLangEngine(urls=[f"file://{tmp_path}"], **DEADLINES)
+        engine.start(Qwen3Config(vocab_size=1000))
+        engine.load_weights(weights(0), weight_version=0)
+        doomed.end()
+        second.kill()
+
+        async def scenario() -> None:
+            await until(lambda: engine.pool.urls() == [first.url])
+            await asyncio.to_thread(second.start)
+            announced(ServerEntry(second.url))
+            await until(lambda: set(engine.pool.urls("routable")) == {first.url, second.url})
+
+        asyncio.run(scenario())
+        engine.close()

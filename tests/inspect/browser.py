@@ -1,0 +1,92 @@
+"""A headless Chromium through chromedriver's protocol: only what the tests of the page need."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MISSING = "Chromium and its driver are not installed here: apt-get install chromium chromium-driver."
+_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+
+
+def is_missing() -> bool:
+    return not (shutil.which("chromedriver") and shutil.which("chromium"))
+
+
+class Browser:
+    def __init__(self, *, width: int = 1280, height: int = 860) -> None:
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            port = held.getsockname()[1]
+        self._process = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL)
+        self._url = f"http://127.0.0.1:{port}"
+        until(lambda: self._ready())
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},{height}"]
+        options = {"args": [*arguments, "--force-device-scale-factor=1"], "binary": shutil.which("chromium")}
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        session = self._send("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+        self._url += f"/session/{session['sessionId']}"
+
+    def open(self, url: str) -> None:
+        self._send("POST", "/url", {"url": url})
+
+    def run(self, script: str, *args: Any) -> Any:
+        return self._send("POST", "/execute/sync", {"script": script, "args": list(args)})
+
+    def text(self, selector: str) -> str:
+        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+
+    def count(self, selector: str) -> int:
+        return int(self.run("return document.querySelectorAll(arguments[0]).length", selector))
+
+    def click(self, selector: str) -> None:
+        self.run("document.querySelector(arguments[0]).click()", selector)
+
+    def type(self, selector: str, text: str) -> None:
+        found = self._send("POST", "/element", {"using": "css selector", "value": selector})
+        self._send("POST", f"/element/{found[_ELEMENT]}/value", {"text": text})
+
+    def wait(self, condition: str, *args: Any) -> None:
+        """Until a JavaScript expression is true."""
+        until(lambda: bool(self.run(f"return !!({condition})", *args)), condition)
+
+    def problems(self) -> list[str]:
+        """What the browser wrote to its console since the last call, scripts that it refused to run included."""
+        return [entry["message"] for entry in self._send("POST", "/se/log", {"type": "browser"})]
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self._send("GET", "/screenshot")))
+
+    def close(self) -> None:
+        try:
+            self._send("DELETE", "")
+        finally:
+            self._process.terminate()
+            self._process.wait(10)
+
+    def _ready(self) -> bool:
+        try:
+            return bool(self._send("GET", "/status")["ready"])
+        except OSError:
+            return False
+
+    def _send(self, method: str, path: str, body: Any = None) -> Any:
+        content = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(self._url + path, content, {"Content-Type": "application/json"}, method=method)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.loads(response.read())["value"]
+
+
+def until(is_true: Callable[[], bool], what: str = "the browser", timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.05)

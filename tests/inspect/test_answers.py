@@ -1,0 +1,259 @@
+"""What the page is told: runs, curves, the table, a trajectory, time lines, pictures; and the server's door."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_run import HOSTILE, head_and_trajectory, make_run, write_iteration, write_metrics, write_trace
+
+from lightrl.commands.main import main
+from lightrl.inspect.answers import Answers
+from lightrl.inspect.curves import MAX_POINTS, Curves
+from lightrl.inspect.index import TrajectoryIndex, condition
+from lightrl.inspect.run_folder import find_runs
+from lightrl.inspect.server import PageServer
+from lightrl.inspect.timeline import Timeline
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "runs" / "lightning_logs" / "version_0")
+
+
+@pytest.fixture
+def answers(folder: Path, tmp_path: Path) -> Answers:
+    made = Answers(find_runs([folder]), tmp_path / "cache")
+    made.runs[0].index.update()
+    return made
+
+
+def table(answers: Answers, query: str = "", **values: str) -> dict[str, Any]:
+    return answers.answer("table", {"run": "0", "query": query, **values})
+
+
+# ---------------------------------------------------------------------- runs and curves
+
+
+def test_runs_are_found_below_their_root(folder: Path, tmp_path: Path) -> None:
+    write_metrics(folder.parent / "version_1", 3)
+    runs = find_runs([tmp_path / "runs"])
+    assert [run.name for run in runs] == ["runs/version_0", "runs/version_1"]
+    assert find_runs([folder, folder])[0].folder == folder
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ValueError, match="is not a run and has none in it"):
+        find_runs([tmp_path / "nothing"])
+
+
+def test_a_curve_grows_with_the_file_and_survives_a_new_column(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("epoch,rollout/reward,step\n0,0.5,0\n0,nan,1\n0,0.7,2\n0,0.")
+    curves = Curves(tmp_path)
+    assert curves.to_json() == {"rollout/reward": {"x": [0, 2], "y": [0.5, 0.7]}}
+    with path.open("a") as file:
+        file.write("9,3\n")
+    assert curves.to_json()["rollout/reward"]["y"] == [0.5, 0.7, 0.9]
+    path.write_text("epoch,rollout/reward,step,val/reward\n0,0.5,0,\n0,,1,0.25\n")
+    assert curves.to_json() == {"rollout/reward": {"x": [0], "y": [0.5]}, "val/reward": {"x": [1], "y": [0.25]}}
+
+
+def test_a_long_curve_has_the_means_of_its_parts(tmp_path: Path) -> None:
+    rows = "".join(f"{step},{step}\n" for step in range(3 * MAX_POINTS))
+    (tmp_path / "metrics.csv").write_text("step,value\n" + rows)
+    points = Curves(tmp_path).to_json()["value"]
+    assert points["x"] == points["y"] == [3 * index + 1 for index in range(MAX_POINTS)]
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def test_the_table_is_sorted_searched_and_paged(answers: Answers) -> None:
+    assert table(answers)["total"] == 8 + 8 + len(HOSTILE) + 1  # and one that was dropped
+    rewards = [row["reward"] for row in table(answers, "finish=stop", sort="reward", order="asc")["rows"]]
+    assert rewards == sorted(rewards)
+    assert {row["iteration"] for row in table(answers, "iteration<1")["rows"]} == {0}
+    assert [row["excerpt"] for row in table(answers, "ANSWER 7 iteration=1")["rows"]] == ["answer 7"]
+    assert {row["sample"] for row in table(answers, "finish=length reward>0.5")["rows"]} == {3}
+    assert len(table(answers, limit="5", offset="34")["rows"]) == 3
+    (dropped,) = table(answers, "dropped")["rows"]
+    assert (dropped["finish"], dropped["excerpt"]) == ("dropped: reward_raised", HOSTILE[0])
+    with pytest.raises(ValueError, match="sort must be one of"):
+        table(answers, sort="reward; DROP TABLE rows")
+    assert condition("x' OR 1=1 --")[1] == [word for word in ("x'", "or", "1=1", "--") for _ in range(2)]
+
+
+def test_the_index_follows_a_run_that_goes_on_and_repeats(folder: Path, tmp_path: Path) -> None:
+    index = TrajectoryIndex(folder, tmp_path / "cache")
+    assert index.update(max_files=1) == 3  # two iterations and the complaints
+    assert {row["iteration"] for row in index.page()["rows"]} == {2}  # the newest first
+    assert index.update() == 0
+    write_iteration(folder, 3, [head_and_trajectory(3, 0, 0, "new")])
+    write_iteration(folder, 1, [head_and_trajectory(1, 0, 0, "repeated after a resume")])
+    (folder / "trajectories" / "iteration-000000.jsonl").unlink()
+    index.update()
+    assert [row["excerpt"] for row in index.page("iteration<2")["rows"]] == ["repeated after a resume"]
+    assert index.page("iteration=3")["total"] == 1
+    again = TrajectoryIndex(folder, tmp_path / "cache")
+    assert again.page()["total"] == index.page()["total"]  # before it has read anything
+
+
+def test_a_log_of_an_earlier_release_is_read_whole(tmp_path: Path) -> None:
+    record = head_and_trajectory(0, 5, 1, "old")
+    old = {name: record[name] for name in ("iteration", "weight_version", "advantage", "trajectory")}
+    write_iteration(
+        tmp_path, 0, [{**old, "trajectory": {**record["trajectory"], "weight_versions": [-1] * 4 + [0] * 3}}]
+    )
+    index = TrajectoryIndex(tmp_path, tmp_path / "cache")
+    index.update()
+    (row,) = index.page()["rows"]
+    assert {name: row[name] for name in ("group", "length", "staleness", "excerpt")} == {
+        "group": 5, "length": 3, "staleness": 0, "excerpt": "old"}  # fmt: skip
+
+
+# ---------------------------------------------------------------------- a trajectory
+
+
+def test_a_trajectory_has_every_token_with_what_is_known_of_it(answers: Answers) -> None:
+    row = table(answers, "iteration=2 group=0 sample=1")["rows"][0]
+    shown = answers.answer("trajectory", {"id": str(row["id"])})
+    tokens = shown["tokens"]
+    text = "".join(shown["texts"][id_] for id_ in tokens["id"][4:])
+    assert text == HOSTILE[1]
+    assert {len(values) for values in tokens.values() if values} == {len(tokens["id"])}
+    assert tokens["advantage"][:5] == [0, 0, 0, 0, 0.5]  # the mean, where all tokens have the same
+    assert tokens["trainer_logprob"][6] - tokens["logprob"][6] == pytest.approx(-0.02)
+    assert [other["sample"] for other in shown["group_rows"]] == [0, 1, 2, 3]
+    assert shown["metrics"] == {"accuracy": 1.0, "format": 1.0}
+    with pytest.raises(LookupError, match="There is no trajectory 999"):
+        answers.answer("trajectory", {"id": "999"})
+
+
+def test_only_pictures_are_shown_whatever_path_a_prompt_names(folder: Path, answers: Answers, tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "picture.png").write_bytes(PNG)
+    script = "data:image/svg+xml;base64," + base64.b64encode(b"<svg onload='1'/>").decode()
+    images = [str(tmp_path / "picture.png"), str(tmp_path / "secret.txt"), script, "data:image/png;base64,!"]
+    write_iteration(folder, 4, [head_and_trajectory(4, 0, 0, "seen", prompt={"images": images})])
+    answers.runs[0].index.update()
+    row = str(table(answers, "iteration=4")["rows"][0]["id"])
+    assert answers.picture({"id": row, "number": "0"}) == ("image/png", PNG)
+    for number in ("1", "2", "3", "9"):
+        with pytest.raises(LookupError):
+            answers.picture({"id": row, "number": number})
+
+
+# ---------------------------------------------------------------------- time lines and complaints
+
+
+def test_the_time_line_of_an_iteration_has_all_ranks(folder: Path) -> None:
+    timeline = Timeline(folder)
+    assert timeline.iterations() == [0, 1, 2]
+    line = timeline.events(1)
+    assert {row["rank"] for row in line["rows"]} == {0, 1}
+    assert len([event for event in line["events"] if event[1] == "generate"]) == 16
+    update = next(event for event in line["events"] if event[1] == "update")
+    assert update[2:5] == ["phase", 515.0, 380.0]  # ms after the first event
+    write_trace(folder, 5)  # the run began anew
+    assert timeline.iterations() == [0, 1, 2, 3, 4]
+    with (folder / "trace" / "rank-00000.json").open("a") as file:
+        file.write('{"name":"iteration 5","ph"')  # in the making
+    assert len(timeline.events(4)["events"]) == 40
+
+
+def test_lost_servers_and_drops_are_complaints(answers: Answers) -> None:
+    found = answers.answer("complaints", {})
+    assert [(one["source"], one["kind"]) for one in found] == [("server", "lost"), ("reward", "dropped: reward_raised")]
+
+
+# ---------------------------------------------------------------------- the server
+
+
+@pytest.fixture
+def server(answers: Answers) -> Iterator[PageServer]:
+    made = PageServer(answers)
+    made.start()
+    yield made
+    made.close()
+
+
+def get(server: PageServer, path: str, host: str | None = None) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{server.port}"})
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, dict(response.headers), content
+
+
+def test_the_page_needs_its_token_and_its_host(server: PageServer) -> None:
+    status, headers, content = get(server, f"/{server.token}/")
+    assert status == 200
+    assert b"<title>lightrl inspect</title>" in content
+    assert "script-src 'self'" in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert get(server, f"/{server.token}/runs", "evil.example")[0] == 403
+    assert get(server, f"/{server.token}/runs", f"localhost:{server.port}")[0] == 200
+    for path in ("/", "/runs", f"/{server.token[:-1]}/runs", f"/{server.token}x/", "/%00/"):
+        assert get(server, path)[0] == 404
+    assert get(server, f"/{server.token}/../../etc/passwd")[0] == 404
+    assert server._server.server_address[0] == "127.0.0.1"
+
+
+def test_answers_and_their_errors_are_json(server: PageServer) -> None:
+    status, headers, content = get(server, f"/{server.token}/table?run=0&query=iteration%3D1")
+    assert (status, headers["Content-Type"], json.loads(content)["total"]) == (200, "application/json", 8)
+    for question in ("table?run=7", "table?run=x", "trajectory?id=999", "nothing", "picture?id=1&number=0"):
+        status, _, content = get(server, f"/{server.token}/{question}")
+        assert (status, "error" in json.loads(content)) == (404, True)
+
+
+def test_the_command_starts_without_torch(folder: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, lightrl.commands.inspect; lightrl.commands.inspect.run(sys.argv[1:]);"
+        "print(sorted({'torch', 'lightning', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    page = tmp_path / "page.html"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder), "--export", str(page)],
+        capture_output=True, text=True, env={"HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert page.exists()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: Any) -> None:
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "is not a run" in capsys.readouterr().err
+
+
+def test_the_newest_trajectories_are_there_before_the_index_is_whole(tmp_path: Path) -> None:
+    """An iteration is read by its heads: a trajectory that is no JSON costs nothing and breaks nothing."""
+    path = tmp_path / "trajectories"
+    path.mkdir()
+    head = json.dumps(
+        {name: value for name, value in head_and_trajectory(0, 1, 2, "x").items() if name != "trajectory"}
+    )
+    for iteration in range(200):
+        line = head.replace('"iteration": 0', f'"iteration": {iteration}')[:-1].partition(', "trainer_logprobs"')[0]
+        (path / f"iteration-{iteration:06d}.jsonl").write_text(f'{line}, "trajectory": {{' + "x" * 10_000 + "\n")
+    answers = Answers(find_runs([tmp_path]), tmp_path / "cache")
+    answers.start()
+    first = answers.answer("table", {})
+    assert first["rows"][0]["iteration"] == 199
+    deadline = time.monotonic() + 60
+    while answers.runs[0].index.page()["total"] < 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    answers.close()

@@ -1,0 +1,46 @@
+"""A tool with side effects acts once, wherever the process is killed; what was written before is not written again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_scripts import TESTS, finished
+
+SCRIPT = Path(__file__).with_name("journal_run.py")
+NUM_CALLS = 6  # 3 turns in each of 2 iterations
+
+pytestmark = pytest.mark.replay
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By when it was killed: what a run left after its resume."""
+    folder = tmp_path_factory.mktemp("killed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(TESTS / "workflows"), prepend=":")
+        done = finished(SCRIPT, folder)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return {path.stem.removeprefix("killed-"): torch.load(path) for path in folder.glob("killed-*.pt")}
+
+
+@pytest.mark.parametrize("number", range(1, NUM_CALLS + 1))
+def test_a_kill_at_a_turn_boundary_repeats_no_effect_and_no_token(number: int, killed: Any) -> None:
+    whole, resumed = killed["never"], killed[f"{number}"]
+    assert len(set(whole["effects"])) == NUM_CALLS
+    assert resumed["effects"] == whole["effects"]
+    assert resumed["tokens"] == whole["tokens"]
+    assert resumed["metrics"] == whole["metrics"] == [3, 3]
+    assert resumed["requests"] == NUM_CALLS - (number - 1)  # those before the kill are in the journal
+    assert not resumed["drops"]
+
+
+def test_a_kill_amid_a_call_drops_the_conversation_and_does_not_call_again(killed: Any) -> None:
+    resumed = killed["amid"]
+    assert len(set(resumed["effects"])) == len(resumed["effects"])
+    assert resumed["drops"] == [
+        "The earlier run was killed amid ToolEnvironment.step, which may have acted; it is not called again."
+    ]
+    assert len(resumed["tokens"]) == 2  # another prompt took its place

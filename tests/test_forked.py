@@ -1,0 +1,154 @@
+"""A forked process against a fresh one: what it reads, prints, returns and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import forked
+import psutil
+import pytest
+from waits import until
+
+SCRIPT = """
+import __main__, json, logging, os, signal, sys, torch
+print(json.dumps({
+    "arguments": sys.argv, "paths": sys.path, "folder": os.getcwd(), "environment": dict(os.environ),
+    "main": [__name__, __main__.__file__, repr(__main__.__spec__), __main__ is sys.modules["__main__"]],
+    "parent": os.getppid(), "leads_session": os.getsid(0) == os.getpid(), "input": sys.stdin.read(),
+    "descriptors": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")),
+    "logging": [str(logging.getLogger().handlers), logging.root.level], "torch": torch.get_num_threads(),
+    "interrupt": str(signal.getsignal(signal.SIGINT)),
+}))
+"""
+
+
+def is_forked(process: subprocess.Popen[Any]) -> bool:
+    return "forked.serve" in " ".join(psutil.Process(process.pid).cmdline())
+
+
+def test_a_forked_process_sees_what_a_fresh_one_sees(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), "--word", "a b"]
+    settings: dict[str, Any] = {
+        "input": "typed", "capture_output": True, "text": True, "cwd": tmp_path, "start_new_session": True,
+        "env": {**os.environ, "RANK": "3", "PYTHONPATH": f"somewhere{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+    }  # fmt: skip
+    fresh, fork = (json.loads(run(command, **settings).stdout) for run in (subprocess.run, forked.run))
+    set_by_imports = {"TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+    for found in (fresh, fork):
+        found["environment"] = {k: v for k, v in found["environment"].items() if k not in set_by_imports}
+    assert fork == fresh
+
+
+@pytest.mark.parametrize(
+    ("do", "code"),
+    [
+        ("raise SystemExit(7)", 7),
+        ("raise ValueError('on purpose')", 1),
+        ("os.kill(os.getpid(), 9)", -9),
+        ("os.kill(os.getpid(), 15)", -15),
+        ("raise KeyboardInterrupt", -2),
+        ("import atexit; atexit.register(print, 'at the end')", 0),
+    ],
+)
+def test_it_ends_as_a_fresh_one_ends(tmp_path: Path, do: str, code: int) -> None:
+    (tmp_path / "script.py").write_text(f"import os\n{do}")
+    command = [sys.executable, str(tmp_path / "script.py")]
+    fresh, fork = (run(command, capture_output=True, text=True) for run in (subprocess.run, forked.run))
+    assert (fork.returncode, fork.stderr[-40:]) == (fresh.returncode, fresh.stderr[-40:])
+    assert fork.returncode == code
+    assert ("at the end" in fork.stdout) == ("atexit" in do)
+
+
+def test_no_two_have_the_same_random_numbers(tmp_path: Path) -> None:
+    (tmp_path / "draws.py").write_text(
+        "import numpy, random, torch, uuid\n"
+        "print(random.random(), numpy.random.rand(), float(torch.rand(1)), uuid.uuid4())"
+    )
+    runs = [forked.run([sys.executable, str(tmp_path / "draws.py")], capture_output=True, text=True) for _ in "ab"]
+    first, second = (run.stdout.split() for run in runs)
+    assert len(first) == 4
+    assert not set(first) & set(second)
+
+
+def test_a_module_runs_as_main_and_pickles_what_it_defines(tmp_path: Path) -> None:
+    (tmp_path / "as_main.py").write_text(
+        "import pickle, sys\nclass Thing: pass\n"
+        "if __name__ == '__main__': print(type(pickle.loads(pickle.dumps(Thing()))) is Thing, sys.argv[1:])"
+    )
+    done = forked.run([sys.executable, "-m", "as_main", "x"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True ['x']\n", "")
+
+
+def test_children_of_its_children_are_forked_and_end_with_them(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, __file__.replace('parent', 'child')], stdout=subprocess.PIPE)\n"
+        "print(child.stdout.readline().decode(), flush=True)\nchild.wait()"
+    )
+    (tmp_path / "child.py").write_text("import time; print(open('/proc/self/cmdline').read(), flush=True)")
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    done = forked.run(command, children_fork=True, capture_output=True, text=True)
+    assert "forked.serve" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"env": {**os.environ, "OMP_NUM_THREADS": "3"}}, "OMP_NUM_THREADS may matter at an import"),
+        ({"preexec_fn": os.getpid}, "a setting of Popen"),
+    ],
+)
+def test_what_a_fork_cannot_do_is_done_by_a_fresh_process(
+    settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "forked")
+    with forked.Popen([sys.executable, "-m", "this"], stdout=subprocess.PIPE, **settings) as process:
+        assert process.communicate()[0].startswith(b"The Zen")
+    assert reason in caplog.text
+
+
+def test_without_its_fork_server_the_process_is_a_fresh_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(forked, "server", forked.ForkServer(forked.server.environment))
+    command = [sys.executable, "-m", "http.server", "0"]
+    quiet: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    processes = [forked.Popen(command, **quiet)]
+    forked.server._process.kill()
+    processes.append(forked.Popen(command, **quiet))
+    are_forked = [is_forked(process) for process in processes]
+    for process in processes:
+        process.kill()
+        process.wait()
+    assert are_forked == [True, False]
+    assert "The fork server of the tests failed" in caplog.text
+
+
+def test_the_fork_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import forked, os, psutil, sys, time; forked.server.environment = dict(os.environ)\n"
+        "forked.run([sys.executable, '-m', 'this'], stdout=-3)\n"
+        "print(psutil.Process().children()[0].pid, flush=True); time.sleep(60)"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": paths}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as asker:
+        assert asker.stdout is not None
+        server = psutil.Process(int(asker.stdout.readline()))
+        asker.send_signal(signal.SIGKILL)
+    asyncio.run(until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE))
+
+
+def test_a_signal_reaches_the_group_of_a_new_session_at_once() -> None:
+    with forked.Popen([sys.executable, "-m", "asyncio"], stdin=subprocess.PIPE, start_new_session=True) as process:
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL

@@ -1,0 +1,184 @@
+"""Spans, clocks, files and areas, each by itself; a traced run is in tests/callbacks/test_trace.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrl.trace import (
+    Event,
+    MemoryPeaks,
+    Summary,
+    Tape,
+    TraceFile,
+    area_times,
+    clock_offset_ns,
+    in_microbatch_spans,
+    join_traces,
+    keep,
+    span,
+)
+from lightrl.trace.areas import common, summary_text, union, without
+from lightrl.trace.memory import host_bytes
+
+S = 10**9  # a second, in ns
+
+
+@pytest.fixture
+def tape() -> Iterator[Tape]:
+    tape = Tape()
+    keep(tape)
+    yield tape
+    keep(None)
+
+
+def at(name: str, category: str, start: float, end: float, track: str = "trainer") -> Event:
+    return Event(name, category, track, int(start * S), int(end * S), {})
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text().rstrip().removesuffix(",") + "]")
+
+
+def test_a_span_measures_without_a_trace_and_is_kept_with_one(tape: Tape) -> None:
+    with span("one", "step", tokens=3) as measured:
+        measured.args["more"] = 1
+    with pytest.raises(ValueError, match="wrong"), span("two", "step", "elsewhere"):
+        raise ValueError("wrong")
+    one, two = tape.take()
+    assert (one.name, one.track, one.args) == ("one", "trainer", {"tokens": 3, "more": 1})
+    assert one.end_ns - one.start_ns == pytest.approx(measured.seconds * 1e9)
+    assert (two.track, two.args) == ("elsewhere", {"error": "ValueError"})
+    keep(None)
+    with span("three", "step") as measured:
+        pass
+    assert measured.seconds > 0
+    assert tape.take() == []
+
+
+def test_a_microbatch_leaves_forward_loss_and_backward(tape: Tape) -> None:
+    loss, backward = in_microbatch_spans(lambda experience, outputs: 2.0, lambda value: None)
+    for _ in range(2):
+        backward(loss([1, 2, 3], None))
+    events = tape.take()
+    assert [event.name for event in events] == ["forward", "loss", "backward"] * 2
+    assert events[0].args == {"trajectories": 3}
+    assert events[3].start_ns == events[2].end_ns  # the second forward begins where the first backward ended
+    keep(None)
+    assert in_microbatch_spans(sum, print) == (sum, print)
+
+
+def test_the_offset_of_a_clock_is_bounded_by_barriers() -> None:
+    """True offset 1,000; the last to come releases everybody, who then leave at times of their own."""
+    first = [(0, 60), (100, 190)]
+    own = [(1_000 + 50, 1_000 + 55), (1_000 + 120, 1_000 + 130)]
+    offset, error = clock_offset_ns(own, first)
+    assert abs(offset - 1_000) <= error <= 45
+    assert clock_offset_ns(first, first)[0] == pytest.approx(0, abs=45)
+
+
+def test_events_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path, 3, "rank 3", offset_ns=S, max_bytes=2**20)
+    events = [at("a", "generate", 2, 4, "generations"), at("b", "generate", 3, 5, "generations")]
+    events += [at("c", "generate", 4.5, 6, "generations"), at("update", "phase", 6, 7)]
+    file.add(12, 2 * S, events, {"host in update": 5})
+    lines = lines_of(tmp_path / "rank-00003.json")
+    drawn = {line["name"]: line for line in lines if line["ph"] == "X"}
+    assert drawn["a"]["tid"] == drawn["c"]["tid"] != drawn["b"]["tid"]
+    assert (drawn["update"]["ts"], drawn["update"]["dur"], drawn["update"]["pid"]) == (5e6, 1e6, 3)
+    names = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
+    assert names[drawn["b"]["tid"]] == "generations 2"
+    assert [line["args"] for line in lines if line["name"] == "iteration 12"] == [{"iteration": 12}]
+    assert [line["args"] for line in lines if line["ph"] == "C"] == [{"host in update": 5}]
+
+
+def test_the_last_iterations_of_a_long_run_are_kept_within_the_bound(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path, 0, "rank 0", max_bytes=4_000)
+    for iteration in range(100):
+        file.add(iteration, iteration * S, [at("update", "phase", iteration, iteration + 1)], {})
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 5_000
+    path = join_traces(tmp_path)
+    assert path is not None
+    kept = [line["args"]["iteration"] for line in json.loads(path.read_text()) if line["name"].startswith("iteration")]
+    assert kept == list(range(kept[0], 100))
+    assert len(kept) >= 3
+
+
+def test_a_line_that_a_killed_process_left_is_not_joined(tmp_path: Path) -> None:
+    TraceFile(tmp_path, 0, "rank 0", max_bytes=2**20)
+    TraceFile(tmp_path, 1, "rank 1", max_bytes=2**20)
+    with (tmp_path / "rank-00000.json").open("a") as file:
+        file.write('{"name":"upda')
+    path = join_traces(tmp_path)
+    assert path is not None
+    assert {line["pid"] for line in json.loads(path.read_text())} == {0, 1}
+    assert join_traces(tmp_path / "nothing") is None
+
+
+def test_intervals() -> None:
+    assert union([(5, 7), (1, 3), (2, 4)]) == [(1, 4), (5, 7)]
+    assert common([(1, 4), (5, 7)], [(3, 6)]) == [(3, 4), (5, 6)]
+    assert without([(1, 4), (5, 7)], [(3, 6)]) == [(1, 3), (6, 7)]
+
+
+# By hand: the loader takes 0 to 1. The rollout lasts from 1 to 7: from 1 to 2 prompts are made, from 2 to 5 generations
+# run, of which only one from 4 on, from 5 to 6 only a reward is missing, from 6 to 7 nothing is known to run.
+ITERATION = [
+    at("next batch of the loader", "loader", 0, 1),
+    at("rollout", "phase", 1, 7),
+    at("make prompts", "data", 1, 2.5, "prompts"),
+    *[at("generate", "generate", 2, 4, "generations") for _ in range(3)],
+    at("generate", "generate", 2, 5, "generations"),
+    at("request", "server", 2, 5, "http://a"),
+    at("request", "server", 2, 3, "http://b"),
+    at("judge", "reward", 4, 6, "rewards"),
+    at("score", "phase", 7, 7.5),
+    at("rewards", "phase", 7.5, 8),
+    at("update", "phase", 8, 9),
+    at("all_reduce", "collective", 8.5, 8.75),
+    at("sync", "phase", 9, 9.5),
+]
+
+
+def test_the_time_of_an_iteration_is_divided_among_areas() -> None:
+    times = area_times([*ITERATION, at("update", "phase", 11, 12)], 0, 10 * S)
+    assert times.total == 10
+    assert times.areas == {"rollout": 4, "reward": 1.5, "score": 0.5, "update": 1, "sync": 0.5, "data": 2}
+    assert (times.tail, times.collectives, times.servers) == (1, 0.25, {"http://a": 3, "http://b": 1})
+
+
+def test_the_summary_says_what_to_look_at_first_and_what_one_would_gain() -> None:
+    summary = Summary()
+    assert summary.to_json() is None
+    summary.add(area_times([at("update", "phase", 0, 99)], 0, 100 * S))  # the first one warms up
+    for _ in range(2):
+        summary.add(area_times(ITERATION, 0, 10 * S))
+    found = summary.to_json()
+    assert found is not None
+    assert found["iterations"] == 2
+    assert found["look_first_at"] == "rollout"
+    assert found["gain"]["rollout"] == pytest.approx(10 / 6)
+    assert found["areas_s"]["other"] == pytest.approx(0.5)
+    assert found["overlap_gain"] == pytest.approx(10 / 6)  # what is not rollout, 6 s, is then the longer half
+    text = summary_text(found)
+    assert "Look first at rollout: without it an iteration would be 1.67x as fast." in text
+    assert "For 25% of it less than half of the generations ran" in text
+    overlapped = summary.to_json(overlaps=True)
+    assert overlapped is not None
+    assert "StalenessControl" not in summary_text(overlapped)
+
+
+def test_the_peak_of_a_block_is_its_own() -> None:
+    memory = MemoryPeaks()
+    with memory.within("large"):
+        block = bytearray(64 * 2**20)
+        block[:: 2**12] = b"x" * len(block[:: 2**12])
+        del block
+    with memory.within("small"):
+        pass
+    if host_bytes() and memory.peaks["small"]["host"] < memory.peaks["large"]["host"]:  # may be reset here
+        assert memory.peaks["large"]["host"] - memory.peaks["small"]["host"] > 32 * 2**20
