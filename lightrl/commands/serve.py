@@ -204,7 +204,10 @@ def settings_of(configs: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     policy: Any = None
     settings: dict[str, Any] = {}
     for config in configs:
-        content = Written.read(["--config", config])
+        try:
+            content = Written.read(["--config", config])
+        except UsageError as error:
+            raise ValueError(f"{error} It cannot be read: pass a run's YAML file.") from error
         policy = content.section("model.init_args").get("policy", policy)
         engine = content.section("trainer").get("engine")
         if isinstance(engine, dict):
