@@ -271,11 +271,12 @@ def _served(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> 
             f"The {call.role} must have a path or config, got url={url!r}: a server gives one number after a "
             "trajectory, not one before each token."
         )
-    if not is_scalar and (sampling.temperature != 1 or sampling.min_new_tokens):
+    if not is_scalar and (sampling.temperature != 1 or sampling.min_new_tokens or sampling.is_truncated):
         raise ValueError(
             f"The {call.role} is behind {url}, which scores tokens at temperature 1 with no token masked, so sampling "
-            f"must have temperature 1 and min_new_tokens 0, got {sampling.temperature:g} and "
-            f"{sampling.min_new_tokens}. Change them, or set the model's path instead of url."
+            "must have temperature 1, min_new_tokens 0, top_p 1 and top_k -1, got "
+            f"{sampling.temperature:g}, {sampling.min_new_tokens}, {sampling.top_p:g} and {sampling.top_k}. Change "
+            "them, or set the model's path instead of url."
         )
     return replace(call, url=url)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightrl.checks.choices import check_choice
 from lightrl.functional.device_copy import to_device
 from lightrl.functional.packing import bins
+from lightrl.functional.supports import EVERY_TOKEN, num_coded_tokens
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class Experience:
     advantages: Tensor | None = None  # float32 [B, T]
     pixel_values: Tensor | None = None  # float32 [M, 3, height, width], all pictures
     image_rows: Tensor | None = None  # int64 [B, I], the pictures of each row in order, as indices of those; -1: none
+    supports: Tensor | None = None  # uint8 [S], in host memory: the codes of all supports (functional/supports.py)
+    support_starts: Tensor | None = None  # int64 [B], in host memory: where the codes of a row begin
+    support_sizes: Tensor | None = None  # int64 [B], in host memory: bytes of its codes
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # [B], [B, T] or [B, T, ...], of a user's own calls
 
     def __post_init__(self) -> None:
@@ -81,6 +85,8 @@ class Experience:
                 trains although nothing predicts it.
         """
         check_trajectories(trajectories, are_judged=are_judged)
+        is_truncated = any(item.supports is not None for item in trajectories)
+        supports: Any = support_fields([support_codes(item) for item in trajectories]) if is_truncated else {}
         written = cls(
             token_ids=_rows([item.token_ids for item in trajectories], 0, np.int64),
             loss_mask=_rows([item.loss_mask for item in trajectories], False, np.bool_),
@@ -90,6 +96,7 @@ class Experience:
             group_ids=torch.tensor([item.group_id for item in trajectories], dtype=torch.int64),
             is_truncated=torch.tensor([item.is_truncated for item in trajectories], dtype=torch.bool),
             lengths=torch.tensor([len(item.token_ids) for item in trajectories], dtype=torch.int64),
+            **supports,
         )
         return written.judged(trajectories) if are_judged else written
 
@@ -177,7 +184,12 @@ class Experience:
         """The trajectories at these rows, in this order, cut to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.token_ids.device)
         width = int(self.lengths[index].max()) if len(index) else 0
-        picked = {name: value[index] for name, value in self.tensors().items() if name != "pixel_values"}
+        on_host = index.cpu() if self.supports is not None else index
+        picked = {
+            name: value[on_host if name in ON_HOST else index]
+            for name, value in self.tensors().items()
+            if name not in _TABLES
+        }
         cut = {name: value[:, :width] for name, value in picked.items() if value.dim() >= 2 and name != "image_rows"}
         return self.with_tensors({**picked, **cut})
 
@@ -192,6 +204,10 @@ class Experience:
     def concat(cls, parts: Sequence[Experience]) -> Experience:
         """The trajectories of all parts, in order, padded to the longest."""
         width = max(part.token_ids.shape[1] for part in parts)
+        supports: dict[str, Tensor] = {}
+        if any(part.supports is not None for part in parts):
+            supports = support_fields([codes for part in parts for codes in part.support_codes()])
+            parts = [replace(part, supports=None, support_starts=None, support_sizes=None) for part in parts]
         tensors = [part.tensors() for part in _with_common_pictures(parts)]
         names = {name for part in tensors for name in part}
         uneven = [name for name in sorted(names) if any(name not in part for part in tensors)]
@@ -207,12 +223,20 @@ class Experience:
                 fill = -1 if name == "weight_versions" else 0
                 values = [_widened(value, width, fill) for value in values]
             joined[name] = torch.cat(values)
-        return cls._of(joined)
+        return cls._of({**joined, **supports})
+
+    def support_codes(self) -> list[Tensor]:
+        """The codes of the supports of each row's tokens, uint8, in host memory."""
+        if self.supports is None or self.support_starts is None or self.support_sizes is None:
+            return [_every_token(length) for length in self.lengths.tolist()]
+        starts, sizes = self.support_starts.tolist(), self.support_sizes.tolist()
+        return [self.supports[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
     def to(self, device: torch.device | str) -> Self:
         """On this device; the host does not wait, and `on_host` of a field is what was copied."""
         place = torch.device(device)
-        return self.with_tensors({name: to_device(value, place) for name, value in self.tensors().items()})
+        moved = {name: to_device(value, place) for name, value in self.tensors().items() if name not in ON_HOST}
+        return self.with_tensors(moved)
 
     def minibatches(self, num: int, *, epochs: int = 1, seed: int = 0, unit: LossUnit = "trajectory") -> Iterator[Self]:
         """`num` minibatches for each of `epochs` passes: a new shuffle of the units each pass, cut evenly.
@@ -274,7 +298,7 @@ class Experience:
         return sorted(rows[start : start + 2] for rows in groups.values() for start in range(0, len(rows), 2))
 
     def to_tensordict(self) -> Any:
-        """A `tensordict.TensorDict` of the fields that are set, batch size [B], without `pixel_values`.
+        """A `tensordict.TensorDict` of the fields that are set, batch size [B], without `pixel_values` and `supports`.
 
         Raises:
             ImportError: if tensordict is not installed.
@@ -283,12 +307,14 @@ class Experience:
             from tensordict import TensorDict
         except ImportError as error:
             raise ImportError("to_tensordict needs tensordict: pip install lightrl[tensordict].") from error
-        tensors = {name: value for name, value in self.tensors().items() if name != "pixel_values"}
+        tensors = {name: value for name, value in self.tensors().items() if name not in (*_TABLES, *ON_HOST)}
         return TensorDict(tensors, batch_size=[len(self)])
 
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name != "extras")
 FIELDS = frozenset(_FIELD_ORDER)  # of Experience, less the extras
+_TABLES = ("pixel_values", "supports")  # stored once; other fields say which part belongs to a row
+ON_HOST = ("supports", "support_starts", "support_sizes")  # strategies decode them there
 # The fields that the rollout fills in; model calls may read them.
 ROLLOUT_FIELDS = frozenset(_FIELD_ORDER[: _FIELD_ORDER.index("token_rewards") + 1])
 
@@ -328,6 +354,23 @@ def _rows(values: Sequence[Sequence[float]], fill: float, dtype: type) -> Tensor
     return torch.from_numpy(rows)
 
 
+def support_fields(codes: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The three fields of the supports, from the codes of each row."""
+    sizes = torch.tensor([len(item) for item in codes], dtype=torch.int64)
+    return {"supports": torch.cat(list(codes)), "support_starts": sizes.cumsum(0) - sizes, "support_sizes": sizes}
+
+
+def _every_token(num: int) -> Tensor:
+    """The codes of tokens that were read, or drawn from the whole vocabulary."""
+    return torch.full((num,), EVERY_TOKEN[0], dtype=torch.uint8)
+
+
+def support_codes(trajectory: Trajectory) -> Tensor:
+    if trajectory.supports is None:
+        return _every_token(len(trajectory.token_ids))
+    return torch.from_numpy(np.array(trajectory.supports, np.uint8))
+
+
 def check_trajectories(trajectories: Sequence[Trajectory], *, are_judged: bool = True) -> None:
     """Raises ValueError if they cannot make an Experience; see `Experience.from_trajectories`."""
     if not trajectories:
@@ -341,7 +384,7 @@ def check_trajectories(trajectories: Sequence[Trajectory], *, are_judged: bool =
 
 def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
     """Raises ValueError unless the field is [B] or [B, T, ...]; `image_rows` are [B, I]."""
-    if name == "pixel_values":
+    if name in _TABLES:
         return
     expected = (num, width) if tensor.dim() >= 2 and name != "image_rows" else (num,)
     if tuple(tensor.shape[: len(expected) if name == "image_rows" else 2]) != expected:
@@ -361,6 +404,11 @@ def microbatch_bins(lengths: Sequence[int], units: Sequence[Sequence[int]], max_
 
 def _check_tokens(trajectory: Trajectory) -> None:
     num = len(trajectory.token_ids)
+    if trajectory.supports is not None and (coded := num_coded_tokens(trajectory.supports)) != num:
+        raise ValueError(
+            f"A trajectory of prompt {trajectory.prompt.id!r} has the supports of {coded} tokens and {num} token_ids. "
+            "Join those of its completions with functional.joined_supports."
+        )
     for name in ("loss_mask", "behavior_logprobs", "weight_versions", "rewards"):
         values = getattr(trajectory, name)
         if values is not None and len(values) != num:

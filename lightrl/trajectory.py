@@ -58,12 +58,20 @@ class Prompt:
         return cls(**record)
 
 
+# The most tokens that a truncated draw chooses from: SGLang returns 4,096 ids, some of which ties may take.
+MAX_SUPPORT = 4000
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How the engine draws tokens."""
+    """How the engine draws tokens.
+
+    `top_k` and `top_p` truncate the distribution. Training is exact with them: a token's logprobs, the engine's and the
+    trainer's, are those within its support, the tokens that it was drawn from.
+    """
 
     temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # 1 keeps every token
+    top_p: float = 1.0  # 1 keeps every token; below, at most the MAX_SUPPORT likeliest
     top_k: int = -1  # -1 keeps every token
     max_new_tokens: int = 128
     min_new_tokens: int = 0  # no stop token is drawn before this many tokens
@@ -75,13 +83,26 @@ class Sampling:
             raise ValueError(f"temperature must be >= 0 (0 is greedy) and finite, got {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1] (1 keeps every token), got {self.top_p}.")
-        if self.top_k < 1 and self.top_k != -1:
-            raise ValueError(f"top_k must be at least 1, or -1 to keep every token, got {self.top_k}.")
+        if not (1 <= self.top_k <= MAX_SUPPORT or self.top_k == -1):
+            raise ValueError(
+                f"top_k must be from 1 to {MAX_SUPPORT:,} (-1 keeps every token), got {self.top_k}. The tokens that it "
+                "keeps are recorded for each token that is drawn."
+            )
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             bound = f"max_new_tokens={self.max_new_tokens}"
             raise ValueError(f"min_new_tokens must be between 0 and {bound}, got {self.min_new_tokens}.")
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary, which is then recorded as their support."""
+        return self.temperature > 0 and (self.top_k != -1 or self.top_p < 1)
+
+    @property
+    def max_support(self) -> int:
+        """The most tokens that a draw chooses from; -1 for all."""
+        return self.top_k if self.top_k != -1 or not self.is_truncated else MAX_SUPPORT
 
 
 @dataclass(frozen=True)
@@ -101,7 +122,8 @@ class TokenArray(Sequence[_Number]):
 
     Args:
         values: a list, an array of numpy or torch, or any other numbers.
-        code: the dtype, in the letters of `memoryview.format`: "i" int32, "f" float32, "d" float64, "?" bool.
+        code: the dtype, in the letters of `memoryview.format`: "i" int32, "f" float32, "d" float64, "?" bool,
+            "B" uint8.
         as_runs: store each run of equal numbers as the number and its end instead, unless that takes more memory.
 
     Raises:
@@ -248,7 +270,7 @@ class Trajectory:
     sample: int  # which of the group's trajectories, 0 to G - 1
     token_ids: Sequence[int]  # int32 [T]
     loss_mask: Sequence[bool]  # [T], True where the policy wrote the token and trains on it
-    behavior_logprobs: Sequence[float]  # float32 [T], 0 where the policy did not write
+    behavior_logprobs: Sequence[float]  # float32 [T], within the token's support; 0 where the policy did not write
     weight_versions: Sequence[
         int
     ]  # int32 [T], of the weights that sampled the token; -1 where the policy did not write
@@ -258,6 +280,8 @@ class Trajectory:
     is_truncated: bool = False  # ended by a length limit
     reward: float | None = None  # None until judged
     rewards: Sequence[float] | None = None  # float64 [T], for rewards per token; then `reward` is their sum
+    # uint8, the codes of the T tokens' supports (functional/supports.py); None if no draw was truncated.
+    supports: Sequence[int] | None = None
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # by name, logged for the reward or the workflow
     # Recorded, of judges and teachers, by key: a number, or a numpy array [T, ...].
@@ -339,6 +363,7 @@ TOKEN_FIELDS: dict[str, tuple[str, bool]] = {
     "weight_versions": ("i", True),
     "completion_ids": ("i", False),
     "rewards": ("d", True),
+    "supports": ("B", False),
 }
 
 
@@ -398,6 +423,8 @@ def token_array(name: str, values: Iterable[Any]) -> TokenArray[Any]:
 
 def as_plain(value: Any) -> Any:
     """A TokenArray, or an array or number of numpy or torch, as JSON can hold it; anything else as it is."""
+    if isinstance(value, TokenArray) and value.code == "B":  # nobody reads them as numbers
+        return value.text
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -407,7 +434,7 @@ def sampling_seed(run_seed: int, prompt_id: str, sample: int, turn: int = 0) -> 
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-_DTYPES = {"i": "int32", "f": "float32", "d": "float64", "?": "bool"}
+_DTYPES = {"i": "int32", "f": "float32", "d": "float64", "?": "bool", "B": "uint8"}
 
 
 def _packed(values: Any, code: str) -> bytes:

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from tiny import random_trajectories
 
-from lightrl.trajectory import Group, Prompt, Sampling, TokenArray, Trajectory, Turn, sampling_seed
+from lightrl.trajectory import MAX_SUPPORT, Group, Prompt, Sampling, TokenArray, Trajectory, Turn, sampling_seed
 
 
 def test_a_group_survives_json() -> None:
     trajectories = random_trajectories(num_groups=1, num_turns=2)
     trajectories[0].turns = [Turn(2, 5), Turn(7, 9, "length")]
     trajectories[1].rewards = [0.5] * len(trajectories[1].token_ids)
+    trajectories[2].supports = [200, 1, 0] * len(trajectories[2].token_ids)
     group = Group(id=3, prompt=trajectories[0].prompt, trajectories=trajectories)
     assert Group.from_json(json.loads(json.dumps(group.to_json()))) == group
 
@@ -27,6 +28,7 @@ def test_a_group_survives_json() -> None:
 def test_a_group_survives_a_checkpoint_and_shares_its_prompt_again() -> None:
     trajectories = random_trajectories(num_groups=1)
     trajectories[1].rewards = [0.5] * len(trajectories[1].token_ids)
+    trajectories[2].supports = [200, 1, 0] * len(trajectories[2].token_ids)
     group = Group(id=3, prompt=trajectories[0].prompt, trajectories=trajectories)
     trajectories[2].prompt = Prompt("other", token_ids=[1])
     restored = Group.from_json(json.loads(json.dumps(group.state_dict())))
@@ -66,6 +68,7 @@ def test_a_prompt_needs_messages_or_tokens() -> None:
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": 0},
+        {"top_k": 4001},
         {"max_new_tokens": 0},
         {"min_new_tokens": -1},
         {"min_new_tokens": 9, "max_new_tokens": 8},
@@ -75,6 +78,15 @@ def test_a_prompt_needs_messages_or_tokens() -> None:
 def test_sampling_out_of_range_is_refused_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(settings))} must be .*got {next(iter(settings.values()))}"):
         Sampling(**settings)
+
+
+def test_a_truncated_draw_is_bounded_in_what_it_chooses_from() -> None:
+    assert not Sampling(temperature=0, top_p=0.9, top_k=5).is_truncated
+    assert [Sampling(**settings).max_support for settings in ({}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 5})] == [
+        -1,
+        MAX_SUPPORT,
+        5,
+    ]
 
 
 def test_seeds_differ_by_each_of_their_parts_and_are_the_same_on_every_machine() -> None:
@@ -92,8 +104,14 @@ def test_seeds_differ_by_each_of_their_parts_and_are_the_same_on_every_machine()
     assert int(found.stdout) == sampling_seed(1, "b", 2, 3)
 
 
-CODES = {"i": "int32", "f": "float32", "d": "float64", "?": "bool"}
-NUMBERS: dict[str, list[float]] = {"i": [5, 5, -(2**31), 2**31 - 1], "f": [0.5, 0.1], "d": [0.1], "?": [True, False]}
+CODES = {"i": "int32", "f": "float32", "d": "float64", "?": "bool", "B": "uint8"}
+NUMBERS: dict[str, list[float]] = {
+    "i": [5, 5, -(2**31), 2**31 - 1],
+    "f": [0.5, 0.1],
+    "d": [0.1],
+    "?": [True, False],
+    "B": [0, 255],
+}
 
 
 @pytest.mark.parametrize("as_runs", [False, True], ids=["each number", "runs"])

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightrl.experience import Experience
+from lightrl.functional import encode_supports
 from lightrl.models import ModelSpec
 from lightrl.testing.tiny_model import LETTERS, QUIET, TINY_CONFIG, char_tokenizer, tiny_policy
 from lightrl.trajectory import Prompt, Trajectory
@@ -139,6 +140,30 @@ def with_teacher_topk(experience: Experience, num: int) -> Experience:
     return experience.with_tensors(topk)
 
 
+def with_supports(experience: Experience, vocabulary: int = VOCABULARY) -> tuple[Experience, Tensor]:
+    """With random supports of the loss tokens, some of them a single token and some the whole vocabulary.
+
+    Returns:
+        The experience, and the supports as bool [B, T, V].
+    """
+    generator = torch.Generator().manual_seed(4)
+    shape = experience.token_ids.shape
+    share = torch.rand(*shape, 1, generator=generator)
+    allowed = torch.rand(*shape, vocabulary, generator=generator) < torch.where(share > 0.8, 1.0, share - 0.1)
+    allowed.scatter_(-1, experience.token_ids[..., None], True)
+    allowed |= ~experience.loss_mask[..., None]
+    parts = []
+    for row, length in enumerate(experience.lengths.tolist()):
+        places = allowed[row, :length].nonzero().numpy()
+        codes = encode_supports(
+            places[:, 0], places[:, 1], experience.token_ids[row, :length].numpy(), vocabulary=vocabulary
+        )
+        parts.append(torch.frombuffer(bytearray(b"".join(codes)), dtype=torch.uint8))
+    sizes = torch.tensor([len(part) for part in parts])
+    fields = {"supports": torch.cat(parts), "support_starts": sizes.cumsum(0) - sizes, "support_sizes": sizes}
+    return experience.with_tensors(fields), allowed
+
+
 def slow_distributions(
     model: PreTrainedModel,
     experience: Experience,
@@ -146,6 +171,7 @@ def slow_distributions(
     temperature: float = 1.0,
     min_new_tokens: int = 0,
     stop_token_ids: tuple[int, ...] = (),
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """Log-probabilities [B, T, V] from Hugging Face's logits, one trajectory and one token at a time; else 0."""
     found = torch.zeros(*experience.token_ids.shape, VOCABULARY)
@@ -160,6 +186,8 @@ def slow_distributions(
             predicted = logits[t - 1].clone()
             if written <= min_new_tokens:
                 predicted[list(stop_token_ids)] = -1e30
+            if allowed is not None:
+                predicted[~allowed[row, t]] = -1e30
             place = (torch.tensor(row), torch.tensor(t))
             found = found.index_put(place, torch.log_softmax(predicted, -1))
     return found
@@ -172,9 +200,14 @@ def slow_outputs(
     temperature: float = 1.0,
     min_new_tokens: int = 0,
     stop_token_ids: tuple[int, ...] = (),
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropy [B, T] from Hugging Face's logits, one trajectory and one token at a time."""
-    rules: dict[str, Any] = {"min_new_tokens": min_new_tokens, "stop_token_ids": stop_token_ids}
+    rules: dict[str, Any] = {
+        "min_new_tokens": min_new_tokens,
+        "stop_token_ids": stop_token_ids,
+        "allowed": allowed,
+    }
     found = slow_distributions(model, experience, temperature=temperature, **rules)
     logprobs = found.gather(-1, experience.token_ids[..., None])[..., 0]
     return logprobs, -(found.exp() * found.clamp(min=-1e9)).sum(-1)

@@ -81,6 +81,11 @@ class Distillation(GRPO):
         super().__init__(
             policy, group_size=group_size, advantage_mean=advantage_mean, advantage_std=advantage_std, **kwargs
         )
+        if teacher_topk is not None and self.sampling.is_truncated:
+            raise ValueError(
+                f"teacher_topk={teacher_topk} compares the teacher's likeliest tokens, which truncated sampling may "
+                "leave out. Set sampling.top_p to 1 and top_k to -1, or leave teacher_topk out."
+            )
         self.teacher_role = Role.of(teacher)
         self.teacher_topk = teacher_topk
         self.divergence = divergence

@@ -212,7 +212,7 @@ class LightRLCLI(LightningCLI):
 class SaveRunConfig(SaveConfigCallback):
     """Saves the configuration as config.yaml in the run's folder, but never over a file it was read from.
 
-    Every logger gets it as hyper-parameters: hparams.yaml, the parameters of MLflow, the config of Weights & Biases.
+    Every logger gets it as hyper-parameters, as CSVLogger's hparams.yaml.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

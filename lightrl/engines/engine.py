@@ -18,15 +18,19 @@ class Completion:
     """The tokens after a prompt, one entry for each new token; a list that is given becomes a TokenArray."""
 
     token_ids: Sequence[int]  # int32, the stop token included
-    # float32, in nats: log-softmax(logits / temperature), before top-p and top-k; unscaled when greedy.
+    # float32, in nats: log-softmax(logits / temperature), within the token's support; unscaled when greedy.
     logprobs: Sequence[float]
     weight_versions: Sequence[int]  # int32, the weights that sampled each token; never decreasing
     finish_reason: FinishReason
+    # uint8, the codes of the tokens' supports (`functional.encode_supports`); None unless `sampling.is_truncated`.
+    supports: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", token_array("token_ids", self.token_ids))
         object.__setattr__(self, "logprobs", token_array("behavior_logprobs", self.logprobs))
         object.__setattr__(self, "weight_versions", token_array("weight_versions", self.weight_versions))
+        if self.supports is not None:
+            object.__setattr__(self, "supports", token_array("supports", self.supports))
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints; plain Python."""

@@ -6,16 +6,18 @@ import asyncio
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from lightrl.concurrency.wake_up import WakeUps
 from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.errors import EngineError, WeightSyncError
+from lightrl.functional import encode_supports
 from lightrl.trajectory import FinishReason, Sampling
 from lightrl.weights import Bucket
 
@@ -42,23 +44,31 @@ class FakeRequest:
 class _Draft:
     """A completion in progress."""
 
+    is_truncated: bool
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
+    supports: list[bytes] = field(default_factory=list)  # the codes of the tokens', while draws are truncated
 
     @classmethod
-    def of(cls, written: Completion) -> _Draft:
-        return cls(list(written.token_ids), list(written.logprobs), list(written.weight_versions))
+    def of(cls, written: Completion | None, sampling: Sampling) -> _Draft:
+        draft = cls(sampling.is_truncated)
+        if written is not None:
+            draft.token_ids, draft.logprobs = list(written.token_ids), list(written.logprobs)
+            draft.weight_versions, draft.supports = list(written.weight_versions), [bytes(written.supports or ())]
+        return draft
 
     def completion(self, finish_reason: FinishReason) -> Completion:
-        return Completion(list(self.token_ids), list(self.logprobs), list(self.weight_versions), finish_reason)
+        codes = b"".join(self.supports) if self.is_truncated else None
+        return Completion(list(self.token_ids), list(self.logprobs), list(self.weight_versions), finish_reason, codes)
 
 
 class FakeEngine(RolloutEngine, ContinuesCompletions):
     """Completions by a script or a hash, token by token at a given pace; it honors pauses and syncs.
 
     Without a script, token i is a hash of (seed, i), uniform over the vocabulary, as of a policy that gives every token
-    the same logit: each logprob is -log V (without the stop tokens while `min_new_tokens` bans them). A weight sync
+    the same logit: each logprob is -log V (without the stop tokens while `min_new_tokens` bans them), or within top-k
+    and top-p, which keep the lowest ids, since ties go to them. A weight sync
     during a completion changes the versions of the tokens that follow, not the tokens.
 
     All arguments are attributes too and may be set between requests; those that are functions are called once per
@@ -198,8 +208,7 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
     ) -> Completion:
         seconds = _seconds(self.seconds_per_token, prompt, sampling)
         script = None if self.script is None else self.script(prompt, sampling, sample)
-        num_choices = self._vocab_size
-        draft = _Draft() if written is None else _Draft.of(written)
+        draft = _Draft.of(written, sampling)
         if sample == 0:
             self._drafts[sampling.seed] = draft
         finish_reason: FinishReason = "length"
@@ -211,10 +220,17 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
                     break
                 await self._sleep(seconds)
                 is_banned = position < sampling.min_new_tokens
-                banned = set(sampling.stop_token_ids) if is_banned else set()
-                token = self._hashed(prompt, sampling, sample, position, banned) if script is None else script[position]
+                choices = self._choices(sampling, set(sampling.stop_token_ids) if is_banned else set())
+                token = (
+                    self._hashed(prompt, sampling, sample, position, choices) if script is None else script[position]
+                )
                 draft.token_ids.append(token)
-                logprob = 0.0 if sampling.temperature == 0 else -math.log(num_choices - len(banned))
+                if sampling.is_truncated:
+                    support = np.asarray(sorted({*choices, token}))
+                    draft.supports += encode_supports(
+                        np.zeros_like(support), support, np.array([token]), self._vocab_size
+                    )
+                logprob = 0.0 if sampling.temperature == 0 else -math.log(len(choices))
                 draft.logprobs.append(logprob + self.logprob_error_nats)
                 draft.weight_versions.append(self.weight_version)
                 if token in sampling.stop_token_ids:
@@ -226,13 +242,20 @@ class FakeEngine(RolloutEngine, ContinuesCompletions):
                 del self._drafts[sampling.seed]
         return draft.completion(finish_reason)
 
-    def _hashed(self, prompt: list[int], sampling: Sampling, sample: int, position: int, banned: set[int]) -> int:
-        """A token of the vocabulary less the banned ones; the greedy one depends on the prompt instead of the seed."""
+    def _choices(self, sampling: Sampling, banned: set[int]) -> Sequence[int]:
+        """The tokens of a draw, all equally likely."""
+        vocabulary = range(self._vocab_size)
+        every = [token for token in vocabulary if token not in banned] if banned else vocabulary
+        if not sampling.is_truncated:
+            return every
+        kept = every[: sampling.max_support]
+        return kept[: math.ceil(sampling.top_p * len(kept))]
+
+    def _hashed(self, prompt: list[int], sampling: Sampling, sample: int, position: int, choices: Sequence[int]) -> int:
+        """One of the choices; the greedy one depends on the prompt instead of the seed."""
         source = f"{prompt}" if sampling.temperature == 0 else f"{sampling.seed}/{sample}"
         digest = hashlib.blake2b(f"{source}/{position}".encode(), digest_size=8).digest()
-        choices = [token for token in range(self._vocab_size) if token not in banned] if banned else None
-        index = int.from_bytes(digest, "big")
-        return index % self._vocab_size if choices is None else choices[index % len(choices)]
+        return choices[int.from_bytes(digest, "big") % len(choices)]
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -17,6 +17,7 @@ Reading order:
     reduction.py    masking before and after the loss, and three ways to average it
     device_copy.py  copies to a device that the host does not wait for
     packing.py      trajectories of unequal length without their padding
+    supports.py     what a truncated draw chose from: its code, and the softmax over it
 
 May import: errors, checks, trajectory.
 
@@ -53,9 +54,15 @@ from lightrl.functional.preference import bradley_terry_loss, preference_loss, p
 from lightrl.functional.ratios import policy_ratio, sequence_ratio
 from lightrl.functional.reduction import loss_counts, masked_mean, neutralize, reduce_loss
 from lightrl.functional.returns import RewardShaping, gae, on_last_loss_token, on_loss_tokens
+from lightrl.functional.supports import EVERY_TOKEN, Supports, encode_supports, joined_supports, num_coded_tokens
 from lightrl.functional.values import ValueNormalizer, explained_variance, value_loss
 
 __all__ = [
+    "EVERY_TOKEN",
+    "Supports",
+    "encode_supports",
+    "joined_supports",
+    "num_coded_tokens",
     "token_logprobs",
     "hidden_logprobs",
     "token_topk",

@@ -23,6 +23,7 @@ from torch.nn.functional import linear
 
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.shapes import check_same_shape
+from lightrl.functional.supports import Supports, support_scores
 
 # Up to this many logits are kept for the backward pass instead of being computed twice (64 MiB in float32).
 _KEPT_LOGITS = 2**24
@@ -38,6 +39,7 @@ def token_logprobs(
     *,
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
+    supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The logprob of each token, and the entropy of the distribution it was sampled from.
 
@@ -47,6 +49,7 @@ def token_logprobs(
         temperature: divides the logits; more than 0.
         masked_ids: int64 [K], ids that could not be sampled at some tokens (stop tokens under `min_new_tokens`).
         masked_rows: bool [B, T], True at the tokens that could not be one of `masked_ids`.
+        supports: of the tokens from position 1 on, N = B · (T - 1); None if each could be any token of the vocabulary.
 
     Returns:
         Logprobs, of the shape of `token_ids`, and entropies, [B, T], aligned to the token they describe; 0 at position
@@ -69,7 +72,18 @@ def token_logprobs(
         return logits.new_zeros(token_ids.shape), logits.new_zeros(num, 0)
     # A model may give -inf to ids it never generates; 0 · inf would make the entropy NaN.
     predictions = logits[:, :-1].clamp(min=torch.finfo(logits.dtype).min).reshape(-1, vocabulary)
-    logprobs, entropy = _logits_logprobs(predictions, token_ids[:, 1:].flatten(0, 1), temperature, mask, True)
+    targets = token_ids[:, 1:].flatten(0, 1)
+
+    def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        return _logits_logprobs(predictions[rows], targets[rows], temperature, _mask_of(mask, rows), True)
+
+    if supports is None or not len(supports.limited):
+        logprobs, entropy = read(slice(None))
+    else:
+        _check_drawn(token_ids, 2)
+        scores = predictions[supports.limited[supports.rows], supports.ids]
+        scores = scores.float() if scores.dtype.itemsize < 4 else scores
+        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
     first = (0, 0) * (token_ids.dim() - 2) + (1, 0)
     logprobs = torch.nn.functional.pad(logprobs.view(token_ids[:, 1:].shape), first)
     return logprobs, torch.nn.functional.pad(entropy.view(num, width - 1), (1, 0))
@@ -115,6 +129,7 @@ def hidden_logprobs(
     entropy_gradient: bool = True,
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
+    supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` from hidden states and the output head, without [N, V] logits of many tokens at once.
 
@@ -131,6 +146,7 @@ def hidden_logprobs(
         entropy_gradient: False returns the entropy detached, which saves memory.
         masked_ids: int64 [K], ids that could not be sampled at some positions.
         masked_rows: bool [N], True at the positions that could not predict one of `masked_ids`.
+        supports: of these positions; None if each could predict any token of the vocabulary.
 
     Returns:
         Logprobs, of the shape of `token_ids`, and entropies, [N]. With N = 0 their sums still have gradients of zeros.
@@ -145,11 +161,21 @@ def hidden_logprobs(
         )
     hidden, weight, bias, chunk_tokens = _prepared(hidden, weight, bias, chunk_tokens)
     mask = _checked(temperature, masked_ids, masked_rows, hidden)
+
+    def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        part, ids, part_mask = hidden[rows], token_ids[rows], _mask_of(mask, rows)
+        if part.shape[0] <= chunk_tokens:
+            return _logits_logprobs(linear(part, weight, bias), ids, temperature, part_mask, entropy_gradient)
+        return _head_logprobs(part, weight, bias, ids, temperature, part_mask, entropy_gradient, chunk_tokens)
+
     with torch.autocast(hidden.device.type, enabled=False):
-        if hidden.shape[0] <= chunk_tokens:
-            logits = linear(hidden, weight, bias)
-            return _logits_logprobs(logits, token_ids, temperature, mask, entropy_gradient)
-        return _head_logprobs(hidden, weight, bias, token_ids, temperature, mask, entropy_gradient, chunk_tokens)
+        if supports is None or not len(supports.limited):
+            return read(slice(None))
+        _check_drawn(token_ids, 1)
+        limited = hidden[supports.limited] if len(supports.others) else hidden
+        scores = support_scores(limited, weight, bias, supports, chunk_tokens=chunk_tokens)
+        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
+        return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
 @torch.no_grad()
@@ -246,6 +272,11 @@ def _checked(
     if hidden is not None:
         check_same_shape(positions=hidden[:, 0], masked_rows=masked_rows)
     return masked_ids, masked_rows
+
+
+def _check_drawn(token_ids: Tensor, dim: int) -> None:
+    if token_ids.dim() != dim:
+        raise ValueError("Only the drawn tokens have logprobs within their supports: token_ids must have one for each.")
 
 
 def _masked(values: Tensor, mask: _Mask, number: float) -> Tensor:
@@ -440,5 +471,5 @@ def _chunks(num: int, chunk_tokens: int) -> list[slice]:
     return [slice(start, min(start + chunk_tokens, num)) for start in range(0, num, chunk_tokens)]
 
 
-def _mask_of(mask: _Mask | None, chunk: slice) -> _Mask | None:
+def _mask_of(mask: _Mask | None, chunk: slice | Tensor) -> _Mask | None:
     return None if mask is None else (mask[0], mask[1][chunk])

@@ -4,11 +4,9 @@ Reading order:
     rollout_stage.py  what a fit or validate opens, checks and closes: judge, engine, rollout
     rollout_loop.py   one iteration from groups to new weights, called by Lightning's fit loop
     score.py          model calls and advantages on the whole iteration
-    run_calls.py      each call as soon as what it needs is there, on the ranks that hold its model
-    asked_once.py     a recorded trajectory keeps its judges' answers
+    run_calls.py      each call as soon as what it needs is there, where its model is; asked_once.py: recorded answers
     update.py         minibatches, microbatches, loss reduction, the optimizer step
-    metrics.py        means, sums and bounds that do not depend on microbatches or ranks
-    step_log.py       numbers of an iteration, logged together
+    metrics.py        means, sums and bounds that do not depend on microbatches or ranks; step_log.py: logged together
     evaluation.py     a validation batch becomes judged groups
     resume.py         what a resumed run continues from
     resume_check.py   fast_dev_run's check that a checkpoint restores everything

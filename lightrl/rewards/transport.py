@@ -2,7 +2,8 @@
 
     length of the prompt's JSON, of the other JSON (8 bytes each) | both | the per-token fields as they are stored
 
-Most reward functions read the completion's text alone, so a list is made when it is first read.
+Most reward functions read the completion's text alone, so a list is made when it is first read. The supports of the
+draws are for the trainer and are left out.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def trajectory_to_bytes(trajectory: Trajectory, prompt: bytes) -> bytes:
     Args:
         prompt: the bytes of its prompt.
     """
-    values = {name: value for name, value in vars(trajectory).items() if name != "prompt"}
+    values = {name: value for name, value in vars(trajectory).items() if name != "prompt"} | {"supports": None}
     stored = {name: values.pop(name).stored for name in TOKEN_FIELDS if values[name] is not None}
     values["stored"] = [[name, len(numbers), len(ends)] for name, (numbers, ends) in stored.items()]
     others = _json(values, trajectory.prompt)

@@ -288,7 +288,15 @@ class RolloutController:
         """At a token boundary, unless the engine does not come to one: then what it writes starts again."""
         if self._record is None and not (self._book.running and self._player.workflow.continues):
             return self._state_of({})
-        taking = asyncio.ensure_future(self._state_at_boundary())
+
+        async def at_boundary() -> dict[str, Any]:
+            engine = self.engine
+            async with self._wave.begin():
+                for _ in range(WAVE_TICKS):  # what has ended is reported
+                    await asyncio.sleep(0)
+                return self._state_of(await engine.unfinished() if isinstance(engine, ContinuesCompletions) else {})
+
+        taking = asyncio.ensure_future(at_boundary())
         await asyncio.wait({taking}, timeout=self.settings.loop_timeout_s / 2)
         if taking.done() and taking.exception() is None:
             return taking.result()
@@ -298,13 +306,6 @@ class RolloutController:
             raise error
         log.warning("What the engine was writing is not in the checkpoint and will start again: %s", error)
         return self._state_of({})
-
-    async def _state_at_boundary(self) -> dict[str, Any]:
-        engine = self.engine
-        async with self._wave.begin():
-            for _ in range(WAVE_TICKS):  # what has ended is reported
-                await asyncio.sleep(0)
-            return self._state_of(await engine.unfinished() if isinstance(engine, ContinuesCompletions) else {})
 
     def _state_of(self, unfinished: Mapping[int, Completion]) -> dict[str, Any]:
         cursor = self._cursor

@@ -93,7 +93,7 @@ class GroupPlayer(Player):
                     yield sample, played.pop(sample) if step.result() else None
                     continue
                 written[seeds[samples.index(sample)]] = None if step.exception() else step.result()
-                trajectory = await self._played(group, sample, _generate_once(step, group.prompt))
+                trajectory = await self._played(group, sample, _generate_once(step, sampling, group.prompt))
                 if trajectory is None or not judge_now:
                     num -= 1
                     yield sample, self._begun_judging(trajectory)
@@ -124,10 +124,10 @@ def _record_generation(begun_ns: int, session: str, done: asyncio.Future[Complet
     record("generate", "generate", "generations", begun_ns, session=session)
 
 
-def _generate_once(written: asyncio.Future[Completion], prompt: Prompt) -> Generate:
+def _generate_once(written: asyncio.Future[Completion], sampling: Sampling, prompt: Prompt) -> Generate:
     """What a workflow of one completion calls once this has been written."""
 
     async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
-        return checked(written.result(), 0, prompt)
+        return checked(written.result(), sampling, 0, prompt)
 
     return generate

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightrl.checks.user_code import named_user_code
 from lightrl.engines.abilities import ContinuesCompletions
 from lightrl.engines.engine import Completion, RolloutEngine
-from lightrl.errors import LightRLError, RewardError, RolloutError
+from lightrl.errors import EngineError, LightRLError, RewardError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import DropTally
 from lightrl.rollout.tasks import Tasks
@@ -162,7 +162,7 @@ class Player:
                 if log is not None and log.journal is not None:
                     await log.journal.add(session, completion=completion.state_dict())
             written[seed] = completion
-            return checked(completion, turn - 1, prompt)
+            return checked(completion, asked, turn - 1, prompt)
 
         if log is not None:
             vars(generate)["log"] = log
@@ -217,7 +217,13 @@ def drawn(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> S
     return replace(sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
 
 
-def checked(completion: Completion, turn: int, prompt: Prompt) -> Completion:
+def checked(completion: Completion, sampling: Sampling, turn: int, prompt: Prompt) -> Completion:
+    if sampling.is_truncated and completion.supports is None:
+        raise EngineError(
+            f"The engine returned no supports, but top_p={sampling.top_p:g} and top_k={sampling.top_k} truncate its "
+            "draws: the trainer's logprobs would be wrong. Set top_p to 1 and top_k to -1, or return "
+            "Completion.supports (functional.encode_supports)."
+        )
     if completion.finish_reason == "abort":
         raise RolloutError(f"The engine aborted turn {turn} of prompt {prompt.id!r}.")
     return completion

@@ -38,6 +38,7 @@ class Replay:
         self._decisions = collections.deque([*begun, *schedule.decisions])
         self._arrived: dict[tuple[int, int], tuple[RunningGroup, Trajectory | None]] = {}
         self._summaries: dict[int, collections.deque[dict[int, str]]] = collections.defaultdict(collections.deque)
+        self._expected: dict[tuple[int, int], str] = {}  # what becomes of running samples
         self._index()
         runs.on_arrival = self.arrive
 
@@ -59,8 +60,20 @@ class Replay:
             self._pace.expect(num_tokens)
 
     def arrive(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
-        """A trajectory is done; it is reported when its turn comes."""
-        self._arrived[running.group.id, sample] = (running, trajectory)
+        """A trajectory is done; it is reported when its turn comes.
+
+        Raises:
+            RolloutError: if it is another one than in the recorded run.
+        """
+        key = (running.group.id, sample)
+        recorded, now = self._expected.pop(key, ""), summary(trajectory)
+        if recorded and recorded != now:
+            raise RolloutError(
+                f"The replay of {self.schedule.path} deviates at group {key[0]}, sample {sample}: checksum and "
+                f"versions of its tokens were {recorded} and are {now or 'none, since it was dropped'}. Start from "
+                "the same weights, data and settings; rewards and environments must not depend on chance."
+            )
+        self._arrived[key] = (running, trajectory)
         self.follow()
 
     def follow(self) -> None:
@@ -105,6 +118,7 @@ class Replay:
             return False
         prompt = self._runs.cursor.read(position)
         summaries = self._summaries[position].popleft()
+        self._expected |= {(position, sample): text for sample, text in summaries.items()}
         running = self._runs.start(position, prompt, weight_version, self._run_seed)
         if self._pace is not None:  # before its tasks have run
             for sample, text in summaries.items():
@@ -113,20 +127,13 @@ class Replay:
         return True
 
     def _report(self, rest: str) -> bool:
-        name, colon, recorded = rest.partition(":")
+        name, colon, _ = rest.partition(":")
         position, sample = map(int, name.split("."))
         if (position, sample) not in self._arrived:
             return False
         running, trajectory = self._arrived.pop((position, sample))
-        if not colon:
-            trajectory = None  # it failed then, of whatever cause
-        elif summary(trajectory) != colon + recorded:
-            raise RolloutError(
-                f"The replay of {self.schedule.path} deviates at group {position}, sample {sample}: its tokens and "
-                f"versions were {colon + recorded} and are {summary(trajectory) or 'dropped'}. Start from the same "
-                "weights, data and settings; rewards and environments must not depend on chance."
-            )
-        self._runs.report(running, sample, trajectory)
+        # One that failed then, of whatever cause, fails again.
+        self._runs.report(running, sample, trajectory if colon else None)
         return True
 
     def may_take(self, weight_version: int) -> bool:

@@ -8,10 +8,9 @@ Reading order:
     checkpoint.py         checkpoints of one process; how one process resumes
     checkpoint_folder.py  checkpoints of several processes; safe_reader.py: read as data, so that no code runs
     checkpoint_fit.py     whether a checkpoint fits the configuration; atomic_write.py  files that are whole or absent
-    ranks.py              the processes of a run: sums, shares of the rows, messages from rank 0
+    ranks.py              the processes of a run: sums, shares, messages from rank 0; role_mesh.py: a role on its own
     balance.py            trajectories split over ranks by their tokens; row_plan.py, row_exchange.py: sent to them
     spread_experience.py  an iteration's Experience over the ranks; token_rows.py: a field; microbatches.py: to devices
-    role_mesh.py          a role on its own ranks
     rank_watch.py         a rank that fails ends all; one that hangs is named
     fsdp2.py              FSDP2Strategy: sharded models
     fsdp2_model.py        one sharded model; planned_gather.py  its parameters whole, each on one rank

@@ -48,7 +48,8 @@ class Microbatches(Sequence[Experience]):
                 current = torch.cuda.current_stream(self.device)
                 current.wait_stream(self._stream)
                 for value in part.tensors().values():
-                    value.record_stream(current)
+                    if value.device == self.device:
+                        value.record_stream(current)
             ahead = self._copied(index + 1) if index + 1 < len(self) else None
             yield part
 

@@ -70,7 +70,7 @@ def sent_to_work(
     experience: SpreadExperience, work: Work, has: Tensor, needs: Tensor, ranks: Ranks
 ) -> SpreadExperience:
     """With the tokens of the rows that this rank needs; `has` and `needs` as `exchange` has them. Collective."""
-    tokens = exchange(experience.tokens, experience.lengths, has, needs, ranks)
+    tokens = exchange(experience.tokens, experience.lengths, has, needs, ranks, experience.support_bytes)
     made = experience.with_tensors({**tokens, "_owner": work.owners, "_work": work.rows.T})
     vars(made).update(first_pass=work.first_pass, _ranks=ranks)
     return made
@@ -101,7 +101,12 @@ def held_by(shares: Sequence[Sequence[int]], members: Sequence[Sequence[int]], s
 
 
 def exchange(
-    tokens: Mapping[str, TokenRows], lengths: Tensor, has: Tensor, needs: Tensor, ranks: Ranks
+    tokens: Mapping[str, TokenRows],
+    lengths: Tensor,
+    has: Tensor,
+    needs: Tensor,
+    ranks: Ranks,
+    support_bytes: Tensor | None = None,
 ) -> dict[str, TokenRows]:
     """These fields of the rows that this rank needs, and of no others. Collective over the run.
 
@@ -111,10 +116,15 @@ def exchange(
         has: bool [W, B], the rows of these fields on each rank.
         needs: bool [W, B].
         ranks: all of the run.
+        support_bytes: [B], lengths of the field `supports` if it is among them.
     """
     # Widest numbers first: received bytes are read in place, where each field must start at a multiple of its width.
     held = {name: tokens[name] for name in sorted(tokens, key=lambda name: (-tokens[name].empty.itemsize, name))}
-    sizes = (lengths * sum(values.token_bytes for values in held.values())).tolist()
+    lengths_of = dict.fromkeys(held, lengths) | ({} if support_bytes is None else {"supports": support_bytes})
+    row_bytes = torch.zeros_like(lengths)
+    for name, values in held.items():
+        row_bytes = row_bytes + lengths_of[name] * values.token_bytes
+    sizes = row_bytes.tolist()
 
     def pack(send: Send) -> Tensor:
         return torch.from_numpy(
@@ -125,11 +135,12 @@ def exchange(
         with span("exchange of rows", "collective", sends=len(sends)):
             received = ranks.exchange(sends, pack, lambda send: sum(sizes[row] for row in send.rows))
         for send, data in received:
-            num, start = int(lengths[list(send.rows)].sum()), 0
+            start = 0
             for name, values in held.items():
+                num = int(lengths_of[name][list(send.rows)].sum())
                 end = start + num * values.token_bytes
                 flat = data.numpy()[start:end].view(values.empty.dtype).reshape(num, *values.empty.shape[1:])
-                held[name] = values.with_flat(flat, lengths, send.rows)
+                held[name] = values.with_flat(flat, lengths_of[name], send.rows)
                 start = end
     kept = needs[ranks.rank].nonzero()[:, 0].tolist()
     return {name: values.only(kept) for name, values in held.items()}

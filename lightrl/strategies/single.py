@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightrl.experience import Experience
 from lightrl.functional import (
+    Supports,
     aligned_to_tokens,
     hidden_logprobs,
     hidden_topk,
@@ -150,7 +151,8 @@ class SingleModel:
             rows, columns, results = self._read_logits(experience, more)
         else:
             parts = list(self._hidden(experience))
-            rows, columns, hidden = (torch.cat([part[index] for part in parts]) for index in range(3))
+            # A single part stays as it is: the host knows its rows and columns.
+            rows, columns, hidden = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
             zeros = torch.zeros(len(rows), device=hidden.device)
             results = {"logprobs": zeros, "entropy": zeros}
             if self.has_logprobs:
@@ -175,7 +177,11 @@ class SingleModel:
             lambda num: hidden_topk(num=num, num_ids=settings.num_ids, **inputs),
         )
         logprobs, entropy = hidden_logprobs(
-            token_ids=ids, temperature=settings.temperature, entropy_gradient=settings.entropy_needs_gradient, **inputs
+            token_ids=ids,
+            temperature=settings.temperature,
+            entropy_gradient=settings.entropy_needs_gradient,
+            supports=supports_at(experience, rows, columns),
+            **inputs,
         )
         return as_outputs(logprobs, entropy, ids, more)
 
@@ -248,7 +254,9 @@ class SingleModel:
                 more if isinstance(more, int) else more[picked, :width],
                 functools.partial(token_topk, logits, num_ids=settings.num_ids, **masks),
             )
-            logprobs, entropy = token_logprobs(logits, ids, settings.temperature, **masks)
+            every = torch.cartesian_prod(picked, torch.arange(width - 1, device=picked.device))
+            supports = supports_at(experience, *every.unbind(-1))
+            logprobs, entropy = token_logprobs(logits, ids, settings.temperature, supports=supports, **masks)
             rows, columns = predicting_positions(experience.loss_mask[picked, :width])
             results = (predicted_token_ids(values, rows, columns) for values in (logprobs, entropy, ids))
             parts.append((picked[rows], columns, *results))
@@ -271,6 +279,13 @@ def as_outputs(logprobs: Tensor, entropy: Tensor, ids: Tensor, more: More) -> di
         return {"logprobs": logprobs, "entropy": entropy}
     outputs = {"logprobs": logprobs[:, 0], "entropy": entropy, "teacher_topk": logprobs[:, 1:]}
     return {**outputs, "teacher_topk_ids": ids[:, 1:]} if isinstance(more, int) else outputs
+
+
+def supports_at(experience: Experience, rows: Tensor, columns: Tensor) -> Supports | None:
+    """What the predicted tokens of the positions (rows [N], columns [N]) were drawn from; None if from all tokens."""
+    if experience.supports is None:
+        return None
+    return Supports.at(experience.support_codes(), experience.lengths, experience.token_ids, rows, columns)
 
 
 def stops_are_masked(weight_versions: Tensor, min_new_tokens: int) -> Tensor | None:

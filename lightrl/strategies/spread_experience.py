@@ -18,8 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.experience import FIELDS, Experience, Reduction, check_shape, check_trajectories, token_rewards_of
-from lightrl.functional import to_device
+from lightrl.experience import (
+    FIELDS,
+    ON_HOST,
+    Experience,
+    Reduction,
+    check_shape,
+    check_trajectories,
+    support_codes,
+    support_fields,
+    token_rewards_of,
+)
+from lightrl.functional import EVERY_TOKEN, to_device
 from lightrl.functional.device_copy import remember
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.token_rows import TokenRows
@@ -29,6 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _CPU = torch.device("cpu")
+_NO_CODES = np.zeros(0, np.uint8)
 
 ROW_FIELDS = ("rewards", "group_ids", "is_truncated", "lengths")
 # The fields per token that the rollout fills in, as they are kept and sent.
@@ -86,7 +97,12 @@ class SpreadExperience(Experience):
         if isinstance(experience, SpreadExperience):
             return experience
         lengths = experience.lengths.cpu()
-        return cls._make({"lengths": lengths}, {}).with_tensors(experience.tensors())
+        tensors: dict[str, Any] = {**experience.tensors()}
+        if experience.supports is not None:
+            tensors = {name: value for name, value in tensors.items() if name not in ON_HOST}
+            codes = TokenRows([item.numpy() for item in experience.support_codes()], _NO_CODES)
+            tensors |= {"supports": codes, "_support_bytes": _row_sizes(codes)}
+        return cls._make({"lengths": lengths}, {}).with_tensors(tensors)
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, are_judged: bool = True) -> SpreadExperience:
@@ -101,6 +117,9 @@ class SpreadExperience(Experience):
         tokens = {
             name: _stored([getattr(item, name) for item in trajectories], dtype) for name, dtype in TOKEN_DTYPES.items()
         }
+        if any(item.supports is not None for item in trajectories):
+            tokens["supports"] = TokenRows([support_codes(item).numpy() for item in trajectories], _NO_CODES)
+            rows["_support_bytes"] = _row_sizes(tokens["supports"])
         made = cls._make({**rows, **_counts(tokens)}, tokens)
         return made.judged(trajectories) if are_judged else made
 
@@ -141,12 +160,26 @@ class SpreadExperience(Experience):
         Raises:
             ValueError: if some of its rows are on other ranks.
         """
+        if name in ON_HOST:
+            return self._supports().get(name)
         if name in self._rows and name not in self._on_loss_tokens:
             return self._rows[name]
         if name not in self.tokens and name not in self._rows:
             return None
         self._check_here(name, self.tokens["loss_mask" if name in self._rows else name])
         return self._padded([name], _CPU)[name]
+
+    def _supports(self) -> dict[str, Tensor]:
+        """The fields of the supports."""
+        if "supports" not in self.tokens:
+            return {}
+        self._check_here("supports", self.tokens["supports"])
+        return support_fields([torch.from_numpy(codes) for codes in self.tokens["supports"].rows])
+
+    @property
+    def support_bytes(self) -> Tensor | None:
+        """Of each row, on whichever rank its tokens are, [B]; None without supports."""
+        return self._rows.get("_support_bytes")
 
     def _check_here(self, name: str, tokens: TokenRows) -> None:
         num = len(tokens.here)
@@ -255,7 +288,7 @@ class SpreadExperience(Experience):
         for name, values in part.tokens.items():
             part._check_here(name, values)
         names = [*part.tokens, *part._on_loss_tokens]
-        tensors = part._padded(names, device)
+        tensors = {**part._padded([name for name in names if name != "supports"], device), **part._supports()}
         if device != _CPU:
             for name, value in part._padded(["token_ids", "loss_mask"], _CPU).items():
                 remember(tensors[name], value)
@@ -313,13 +346,16 @@ SpreadExperience.extras = property(_Extras)  # type: ignore[assignment]
 
 def table_of(experience: SpreadExperience) -> dict[str, Tensor]:
     """What all ranks need of each row, [B]: the fields without tokens, and what is derived from its tokens."""
-    return {name: experience._rows[name] for name in (*ROW_FIELDS, *COUNTS)}
+    names = (*ROW_FIELDS, *COUNTS, "_support_bytes")
+    return {name: experience._rows[name] for name in names if name in experience._rows}
 
 
 def elsewhere(table: Mapping[str, Tensor], *, has_token_rewards: bool) -> SpreadExperience:
     """An Experience whose tokens are all on other ranks."""
     num = len(table["lengths"])
     dtypes = {**TOKEN_DTYPES, **({"token_rewards": torch.float32} if has_token_rewards else {})}
+    if "_support_bytes" in table:
+        dtypes["supports"] = torch.uint8
     return SpreadExperience._make(dict(table), {name: TokenRows.nowhere(num, dtype) for name, dtype in dtypes.items()})
 
 
@@ -332,12 +368,13 @@ def rollout_part(experience: SpreadExperience, has_end: Tensor | None = None) ->
     """
     kept = (*ROW_FIELDS, "pixel_values", "image_rows")
     rows = {name: value for name, value in experience._rows.items() if name.startswith("_") or name in kept}
-    tokens = {name: experience.tokens[name] for name in TOKEN_DTYPES}
+    tokens = {name: experience.tokens[name] for name in (*TOKEN_DTYPES, "supports") if name in experience.tokens}
     if has_end is not None:
         rows["lengths"] = experience.lengths + has_end
         longer = {int(row) for row in has_end.nonzero()[:, 0]}
         for name, values in tokens.items():
-            end = np.full(1, {"loss_mask": True, "weight_versions": -1}.get(name, 0), values.empty.dtype)
+            ends = {"loss_mask": True, "weight_versions": -1, "supports": EVERY_TOKEN[0]}
+            end = np.full(1, ends.get(name, 0), values.empty.dtype)
             ended = [
                 np.concatenate([item, end]) if row in longer and item is not None else item
                 for row, item in enumerate(values.rows)
@@ -365,6 +402,10 @@ def _names(experience: SpreadExperience) -> list[str]:
 
 def _is_per_token(name: str, value: Tensor) -> bool:
     return value.dim() >= 2 and name not in ("pixel_values", "image_rows", "_work")
+
+
+def _row_sizes(codes: TokenRows) -> Tensor:
+    return torch.tensor([len(values) for values in codes.rows])
 
 
 def _stored(values: Sequence[Any], dtype: torch.dtype) -> TokenRows:

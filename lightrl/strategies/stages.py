@@ -23,14 +23,22 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.utils.checkpoint import checkpoint
 
 from lightrl.experience import Experience
-from lightrl.functional import hidden_logprobs, hidden_topk, on_host, pack, predicted_token_ids, predicting_positions
+from lightrl.functional import (
+    Supports,
+    hidden_logprobs,
+    hidden_topk,
+    on_host,
+    pack,
+    predicted_token_ids,
+    predicting_positions,
+)
 from lightrl.models import ModelSpec, More, scalar_head
 from lightrl.strategies.empty_model import give_memory, parameter_reader, take_role
 from lightrl.strategies.fsdp2_model import reshard
 from lightrl.strategies.packed_attention import PackedRows, no_mask
 from lightrl.strategies.pipeline import Pipeline
 from lightrl.strategies.role_mesh import empty_out
-from lightrl.strategies.single import LogprobSettings, ids_to_read, stops_are_masked
+from lightrl.strategies.single import LogprobSettings, ids_to_read, stops_are_masked, supports_at
 from lightrl.strategies.tensor_parallel import (
     embed,
     local,
@@ -58,6 +66,7 @@ class Feed:
     places: tuple[Tensor, Tensor]  # [N] each, row and column of these positions in the Experience
     targets: Tensor  # int64 [N], the tokens predicted there
     masked_rows: Tensor | None  # bool [N], True if stop tokens could not be drawn
+    supports: Supports | None  # what each token was drawn from; None if nothing was left out
     more: More  # [N, K] further tokens to give the logprobs of, or K for the K likeliest
 
     @classmethod
@@ -92,6 +101,7 @@ class Feed:
             places=places,
             targets=predicted_token_ids(experience.token_ids, *places),
             masked_rows=None if masked is None else predicted_token_ids(masked, *places),
+            supports=supports_at(experience, *places),
             more=more if isinstance(more, int) else predicted_token_ids(more, *places),
         )
 
@@ -214,7 +224,10 @@ class Stage(nn.Module):
         topk, read = self._readers(hidden, settings.masks(feed.masked_rows, hidden.device))
         ids = ids_to_read(feed.targets, feed.more, lambda num: topk(num=num, num_ids=settings.num_ids))
         logprobs, entropy = read(
-            token_ids=ids, temperature=settings.temperature, entropy_gradient=settings.entropy_needs_gradient
+            token_ids=ids,
+            temperature=settings.temperature,
+            entropy_gradient=settings.entropy_needs_gradient,
+            supports=feed.supports,
         )
         if ids.dim() == 1:
             return logprobs[:, None], entropy[:, None], logprobs.new_empty(len(ids), 0)

@@ -8,6 +8,7 @@ gathered: logprobs and entropies need one MAX and one SUM over the tp axis, of [
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lightrl.functional.supports import Supports, support_scores
 from lightrl.strategies.tensor_plans import Family
 
 if TYPE_CHECKING:
@@ -128,6 +130,7 @@ def vocab_parallel_logprobs(
     entropy_gradient: bool = True,
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
+    supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`functional.hidden_logprobs` where each rank of `group` holds an equal part of the head's rows, in rank order.
 
@@ -141,18 +144,37 @@ def vocab_parallel_logprobs(
         entropy_gradient: False detaches the entropy.
         masked_ids: int64 [K], ids that could not be drawn at some positions.
         masked_rows: bool [N], True at those positions.
+        supports: the tokens that could be drawn at each position; None for all.
 
     Returns:
         Logprobs, of the shape of `token_ids`, and entropies, [N], the same on all ranks.
     """
     hidden, weight, first, mask = _prepared(hidden, weight, group, masked_ids, masked_rows)
     ids = (token_ids if token_ids.dim() == 2 else token_ids[:, None]) - first
-    with torch.autocast(hidden.device.type, enabled=False):
-        results: tuple[Tensor, Tensor] = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, ids, temperature, group, cap, entropy_gradient, mask
+
+    def read(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
+        part_mask = None if mask is None else (mask[0], mask[1][rows])
+        logprobs, entropy = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden[rows], weight, ids[rows], temperature, group, cap, entropy_gradient, part_mask
         )
-    logprobs, entropy = results
-    return logprobs.view(token_ids.shape), entropy
+        return logprobs.view(token_ids[rows].shape), entropy
+
+    with torch.autocast(hidden.device.type, enabled=False):
+        if supports is None or not len(supports.limited):
+            return read(slice(None))
+        assert token_ids.dim() == 1, "only the drawn tokens have logprobs within their supports"
+        scores = support_scores(
+            hidden[supports.limited],
+            weight,
+            None,
+            supports,
+            chunk_tokens=_chunk_tokens(weight),
+            first_id=first,
+            total=None if group is None else functools.partial(dist.all_reduce, group=group),
+        )
+        scores = scores if cap is None else torch.tanh(scores / cap) * cap
+        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), read)
+        return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
 @torch.no_grad()
@@ -218,8 +240,12 @@ def _prepared(
     return hidden, weight, first, mask
 
 
+def _chunk_tokens(weight: Tensor) -> int:
+    return max(1, _CHUNK_LOGITS // max(1, weight.shape[0]))
+
+
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    step = max(1, _CHUNK_LOGITS // max(1, weight.shape[0]))
+    step = _chunk_tokens(weight)
     return [slice(start, start + step) for start in range(0, max(1, hidden.shape[0]), step)]
 
 

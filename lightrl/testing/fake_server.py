@@ -38,6 +38,7 @@ from lightrl.testing.fake_server_lora import LoraRoutes
 from lightrl.testing.fake_server_script import Refused, Run, ScriptedModel
 from lightrl.testing.fake_server_weights import Route, WeightRoutes
 
+MAX_MASK_TOKENS = 4096  # --sampling-mask-max-tokens
 DEFAULT_PARAMS: dict[str, Any] = {
     "max_new_tokens": 128, "stop": None, "stop_token_ids": None, "stop_regex": None, "temperature": 1.0, "top_p": 1.0,
     "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
@@ -149,6 +150,13 @@ class FakeServer:
         has_logprobs = bool(body.get("return_logprob"))
         scores_prompt = has_logprobs and body.get("logprob_start_len") == 0
         run = Run(rid, prompt, params, lora)
+        if body.get("return_sampling_mask"):
+            if not 1 <= params["top_k"] <= MAX_MASK_TOKENS:
+                raise Refused(
+                    "return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= "
+                    f"{MAX_MASK_TOKENS}; got top_k={params['top_k']}."
+                )
+            run.supports = []
         cache_key = f"{body.get('extra_key')} {lora}"
         answer = await self._one(run, has_logprobs, lambda: self._look_up(run, cache_key, scores_prompt))
         if scores_prompt:
@@ -347,9 +355,15 @@ def _answer(run: Run, finish: str, wants_logprobs: bool, latency_s: float, versi
     }  # fmt: skip
     if wants_logprobs:
         meta["input_token_logprobs"] = []
+        is_truncated = run.supports is not None  # then SGLang's are those before truncation, which are not known here
         meta["output_token_logprobs"] = [
-            [logprob, token, None] for logprob, token in zip(run.logprobs, run.token_ids, strict=True)
+            [None if is_truncated else logprob, token, None]
+            for logprob, token in zip(run.logprobs, run.token_ids, strict=True)
         ]
+    if run.supports is not None:
+        meta["output_token_sampling_mask"] = run.supports
+        meta["output_token_sampling_logprobs"] = run.logprobs
+        meta["output_token_sampling_mask_length"] = len(run.token_ids)
     return {"output_ids": run.token_ids, "meta_info": meta}
 
 

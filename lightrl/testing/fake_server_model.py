@@ -16,14 +16,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
+from lightrl.engines.engine import Completion
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError
+from lightrl.functional.supports import decode_supports
 from lightrl.testing.fake_server_draft import DraftModel
 from lightrl.testing.fake_server_faults import Fault
 from lightrl.testing.fake_server_layout import checksums
@@ -190,6 +193,8 @@ class EmbeddedModel(ScriptedModel):
             (completion,) = await engine.generate(run.prompt + run.token_ids, piece, session=run.rid)
             run.token_ids += completion.token_ids
             run.logprobs += completion.logprobs
+            if run.supports is not None and completion.supports is not None:
+                run.supports += self._masks(completion)
             run.versions += [  # under an adapter those of the base
                 self._versions[number] if engine is self._engine else self.version
                 for number in completion.weight_versions
@@ -197,6 +202,14 @@ class EmbeddedModel(ScriptedModel):
             if completion.finish_reason == "stop":
                 return "stop"
         return "length"
+
+    def _masks(self, completion: Completion) -> list[list[int]]:
+        is_every, counts, ids = decode_supports(np.asarray(completion.supports))
+        others = np.split(ids, counts.cumsum()[:-1])
+        return [
+            list(range(self.vocab_size)) if every else [token, *more.tolist()]
+            for token, every, more in zip(completion.token_ids, is_every.tolist(), others, strict=True)
+        ]
 
     def score(self, token_ids: list[int], lora: str | None = None) -> list[float]:
         return self._engine_of(lora).score([token_ids])["engine"][0]

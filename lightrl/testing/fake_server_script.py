@@ -37,6 +37,7 @@ class Run:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
+    supports: list[list[int]] | None = None  # if the request asks for its sampling masks
     is_aborted: bool = False
     num_retractions: int = 0
     num_cached: int = 0  # tokens of the prompt
@@ -79,6 +80,8 @@ class ScriptedModel:
     async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
         """Appends to the run's lists until it ends or is aborted; stands still while paused."""
         params = run.params
+        if run.supports is not None:
+            raise Refused("A fake server with a script has no sampling masks. Start it with --model-path.")
         seed = 42 if params.get("sampling_seed") is None else int(params["sampling_seed"])
         longest = int(params["max_new_tokens"])
         stops = frozenset() if params["ignore_eos"] else frozenset(params["stop_token_ids"] or ()) | self.eos_token_ids

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lightrl.checks.user_code import user_code
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
+from lightrl.functional import joined_supports
 from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class Conversation:
         self.loss_mask: TokenArray[bool] = TokenArray((), "?")
         self.logprobs: TokenArray[float] = TokenArray((), "f")
         self.weight_versions: TokenArray[int] = TokenArray((), "i")
+        self.supports: TokenArray[int] | None = None  # codes of the tokens' supports, once a draw was truncated
         self._add_read(token_ids)
 
     def copy(self) -> Conversation:
@@ -163,7 +165,9 @@ class Conversation:
     def add_completion(self, completion: Completion) -> str:
         """Appends a completion; returns its text without special tokens."""
         start, written = len(self.token_ids), completion.token_ids
-        self._add(written, completion.logprobs, completion.weight_versions, is_written=True)
+        self._add(
+            written, completion.logprobs, completion.weight_versions, is_written=True, supports=completion.supports
+        )
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
         return self.renderer.decode(written, skip_special_tokens=True)
 
@@ -211,7 +215,7 @@ class Conversation:
         starts = [0, *(turn.end for turn in self.turns[:-1])]
         for start, turn, reward in zip(starts, self.turns, rewards, strict=True):
             reward_runs += [(0.0, turn.end - 1 - start), (reward, 1)]
-        written = self.token_ids[last.start : last.end]
+        written, num_after = self.token_ids[last.start : last.end], len(self.token_ids) - last.end
         return Trajectory(
             prompt=self.prompt,
             group_id=-1,
@@ -227,6 +231,8 @@ class Conversation:
             rewards=TokenArray.of_runs(reward_runs, "d"),
             turns=list(self.turns),
             metrics=metrics,
+            # What follows was read: a byte for each token.
+            supports=None if self.supports is None else self.supports[: len(self.supports) - num_after],
         )
 
     def _add_read(self, token_ids: Sequence[int]) -> None:
@@ -235,8 +241,15 @@ class Conversation:
         self._add(token_ids, nothing, TokenArray.of_runs([(-1, num)], "i"), is_written=False)
 
     def _add(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, is_written: bool
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        *,
+        is_written: bool,
+        supports: Sequence[int] | None = None,
     ) -> None:
+        self.supports = joined_supports([(len(self.token_ids), self.supports), (len(token_ids), supports)])
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
+from lightrl.functional import joined_supports, num_coded_tokens
 from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class SingleTurn(Workflow):
             finish_reason=completion.finish_reason,
             is_truncated=completion.finish_reason == "length",
             turns=[Turn(start, start + num_new, completion.finish_reason)],
+            supports=joined_supports([(start, None), (num_new, completion.supports)]),
         )
 
 
@@ -132,6 +134,11 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
         raise RolloutError(
             f"{name} returned lists of lengths {lengths} for prompt {prompt.id!r}; each needs one entry per token. "
             "Use False, 0.0 and -1 for tokens that the policy did not write."
+        )
+    if trajectory.supports is not None and (coded := num_coded_tokens(trajectory.supports)) != lengths["token_ids"]:
+        raise RolloutError(
+            f"{name} returned the supports of {coded} tokens for prompt {prompt.id!r}, which has "
+            f"{lengths['token_ids']}. Use functional.joined_supports, with None for what the policy did not write."
         )
     if bool((np.asarray(trajectory.loss_mask) & (np.asarray(trajectory.weight_versions) < 0)).any()):
         raise RolloutError(

@@ -151,6 +151,7 @@ def test_more_tokens_than_a_model_has_are_refused(role: str) -> None:
     ("settings", "message"),
     [
         ({"teacher_topk": 0}, "teacher_topk must be at least 1, or null .* got 0"),
+        ({"teacher_topk": 3, "sampling": Sampling(top_k=5)}, "teacher_topk=3 compares .* truncated sampling"),
         ({"teacher_topk": 4, "divergence": "kl"}, "divergence must be reverse_kl, forward_kl or jsd, got 'kl'"),
         ({"teacher_topk": 4, "divergence": "jsd", "jsd_beta": 0.0}, "jsd_beta must be above 0 and below 1, got 0.0"),
         ({"divergence": "jsd"}, "divergence='jsd' needs teacher_topk"),

@@ -53,11 +53,15 @@ def run(coroutine: Coroutine[Any, Any, Any], timeout_s: float = 60.0) -> Any:
     return asyncio.run(bounded())
 
 
-def recomputed_logprobs(model: PreTrainedModel, prompt: list[int], token_ids: list[int], sampling: Sampling) -> Tensor:
-    """Of each new token, by a plain forward over the whole sequence."""
+def recomputed_logprobs(
+    model: PreTrainedModel, prompt: list[int], token_ids: list[int], sampling: Sampling, supports: Any = None
+) -> Tensor:
+    """Of each new token, by a plain forward over the whole sequence; within the supports if there are any."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1].float()
     logits[: sampling.min_new_tokens, list(sampling.stop_token_ids)] = float("-inf")
+    for row, support in zip(logits, supports or (), strict=False):
+        row[[token for token in range(len(row)) if token not in support]] = float("-inf")
     logprobs = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
     return logprobs[torch.arange(len(token_ids)), token_ids]
 
@@ -143,7 +147,56 @@ def a_prompt_that_cannot_be_served_is_refused_at_once(case: EngineCase) -> None:
     assert len(run(case.generate([1] * (room - 10), Sampling(max_new_tokens=10)))[0].token_ids) == 10
 
 
-def logprobs_are_those_of_a_plain_forward_after_temperature_before_truncation(case: EngineCase) -> None:
+def support_sets(completion: Completion, vocab_size: int) -> list[set[int]]:
+    """Of each token, decoded by hand."""
+    assert completion.supports is not None
+    sets: list[set[int]] = []
+    support: set[int] = set()
+    number, shift, last = 0, 0, -1
+    for byte in completion.supports:
+        number |= (byte & 127) << shift
+        shift += 7
+        if byte >= 128:
+            continue
+        if number < 2:
+            token = completion.token_ids[len(sets)]
+            sets.append(set(range(vocab_size)) if number else support | {token})
+            support, last = set(), -1
+        else:
+            last += number - 1
+            support.add(last)
+        number, shift = 0, 0
+    return sets
+
+
+def a_truncated_draw_has_its_support(case: EngineCase) -> None:
+    if not case.has_model:
+        return
+    case.load(0)
+    vocab_size = case.models[0].config.vocab_size
+    for sampling in (
+        Sampling(max_new_tokens=20, seed=4, top_k=3),
+        Sampling(max_new_tokens=20, seed=5, temperature=1.5, top_p=0.9, top_k=20),
+        Sampling(max_new_tokens=20, seed=6, top_p=0.3, min_new_tokens=20, stop_token_ids=STOPS),
+    ):
+        (completion,) = run(case.generate([5, 6], sampling))
+        supports = support_sets(completion, vocab_size)
+        assert len(supports) == len(completion.token_ids)
+        with torch.no_grad():
+            logits = case.models[0](torch.tensor([[5, 6, *completion.token_ids]])).logits[0, 1:-1].float()
+        logits[: sampling.min_new_tokens, list(sampling.stop_token_ids)] = float("-inf")
+        for probabilities, support in zip((logits / sampling.temperature).softmax(-1), supports, strict=True):
+            left_out = [token for token in range(vocab_size) if token not in support]
+            kept = probabilities[list(support)]
+            assert not left_out or kept.min() >= probabilities[left_out].max()  # the likeliest
+            assert len(support) == 3 or sampling.top_k != 3
+            assert len(support) <= 20 or sampling.top_k != 20
+            if sampling.top_k == -1 and sampling.top_p < 1:
+                assert kept.sum() >= sampling.top_p > kept.sum() - kept.min()
+    assert run(case.generate([5, 6], Sampling(max_new_tokens=2)))[0].supports is None
+
+
+def logprobs_are_those_of_a_plain_forward_after_temperature_within_the_support(case: EngineCase) -> None:
     if not case.has_model:
         return
     case.load(0)
@@ -163,7 +216,8 @@ def logprobs_are_those_of_a_plain_forward_after_temperature_before_truncation(ca
 
     for prompt, sampling, group in zip(PROMPTS, samplings, run(scenario()), strict=True):
         for completion in group:
-            expected = recomputed_logprobs(case.models[0], prompt, completion.token_ids, sampling)
+            supports = support_sets(completion, 61) if sampling.is_truncated else None
+            expected = recomputed_logprobs(case.models[0], prompt, completion.token_ids, sampling, supports)
             assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
@@ -199,7 +253,7 @@ def top_k_of_one_is_the_greedy_completion(case: EngineCase) -> None:
     narrow = run(case.generate([5, 6], Sampling(top_k=1, max_new_tokens=10, seed=9)))[0]
     nucleus = run(case.generate([5, 6], Sampling(top_p=1e-6, max_new_tokens=10, seed=9)))[0]
     assert greedy.token_ids == narrow.token_ids == nucleus.token_ids
-    assert narrow.logprobs == pytest.approx(greedy.logprobs, abs=1e-5)
+    assert narrow.logprobs == nucleus.logprobs == [0.0] * 10  # nothing else could be drawn
 
 
 def short_completions_leave_before_a_long_one_and_free_their_slots(case: EngineCase) -> None:
@@ -428,7 +482,8 @@ CONTRACT = [
     completions_of_one_request_differ_and_the_first_has_its_own_seed,
     temperature_zero_does_not_depend_on_the_seed,
     a_prompt_that_cannot_be_served_is_refused_at_once,
-    logprobs_are_those_of_a_plain_forward_after_temperature_before_truncation,
+    a_truncated_draw_has_its_support,
+    logprobs_are_those_of_a_plain_forward_after_temperature_within_the_support,
     scores_are_the_logprobs_of_a_plain_forward_under_the_present_weights,
     top_k_of_one_is_the_greedy_completion,
     short_completions_leave_before_a_long_one_and_free_their_slots,

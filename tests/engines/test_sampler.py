@@ -63,7 +63,7 @@ def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform()
     logits = torch.randn(200, 11, generator=generator)
     uniform = torch.rand(200, generator=generator, dtype=torch.float64)
     temperature = 0.3 + torch.rand(200, generator=generator)
-    token_ids, logprobs = draw_tokens(logits, uniform, temperature=temperature)
+    token_ids, logprobs, _ = draw_tokens(logits, uniform, temperature=temperature)
     for row in range(200):
         weights = [math.exp(value / temperature[row].item()) for value in logits[row].tolist()]
         threshold, token = uniform[row].item() * sum(weights), 0
@@ -75,13 +75,13 @@ def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform()
 
 def test_a_token_without_probability_is_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).repeat(3, 1)
-    token_ids, _ = draw_tokens(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
+    token_ids, _, _ = draw_tokens(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
     assert token_ids.tolist() == [1, 3, 3]
 
 
 def test_greedy_rows_take_the_likeliest_token_with_unscaled_logprobs() -> None:
     logits = torch.tensor([[0.0, math.log(3.0)], [0.0, math.log(3.0)]])
-    token_ids, logprobs = draw_tokens(
+    token_ids, logprobs, _ = draw_tokens(
         logits, torch.zeros(2, dtype=torch.float64), is_greedy=torch.tensor([True, False])
     )
     assert token_ids.tolist() == [1, 0]
@@ -110,12 +110,14 @@ def test_ties_in_a_truncation_go_to_the_lower_token() -> None:
     assert result[0].tolist() == [0.25, 0.25, 0.0, 0.0]
 
 
-def test_logprobs_are_those_before_truncation() -> None:
-    logits = torch.tensor([[0.1, 0.4, 0.2, 0.25, 0.05]]).log()
-    uniform = torch.tensor([0.99], dtype=torch.float64)
-    token_ids, logprobs = draw_tokens(logits, uniform, top_k=torch.tensor([2]), top_p=torch.tensor([1.0]))
-    assert token_ids.tolist() == [3]
-    assert logprobs.exp().item() == pytest.approx(0.25)
+def test_logprobs_are_those_within_the_support() -> None:
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.25, 0.05]]).log().repeat(2, 1)
+    uniform = torch.full((2,), 0.99, dtype=torch.float64)
+    token_ids, logprobs, supports = draw_tokens(logits, uniform, top_k=torch.tensor([2, 5]), top_p=torch.ones(2))
+    assert token_ids.tolist() == [3, 4]
+    assert logprobs.exp().tolist() == pytest.approx([0.25 / 0.65, 0.05])
+    assert supports is not None
+    assert supports.tolist() == [[False, True, False, True, False], [False] * 5]  # nothing is left out of the second
 
 
 def test_rows_without_a_setting_draw_the_same_in_a_mixed_batch() -> None:

@@ -212,8 +212,12 @@ def test_the_plan_names_the_server_and_a_checkpoint_leaves_its_model_out() -> No
             lambda spec: Distillation(tiny_spec(), teacher=spec, sampling=Sampling(temperature=0.7)).data_flow(),
             "scores tokens at temperature 1",
         ),
+        (
+            lambda spec: Distillation(tiny_spec(), teacher=spec, sampling=Sampling(top_p=0.9)).data_flow(),
+            r"top_p 1 and top_k -1, got 1, 0, 0\.9 and -1",
+        ),
     ],
-    ids=["two sources", "a critic", "the policy", "loading", "another temperature"],
+    ids=["two sources", "a critic", "the policy", "loading", "another temperature", "truncated draws"],
 )
 def test_what_a_server_cannot_be_is_refused(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):

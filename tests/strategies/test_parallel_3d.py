@@ -26,6 +26,8 @@ CASES: list[list[Any]] = [
     *[[2, 1, 1, "Interleaved1F1B", family] for family in FAMILIES],
     *[[1, 1, 2, "1F1B", family] for family in [*FAMILIES, "qwen3"]],
     *[[2, 1, 1, "1F1B", family, "packed"] for family in ("qwen3", "gemma3 hybrid")],
+    [1, 1, 2, "1F1B", "gemma2 with capped logits", "truncated"],
+    [2, 1, 2, "1F1B", "llama", "truncated"],
     [2, 1, 1, "1F1B", "critic"],
     [1, 1, 2, "1F1B", "critic"],
     [2, 1, 1, "1F1B", "llama", "checkpointed"],

@@ -91,6 +91,7 @@ def test_groups_are_the_same_after_their_way_over_bytes() -> None:
         trajectory.metrics = {"accuracy": 0.1 * index}
         trajectory.turns = [Turn(1, 3, "length")]
     trajectories[0].rewards = [0.1] * len(trajectories[0].token_ids)
+    trajectories[1].supports = [1] * len(trajectories[1].token_ids)
     groups = [Group(7, trajectories[0].prompt, trajectories[:3]), Group(9, trajectories[3].prompt, [])]
     assert groups_from_bytes(groups_to_bytes(groups)) == groups
 

@@ -17,6 +17,7 @@ from tiny import (
     slow_outputs,
     tiny_model,
     widened,
+    with_supports,
     with_teacher_topk,
 )
 from torch import Tensor
@@ -125,6 +126,25 @@ def test_logprobs_and_entropy_equal_a_slow_loop(family: str, temperature: float,
     logprobs, entropy = slow_outputs(model, experience, temperature=temperature)
     torch.testing.assert_close(outputs.logprobs, logprobs, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(outputs.entropy, entropy, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2 with capped logits"])
+def test_truncated_draws_are_judged_within_their_supports(family: str, form: Form) -> None:
+    """Whichever rows a microbatch has, logprobs, entropies and gradient are those of a softmax over the supports."""
+    model = tiny_model(family)
+    experience, allowed = with_supports(random_experience(num_turns=2, completion_tokens=(3, 6)))
+    experience, allowed = experience.concat(experience.split([2, 3, len(experience) - 5])), allowed
+    rows = [4, 0, 3, 7, 1]
+    minibatch, allowed = experience.select(rows), allowed[rows][:, : int(experience.lengths[rows].max())]
+    assert allowed[minibatch.loss_mask].float().mean() < 0.9
+    parallel = SingleModel(model, LogprobSettings(temperature=0.7), form="rectangles" if refuses(model, form) else form)
+    (outputs,) = parallel.forward([minibatch])
+    logprobs, entropy = slow_outputs(model, minibatch, temperature=0.7, allowed=allowed)
+    torch.testing.assert_close(outputs.logprobs, logprobs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs.entropy, entropy, rtol=1e-4, atol=1e-5)
+    found = gradient_of(parallel, minibatch)
+    assert_same_gradient(found, slow_gradient(model, minibatch, temperature=0.7, allowed=allowed))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 from second_device import second_device
-from tiny import FAMILIES, random_experience, tiny_model, tiny_spec, with_teacher_topk
+from tiny import FAMILIES, random_experience, tiny_model, tiny_spec, with_supports, with_teacher_topk
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -60,12 +60,12 @@ def make_model(family: str) -> Any:
     return tiny_model(family, **changes)
 
 
-def parts(seed: int) -> list[Experience]:
+def parts(seed: int, *, is_truncated: bool) -> list[Experience]:
     """Four microbatches of unlike shapes, without stop tokens where the settings forbid them."""
     experience = random_experience(num_groups=6, seed=seed)
     is_stop = (experience.token_ids == 1) | (experience.token_ids == 5)
     experience = replace(experience, token_ids=torch.where(is_stop, 6, experience.token_ids))
-    experience = with_teacher_topk(experience, 3)
+    experience = with_supports(experience, 18)[0] if is_truncated else with_teacher_topk(experience, 3)
     return [experience.select(range(start, end)) for start, end in ((0, 3), (3, 9), (9, 14), (14, 18))]
 
 
@@ -100,9 +100,10 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (single, split_one)]
     found: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "norm": 0.0}
     for update in range(NUM_UPDATES):
-        everything = parts(seed=update)
+        everything = parts(seed=update, is_truncated=form == "truncated")
         share = everything[mesh["dp"].get_local_rank() :: dp]
-        for one, other in zip(spread.forward(share, topk=TOPK), alone.forward(share, topk=TOPK), strict=True):
+        topk = 0 if form == "truncated" else TOPK
+        for one, other in zip(spread.forward(share, topk=topk), alone.forward(share, topk=topk), strict=True):
             if other.teacher_topk_ids is not None and not torch.equal(one.teacher_topk_ids, other.teacher_topk_ids):
                 found["outputs"] = 1.0
             for name in ("logprobs", "entropy", "values", "teacher_topk"):

@@ -29,6 +29,7 @@ from lightrl import (
     ReferenceKL,
     RLCallback,
     Role,
+    Sampling,
     Trace,
     Trajectory,
 )
@@ -43,8 +44,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"microbatch_tokens": 20},
         {"activation_checkpointing": True, "reduce_every_microbatch": True},
     ),
-    "two replicas, parameters kept, a reference policy": (
-        {"microbatch_tokens": 20, "loss_reduction": "sequence", "reference": ReferenceKL(0.1, POLICY)},
+    "two replicas, parameters kept, a reference policy, truncated draws": (
+        {
+            "microbatch_tokens": 20,
+            "loss_reduction": "sequence",
+            "reference": ReferenceKL(0.1, POLICY),
+            "sampling": Sampling(max_new_tokens=6, top_p=0.9, top_k=6),  # of 8 tokens
+        },
         {"num_replicas": 2, "reshard_after_forward": False},
     ),
     "batch statistics": ({"num_minibatches": 2, "update_epochs": 2, "is_batch_wide": True}, {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,14 @@ POLICY = ModelSpec(config={**CONFIG, "max_position_embeddings": 128}, tokenizer=
 class Jittery(TinyGRPO):
     """Its rewards take times that nobody can repeat, so that runs differ in what is done when."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, policy: ModelSpec = POLICY, **kwargs: Any) -> None:
         settings = {
             "sampling": Sampling(max_new_tokens=100, min_new_tokens=90),
             "decoupled": True,
             "num_minibatches": 2,
             **kwargs,
         }
-        super().__init__(POLICY, **settings)
+        super().__init__(policy, **settings)
         self.losses: list[float] = []
 
     async def reward(self, trajectory: Trajectory) -> Any:
@@ -59,7 +60,7 @@ class Slow(RLCallback):
 
 def fit(folder: Path, engine: Any, *, eta: int = 2, schedule: Path | None = None, **flags: Any) -> Jittery:
     torch.manual_seed(5)
-    module = Jittery()
+    module = Jittery(flags.pop("policy", POLICY))
     flags = {"max_steps": NUM_ITERATIONS, **flags}
     ckpt_path = flags.pop("ckpt_path", None)
     callbacks = [StalenessControl(eta, rollout_timeout_s=20), Slow(), *flags.pop("callbacks", ())]
@@ -143,3 +144,11 @@ def test_a_replay_of_other_settings_is_refused(saved: Any, tmp_path: Path) -> No
 def test_a_replay_ends_where_the_recorded_run_ended(saved: Any, tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match=r"ends before the batch of version 8. Set max_steps to 8."):
         fit(tmp_path, LocalEngine(max_batch=3), schedule=saved[0], max_steps=9)
+
+
+def test_a_replay_from_other_weights_names_the_first_trajectory_that_differs(saved: Any, tmp_path: Path) -> None:
+    policy = replace(POLICY, seed=4)
+    with pytest.raises(
+        RolloutError, match=r"deviates at group \d, sample \d: checksum and versions of its tokens were"
+    ):
+        fit(tmp_path, LocalEngine(max_batch=3), schedule=saved[0], policy=policy)

@@ -8,8 +8,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from chat_texts import (
@@ -36,6 +38,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrl.engines import FakeEngine, LocalEngine
 from lightrl.errors import RolloutError
+from lightrl.functional.supports import decode_supports
 from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.trajectory import Prompt, Sampling, Trajectory
@@ -63,6 +66,16 @@ def test_what_the_policy_wrote_is_never_encoded_again():
     prompt = chat_prompt().token_ids
     assert trajectory.token_ids == prompt + said + ids(BETWEEN) + letters("2") + [END]
     assert engine.requests[1].token_ids == trajectory.token_ids[: -len(letters("2")) - 1]
+
+
+def test_supports_are_those_of_the_policys_tokens_and_end_with_its_last():
+    engine = writes([*letters("ab"), END], [*letters("2"), END])
+    trajectory = played(workflow(AGAIN, AGAIN, max_turns=2), engine, sampling=replace(SAMPLING, top_k=3))
+    is_every, num_others, ids_of = decode_supports(np.asarray(trajectory.supports))
+    assert is_every.tolist() == [not trains for trains in trajectory.loss_mask]
+    assert num_others[~is_every].tolist() == [3 - (token < 3) for token in [*letters("ab"), END, *letters("2"), END]]
+    assert set(ids_of.tolist()) <= {0, 1, 2}  # FakeEngine keeps the lowest ids
+    assert played(workflow(DONE), writes([*letters("2"), END])).supports is None
 
 
 def test_the_loss_mask_is_true_on_the_policys_tokens_only():
@@ -541,3 +554,11 @@ def test_a_close_that_fails_is_a_warning_and_the_trajectory_stays(caplog: pytest
 def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():  # pytest's timeout ends it
         time.sleep(0.001)
+
+
+def test_an_environment_with_side_effects_needs_state_to_go_on_where_it_was():
+    class Acts(Scripted):
+        has_side_effects = True
+
+    with pytest.raises(ValueError, match=r"Acts has side effects, .* needs state_dict"):
+        MultiTurn(chat_tokenizer(), lambda: Acts(DONE))

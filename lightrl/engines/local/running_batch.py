@@ -19,6 +19,7 @@ from lightrl.engines.engine import Completion
 from lightrl.engines.local.decoder import Decoder
 from lightrl.engines.local.sampler import ban_stop_tokens, draw_tokens, uniforms
 from lightrl.engines.local.steps import Kind, StepLog
+from lightrl.functional import encode_supports
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
 _FIRST_WIDTH = 64  # tokens; W doubles from here
@@ -36,6 +37,11 @@ class Row:
     written: Completion | None = None  # the part of it that was written before, by this engine or another
     owner: Any = None  # whose completion it is; the batch hands it back
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
+    supports: list[bytes] = field(default_factory=list)  # the codes of the tokens', while draws are truncated
+
+    def codes(self) -> TokenArray[int] | None:
+        """Of the supports, end to end; None if draws are not truncated."""
+        return TokenArray(b"".join(self.supports), "B") if self.sampling.is_truncated else None
 
 
 class RunningBatch:
@@ -134,9 +140,10 @@ class RunningBatch:
         for place, slot in enumerate(finished):
             row, length = self._rows[slot], lengths[place]
             versions = _versions(row.version_changes, length)
-            completions.append(
-                (row, Completion(token_ids[place][:length], logprobs[place][:length], versions, reasons[place]))
+            completion = Completion(
+                token_ids[place][:length], logprobs[place][:length], versions, reasons[place], row.codes()
             )
+            completions.append((row, completion))
         self._drop(set(finished))
         return completions
 
@@ -162,6 +169,7 @@ class RunningBatch:
                 self._logprobs[slot, :length].tolist(),
                 _versions(row.version_changes, length),
                 "abort",
+                row.codes(),
             )
             for slot, (row, length) in enumerate(zip(self._rows, lengths, strict=True))
         }
@@ -184,6 +192,7 @@ class RunningBatch:
             self._fill(self._token_ids[slot], 0, part.token_ids)
             self._fill(self._logprobs[slot], 0, part.logprobs)
             self._current[slot] = part.token_ids[-1]
+            row.supports = [bytes(part.supports or ())]
             row.version_changes = [*_changes(part.weight_versions), (length, weight_version)]
         self._count()
 
@@ -208,7 +217,7 @@ class RunningBatch:
         rows, generated = self._slots[first:end], self._generated[first:end]
         if self._steps_with_ban > 0 and self._has_stops:
             ban_stop_tokens(logits, generated < self._minima[first:end], self._stops[first:end])
-        token_ids, logprobs = draw_tokens(
+        token_ids, logprobs, supports = draw_tokens(
             logits,
             self._uniforms[rows, generated],
             temperature=self._temperature[first:end] if self._has_temperature else None,
@@ -220,6 +229,11 @@ class RunningBatch:
         self._logprobs[rows, generated] = logprobs
         self._current[first:end] = token_ids
         self._counters[:, first:end] += 1
+        if supports is not None:
+            places = supports.nonzero().cpu().numpy()
+            codes = encode_supports(places[:, 0], places[:, 1], token_ids.cpu().numpy(), self._vocab_size)
+            for row, code in zip(self._rows[first:end], codes, strict=True):
+                row.supports.append(code)
 
     def _drop(self, leaving: set[int]) -> None:
         """Removes the rows of these slots; the last rows take their places."""
@@ -269,14 +283,15 @@ class RunningBatch:
         self._fill(self._limits, first, [sampling.max_new_tokens for sampling in samplings])
         self._fill(self._minima, first, [s.min_new_tokens if s.stop_token_ids else 0 for s in samplings])
         self._fill(self._seeds, first, [row.seed for row in rows])
-        self._fill(self._top_k, first, [s.top_k if s.top_k > 0 else self._vocab_size for s in samplings])
-        self._fill(self._top_p, first, [sampling.top_p for sampling in samplings])
+        kept = [sampling if sampling.is_truncated else Sampling() for sampling in samplings]  # greedy is not
+        self._fill(self._top_k, first, [s.max_support if s.is_truncated else self._vocab_size for s in kept])
+        self._fill(self._top_p, first, [sampling.top_p for sampling in kept])
         self._fill(self._temperature, first, [sampling.temperature or 1.0 for sampling in samplings])
         self._fill(self._is_greedy, first, [sampling.temperature == 0 for sampling in samplings])
         self._fill_stops(first, [sampling.stop_token_ids for sampling in samplings])
         every = [row.sampling for row in self._rows]
         self._has_temperature = any(sampling.temperature not in (0, 1) for sampling in every)
-        self._has_truncation = any(sampling.top_k > 0 or sampling.top_p < 1 for sampling in every)
+        self._has_truncation = any(sampling.is_truncated for sampling in every)
         self._has_greedy = any(sampling.temperature == 0 for sampling in every)
         self._has_stops = any(sampling.stop_token_ids for sampling in every)
 

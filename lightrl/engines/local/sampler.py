@@ -53,8 +53,8 @@ def draw_tokens(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     is_greedy: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One token per row, and its logprob as SGLang defines it: after temperature, before top-k and top-p.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One token per row, its logprob within its support (after temperature, top-k and top-p), and that support.
 
     None for a setting means that no row uses it, which saves work and does not change the tokens.
 
@@ -62,11 +62,12 @@ def draw_tokens(
         logits: [n, V] float32.
         uniform: [n] float64 in [0, 1).
         temperature: [n], above 0; 1 in greedy rows, whose logprobs are unscaled.
-        top_k, top_p: [n]; both or neither; V and 1 keep every token.
+        top_k, top_p: [n]; both or neither; V and 1 keep every token, as in greedy rows.
         is_greedy: [n] bool; these rows take the likeliest token.
 
     Returns:
-        Token ids [n] int64 and logprobs [n] float32.
+        Token ids [n] int64, logprobs [n] float32, and bool [n, V], the supports of truncated rows and nothing in
+        others; None without `top_k`.
     """
     if temperature is not None:
         logits = logits / temperature[:, None]
@@ -80,7 +81,13 @@ def draw_tokens(
     token_ids.clamp_(max=logits.shape[-1] - 1)  # NaN logits have no place; their NaN logprob is reported later
     if is_greedy is not None:
         token_ids = torch.where(is_greedy[:, None], logits.argmax(-1, keepdim=True), token_ids)
-    return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0]
+    of_tokens = logprobs.gather(-1, token_ids)[:, 0]
+    if top_k is None or top_p is None:
+        return token_ids[:, 0], of_tokens, None
+    is_truncated = (top_k < logits.shape[-1]) | (top_p < 1)
+    within = (probabilities.gather(-1, token_ids)[:, 0] / cumulative[:, -1]).log().float()
+    supports = (probabilities > 0) & is_truncated[:, None]
+    return token_ids[:, 0], torch.where(is_truncated, within, of_tokens), supports
 
 
 def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

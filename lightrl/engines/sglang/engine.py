@@ -230,7 +230,6 @@ class SGLangEngine(
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._receivers = Receivers()
         self._is_open = False
-        self._has_warned = False
 
     @property
     def last_sync(self) -> SyncReport | None:
@@ -347,13 +346,6 @@ class SGLangEngine(
         check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
         if self.weight_version < 0:
             raise EngineError("SGLangEngine has no weights yet. Call load_weights before the first request.")
-        if (sampling.top_p < 1 or sampling.top_k > 1) and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "top_p=%g and top_k=%d truncate the sampling; behavior logprobs are those before the truncation.",
-                sampling.top_p,
-                sampling.top_k,
-            )
         pictures = RequestPictures.of(self._pictures, images, token_ids) if images else None
         try:
             return await self._home.across(writer.write(token_ids, sampling, session, n, pictures, written))

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
+from lightrl.functional import encode_supports
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
 _NO_IDS: TokenArray[int] = TokenArray((), "i")
 _NO_LOGPROBS: TokenArray[float] = TokenArray((), "f")
+_NO_CODES: TokenArray[int] = TokenArray((), "B")
 
 
 class MalformedAnswer(EngineError):
@@ -34,6 +39,7 @@ class Answer:
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = _NO_IDS
     finish: str = "abort"
+    supports: TokenArray[int] | None = None  # codes; None if the server did not send the tokens of truncated draws
     problem: str = ""  # why it is unusable
 
 
@@ -73,6 +79,7 @@ class CompletionDraft:
     token_ids: TokenArray[int] = _NO_IDS
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = _NO_IDS
+    supports: TokenArray[int] = _NO_CODES
     finish_reason: FinishReason | None = None
     pictures: RequestPictures | None = None
     adapter: AdapterVersion | None = None  # of the latest request
@@ -92,7 +99,7 @@ class CompletionDraft:
         params: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
+            "top_k": sampling.max_support,
             "max_new_tokens": sampling.max_new_tokens - written,
             "min_new_tokens": max(0, sampling.min_new_tokens - written),
             "sampling_seed": request_seed(sampling.seed, self.sample, written),
@@ -109,6 +116,8 @@ class CompletionDraft:
             "return_logprob": True,
             "extra_key": cache_key,
         }
+        if sampling.is_truncated:
+            body["return_sampling_mask"] = True
         if pictures is not None:
             body["image_data"] = pictures.image_data
         if self.adapter is not None:
@@ -142,6 +151,13 @@ class CompletionDraft:
             )
         if finish == "stop" and not token_ids:
             raise MalformedAnswer(f"{server} stopped without a stop token.")
+        if self.sampling.is_truncated and token_ids:
+            if answer.supports is None:
+                raise MalformedAnswer(
+                    f"{server} did not return which tokens it drew from (return_sampling_mask), which training with "
+                    "top_p or top_k needs. Use SGLang 0.5.20 or later."
+                )
+            self.supports = TokenArray.joined([self.supports, answer.supports], "B")
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
         self.logprobs = TokenArray.joined([self.logprobs, logprobs], "f")
         self.weight_versions = TokenArray.joined([self.weight_versions, versions], "i", as_runs=True)
@@ -153,7 +169,8 @@ class CompletionDraft:
 
     def completion(self) -> Completion:
         """What is written so far; its finish reason is `abort` while more is to come."""
-        return Completion(self.token_ids, self.logprobs, self.weight_versions, self.finish_reason or "abort")
+        supports = self.supports if self.sampling.is_truncated else None
+        return Completion(self.token_ids, self.logprobs, self.weight_versions, self.finish_reason or "abort", supports)
 
     def _is_end(self, token: int) -> bool:
         return token in self.sampling.stop_token_ids and len(self.token_ids) >= self.sampling.min_new_tokens
@@ -190,18 +207,34 @@ def _read(answer: Any) -> Answer:
         triples = meta.get("output_token_logprobs") or []
         is_complete = written == [triple[1] for triple in triples]
         token_ids: TokenArray[int] = TokenArray(written, "i")
-        logprobs: TokenArray[float] = TokenArray([triple[0] for triple in triples], "f")
+        chosen = meta.get("output_token_sampling_logprobs")  # within the supports; the others are before truncation
+        logprobs: TokenArray[float] = TokenArray([triple[0] for triple in triples] if chosen is None else chosen, "f")
+        supports = None if chosen is None else _support_codes(meta["output_token_sampling_mask"], written)
         versions = _token_versions(meta, len(written)) if written else _NO_IDS
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         return Answer(
             problem=f"{str(answer)[:200]} ({error!r}) instead of tokens, logprobs and a numbered weight version"
         )
-    if not is_complete or len(versions) != len(token_ids) or finish not in ("stop", "length", "abort"):
+    if (
+        not is_complete
+        or {len(versions), len(logprobs)} != {len(token_ids)}
+        or finish not in ("stop", "length", "abort")
+    ):
         return Answer(
             problem=f"{len(token_ids)} tokens, {len(logprobs)} logprobs, {len(versions)} versions and the finish "
             f"reason {finish!r}; the numbers must be equal, the reason stop, length or abort"
         )
-    return Answer(token_ids, logprobs, versions, finish)
+    return Answer(token_ids, logprobs, versions, finish, supports)
+
+
+def _support_codes(masks: Sequence[Sequence[int]], written: Sequence[int]) -> TokenArray[int]:
+    """Of the tokens, whose supports come likeliest first."""
+    if len(masks) != len(written) or not all(masks):
+        raise ValueError(f"{len(masks)} sampling masks for {len(written)} tokens, or an empty one")
+    rows = np.arange(len(masks)).repeat([len(mask) for mask in masks])
+    ids = np.fromiter(itertools.chain.from_iterable(masks), np.int64, len(rows))
+    codes = encode_supports(rows, ids[np.lexsort((ids, rows))], np.array(written, np.int64))
+    return TokenArray.of_stored(b"".join(codes), b"", "B")
 
 
 def _token_versions(meta: Mapping[str, Any], num_tokens: int) -> TokenArray[int]:

@@ -81,6 +81,7 @@ class Writer:
                     draft.token_ids = token_array("token_ids", written.token_ids)
                     draft.logprobs = token_array("behavior_logprobs", written.logprobs)
                     draft.weight_versions = token_array("weight_versions", written.weight_versions)
+                    draft.supports = token_array("supports", written.supports or ())
                 self._drafts[sampling.seed] = draft
                 try:
                     return [await self._write(draft, session)]

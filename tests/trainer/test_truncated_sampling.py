@@ -1,0 +1,78 @@
+"""Runs under top-p and top-k: the trainer's logprobs are the engine's, also in minibatches, on resume and on replay."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tiny_run import Digits, TinyGRPO, are_equal, make_trainer, weights
+
+from lightrl import Experience, FakeEngine, RLCallback, Sampling, TrajectoryDataModule, TrajectoryLog
+from lightrl.engines.engine import Completion
+from lightrl.errors import EngineError
+from lightrl.functional import Supports
+
+SAMPLING = Sampling(max_new_tokens=6, top_p=0.9, top_k=6, temperature=0.8)  # of a vocabulary of 8
+
+
+class Compare(RLCallback):
+    """How far the trainer's logprobs are from the engine's in each iteration, whose tokens it sampled."""
+
+    def __init__(self) -> None:
+        self.differences: list[float] = []
+        self.support_sizes: list[float] = []
+
+    def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> None:
+        parts = experience.microbatches(20)
+        for part, outputs in zip(parts, module.parallel_models["policy"].forward(parts), strict=True):
+            difference = (outputs.logprobs - part.behavior_logprobs)[part.loss_mask]
+            self.differences.append(float(difference.abs().max()))
+            rows, columns = part.loss_mask[:, 1:].nonzero(as_tuple=True)
+            made = Supports.at(part.support_codes(), part.lengths, part.token_ids, rows, columns)
+            self.support_sizes.append(len(made.ids) / len(rows))
+
+
+def test_the_trainers_logprobs_are_the_engines(tmp_path: Path) -> None:
+    compare = Compare()
+    make_trainer(tmp_path, callbacks=[compare]).fit(
+        TinyGRPO(sampling=SAMPLING, num_minibatches=2, lr=0.1), datamodule=Digits()
+    )
+    assert len(compare.differences) >= 3
+    assert max(compare.differences) <= 1e-6
+    assert min(compare.support_sizes) < 6  # top-p takes some tokens, top-k two of the 8
+    assert max(compare.support_sizes) <= 6
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> None:
+    whole, resumed = TinyGRPO(sampling=SAMPLING), TinyGRPO(sampling=SAMPLING)
+    for name, module, path in (("whole", whole, None), ("resumed", resumed, tmp_path / "whole/step=1.ckpt")):
+        save = ModelCheckpoint(tmp_path / name, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        make_trainer(tmp_path, callbacks=[save], enable_checkpointing=True).fit(module, Digits(), ckpt_path=path)
+    assert len(resumed.trained) == 2
+    assert are_equal(weights(whole), weights(resumed))
+
+
+def test_recorded_trajectories_replay_a_truncated_run_to_the_bit(tmp_path: Path) -> None:
+    log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
+    module = TinyGRPO(sampling=SAMPLING, num_minibatches=2)
+    make_trainer(tmp_path, callbacks=[log]).fit(module, Digits())
+    replayed = TinyGRPO(sampling=SAMPLING, num_minibatches=2)
+    make_trainer(tmp_path / "again", max_epochs=1).fit(replayed, TrajectoryDataModule(str(tmp_path / "trajectories")))
+    assert are_equal(weights(module), weights(replayed))
+
+
+class Forgetful(FakeEngine):
+    """Does not tell what it drew from."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> list[Completion]:
+        return [dataclasses.replace(item, supports=None) for item in await super().generate(*args, **kwargs)]
+
+
+def test_an_engine_without_supports_is_refused_under_truncation(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"returned no supports, but top_p=0\.9 and top_k=6 truncate"):
+        make_trainer(tmp_path, engine=Forgetful(), max_steps=1).fit(TinyGRPO(sampling=SAMPLING), Digits())
+    make_trainer(tmp_path, engine=FakeEngine(), max_steps=1).fit(TinyGRPO(sampling=SAMPLING), Digits())
