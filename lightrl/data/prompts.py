@@ -336,7 +336,7 @@ class PromptDataModule(L.LightningDataModule):
                 f"{required} to a file or a hub name, or override make_prompts."
             )
         if stage == "fit":
-            self._warn_of_repeats()
+            _warn_of_repeats(self.prompts)
             if not self.prompts["validation"]:
                 # Lightning validates if this hook is overridden, and warns about an empty loader.
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -350,20 +350,6 @@ class PromptDataModule(L.LightningDataModule):
                 order = self.mixture([prompt.id for prompt in prompts], seed=seed, shuffle=self.shuffle)
             self._stream = PromptStream(
                 prompts, batch_size=self.batch_size, seed=seed, shuffle=self.shuffle, order=order
-            )
-
-    def _warn_of_repeats(self) -> None:
-        splits = [self.prompts["train"], self.prompts["validation"]]
-        train, validation = (prompts if isinstance(prompts, list) else [] for prompts in splits)
-        seen = {tuple(prompt.token_ids or []) for prompt in train}
-        if len(seen) < len(train):
-            logger.warning("%d of %d train prompts repeat another one.", len(train) - len(seen), len(train))
-        known = sum(tuple(prompt.token_ids or []) in seen for prompt in validation)
-        if known:
-            logger.warning(
-                "%d of %d validation prompts are train prompts too: they do not show how the policy does on new ones.",
-                known,
-                len(validation),
             )
 
     def mixture(self, prompt_ids: Sequence[str], *, seed: int, shuffle: bool) -> MixtureOrder:
@@ -479,6 +465,22 @@ def check_first(prompts: RowPrompts | StreamedPrompts) -> None:
         total,
         sum(item is not None for item in made),
     )
+
+
+def _warn_of_repeats(prompts: Mapping[Split, Any]) -> None:
+    """Logs train prompts that repeat, and validation prompts that are train prompts; those made at the start."""
+    splits = [prompts["train"], prompts["validation"]]
+    train, validation = (split if isinstance(split, list) else [] for split in splits)
+    seen = {tuple(prompt.token_ids or []) for prompt in train}
+    if len(seen) < len(train):
+        logger.warning("%d of %d train prompts repeat another one.", len(train) - len(seen), len(train))
+    known = sum(tuple(prompt.token_ids or []) in seen for prompt in validation)
+    if known:
+        logger.warning(
+            "%d of %d validation prompts are train prompts too: they do not show how the policy does on new ones.",
+            known,
+            len(validation),
+        )
 
 
 def _row_of(item: Any, where: str) -> Row:
