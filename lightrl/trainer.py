@@ -99,6 +99,11 @@ class Trainer(RLTrainer):
         log_every_n_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("accelerator") == "gpu" and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+            raise ValueError(
+                f"accelerator=gpu needs a GPU, but torch {torch.__version__} sees none. Set accelerator to auto or "
+                "cpu, or install a torch that fits the driver (nvidia-smi shows whether there is one)."
+            )
         own = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
+import math
 import struct
 from array import array
 from bisect import bisect_right
@@ -78,8 +79,8 @@ class Sampling:
     seed: int = 0  # int64; seed and position fix the uniform number that draws a token
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}.")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be >= 0 (0 is greedy) and finite, got {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1] (1 keeps every token), got {self.top_p}.")
         if not (1 <= self.top_k <= MAX_SUPPORT or self.top_k == -1):

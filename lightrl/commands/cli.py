@@ -27,12 +27,14 @@ from lightning.pytorch.cli import (
     instantiate_class,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightrl
 from lightrl.callbacks.complaints import ComplaintLog
 from lightrl.callbacks.status_file import StatusFile
-from lightrl.commands.config_errors import UsageError, explain, nearest_files
-from lightrl.commands.console import reported, run_folder
+from lightrl.commands.config_errors import check_empty_sections, explain
+from lightrl.commands.config_layers import UsageError, Written, nearest_files
+from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.launch import Launch
 from lightrl.module import RLModule
 from lightrl.trainer import Trainer
@@ -107,16 +109,44 @@ class LightRLCLI(LightningCLI):
         """Parses the command line into `self.config`.
 
         Raises:
-            UsageError: if a setting is unknown, missing or of the wrong type.
+            UsageError: if a setting is unknown, missing, of the wrong type or there twice.
         """
+        command, *rest = args
+        is_run = command in self._subcommand_parsers
+        self._written = Written.read(rest) if is_run else Written({}, {})
         try:
             self.config: Namespace = parser.parse_args(args)
         except ArgumentError as error:
-            command, *rest = args
             raise UsageError(explain(error, self._subcommand_parsers[command], rest)) from error
+        check_empty_sections(self._written, self._subcommand_parsers[command])
+        seed = self.config[command].get("seed_everything")
+        if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
+            origin = self._written.origin("seed_everything")
+            raise UsageError(f"seed_everything must be between 0 and {2**32 - 1}, got {seed}{origin}.")
 
     def _parse_ckpt_path(self) -> None:
         """Not Lightning's, which sets `model` from a checkpoint's hyper-parameters: any class, any reward function."""
+
+    def instantiate_classes(self) -> None:
+        """Builds trainer, model and data.
+
+        Raises:
+            UsageError: if a constructor refuses a setting; it names the setting's path, file and line.
+        """
+        try:
+            super().instantiate_classes()
+        except FIXABLE as error:
+            place = self._written.place_of(unwrapped(error))
+            if not place:
+                raise
+            raise UsageError(f"{place}: {chain(unwrapped(error))}") from error
+        if type(self.model) is L.LightningModule:
+            raise UsageError(f"model must name a class{self._written.origin('model')}, such as class_path: GRPO.")
+        if self.datamodule is None and not is_overridden("train_dataloader", self.model):
+            raise UsageError(
+                "data must be set, in a --config file or as --data: a class such as PromptDataModule, which says what "
+                "to train on."
+            )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = cast(Trainer, super().instantiate_trainer(**kwargs))

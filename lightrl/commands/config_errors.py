@@ -2,7 +2,7 @@
 
 jsonargparse stops at the first layer that refuses and quotes whole subtrees. `explain` instead reads config files and
 flags itself, merges them, and walks them along the classes that they configure until it finds the setting at fault. It
-runs only after the parser has refused; if it finds nothing, the parser's own message stands.
+runs only after the parser has refused, or to judge empty sections; if it finds nothing, the parser's message stands.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import textwrap
 import types
 import typing
 from argparse import Action, ArgumentError
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, get_loader
+from jsonargparse import ActionConfigFile, ArgumentParser
 
 from lightrl.checks.user_code import user_code
+from lightrl.commands.config_layers import Flag, UsageError, Written
 from lightrl.models import ModelSpec, Role
 
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
@@ -39,14 +39,6 @@ _MOVED = {
 }
 
 
-class UsageError(Exception):
-    """An error that the user can fix on the command line or in a config file; shown without traceback, exit code 2."""
-
-
-class _Flag(str):
-    """A value from the command line, as typed."""
-
-
 def explain(error: ArgumentError, parser: ArgumentParser, args: Sequence[str]) -> str:
     """The message for a user.
 
@@ -55,14 +47,9 @@ def explain(error: ArgumentError, parser: ArgumentParser, args: Sequence[str]) -
         parser: of the subcommand.
         args: of the command line, after the subcommand.
     """
-    settings: dict[str, Any] = {}
-    origins: dict[str, str] = {}
     try:
-        for layer, layer_origins in _layers(args):
-            _merge(settings, layer)
-            origins = {path: origin for path, origin in origins.items() if path.split("[")[0] not in layer_origins}
-            origins |= layer_origins
-        _Walk(origins).group(settings, _Keys.of_parser(parser), "", "lightrl")
+        written = Written.read(args)
+        _Walk(written).group(written.settings, _Keys.of_parser(parser), "", "lightrl")
     except UsageError as usage_error:
         return str(usage_error)
     stray = re.fullmatch(r"unrecognized arguments: (\S+).*", error.message, re.DOTALL)
@@ -76,108 +63,16 @@ def explain(error: ArgumentError, parser: ArgumentParser, args: Sequence[str]) -
     return "\n".join(line for line in error.message.splitlines() if not (len(line) > 200 and "Given value" in line))
 
 
-def nearest_files(path: Path, *suffixes: str) -> str:
-    """A sentence with the existing files nearest to a missing one, or with the first missing folder.
-
-    Args:
-        path: of the missing file.
-        suffixes: of the files to list if no name is near.
-    """
-    folder = path.parent
-    if not folder.is_dir():
-        missing = next(parent for parent in [*reversed(path.parents), folder] if not parent.is_dir())
-        return f"There is no folder {missing}."
-    names = sorted(item.name for item in folder.iterdir() if item.is_file())
-    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
-    close = close or [name for name in names if name.endswith(suffixes)][:5]
-    if not close:
-        return f"{folder.absolute()} has no {' or '.join(suffixes)} file."
-    return f"Nearest in {folder.absolute()}: {', '.join(close)}."
-
-
-# ---------------------------------------------------------------------- reading config files and flags
-
-
-def _layers(args: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-    """Settings of each config file and flag, in order; and for their paths where they are, ` (run.yaml:22)`."""
-    position = 0
-    while position < len(args):
-        name, equals, value = args[position].partition("=")
-        position += 1
-        if not name.startswith("-") or name == "--":
-            continue
-        if not equals:
-            if position == len(args) or args[position].startswith("--"):
-                continue
-            value = args[position]
-            position += 1
-        if name in ("-c", "--config"):
-            if "://" not in value and not value.lstrip().startswith("{"):  # these only the parser can read
-                yield _read_config(value)
-        elif name.startswith("--") and name != "--print_config" and not name.endswith((".help", "+")):
-            nested: Any = _structured(value)
-            for key in reversed(name[2:].split(".")):
-                nested = {key: nested}
-            yield nested, {name[2:]: " (on the command line)"}
-
-
-def _read_config(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Settings and origins of one file.
-
-    Raises:
-        UsageError: if the file is missing or is not a YAML mapping.
-    """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        what = "is a folder; it must be a file" if file.is_dir() else "does not exist"
-        raise UsageError(f"--config {path} {what}. {nearest_files(file, '.yaml', '.yml')}")
+def check_empty_sections(written: Written, parser: ArgumentParser) -> None:
+    """Raises UsageError for an empty section of an unknown name, `trianer: {}`, which the parser ignores."""
+    empty = written.empty_sections()
+    if not empty:
+        return
     try:
-        text = file.read_text(encoding="utf-8")
-        settings = get_loader("yaml")(text)  # the parser's, which reads 1e-3 as a number
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise UsageError(f"--config {path} could not be read: {error.strerror}.") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {path} is not valid YAML: {error}") from error
-    if settings is None:
-        return {}, {}
-    if not isinstance(settings, dict):
-        raise UsageError(f"--config {path} must have settings as `key: value`, got {type(settings).__name__}.")
-    return settings, {place: f" ({path}:{line})" for place, line in _line_numbers(tree, "")}
-
-
-def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
-    """Path and line of each key and list item below a YAML node."""
-    below: list[tuple[str, Any, Any]] = []
-    if isinstance(node, yaml.MappingNode):
-        below = [(f"{path}.{key.value}" if path else str(key.value), key, value) for key, value in node.value]
-    elif isinstance(node, yaml.SequenceNode):
-        below = [(f"{path}[{index}]", item, item) for index, item in enumerate(node.value)]
-    for inner, marked, value in below:
-        yield inner, marked.start_mark.line + 1
-        yield from _line_numbers(value, inner)
-
-
-def _structured(value: str) -> Any:
-    loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
-    return loaded if isinstance(loaded, dict | list) else _Flag(value)
-
-
-def _merge(settings: dict[str, Any], layer: Mapping[str, Any]) -> None:
-    for key, value in layer.items():
-        old = settings.get(key)
-        if isinstance(old, str) and isinstance(value, Mapping) and "class_path" not in value:
-            old = settings[key] = {"class_path": old}  # --model GRPO --model.lr 1e-3
-        if isinstance(value, Mapping):
-            if isinstance(old, list):
-                continue  # --trainer.callbacks.max_staleness 1 is for the list's last item: left to the parser
-            if not isinstance(old, dict):
-                settings[key] = {}
-            _merge(settings[key], value)
-        elif isinstance(old, dict) and "class_path" in old and isinstance(value, _Flag):
-            old["class_path"] = value
-        else:
-            settings[key] = value
+        _Walk(written).group(written.settings, _Keys.of_parser(parser), "", "lightrl")
+    except UsageError as error:
+        if any(str(error).startswith(f"{path} is not a setting of") for path in empty):
+            raise
 
 
 # ---------------------------------------------------------------------- walking settings along classes
@@ -231,8 +126,8 @@ class _Keys:
 class _Walk:
     """Walks down settings and the classes that they configure; raises UsageError at the first that is not allowed."""
 
-    def __init__(self, origins: Mapping[str, str]) -> None:
-        self.origins = origins
+    def __init__(self, written: Written) -> None:
+        self._from = written.origin
 
     def group(self, settings: Mapping[str, Any], keys: _Keys, prefix: str, owner: str) -> None:
         """Settings by name, of one class or of the command itself."""
@@ -245,7 +140,7 @@ class _Walk:
                 inner = "lightrl.Trainer" if path == "trainer" else path
                 if isinstance(value, Mapping):
                     self.group(value, keys.groups[name], f"{path}.", inner)
-                elif value is not None and not isinstance(value, _Flag):
+                elif value is not None and not isinstance(value, Flag):
                     raise UsageError(self._wrong(path, value, "settings as `key: value`"))
             else:
                 self.value(value, keys.types[name], path)
@@ -255,12 +150,15 @@ class _Walk:
         kinds = _classes_in(hint)
         if isinstance(value, Mapping) and kinds and not _takes_mapping(hint):
             self._class(value, kinds, path)
-        elif isinstance(value, list) and kinds:
+        elif isinstance(value, list) and value and kinds:
             for index, item in enumerate(value):
                 self.value(item, hint, f"{path}[{index}]")
         elif kinds and not all(map(dataclasses.is_dataclass, kinds)):
             if isinstance(value, str) and not _accepts(value, hint):
                 _resolve(value, kinds, path, self._from(path))
+                self._class({"class_path": value}, kinds, path)
+            elif not isinstance(value, Mapping) and not _accepts(value, hint):
+                raise UsageError(self._wrong(path, value, f"the name of a class: {_describe(hint)}"))
         elif hint is not Any and not _accepts(value, hint):
             raise UsageError(self._wrong(path, value, _describe(hint)))
 
@@ -331,14 +229,8 @@ class _Walk:
         return f"{path} is not a setting of {owner}{self._from(path)}.{meant}\nIts settings are:\n{listed}"
 
     def _wrong(self, path: str, value: Any, expected: str) -> str:
-        shown = str(value) if isinstance(value, _Flag) else repr(value)
+        shown = str(value) if isinstance(value, Flag) else repr(value)
         return f"{path} must be {expected}, got {shown}{self._from(path)}."
-
-    def _from(self, path: str) -> str:
-        """` (run.yaml:22)`: where this path comes from, or else the nearest one above it."""
-        while path and path not in self.origins:
-            path = re.sub(r"(\[\d+\]|\.?[^.\[]+)$", "", path)
-        return self.origins.get(path, "")
 
 
 def _classes_in(hint: Any) -> list[type]:
@@ -442,7 +334,7 @@ def _accepts(value: Any, hint: Any) -> bool:
     probe = ArgumentParser(exit_on_error=False)
     probe.add_argument("--value", type=hint)
     try:
-        probe.parse_args([f"--value={value}"]) if isinstance(value, _Flag) else probe.parse_object({"value": value})
+        probe.parse_args([f"--value={value}"]) if isinstance(value, Flag) else probe.parse_object({"value": value})
     except (ArgumentError, TypeError, ValueError):
         return False
     return True

@@ -21,12 +21,12 @@ from lightning.pytorch.utilities import rank_zero_only
 
 import lightrl
 from lightrl.checks.disk_errors import is_disk_full
-from lightrl.commands.config_errors import UsageError
+from lightrl.commands.config_layers import UsageError
 from lightrl.errors import EngineUnreachable, LightRLError, OtherRankFailed
 from lightrl.strategies import is_on_all_ranks
 
 # A user can fix these; during the run only if lightrl itself raised them.
-_FIXABLE = (ValueError, TypeError, OSError, ImportError, MisconfigurationException)
+FIXABLE = (ValueError, TypeError, OSError, ImportError, MisconfigurationException)
 
 
 class _RunWatch(L.Callback):
@@ -75,16 +75,16 @@ def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
         # Not into the run's folder, where the failed rank may write its own; and the cause comes last.
         here = error.__cause__
         return _fail(f"{type(here).__name__}: {here}\n{_keep_traceback(None)}\n{error}", code=1)
-    except (LightRLError, *_FIXABLE) as error:
-        cause = _unwrapped(error)
+    except (LightRLError, *FIXABLE) as error:
+        cause = unwrapped(error)
         is_ours = isinstance(error, LightRLError) or _raised_in(cause, lightrl)
         if debug or (watch.has_started and not is_ours and not is_disk_full(error)):
             raise
         if is_on_all_ranks(error) and vars(rank_zero_only).get("rank"):
             return 1  # rank 0 reports it
         if watch.has_started or isinstance(error, LightRLError):
-            return _fail(f"{_chain(cause)}\n{_keep_traceback(watch.folder)}", code=1)
-        return _fail(f"{_chain(cause)}\nNothing was trained. LIGHTRL_DEBUG=1 shows the traceback.", code=2)
+            return _fail(f"{chain(cause)}\n{_keep_traceback(watch.folder)}", code=1)
+        return _fail(f"{chain(cause)}\nNothing was trained. LIGHTRL_DEBUG=1 shows the traceback.", code=2)
 
 
 def _fail(message: str, *, code: int) -> int:
@@ -92,7 +92,7 @@ def _fail(message: str, *, code: int) -> int:
     return code
 
 
-def _chain(error: BaseException) -> str:
+def chain(error: BaseException) -> str:
     """The message and those of its causes that it does not quote; for foreign errors also type and place."""
     lines: list[str] = []
     link: BaseException | None = error
@@ -109,11 +109,11 @@ def _chain(error: BaseException) -> str:
     return "\n".join(lines)
 
 
-def _unwrapped(error: BaseException) -> BaseException:
+def unwrapped(error: BaseException) -> BaseException:
     """The error of a constructor, without those of the types that jsonargparse tried it for."""
     if not _raised_in(error, jsonargparse):
         return error
-    tried = [_unwrapped(one) for one in _tried(error)]
+    tried = [unwrapped(one) for one in _tried(error)]
     return next((one for one in tried if not _raised_in(one, jsonargparse)), tried[0] if tried else error)
 
 

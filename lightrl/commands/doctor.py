@@ -32,7 +32,7 @@ from tqdm import tqdm
 from lightrl.callbacks.trajectory_log import num_columns, pad, printable_on_stdout, shorten
 from lightrl.checks.printable import escape_unprintable
 from lightrl.commands.cli import LightRLCLI
-from lightrl.commands.config_errors import UsageError
+from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.data import (
     ChatRenderer,

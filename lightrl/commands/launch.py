@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from lightrl.commands.cli import LightRLCLI
-from lightrl.commands.config_errors import UsageError
+from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.launch import Launch, Launcher, Plan, describe, facts_of, make_folder, make_plan, write_files
 from lightrl.launch.free_ports import free_ports

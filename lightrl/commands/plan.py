@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightrl.commands.cli import LightRLCLI
-from lightrl.commands.config_errors import UsageError
+from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import signal
@@ -17,10 +18,10 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-from lightrl.commands.config_errors import UsageError, explain
+from lightrl.commands.config_errors import explain
+from lightrl.commands.config_layers import UsageError, Written
 from lightrl.commands.console import reported
 from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
 from lightrl.engines.sglang.command import usable_token
@@ -201,11 +202,11 @@ def settings_of(configs: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     settings: dict[str, Any] = {}
     for config in configs:
         try:
-            content = yaml.safe_load(Path(config).read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise ValueError(f"--config {config} cannot be read: {error}. Pass a run's YAML file.") from error
-        policy = ((content.get("model") or {}).get("init_args") or {}).get("policy", policy)
-        engine = (content.get("trainer") or {}).get("engine")
+            content = Written.read(["--config", config])
+        except UsageError as error:
+            raise ValueError(f"{error} It cannot be read: pass a run's YAML file.") from error
+        policy = content.section("model.init_args").get("policy", policy)
+        engine = content.section("trainer").get("engine")
         if isinstance(engine, dict):
             if str(engine.get("class_path", "")).rpartition(".")[2] != "SGLangEngine":
                 raise ValueError(
@@ -225,7 +226,14 @@ def model_of(policy: Any) -> ModelSpec:
     if not isinstance(policy, dict):
         return ModelSpec.of(policy)
     values = policy.get("init_args", policy) if "class_path" in policy else policy
-    return model_of(values["model"]) if "model" in values else ModelSpec(**values)  # a Role's, or the model itself
+    if "model" in values:  # a Role's
+        return model_of(values["model"])
+    names = [item.name for item in dataclasses.fields(ModelSpec)]
+    if unknown := [name for name in values if name not in names]:
+        raise UsageError(
+            f"model.init_args.policy has no setting {unknown[0]!r} for the model to serve. It has {', '.join(names)}."
+        )
+    return ModelSpec(**values)
 
 
 def parse(args: Sequence[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.callbacks.status_file import STATUS_FILE
-from lightrl.commands.config_errors import UsageError
+from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.launch.launcher import STATE_FILE
 

@@ -2,6 +2,7 @@
 
 Reading order:
     rows.py          rows of a file or a hub dataset; errors that name the row; lazy.py  read when they are needed
+    text_files.py    lines of .jsonl, .json and .csv, gzipped or not
     split_rows.py    the rows of a split's sources in one sequence, and their prompts
     mixture.py       several weighted sources: whose row comes at each position
     streamed.py      sources that can only be read in order

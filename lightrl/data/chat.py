@@ -6,7 +6,9 @@ draws the first new one.
 
 from __future__ import annotations
 
+import difflib
 import logging
+import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightrl.checks.user_code import user_code
 from lightrl.data.rows import LocatedRow, Made, Row, require_column
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import Prompt
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
+
+ROLES = ("user", "system", "assistant", "tool", "developer")  # a chat template may know others
 
 
 def row_messages(
@@ -43,7 +48,9 @@ def row_messages(
     """
     prompt = require_column(row, prompt_column, where=where)
     if isinstance(prompt, list):
-        messages = [dict(message) for message in prompt]
+        messages = [_checked_message(message, f"{where}: message {n}") for n, message in enumerate(prompt, start=1)]
+    elif isinstance(prompt, dict):
+        raise ValueError(f"{where}: {prompt_column!r} must be text or a list of chat messages, got {prompt!r:.100}.")
     else:
         try:
             content = prompt_template.format_map({**row, "prompt": prompt})
@@ -52,10 +59,41 @@ def row_messages(
                 f"prompt_template uses {error.args[0]!r}, but {where} only has 'prompt' and "
                 f"{', '.join(repr(key) for key in row)}. Fix the template; double any braces that are literal text."
             ) from error
+        except (ValueError, AttributeError, IndexError, TypeError) as error:
+            raise ValueError(f"prompt_template={prompt_template!r} cannot be filled from {where}: {error}.") from error
         messages = [{"role": "user", "content": content}]
     if system_prompt is not None and messages[0].get("role") != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
+
+
+def _checked_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise ValueError(f"{where} must be {{'role': ..., 'content': ...}}, got {message!r:.100}.")
+    role, content = message.get("role"), message.get("content")
+    near = [] if role in ROLES else difflib.get_close_matches(str(role), ROLES, n=1)
+    if not isinstance(role, str) or near:
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{where} must have a role such as {', '.join(ROLES[:3])}, got {message!r:.100}.{meant}")
+    if not isinstance(content, str | list) and not message.get("tool_calls"):
+        raise ValueError(f"{where} must have a text as its content, got {message!r:.100}.")
+    if isinstance(content, list) and not all(isinstance(part, dict) and "type" in part for part in content):
+        raise ValueError(f"{where} must have text or parts {{'type': ...}} as its content, got {content!r:.100}.")
+    return dict(message)
+
+
+def check_template(prompt_template: str) -> None:
+    """Raises ValueError for a template that cannot be filled, or that uses nothing of a row."""
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(prompt_template) if name is not None]
+    except ValueError as error:
+        raise ValueError(
+            f"prompt_template must be a format string, got {prompt_template!r}: {error}. Double any braces that are "
+            "literal text."
+        ) from error
+    if not fields or not all(fields):
+        problem = "has a field without a name" if fields else "uses no column, so all prompts would be equal"
+        raise ValueError(f"prompt_template={prompt_template!r} {problem}. Use {{prompt}}, or a column by its name.")
 
 
 def take_images(messages: Messages, images: Sequence[Any], *, folder: Path) -> tuple[Messages, tuple[str, ...]]:
@@ -137,25 +175,41 @@ class ChatRenderer:
 
     def ids_of(self, chats: Sequence[Messages]) -> list[list[int]]:
         """`prompt_ids` of each chat, with one call of the tokenizer."""
-        if not chats:
+        return self._ids([self._text(messages) for messages in chats])
+
+    def _text(self, messages: Messages) -> str:
+        if self.chat_template is not None:
+            return self._render(messages, add_generation_prompt=True)
+        return self._plain_text(messages)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
             return []
         if self.chat_template is not None:
-            texts = [self._render(messages, add_generation_prompt=True) for messages in chats]
             return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False).input_ids]
-        texts = [self._plain_text(messages) for messages in chats]
         end = self.tokenizer.eos_token_id
         encoded = [list(ids) for ids in self.tokenizer(texts, verbose=False).input_ids]
         return [ids[:-1] if ids and ids[-1] == end else ids for ids in encoded]  # some tokenizers end every text
 
     def rendered(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> list[Prompt | ValueError]:
         """The prompts with token ids; a ValueError where there are none, or as `with_pictures` raises."""
-        missing = [prompt.messages for prompt in prompts if prompt.token_ids is None]
-        ids = iter(self.ids_of([messages for messages in missing if messages is not None]))
+        texts: dict[int, str] = {}
+        failed: dict[int, ValueError] = {}
+        for index, prompt in enumerate(prompts):
+            if prompt.token_ids is None and prompt.messages is not None:
+                try:
+                    texts[index] = self._text(prompt.messages)
+                except ValueError as error:
+                    failed[index] = ValueError(f"{where(index)}: {error}")
+        ids = dict(zip(texts, self._ids(list(texts.values())), strict=True))
         rendered: list[Prompt | ValueError] = []
         for index, prompt in enumerate(prompts):
+            if index in failed:
+                rendered.append(failed[index])
+                continue
             try:
                 if prompt.token_ids is None:
-                    prompt = replace(prompt, token_ids=next(ids))
+                    prompt = replace(prompt, token_ids=ids[index])
                 if prompt.images:
                     prompt = self.with_pictures(prompt, where(index))
                 if not prompt.token_ids:
@@ -216,9 +270,15 @@ class ChatRenderer:
         return [*token_ids, end] if last is None else token_ids[: last + 1]
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        text = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        def failed(error: BaseException) -> ValueError:
+            return ValueError(
+                f"The chat template raised {error!r} on {messages!r:.200}. Fix the messages or the template."
+            )
+
+        with user_code(failed):
+            text = self.tokenizer.apply_chat_template(
+                messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         return str(text)
 
     def _encode(self, text: str) -> list[int]:

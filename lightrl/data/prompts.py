@@ -13,7 +13,16 @@ import lightning as L
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.dotted_path import function_of
-from lightrl.data.chat import ChatRenderer, Messages, prompt_maker, render_prompts, row_messages, take_images
+from lightrl.checks.user_code import user_code
+from lightrl.data.chat import (
+    ChatRenderer,
+    Messages,
+    check_template,
+    prompt_maker,
+    render_prompts,
+    row_messages,
+    take_images,
+)
 from lightrl.data.mixture import DataSource, MixtureOrder, sources_of
 from lightrl.data.rows import LocatedRow, Made, Row, json_able, read_rows, require_column
 from lightrl.data.split_rows import RowPrompts, SplitRows
@@ -142,6 +151,7 @@ class PromptDataModule(L.LightningDataModule):
         )
         if prompt_overflow not in ("error", "drop"):
             raise ValueError(f"prompt_overflow must be 'error' or 'drop', got {prompt_overflow!r}.")
+        check_template(prompt_template)
         self.sources = _by_split(sources_of(train), sources_of(validation), sources_of(test))
         self.dataset_splits = _by_split(train_split, validation_split, test_split)
         self.max_prompts = _by_split(max_train_prompts, max_validation_prompts, max_validation_prompts)
@@ -193,7 +203,7 @@ class PromptDataModule(L.LightningDataModule):
         if not rows:
             return []
         keep = self._filter()
-        kept = [index for index in range(len(rows)) if keep(rows[index])]
+        kept = [index for index in range(len(rows)) if keep(rows.located(index))]
         if len(kept) < len(rows):
             names = ", ".join(repr(source.source) for source in rows.sources)
             logger.warning("row_filter dropped %d of %d rows of %s.", len(rows) - len(kept), len(rows), names)
@@ -266,8 +276,16 @@ class PromptDataModule(L.LightningDataModule):
         """Of the order of train prompts."""
         return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
 
-    def _filter(self) -> Callable[[Row], bool]:
-        return function_of(self.row_filter, "row_filter") if self.row_filter is not None else lambda row: True
+    def _filter(self) -> Callable[[LocatedRow], bool]:
+        if self.row_filter is None:
+            return lambda located: True
+        row_filter = function_of(self.row_filter, "row_filter")
+
+        def keeps(located: LocatedRow) -> bool:
+            with user_code(lambda error: ValueError(f"row_filter raised {error!r} on {located.where}.")):
+                return bool(row_filter(located.row))
+
+        return keeps
 
     def _maker(self) -> Callable[[Sequence[LocatedRow]], list[Made]]:
         """Makes the rendered prompts of rows: None for a dropped one, ValueError for a bad one."""
@@ -276,7 +294,7 @@ class PromptDataModule(L.LightningDataModule):
         keep = self._filter()
         return prompt_maker(
             renderer,
-            lambda located: self._prompt(located) if keep(located.row) else None,
+            lambda located: self._prompt(located) if keep(located) else None,
             max_tokens=smallest(self.max_prompt_tokens, context_tokens),
             min_tokens=self.min_prompt_tokens,
             overflow=self.prompt_overflow,
@@ -308,11 +326,17 @@ class PromptDataModule(L.LightningDataModule):
         required = _SPLITS_OF_STAGE[stage][0]
         if self.prompts[required] == []:
             names = [source.source for source in self.sources[required]]
+            if required in self._rows and len(self._rows[required]):
+                raise ValueError(
+                    f"None of the {len(self._rows[required])} rows of {required}={', '.join(names)} is left: "
+                    "row_filter, or a limit of length, dropped all. Loosen it."
+                )
             raise ValueError(
                 f"{type(self).__name__} has no {required} prompts ({required}={', '.join(names) or None}). Set "
                 f"{required} to a file or a hub name, or override make_prompts."
             )
         if stage == "fit":
+            _warn_of_repeats(self.prompts)
             if not self.prompts["validation"]:
                 # Lightning validates if this hook is overridden, and warns about an empty loader.
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -441,6 +465,22 @@ def check_first(prompts: RowPrompts | StreamedPrompts) -> None:
         total,
         sum(item is not None for item in made),
     )
+
+
+def _warn_of_repeats(prompts: Mapping[Split, Any]) -> None:
+    """Logs train prompts that repeat, and validation prompts that are train prompts; those made at the start."""
+    splits = [prompts["train"], prompts["validation"]]
+    train, validation = (split if isinstance(split, list) else [] for split in splits)
+    seen = {tuple(prompt.token_ids or []) for prompt in train}
+    if len(seen) < len(train):
+        logger.warning("%d of %d train prompts repeat another one.", len(train) - len(seen), len(train))
+    known = sum(tuple(prompt.token_ids or []) in seen for prompt in validation)
+    if known:
+        logger.warning(
+            "%d of %d validation prompts are train prompts too: they do not show how the policy does on new ones.",
+            known,
+            len(validation),
+        )
 
 
 def _row_of(item: Any, where: str) -> Row:

@@ -1,13 +1,12 @@
 """Rows of a data file or a hub dataset, with errors that name the file and the row.
 
 Data of any size: lines of a .jsonl file are found at the start and parsed when they are read; `datasets` maps Parquet
-files and hub datasets into memory, from its cache. Files .json and .csv are read whole. Row numbers in messages count
-from 1.
+files and hub datasets into memory, from its cache. Files .json and .csv are read whole (text_files.py). Row numbers in
+messages count from 1.
 """
 
 from __future__ import annotations
 
-import csv
 import difflib
 import importlib
 import json
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from lightrl.data.lazy import LazySequence
+from lightrl.data.text_files import FILE_SUFFIXES, file_suffix, mapped, parsed_row, read_csv, read_json, refuse_pointer
 
 if TYPE_CHECKING:
     from lightrl.data.mixture import DataSource
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Row = dict[str, Any]
+Row: TypeAlias = dict[str, Any]
 
 
 class LocatedRow(NamedTuple):
@@ -43,7 +43,6 @@ class LocatedRow(NamedTuple):
 # What becomes of a row: its prompt, None if it is dropped, what is wrong with it.
 Made: TypeAlias = "Prompt | ValueError | None"
 
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _LONGEST_BLANK = 16  # a longer line of spaces is refused as invalid JSON
 _PROGRESS_S = 5.0  # between two messages while a large file is scanned
 
@@ -126,7 +125,7 @@ def renamed(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
 def function_of_rows(source: str) -> Callable[..., Any] | None:
     """The function at a dotted path; None for names of files and hub datasets."""
     module, _, name = source.rpartition(".")
-    if not module or not all(part.isidentifier() for part in source.split(".")) or Path(source).suffix in FILE_SUFFIXES:
+    if not module or not all(part.isidentifier() for part in source.split(".")) or file_suffix(source) in FILE_SUFFIXES:
         return None
     try:
         function = getattr(importlib.import_module(module), name, None)
@@ -153,14 +152,15 @@ def _made_by(
 
 
 def _read_file(path: Path, max_rows: int | None) -> Sequence[Row]:
-    if path.suffix == ".jsonl":
+    suffix = file_suffix(path)
+    if suffix == ".jsonl":
         return _JsonLines(path, max_rows)
-    if path.suffix == ".json":
-        return _read_json(path, max_rows)
-    if path.suffix == ".csv":
-        with path.open(newline="", encoding="utf-8") as file:
-            return [dict(row) for row in islice(csv.DictReader(file), max_rows)]
-    if path.suffix == ".parquet":
+    if suffix == ".json":
+        return list(islice(read_json(path), max_rows))
+    if suffix == ".csv":
+        return list(islice(read_csv(path), max_rows))
+    if suffix == ".parquet":
+        refuse_pointer(path)
         return _read_dataset("parquet", None, "train", max_rows, data_files=str(path))
     raise ValueError(
         f"Data file '{path}' must end in one of {', '.join(FILE_SUFFIXES)}, not {path.suffix!r}. Convert or rename it."
@@ -175,9 +175,7 @@ class _JsonLines(LazySequence[Row]):
 
     def __init__(self, path: Path, max_rows: int | None = None) -> None:
         self.path = path
-        with path.open("rb") as file:
-            # An empty file cannot be mapped.
-            self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        self._content = mapped(path)
         self._starts = _line_starts(self._content, str(path), max_rows)
 
     def __len__(self) -> int:
@@ -187,19 +185,11 @@ class _JsonLines(LazySequence[Row]):
         start = self._starts[index]
         end = self._content.find(b"\n", start)
         line = self._content[start : len(self._content) if end < 0 else end]
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"Line {self._number(start)} of '{self.path}' is not valid JSON: {error}.") from error
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"Line {self._number(start)} of '{self.path}' must be a JSON object, got a {type(row).__name__}."
-            )
-        return row
+        return parsed_row(line, lambda: self._where(start))
 
-    def _number(self, start: int) -> int:
-        """Of the line at this offset, from 1."""
-        return self._content[:start].count(b"\n") + 1
+    def _where(self, start: int) -> str:
+        number = self._content[:start].count(b"\n") + 1
+        return f"Line {number} of '{self.path}'"
 
 
 def _line_starts(content: mmap.mmap | bytes, name: str, max_rows: int | None) -> array[int]:
@@ -217,18 +207,6 @@ def _line_starts(content: mmap.mmap | bytes, name: str, max_rows: int | None) ->
             said_at = time.monotonic()
             logger.info("Reading %s: %d of %d MiB, %d rows.", name, start >> 20, len(content) >> 20, len(starts))
     return starts
-
-
-def _read_json(path: Path, max_rows: int | None) -> list[Row]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"Data file '{path}' is not valid JSON: {error}. If it has one object per line, name it .jsonl."
-        ) from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"Data file '{path}' must be a JSON list of objects.")
-    return rows[:max_rows]
 
 
 def _read_dataset(
@@ -278,7 +256,7 @@ def json_able(row: Row) -> Row:
 
 def _looks_local(source: str) -> bool:
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
-    return is_path or Path(source).suffix in FILE_SUFFIXES
+    return is_path or file_suffix(source) in FILE_SUFFIXES
 
 
 def _missing_file(path: Path) -> str:

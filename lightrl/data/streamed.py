@@ -23,12 +23,14 @@ from typing import Any, NamedTuple
 from lightrl.data.mixture import DataSource, MixtureOrder, epoch_order
 from lightrl.data.rows import LocatedRow, Made, Row, dataset_problem, function_of_rows, renamed
 from lightrl.data.split_rows import ROWS_AT_ONCE, id_prefix, made_of
+from lightrl.data.text_files import file_suffix, read_csv, read_json, read_lines, refuse_pointer
 
 OpenShard = Callable[[], Iterable[Any]]  # a shard, from its first row
 
 _KEPT_BLOCKS = 2  # in memory
 _MAX_MARKS = 10_000
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {".jsonl": read_lines, ".json": read_json, ".csv": read_csv}
 _END = object()
 
 
@@ -204,6 +206,8 @@ class _Reader:
             return next(self._rows, _END)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             self._rows = None
+            if isinstance(self.source.shards[shard], partial):  # of a text file, which names its own lines
+                raise
             where = self.source.where(StreamedRow(None, shard, row))
             raise ValueError(f"{where} cannot be read: {error.__cause__ or error}.") from error
 
@@ -302,10 +306,18 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: Mapping
     function = None if path.exists() else function_of_rows(source)
     if function is not None:
         return shards_of(lambda: function(split=split, **arguments))
-    is_file = path.suffix in _BUILDERS
+    suffix = file_suffix(path)
+    if suffix in _READERS and "://" not in source:
+        files = sorted(path.parent.glob(path.name)) if not path.is_file() else [path]
+        if not files:
+            raise ValueError(f"Data file '{path}' does not exist, and no file fits this pattern. Fix the name.")
+        return [partial(_READERS[suffix], file) for file in files]
+    is_file = suffix in _BUILDERS
+    if path.is_file():
+        refuse_pointer(path)
     try:
         if is_file:
-            dataset = datasets.load_dataset(_BUILDERS[path.suffix], split="train", data_files=str(path), streaming=True)
+            dataset = datasets.load_dataset(_BUILDERS[suffix], split="train", data_files=str(path), streaming=True)
         else:
             dataset = datasets.load_dataset(source, name, split=split, streaming=True)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

@@ -83,17 +83,17 @@ def read_iterations(path: Path) -> Iterator[list[Group]]:
             f"{str(path)!r} is neither a file nor a folder with .jsonl files of TrajectoryLog. Fix the path."
         )
     for file in files:
-        with file.open(encoding="utf-8") as lines:
+        with file.open("rb") as lines:
             records = [_record(line, file, number) for number, line in enumerate(lines, start=1) if line.strip()]
         for _, iteration in groupby(records, key=lambda record: record[0]):
             yield _groups([trajectory for _, trajectory in iteration])
 
 
-def _record(line: str, file: Path, number: int) -> tuple[Any, Trajectory]:
+def _record(line: bytes, file: Path, number: int) -> tuple[Any, Trajectory]:
     try:
         record = json.loads(line)
         trajectory = Trajectory.from_json(record.get("trajectory", record))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"Line {number} of {str(file)!r} is not a trajectory of TrajectoryLog ({type(error).__name__}: {error})."
         ) from error

@@ -2,7 +2,7 @@
 
 Reading order:
     role.py           Role: a model in a run, how it is trained and where it lies
-    model_spec.py     ModelSpec: where a role's model and tokenizer come from
+    model_spec.py     ModelSpec: where a role's model and tokenizer come from; load_checks.py  what is wrong with these
     role_mesh.py      RoleMesh: ranks of its own for a role
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     lora.py           adapters trained instead of weights

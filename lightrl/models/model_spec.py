@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lightrl.models.load_checks import check_family, check_given, check_loaded, check_pointers, loading
 from lightrl.models.pictures import auto_model, sees_pictures
 
 if TYPE_CHECKING:
@@ -81,11 +82,15 @@ class ModelSpec:
 
         self._check_is_here()
         if self.config is None:
-            config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+            with loading(self._named, "It must be a hub name, or a folder with a complete config.json."):
+                config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         else:
             # Random weights have no end token: a family's default id may be any token of this tokenizer.
             values = {"eos_token_id": None, **copy.deepcopy(self.config)}
-            config = AutoConfig.for_model(values.pop("model_type"), **values)
+            with loading(self._named, "Fix the config."):
+                config = AutoConfig.for_model(values.pop("model_type"), **values)
+                check_given(self.config, config)
+        check_family(config, self._named)
         kernel = _kernel_repository(config)
         if kernel is not None and self.attn_implementation is None:
             raise ValueError(
@@ -107,12 +112,26 @@ class ModelSpec:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.random_seed)
                 config = self.load_config()
-                model = auto_model(config).from_config(config, dtype=dtype, **options)
-        else:
-            model = auto_model(self.load_config()).from_pretrained(
-                self.path, dtype=dtype, trust_remote_code=self.trust_remote_code, **options
+                with loading(self._named, "Fix the config."):
+                    model = auto_model(config).from_config(config, dtype=dtype, **options)
+            return model.eval()
+        kind = auto_model(self.load_config())
+        check_pointers(Path(str(self.path)))
+        with loading(self._named, "Copy or download its files again, and use the config.json that belongs to them."):
+            model, found = kind.from_pretrained(
+                self.path,
+                dtype=dtype,
+                trust_remote_code=self.trust_remote_code,
+                output_loading_info=True,
+                **options,
             )
+        check_loaded(self._named, model, found["missing_keys"], found["unexpected_keys"])
         return model.eval()
+
+    @property
+    def _named(self) -> str:
+        """For messages."""
+        return f"Model {self.path!r}" if self.config is None else f"A model of config={self.config!r:.200}"
 
     def _check_is_here(self) -> None:
         if self.url is not None:
@@ -172,8 +191,11 @@ class ModelSpec:
         assert source is not None
         make = _dotted(source) if self.tokenizer is not None else None
         if make is None:
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code)
-        tokenizer = make()
+            fix = "It must have a tokenizer.json. Set tokenizer to a folder or a hub name that has one."
+            with loading(f"The tokenizer of {source!r}", fix):
+                return AutoTokenizer.from_pretrained(source, trust_remote_code=self.trust_remote_code)
+        with loading(f"tokenizer={source!r}", "It must be a function without arguments."):
+            tokenizer = make()
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(
                 f"tokenizer={source!r} must return a Hugging Face tokenizer, got {type(tokenizer).__name__}."

@@ -60,19 +60,20 @@ def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) 
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:
-    """lightrl's strategy of this name, with defaults; other names are left to Lightning, unless they resemble ours."""
+    """lightrl's strategy of this name, with defaults; Lightning's names stay; raises ValueError for any other."""
     if not isinstance(strategy, str):
         return strategy
     ours: dict[str, Callable[[], Strategy]] = {kind.__name__: kind for kind in (FSDP2Strategy, Parallel3DStrategy)}
     if strategy in ours:
         return ours[strategy]()
-    near = difflib.get_close_matches(strategy.lower(), [name.lower() for name in ours], n=1, cutoff=0.7)
-    if near and strategy.lower() not in StrategyRegistry.available_strategies():
-        (similar,) = (name for name in ours if name.lower() in near)
-        raise ValueError(
-            f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or one of Lightning's. Did you mean {similar}?"
-        )
-    return strategy
+    theirs = StrategyRegistry.available_strategies()
+    if strategy == "auto" or strategy.lower() in theirs:
+        return strategy
+    names = {name.lower().removesuffix("strategy"): name for name in ("auto", *theirs, *ours)}
+    near = difflib.get_close_matches(strategy.lower().removesuffix("strategy"), names)
+    best = next((name for name in near if names[name] in ours), near[0] if near else None)  # only ours fit an RLModule
+    meant = f" Did you mean {names[best]}?" if best else ""
+    raise ValueError(f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or one of Lightning's, as auto.{meant}")
 
 
 def parallel_model(

@@ -78,6 +78,18 @@ class ChatRequest:
     ignored: tuple[str, ...]  # fields that have no effect
 
     @classmethod
+    def of_json(cls, data: bytes) -> ChatRequest:
+        """Reads the body of a request; raises RequestRefused as `of` does, and if it is not JSON in UTF-8."""
+        try:
+            body = json.loads(data.decode())
+            if b"\\u" in data:
+                json.dumps(body, ensure_ascii=False).encode()  # a lone surrogate, which no tokenizer takes
+        except (ValueError, RecursionError) as error:
+            problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise RequestRefused(f"The request must be a JSON object in UTF-8: {problem}.") from error
+        return cls.of(body)
+
+    @classmethod
     def of(cls, body: object) -> ChatRequest:
         """
         Args:
@@ -124,7 +136,7 @@ def _max_new_tokens(fields: Mapping[str, Any]) -> int | None:
 
 def _read_message(message: object) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, Mapping) else None
-    if not isinstance(message, Mapping) or role not in _ROLES:
+    if not isinstance(message, Mapping) or not isinstance(role, str) or role not in _ROLES:
         raise RequestRefused(f"The role of a message must be one of {', '.join(_ROLES)}, got {message!r:.120}.")
     read: dict[str, Any] = {"role": _ROLES[role], "content": _text(message.get("content"))}
     for name in ("name", "tool_call_id"):
@@ -151,7 +163,7 @@ def _read_call(call: object) -> dict[str, Any]:
         raise RequestRefused(f"A tool call must have a function with a name, got {call!r:.120}.")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # otherwise it is the agent's own text, shown as it is
+        with contextlib.suppress(ValueError, RecursionError):  # otherwise it is the agent's own text, shown as it is
             arguments = json.loads(arguments)
     return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 

@@ -146,6 +146,9 @@ class OpenAIEndpoint:
             return await handler(request)
         except RequestRefused as error:
             return _refusal(error)
+        except web.HTTPRequestEntityTooLarge:
+            text = f"The request has more than {_MAX_BODY_BYTES >> 20} MiB. Send shorter messages."
+            return _refusal(RequestRefused(text, status=413, code="request_too_large"))
         except web.HTTPException as error:
             return _refusal(
                 RequestRefused(
@@ -163,11 +166,7 @@ class OpenAIEndpoint:
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        try:
-            body = await request.json()
-        except ValueError as error:
-            raise RequestRefused(f"The request must be a JSON object: {error}.") from error
-        chat = ChatRequest.of(body)
+        chat = ChatRequest.of_json(await request.read())
         self._warn_of_ignored(chat.ignored)
 
         def failed(error: BaseException) -> RequestRefused:

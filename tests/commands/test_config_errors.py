@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from parsed import parsed
 
-from lightrl.commands.config_errors import UsageError
+from lightrl.commands.config_layers import UsageError
+
+pytestmark = pytest.mark.bad_input
 
 
 def changed(settings, path, value):

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from lightrl.commands.config_errors import UsageError
+from lightrl.commands.config_layers import UsageError
 from lightrl.commands.serve import parse, serve, served_folder
 from lightrl.engines.sglang.registry import Registry
 from lightrl.errors import EngineError

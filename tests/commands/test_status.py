@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.callbacks.status_file import StatusFile
-from lightrl.commands.config_errors import UsageError
+from lightrl.commands.config_layers import UsageError
 from lightrl.commands.main import main
 from lightrl.commands.status import run, status_text
 

@@ -174,11 +174,13 @@ def test_a_client_can_move_to_another_event_loop_after_close(server: FakeServerP
     asyncio.run(once())
 
 
+@pytest.mark.bad_input
 def test_an_address_without_a_scheme_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must look like http://host:port, got 'localhost:1'"):
         SGLangClient("localhost:1")
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Timeouts)])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_a_timeout_that_is_not_positive_is_refused(name: str, value: float) -> None:

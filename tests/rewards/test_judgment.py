@@ -35,6 +35,7 @@ def test_rewards_per_token_sum_to_the_reward(rewards):
     assert judgment == Judgment(reward=1.5, metrics={"turns": 1.0}, rewards=[0.0, 0.0, 0.5, 1.0])
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     "value", [math.nan, math.inf, {"reward": -math.inf}, {"reward": 1, "format": math.nan}, 10**400]
 )
@@ -44,6 +45,7 @@ def test_a_number_that_is_not_finite_is_refused(value):
     assert caught.value.reason == "not_finite"
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("value", "message"),
     [

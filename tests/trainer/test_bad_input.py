@@ -17,11 +17,13 @@ from lightrl.workflows import Environment, MultiTurn
 from lightrl.workflows.environment import Step
 
 
+@pytest.mark.bad_input
 def test_a_missing_model_folder_is_named() -> None:
     with pytest.raises(ValueError, match=r"Model folder './no/such/model' does not exist\. Set path to"):
         GRPO("./no/such/model", reward="digit_reward.token_reward")
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -40,6 +42,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(policy: ModelSpec, message: st
     assert not module.trained
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_prompt_longer_than_the_context_is_named(split: str, tmp_path: Path) -> None:
     class Long(Digits):
@@ -54,11 +57,13 @@ def test_a_prompt_longer_than_the_context_is_named(split: str, tmp_path: Path) -
         make_trainer(tmp_path).fit(TinyGRPO(), datamodule=Long())
 
 
+@pytest.mark.bad_input
 def test_a_completion_that_leaves_no_room_for_a_prompt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"max_new_tokens=32 leaves no room for a prompt in the context of 32.*Lower"):
         make_trainer(tmp_path).fit(TinyGRPO(sampling=Sampling(max_new_tokens=32)), datamodule=Digits())
 
 
+@pytest.mark.bad_input
 def test_turns_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
     class Turns(Environment):
         def step(self, completion: str) -> Step:
@@ -70,22 +75,26 @@ def test_turns_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None:
     assert not module.trained
 
 
+@pytest.mark.bad_input
 def test_a_group_of_one_has_no_statistics() -> None:
     with pytest.raises(ValueError, match=r"group_size must be at least 2 for group statistics, got 1\. Increase it"):
         TinyGRPO(group_size=1)
 
 
+@pytest.mark.bad_input
 def test_minibatches_must_divide_the_iteration(tmp_path: Path) -> None:
     message = r"num_minibatches=3 does not divide .*2 groups × group_size=4 = 8 trajectories\..*Change"
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path).fit(TinyGRPO(num_minibatches=3), datamodule=Digits())
 
 
+@pytest.mark.bad_input
 def test_more_prompts_per_iteration_than_there_are_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"batch_size=7 exceeds the 6 train prompts.*Lower batch_size"):
         make_trainer(tmp_path).fit(TinyGRPO(), datamodule=Digits(batch_size=7))
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("path", ["digit_reward.no_such_function", "no_such_module.reward"])
 def test_a_wrong_reward_path_is_named_before_a_model_is_built_and_leaves_no_worker(path: str, tmp_path: Path) -> None:
     module = TinyGRPO(reward=path)

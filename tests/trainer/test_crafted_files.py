@@ -125,6 +125,7 @@ def test_a_crafted_pickle_runs_with_the_stock_loader_and_not_with_ours(
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.bad_input
 def test_metadata_can_neither_change_a_class_nor_lead_out_of_the_folder(file: Path, tmp_path: Path) -> None:
     folder = as_folder(file, tmp_path / "crafted")
     honest = (folder / ".metadata").read_bytes()
@@ -145,6 +146,7 @@ def test_metadata_can_neither_change_a_class_nor_lead_out_of_the_folder(file: Pa
         read_tensors(folder, "state_dict.")
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("content", [b"", b"\x80", b"garbage", pickle.dumps(1), pickle.dumps([[]] * 3), b"(" * 99999])
 def test_damaged_metadata_is_one_error(content: bytes, file: Path, tmp_path: Path) -> None:
     folder = as_folder(file, tmp_path / "damaged")
@@ -175,6 +177,7 @@ NAMES = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_checkpoint_names_is_not_imported(name: str, file: Path, tmp_path: Path, stranger: Path) -> None:
     changes, message = NAMES[name]
@@ -227,6 +230,7 @@ def folder_of_a_stranger(folder: Path, marker: Path) -> Path:
     return folder
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("part", ["model", "tokenizer"])
 def test_a_model_folder_does_not_run_its_code(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
@@ -243,6 +247,7 @@ def test_a_model_folder_does_not_run_its_code(part: str, tmp_path: Path, monkeyp
     assert marker.exists()
 
 
+@pytest.mark.bad_input
 def test_a_model_folder_does_not_load_a_pickle_or_kernels(tmp_path: Path) -> None:
     marker, folder = tmp_path / "ran", tmp_path / "model"
     POLICY.load_config().save_pretrained(folder)
@@ -260,6 +265,7 @@ def test_a_model_folder_does_not_load_a_pickle_or_kernels(tmp_path: Path) -> Non
         ModelSpec(path=str(folder)).load_model()
 
 
+@pytest.mark.bad_input
 def test_an_adapter_folder_does_not_name_a_module_to_import(tmp_path: Path) -> None:
     settings = {"peft_type": "LORA", "r": 2, "megatron_config": {"a": 1}, "megatron_core": "of_a_stranger"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning")
+@pytest.mark.bad_input
 @pytest.mark.parametrize("name", CASES)
 def test_another_configuration_is_refused_with_what_differs(name: str, checkpoint: Path, tmp_path: Path) -> None:
     make, difference = CASES[name]

@@ -1,0 +1,256 @@
+"""What config files and flags say, and where: settings merged in order, each with its file and line.
+
+The parser keeps neither lines nor what it skips. Every run reads its files here first, so that a key that stands
+twice, an empty section of another name and a file that unfolds without end are refused, and what a constructor refuses
+is named with its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import get_loader
+
+_MAX_NODES = 20_000  # of a file, aliases unfolded: ten lines of YAML can name a billion, one an endless depth
+_MAX_DEPTH = 50
+
+
+class UsageError(Exception):
+    """An error that the user can fix on the command line or in a config file; shown without traceback, exit code 2."""
+
+
+class Flag(str):
+    """A value from the command line, as typed."""
+
+
+@dataclasses.dataclass
+class Written:
+    """What the user has written, all layers merged."""
+
+    settings: dict[str, Any]
+    origins: dict[str, str]  # of paths such as `trainer.callbacks[0].init_args`: ` (run.yaml:22)`
+
+    @classmethod
+    def read(cls, args: Sequence[str]) -> Written:
+        """Reads the config files and flags of a command line, the command left out.
+
+        Raises:
+            UsageError: if a file is missing or is not a YAML mapping, or a key stands in it twice.
+        """
+        written = cls({}, {})
+        for layer, origins in _layers(args):
+            _merge(written.settings, layer)
+            kept = {path: origin for path, origin in written.origins.items() if path.split("[")[0] not in origins}
+            written.origins = kept | origins
+        return written
+
+    def origin(self, path: str) -> str:
+        """` (run.yaml:22)`: where this path comes from, or else the nearest one above it."""
+        while path and path not in self.origins:
+            path = re.sub(r"(\[\d+\]|\.?[^.\[]+)$", "", path)
+        return self.origins.get(path, "")
+
+    def section(self, path: str) -> Mapping[str, Any]:
+        """The settings below a path; none if it is missing, or the name of a class stands there.
+
+        Raises:
+            UsageError: if something else stands there.
+        """
+        section: Any = self.settings
+        so_far = []
+        for name in path.split("."):
+            so_far.append(name)
+            section = section.get(name)
+            if section is None or isinstance(section, str):
+                return {}
+            if not isinstance(section, Mapping):
+                place = ".".join(so_far)
+                raise UsageError(f"{place} must be settings as `key: value`, got {section!r:.80}{self.origin(place)}.")
+        return section  # type: ignore[no-any-return]
+
+    def empty_sections(self) -> list[str]:
+        """Paths of sections without content, which the parser ignores whatever their name."""
+
+        def below(value: Any, path: str) -> Iterator[str]:
+            if value == {} and path:
+                yield path
+            items: list[tuple[str, Any]] = []
+            if isinstance(value, Mapping):
+                items = [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
+            elif isinstance(value, list):
+                items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+            for inner, item in items:
+                yield from below(item, inner)
+
+        return list(below(self.settings, ""))
+
+    def place_of(self, error: BaseException) -> str:
+        """`model.init_args.lr (run.yaml:7)`: the setting that a constructor refused; empty if it cannot be told.
+
+        It is the first one in the message that belongs to a class whose constructor was running.
+        """
+        words = re.findall(r"[A-Za-z_]\w*", str(error))
+        for owner in _constructed(error):
+            section = "trainer" if owner.__name__ == "Trainer" else self._section(owner)
+            fields = {item.name for item in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
+            own = [
+                path
+                for path in self.origins
+                if (section and path.startswith(f"{section}.")) or path.rpartition(".")[2] in fields
+            ]
+            names = {path.rpartition(".")[2]: path for path in reversed(own)}
+            path = next((names[word] for word in words if word in names), section)
+            if path:
+                return f"{path}{self.origin(path)}"
+        return ""
+
+    def _section(self, owner: type) -> str:
+        """The only section that configures this class."""
+        key = ".class_path"
+        paths = [path.removesuffix(key) for path in self.origins if path.endswith(key)]
+        paths += [path for path in ("model", "data") if path in self.origins]
+        sections = [path for path in dict.fromkeys(paths) if self._class_name(path) == owner.__name__]
+        return sections[0] if len(sections) == 1 else ""
+
+    def _class_name(self, path: str) -> str:
+        value: Any = self.settings
+        for name in re.findall(r"[^.\[\]]+", path):
+            if isinstance(value, Mapping):
+                value = value.get(name)
+            elif isinstance(value, list) and name.isdigit() and int(name) < len(value):
+                value = value[int(name)]
+        class_path = value.get("class_path") if isinstance(value, Mapping) else value
+        return class_path.rpartition(".")[2] if isinstance(class_path, str) else ""
+
+
+def _constructed(error: BaseException) -> list[type]:
+    """The classes whose constructors the error left, the innermost first; also those of the errors that caused it."""
+    classes: list[type] = []
+    link: BaseException | None = error
+    while link is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(link.__traceback__)]
+        classes += [
+            type(frame.f_locals["self"])
+            for frame in reversed(frames)
+            if frame.f_code.co_name in ("__init__", "__post_init__") and "self" in frame.f_locals
+        ]
+        link = link.__cause__ or link.__context__
+    return list(dict.fromkeys(classes))
+
+
+def nearest_files(path: Path, *suffixes: str) -> str:
+    """A sentence with the existing files nearest to a missing one, or with the first missing folder.
+
+    Args:
+        path: of the missing file.
+        suffixes: of the files to list if no name is near.
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        missing = next(parent for parent in [*reversed(path.parents), folder] if not parent.is_dir())
+        return f"There is no folder {missing}."
+    names = sorted(item.name for item in folder.iterdir() if item.is_file())
+    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    close = close or [name for name in names if name.endswith(suffixes)][:5]
+    if not close:
+        return f"{folder.absolute()} has no {' or '.join(suffixes)} file."
+    return f"Nearest in {folder.absolute()}: {', '.join(close)}."
+
+
+def _layers(args: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """Settings of each config file and flag, in order; and for their paths where they are, ` (run.yaml:22)`."""
+    position = 0
+    while position < len(args):
+        name, equals, value = args[position].partition("=")
+        position += 1
+        if not name.startswith("-") or name == "--":
+            continue
+        if not equals:
+            if position == len(args) or args[position].startswith("--"):
+                continue
+            value = args[position]
+            position += 1
+        if name in ("-c", "--config"):
+            if "://" not in value and not value.lstrip().startswith("{"):  # these only the parser can read
+                yield _read_config(value)
+        elif name.startswith("--") and name != "--print_config" and not name.endswith((".help", "+")):
+            nested: Any = _structured(value)
+            for key in reversed(name[2:].split(".")):
+                nested = {key: nested}
+            yield nested, {name[2:]: " (on the command line)"}
+
+
+def _read_config(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Settings and origins of one file.
+
+    Raises:
+        UsageError: if the file is missing or is not a YAML mapping.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        what = "is a folder; it must be a file" if file.is_dir() else "does not exist"
+        raise UsageError(f"--config {path} {what}. {nearest_files(file, '.yaml', '.yml')}")
+    try:
+        text = file.read_text(encoding="utf-8")
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        settings = get_loader("yaml")(text)  # the parser's, which reads 1e-3 as a number
+    except OSError as error:
+        raise UsageError(f"--config {path} could not be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UsageError(f"--config {path} is not valid YAML: {error}") from error
+    if settings is None:
+        raise UsageError(f"--config {path} is empty. It must have settings as `key: value`.")
+    if not isinstance(settings, dict):
+        raise UsageError(f"--config {path} must have settings as `key: value`, got {type(settings).__name__}.")
+    lines: dict[str, int] = {}
+    for place, line in _line_numbers(tree, ""):
+        if place in lines:
+            raise UsageError(f"{place} stands twice in {path}, in lines {lines[place]} and {line}. Keep one of them.")
+        lines[place] = line
+        if len(lines) > _MAX_NODES or place.count(".") + place.count("[") > _MAX_DEPTH:
+            raise UsageError(
+                f"--config {path} has more than {_MAX_NODES} settings, or more than {_MAX_DEPTH} levels (line {line}). "
+                "Write out what its aliases stand for, and keep data in files of their own."
+            )
+    return settings, {place: f" ({path}:{line})" for place, line in lines.items()}
+
+
+def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
+    """Path and line of each key and list item below a YAML node."""
+    below: list[tuple[str, Any, Any]] = []
+    if isinstance(node, yaml.MappingNode):
+        below = [(f"{path}.{key.value}" if path else str(key.value), key, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        below = [(f"{path}[{index}]", item, item) for index, item in enumerate(node.value)]
+    for inner, marked, value in below:
+        yield inner, marked.start_mark.line + 1
+        yield from _line_numbers(value, inner)
+
+
+def _structured(value: str) -> Any:
+    loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
+    return loaded if isinstance(loaded, dict | list) else Flag(value)
+
+
+def _merge(settings: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    for key, value in layer.items():
+        old = settings.get(key)
+        if isinstance(old, str) and isinstance(value, Mapping) and "class_path" not in value:
+            old = settings[key] = {"class_path": old}  # --model GRPO --model.lr 1e-3
+        if isinstance(value, Mapping):
+            if isinstance(old, list):
+                continue  # --trainer.callbacks.max_staleness 1 is for the list's last item: left to the parser
+            if not isinstance(old, dict):
+                settings[key] = {}
+            _merge(settings[key], value)
+        elif isinstance(old, dict) and "class_path" in old and isinstance(value, Flag):
+            old["class_path"] = value
+        else:
+            settings[key] = value

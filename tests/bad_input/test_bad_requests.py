@@ -1,0 +1,100 @@
+"""Requests of agents with an error: each is refused with status 400 and one message, and the trajectory goes on."""
+
+import json
+
+import pytest
+from bad_input_rows import each, row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightrl.workflows.chat_protocol import ChatRequest, RequestRefused
+
+pytestmark = pytest.mark.bad_input
+
+HI = {"role": "user", "content": "hi"}
+
+
+def body(**fields):
+    return json.dumps({"messages": [HI], **fields}).encode()
+
+
+def said(*messages):
+    return body(messages=list(messages))
+
+
+REQUESTS = [
+    row("request: nothing", b"", "must be a JSON object in UTF-8"),
+    row("request: not JSON", b"{", "must be a JSON object in UTF-8"),
+    row("request: latin-1", '{"é": 1}'.encode("latin-1"), "must be a JSON object in UTF-8"),
+    row("request: 100,000 deep", b"[" * 100_000, "nested too deeply"),
+    row("request: messages 100,000 deep", b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    row("request: a number of 6,000 digits", b'{"max_tokens": ' + b"1" * 6000 + b"}", "must be a JSON object in UTF-8"),
+    row("request: a lone surrogate", said({"role": "user", "content": "\ud800"}), "surrogates not allowed"),
+    row("request: a list", b"[]", "must be a JSON object, got []"),
+    row("request: null", b"null", "must be a JSON object, got None"),
+    row("request: no messages", b"{}", "messages must be a list", "at least one"),
+    row("request: an empty list of messages", said(), "messages must be a list", "at least one"),
+    row("request: messages that are a text", body(messages="hi"), "messages must be a list", "'hi'"),
+    row("request: a message that is a text", said("hi"), "The role of a message must be one of", "'hi'"),
+    row("request: a message without role", said({"content": "hi"}), "The role of a message must be one of", "user"),
+    row("request: an unknown role", said({"role": "usr", "content": "hi"}), "The role of a message must be one of", "usr"),
+    row("request: a role that is a list", said({"role": [], "content": "hi"}), "The role of a message must be one of"),
+    row("request: a role that is an object", said({"role": {}, "content": "hi"}), "The role of a message must be one of"),
+    row("request: a content that is a number", said({"role": "user", "content": 3}), "content of a message must be text, got 3"),
+    row("request: a picture", said({"role": "user", "content": [{"type": "image_url"}]}), "content of a message must be text"),
+    row("request: a call that is a text", said({"role": "assistant", "tool_calls": ["x"]}), "A tool call must have a function"),
+    row("request: a call without name", said({"role": "assistant", "tool_calls": [{"function": {}}]}), "function with a name"),
+    row("request: tools that are an object", body(tools={}), "tools must be a list of JSON schemas"),
+    row("request: a tool that is a text", body(tools=["search"]), "tools must be a list of JSON schemas"),
+    row("request: no tokens", body(max_tokens=0), "max_tokens must be an integer >= 1, got 0"),
+    row("request: a fraction of tokens", body(max_tokens=1.5), "max_tokens must be an integer >= 1, got 1.5"),
+    row("request: true for tokens", body(max_tokens=True), "max_tokens must be an integer >= 1, got True"),
+    row("request: a word for tokens", body(max_completion_tokens="many"), "max_tokens must be an integer >= 1, got 'many'"),
+    row("request: two answers", body(n=2), "n=2 is not supported", "Send several requests"),
+    row("request: n that is an object", body(n={}), "n={} is not supported"),
+    row("request: stop strings", body(stop=["\n"]), "stop=", "not supported", "stop_token_ids"),
+    row("request: a JSON answer", body(response_format={"type": "json_object"}), "response_format=", "not supported"),
+    row("request: a tool that must be called", body(tool_choice="required"), "tool_choice must be auto or none"),
+    row("request: functions", body(functions=[{}]), "functions=", "Use tools"),
+    row("request: sound", body(modalities=["audio"]), "modalities=", "Leave it out"),
+    row("request: other logprobs", body(top_logprobs=5), "top_logprobs=5 is not supported"),
+]  # fmt: skip
+
+
+@each(REQUESTS)
+def test_a_request_is_refused(case):
+    with pytest.raises(RequestRefused) as caught:
+        ChatRequest.of_json(case.given)
+    case.check(str(caught.value))
+    assert caught.value.status == 400
+
+
+NAMES = [
+    "messages",
+    "role",
+    "content",
+    "tool_calls",
+    "function",
+    "name",
+    "arguments",
+    "tools",
+    "n",
+    "max_tokens",
+    "text",
+]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["user", "assistant", "[", "\ud800", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(st.one_of(st.binary(max_size=40), JSON.map(lambda value: json.dumps(value).encode())))
+def test_whatever_is_sent_is_served_or_refused(data):
+    problem = "", 400
+    try:
+        ChatRequest.of_json(data)
+    except RequestRefused as error:
+        problem = str(error), error.status
+    assert problem[1] == 400
