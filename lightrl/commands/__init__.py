@@ -3,7 +3,7 @@
 Reading order:
     main.py           `lightrl <command>`: help, version, and which module a command is
     cli.py            fit, validate, test, predict: LightningCLI with our defaults
-    config_errors.py  explains a wrong setting, with its path, file and line
+    config_layers.py  where a setting comes from; config_errors.py: explains a wrong one, with path, file and line
     console.py        log lines and errors on stderr, exit codes
     plan.py           shows what an iteration computes, from what and where
     doctor.py         reads the data and tries the reward before a run
