@@ -47,10 +47,14 @@ class LoopThread(threading.Thread):
                 break
             except (SystemExit, KeyboardInterrupt) as error:  # asyncio lets tasks raise them through the loop
                 self._on_exit(error)
-        try:
-            self.loop.run_until_complete(_end_tasks(asyncio.all_tasks(self.loop)))
-        except (SystemExit, KeyboardInterrupt) as error:
-            self._on_exit(error)
+        while tasks := asyncio.all_tasks(self.loop):
+            try:
+                self.loop.run_until_complete(_end_tasks(tasks))
+                break
+            except (SystemExit, KeyboardInterrupt) as error:
+                self._on_exit(error)
+                for task in tasks:
+                    _ = task.done() and not task.cancelled() and task.exception()  # has been reported
         self.loop.close()
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -135,5 +139,4 @@ async def _end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
     """Cancels tasks that nothing ended before the loop: whoever waits for one hears of it, and its `finally` runs."""
     for task in tasks:
         task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=_LAST_TASKS_S)
+    await asyncio.wait(tasks, timeout=_LAST_TASKS_S)

@@ -324,7 +324,7 @@ class RolloutController:
         self._book.load_state_dict(state)
         if self._book.begun:
             self._player.load_written(state["written"])
-            self._player.saved_answers = state["answers"]
+            self._player.saved_answers = dict(state["answers"])
         if self._player.journal is not None and state.get("journal"):
             self._player.journal = Journal(Path(state["journal"]))
         if self._replays is not None:

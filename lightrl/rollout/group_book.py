@@ -288,6 +288,7 @@ class GroupBook:
     def state_dict(self) -> dict[str, Any]:
         """Positions in flight and groups not yet trained on; plain Python."""
         in_flight = sorted([*self.running, *self._queued, *self._again])
+        begun = self.begun | {key: (item.started_version, item.results) for key, item in self.running.items()}
         return {
             "groups_per_iteration": self.settings.groups_per_iteration,
             "num_consumed": self.num_consumed,
@@ -295,8 +296,8 @@ class GroupBook:
             "max_staleness": self.settings.max_staleness,
             "group_size": self.settings.group_size,
             "begun": [
-                [position, item.started_version, [_state_of(*result) for result in sorted(item.results.items())]]
-                for position, item in sorted(self.running.items())
+                [position, version, [_state_of(*result) for result in sorted(results.items())]]
+                for position, (version, results) in sorted(begun.items())
             ],
             "redraws": [[position, self._redraws[position]] for position in in_flight if position in self._redraws],
             "finished": [

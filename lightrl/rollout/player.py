@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -188,22 +188,22 @@ class Player:
         completions = await self.engine.generate(token_ids, sampling, **of_request)
         return completions[0]
 
-    def state_of(self, unfinished: Mapping[int, Completion]) -> dict[int, dict[str, Any]]:
+    def state_of(self, unfinished: Mapping[int, Completion]) -> list[list[Any]]:
         """For a checkpoint, by seed: the completions of running groups, those in progress as far as the engine is."""
         if not self.workflow.continues:
-            return {}
+            return []
         written = {seed: item for seeds in self.written.values() for seed, item in seeds.items()}
-        whole = {seed: item or unfinished.get(seed) for seed, item in written.items()}
-        return {seed: item.state_dict() for seed, item in whole.items() if item is not None and len(item.token_ids)}
+        whole = {**self.begun, **{seed: item or unfinished.get(seed) for seed, item in written.items()}}
+        return [[seed, item.state_dict()] for seed, item in whole.items() if item is not None and len(item.token_ids)]
 
-    def load_written(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+    def load_written(self, state: Iterable[Sequence[Any]]) -> None:
         """What `state_of` returned is not generated again."""
-        self.begun = {seed: Completion.from_state(item) for seed, item in state.items()}
+        self.begun = {seed: Completion.from_state(item) for seed, item in state}
 
     def answers_of(self) -> dict[str, list[list[Any]]]:
         """For a checkpoint, by session: what environments answered in running groups."""
         logs = [item for logs in self.logs.values() for item in logs.items()]
-        return {session: log.state_dict() for session, log in logs if log.answers}
+        return self.saved_answers | {session: log.state_dict() for session, log in logs if log.answers}
 
     def forget(self, seed_name: str) -> None:
         """This group is done or given up."""

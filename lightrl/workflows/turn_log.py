@@ -127,10 +127,11 @@ class TurnLog:
         return cls(session, answers=[(method, answer, after) for method, answer, after in state])
 
 
-def turn_log_of(journal: Journal | None, session: str, saved: Mapping[str, list[list[Any]]]) -> TurnLog:
+def turn_log_of(journal: Journal | None, session: str, saved: dict[str, list[list[Any]]]) -> TurnLog:
     """The log of a conversation that starts or continues: the journal's, which knows more than the checkpoint."""
     log = None if journal is None else journal.logs.pop(session, None)
+    answers = saved.pop(session, None)
     if log is None:
-        log = TurnLog.from_state(session, saved[session]) if session in saved else TurnLog(session)
+        log = TurnLog(session) if answers is None else TurnLog.from_state(session, answers)
     log.journal = journal
     return log

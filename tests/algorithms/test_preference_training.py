@@ -199,13 +199,13 @@ def test_exports_load_as_what_they_are_and_begin_the_next_stage(tmp_path: Path) 
     )
 
 
-def test_a_family_without_a_score_head_is_refused(tmp_path: Path) -> None:
+def test_a_family_that_reads_in_both_directions_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "bert", **{k: v for k, v in FAMILIES["qwen3"].items() if k in ("vocab_size",)}}
     spec = ModelSpec(
         config={**config, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8},
         tokenizer="tiny.char_tokenizer",
     )
-    with pytest.raises(ValueError, match=r"linear layer `score`, which BertForSequenceClassification does not have"):
+    with pytest.raises(ValueError, match=r"is a bert, which does not generate from left to right"):
         RewardModel(spec).configure_model()
 
 

@@ -103,7 +103,8 @@ def test_every_metric_of_the_contract_is_in_the_csv_file_for_every_iteration(run
 def test_the_logged_trajectories_are_an_iterations_experience(run: tuple[Trainer, GRPO]) -> None:
     trainer, _ = run
     folder = Path(str(trainer.log_dir)) / "trajectories"
-    assert sorted(path.name for path in folder.iterdir()) == ["iteration-000000.jsonl", "iteration-000002.jsonl"]
+    files = ["iteration-000000.jsonl", "iteration-000002.jsonl", "tokens.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == files
     trajectories = list(read_trajectories(folder / "iteration-000002.jsonl"))
     experience = Experience.from_trajectories(trajectories)
     assert len(experience) == 8

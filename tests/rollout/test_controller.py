@@ -896,7 +896,8 @@ def test_a_group_given_up_at_any_await_of_its_trajectories_leaks_no_slot(make: M
             for _ in range(ticks):
                 await asyncio.sleep(0)
             controller.engine.weight_version = 1  # newer than what runs
-            controller._redraw(list(controller._book.running))
+            for group_id in list(controller._book.running):
+                controller._runs.redraw(group_id)
             controller.engine.weight_version = 0
 
         asyncio.run_coroutine_threadsafe(scenario(), controller._loop).result(30)

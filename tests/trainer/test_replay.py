@@ -122,7 +122,7 @@ def test_a_replay_from_a_checkpoint_continues_what_was_in_flight_bit_for_bit(sav
 @pytest.mark.parametrize("engine", [LocalEngine, FakeEngine])
 def test_a_resumed_run_keeps_the_tokens_that_were_in_flight(engine: Any, saved: Any, tmp_path: Path) -> None:
     folder, _, state = saved
-    parts = [Completion.from_state(item) for item in state["written"].values()]
+    parts = [Completion.from_state(item) for _, item in state["written"]]
     assert {part.finish_reason for part in parts} >= {"abort"}
     resumed = fit(tmp_path, engine(), ckpt_path=folder / "step=3.ckpt")
     rows = []
