@@ -105,6 +105,7 @@ class Written:
                 for path in self.origins
                 if (section and path.startswith(f"{section}.")) or path.rpartition(".")[2] in fields
             ]
+            own.sort(key=lambda path: "command line" not in self.origins[path])  # flags win
             names = {path.rpartition(".")[2]: path for path in reversed(own)}
             path = next((names[word] for word in words if word in names), section)
             if path:

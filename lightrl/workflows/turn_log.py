@@ -12,7 +12,6 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

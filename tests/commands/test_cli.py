@@ -14,6 +14,7 @@ from parsed import parsed
 
 import lightrl
 from lightrl.commands.cli import default_loggers, last_checkpoint, without_secrets
+from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.commands.main import COMMANDS, main
 from lightrl.engines.sglang.held_port import HeldPort
@@ -181,11 +182,13 @@ def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_p
         pytest.param(["--ckpt_path", "nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist", id="checkpoint"),
         pytest.param(["--model.reward", "tiny_rewards.exat"], "Did you mean 'exact'", id="reward"),
         pytest.param(
-            ["--model.policy.path", "some/model"], "lightrl: A model needs exactly one of path", id="of a union"
+            ["--model.policy.path", "some/model"],
+            "lightrl: model.policy.path (on the command line): A model needs exactly one of path",
+            id="of a union",
         ),
         pytest.param(
             ["--model.policy.model", "org/name", "--model.policy.lora.rank", "0"],
-            "lightrl: lora.rank must be at least 1, got 0",
+            "lightrl: model.policy.lora.rank (on the command line): lora.rank must be at least 1, got 0",
             id="deep in a union",
         ),
     ],
@@ -253,7 +256,7 @@ def test_a_rank_that_had_to_end_says_in_short_what_it_met_and_last_why(tmp_path,
 
 def test_lightrl_debug_shows_the_exception_itself(settings, config, monkeypatch):
     monkeypatch.setenv("LIGHTRL_DEBUG", "1")
-    with pytest.raises(ValueError, match="group_size=1"):
+    with pytest.raises(UsageError, match=r"group_size \(on the command line\): group_size must be at least 2"):
         main(["fit", "--config", config(settings), "--model.group_size", "1"])
 
 
