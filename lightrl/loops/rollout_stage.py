@@ -173,7 +173,7 @@ class RolloutStage:
         contexts = (module.context_tokens, engine.max_context if isinstance(engine, LimitsContext) else None)
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
         writes = self.trainer.loggers or workflow.has_side_effects  # else the user wants no files of the run
-        schedule = getattr(getattr(self.trainer, "datamodule", None), "schedule", None) if prompts else None
+        schedule = getattr(getattr(self.trainer, "datamodule", None), "schedule", None) if prompts is not None else None
         return RolloutController(
             engine,
             workflow,
