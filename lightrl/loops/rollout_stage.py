@@ -172,7 +172,6 @@ class RolloutStage:
         workflow = module.configure_workflow()
         contexts = (module.context_tokens, engine.max_context if isinstance(engine, LimitsContext) else None)
         workflow.fit_context(min((tokens for tokens in contexts if tokens is not None), default=None))
-        writes = self.trainer.loggers or workflow.has_side_effects  # else the user wants no files of the run
         schedule = getattr(getattr(self.trainer, "datamodule", None), "schedule", None) if prompts is not None else None
         return RolloutController(
             engine,
@@ -182,7 +181,7 @@ class RolloutStage:
             sampling=with_stop_tokens(module.sampling, module.stop_token_ids()),
             run_seed=self.trainer.run_seed,
             prompts=prompts,
-            folder=folder if failures is not None and writes else None,
+            folder=None if failures is None else folder,
             replays=None if schedule is None else Path(schedule),
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_scripts import fork_runs, leave
+from rank_scripts import fork_runs, gathered_tensors, leave
 from resharded_run import SPEC, weights_of
 from tiny_run import Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -47,12 +47,12 @@ def play(size: int, folder: Path, url: str) -> None:
         folder / f"{size}", engine=engine, max_steps=ITERATIONS, callbacks=[StalenessControl(2)], **SPREAD[size]
     )
     trainer.fit(module, datamodule=Digits(schedule=schedule))
-    seen = module.experiences
+    seen = [gathered_tensors(experience) for experience in module.experiences]
     leave(
         {
             "trained": module.trained,
-            "token_ids": [item.token_ids for item in seen],
-            "versions": [item.weight_versions for item in seen],
+            "token_ids": [item["token_ids"] for item in seen],
+            "versions": [item["weight_versions"] for item in seen],
             "losses": module.losses,
             "weights": weights_of(module),
         },
