@@ -43,6 +43,15 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _no_variable_is_left() -> Iterator[None]:
+    """Else the children of later tests would not be forked, for it may matter at an import."""
+    before = {*os.environ, "PYTEST_CURRENT_TEST"}
+    yield
+    for name in set(os.environ) - before:
+        del os.environ[name]
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _no_task_is_left_in_a_closed_loop() -> Iterator[None]:
     """It would raise in its `finally` wherever it is collected, and fail another test."""
     yield
