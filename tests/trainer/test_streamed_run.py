@@ -66,13 +66,13 @@ def test_prompts_are_made_in_batches_in_another_thread(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[tuple[str, int]] = []
-    whole = ChatRenderer.ids_of
+    whole = ChatRenderer._ids
 
-    def noted(self: ChatRenderer, chats: Any) -> Any:
-        threads.extend([(threading.current_thread().name, len(chats))] if chats else [])
-        return whole(self, chats)
+    def noted(self: ChatRenderer, texts: Any) -> Any:
+        threads.extend([(threading.current_thread().name, len(texts))] if texts else [])
+        return whole(self, texts)
 
-    monkeypatch.setattr(ChatRenderer, "ids_of", noted)
+    monkeypatch.setattr(ChatRenderer, "_ids", noted)
     fit(tmp_path, TinyGRPO(), data(folder), max_steps=2, engine=FakeEngine())
     at_start, *later = threads
     assert at_start == ("MainThread", 15)  # the first rows
