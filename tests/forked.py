@@ -290,8 +290,8 @@ def _play(words: list[str], paths: list[str]) -> None:
 
 
 def _python_path() -> list[str]:
-    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [str(Path(entry).absolute()) for entry in entries if entry]
+    value = os.environ.get("PYTHONPATH", "")
+    return [str(Path(entry).absolute()) for entry in value.split(os.pathsep)] if value else []
 
 
 def _prctl(option: int, value: Any) -> None:
