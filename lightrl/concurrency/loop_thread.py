@@ -20,7 +20,7 @@ from lightrl.errors import RolloutError
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_LAST_TASKS_S = 5.0  # for tasks that are left when the loop ends; a task may ignore its cancellation
+_LAST_TASKS_S = 5.0  # for the tasks that are left when the loop ends; one may ignore its cancellation
 WAIT_S = 0.1  # between two checks of a waiting main thread for signals, deadlines and progress
 
 
@@ -136,7 +136,7 @@ class LoopThread(threading.Thread):
 
 
 async def _end_tasks(tasks: set[asyncio.Task[Any]]) -> None:
-    """Cancels tasks that nothing ended before the loop: whoever waits for one hears of it, and its `finally` runs."""
+    """Cancels tasks that outlived their owners, so that their `finally` runs and those who wait for them are told."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks, timeout=_LAST_TASKS_S)

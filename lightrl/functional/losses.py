@@ -172,7 +172,7 @@ def tapered_weights(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Ten
 def regression_loss(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, *, beta: float
 ) -> Tensor:
-    """OAPL: regresses β times each trajectory's log-ratio on its advantage, whoever sampled it.
+    """OAPL: regresses β times each trajectory's log-ratio on its advantage, under any behavior policy.
 
     -stop_gradient(advantages - β · L) · logprobs with L the trajectory's log-ratio, summed over its loss tokens. Summed
     over a trajectory that is the gradient of (β · L - advantage)² / (2β): the policy gradient on-policy, and 0 where

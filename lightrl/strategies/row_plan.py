@@ -31,8 +31,8 @@ class Send:
 def plan_sends(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> list[list[Send]]:
     """The sends of each round, after which every rank has the rows that it needs; rounds follow one another.
 
-    A row that one rank has is sent once by it; whoever has it then passes it on. Among several sources, the one that
-    has sent least sends.
+    A row that is on one rank only leaves that rank once; its receivers pass it on. Of several ranks that have a row, the
+    one that has sent the fewest bytes sends it.
 
     Args:
         has: bool [W, B], who has which rows.
@@ -44,7 +44,9 @@ def plan_sends(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> list[list[Se
     """
     lost = (needs.any(0) & ~has.any(0)).nonzero()[:, 0].tolist()
     if lost:
-        raise ValueError(f"Row {lost[0]} is needed, but no rank has it.")
+        raise ValueError(
+            f"Row {lost[0]} is needed, but no rank has it: `has` and `needs` must be of the same rows on every rank."
+        )
     has = has.clone()
     sent: Counter[int] = Counter()
     rounds: list[list[Send]] = []
