@@ -31,8 +31,8 @@ class Send:
 def plan_sends(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> list[list[Send]]:
     """The sends of each round, after which every rank has the rows that it needs; rounds follow one another.
 
-    A row that is on one rank only leaves that rank once; its receivers pass it on. Of several ranks that have a row, the
-    one that has sent the fewest bytes sends it.
+    A row that is on one rank alone leaves it once; its receivers pass it on. Of several ranks that have a row, the one
+    that has sent the fewest bytes sends it.
 
     Args:
         has: bool [W, B], who has which rows.
