@@ -150,6 +150,9 @@ class Loading:
                 self._home.call(self._take_back(self._memory), self._timeouts.request_s)
 
     def close_transport(self) -> None:
+        """After the last load."""
+        if self._sync.proofs is not None:
+            self._sync.proofs.close()
         closing = threading.Thread(target=asyncio.run, args=(self._sync.transport.close(),), daemon=True)
         closing.start()
         closing.join(self._timeouts.request_s)

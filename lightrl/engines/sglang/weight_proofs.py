@@ -70,11 +70,17 @@ class WeightProofs:
                 layouts |= {layout: None for layout in fitting if unknown_layout(self._config, layout) is None}
         num_threads = max(1, min(8, (os.cpu_count() or 2) // 2))
         digests = Digests(self._config, self._form, layouts, timeout_s=self._timeout_s, num_threads=num_threads)
-        self._versions.pop(weight_version, None)
+        if weight_version in self._versions:
+            self._versions.pop(weight_version).close()
         self._versions[weight_version] = digests
         for old in list(self._versions)[:-KEPT_VERSIONS]:
-            del self._versions[old]
+            self._versions.pop(old).close()
         return digests
+
+    def close(self) -> None:
+        """Ends the threads of loads that failed before they finished."""
+        for digests in self._versions.values():
+            digests.close()
 
     def finish(self, weight_version: int) -> None:
         """Blocks until the digests of a version are complete."""
