@@ -17,8 +17,15 @@ from torch import Tensor
 
 from lightrl.checks.choices import check_choice
 from lightrl.functional.device_copy import to_device
-from lightrl.functional.packing import bins
-from lightrl.functional.supports import EVERY_TOKEN, num_coded_tokens
+from lightrl.functional.packing import microbatch_bins
+from lightrl.functional.rows import (
+    check_trajectories,
+    every_token,
+    padded_rows,
+    support_codes,
+    support_fields,
+    token_rewards_of,
+)
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -88,10 +95,10 @@ class Experience:
         is_truncated = any(item.supports is not None for item in trajectories)
         supports: Any = support_fields([support_codes(item) for item in trajectories]) if is_truncated else {}
         written = cls(
-            token_ids=_rows([item.token_ids for item in trajectories], 0, np.int64),
-            loss_mask=_rows([item.loss_mask for item in trajectories], False, np.bool_),
-            behavior_logprobs=_rows([item.behavior_logprobs for item in trajectories], 0.0, np.float32),
-            weight_versions=_rows([item.weight_versions for item in trajectories], -1, np.int64),
+            token_ids=padded_rows([item.token_ids for item in trajectories], 0, np.int64),
+            loss_mask=padded_rows([item.loss_mask for item in trajectories], False, np.bool_),
+            behavior_logprobs=padded_rows([item.behavior_logprobs for item in trajectories], 0.0, np.float32),
+            weight_versions=padded_rows([item.weight_versions for item in trajectories], -1, np.int64),
             rewards=torch.full((len(trajectories),), torch.nan, dtype=torch.float32),
             group_ids=torch.tensor([item.group_id for item in trajectories], dtype=torch.int64),
             is_truncated=torch.tensor([item.is_truncated for item in trajectories], dtype=torch.bool),
@@ -117,7 +124,7 @@ class Experience:
         check_trajectories(items)
         rewards = {"rewards": torch.tensor([item.reward for item in items], dtype=torch.float32)}
         if any(item.rewards is not None for item in items):
-            rewards["token_rewards"] = _rows([token_rewards_of(item) for item in items], 0.0, np.float32)
+            rewards["token_rewards"] = padded_rows([token_rewards_of(item) for item in items], 0.0, np.float32)
         return rows.with_tensors({name: value.to(self.token_ids.device) for name, value in rewards.items()})
 
     def __len__(self) -> int:
@@ -335,48 +342,12 @@ def _widened(value: Tensor, width: int, fill: int) -> Tensor:
     return torch.nn.functional.pad(value, padding, value=fill)
 
 
-def _rows(values: Sequence[Sequence[float]], fill: float, dtype: type) -> Tensor:
-    """[B, T] of TokenArrays, padded to the longest."""
-    rows: Any = np.full((len(values), max(len(row) for row in values)), fill, dtype)
-    for row, numbers in zip(rows, values, strict=True):
-        row[: len(numbers)] = numbers
-    return torch.from_numpy(rows)
-
-
 def row_codes(experience: Experience) -> list[Tensor]:
     """The codes of the supports of each row's tokens, uint8, in host memory."""
     if experience.supports is None or experience.support_starts is None or experience.support_sizes is None:
-        return [_every_token(length) for length in experience.lengths.tolist()]
+        return [every_token(length) for length in experience.lengths.tolist()]
     starts, sizes = experience.support_starts.tolist(), experience.support_sizes.tolist()
     return [experience.supports[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-
-
-def support_fields(codes: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The three fields of the supports, from the codes of each row."""
-    sizes = torch.tensor([len(item) for item in codes], dtype=torch.int64)
-    return {"supports": torch.cat(list(codes)), "support_starts": sizes.cumsum(0) - sizes, "support_sizes": sizes}
-
-
-def _every_token(num: int) -> Tensor:
-    """The codes of tokens that were read, or drawn from the whole vocabulary."""
-    return torch.full((num,), EVERY_TOKEN[0], dtype=torch.uint8)
-
-
-def support_codes(trajectory: Trajectory) -> Tensor:
-    if trajectory.supports is None:
-        return _every_token(len(trajectory.token_ids))
-    return torch.from_numpy(np.array(trajectory.supports, np.uint8))
-
-
-def check_trajectories(trajectories: Sequence[Trajectory], *, are_judged: bool = True) -> None:
-    """Raises ValueError if they cannot make an Experience; see `Experience.from_trajectories`."""
-    if not trajectories:
-        raise ValueError("This iteration has no trajectory: every group was dropped.")
-    unjudged = [item.prompt.id for item in trajectories if item.reward is None]
-    if unjudged and are_judged:
-        raise ValueError(f"A trajectory of prompt {unjudged[0]!r} has no reward. Judge it first.")
-    for item in trajectories:
-        _check_tokens(item)
 
 
 def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
@@ -389,43 +360,3 @@ def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
             f"{name} must have shape {expected}, as token_ids have {(num, width)}, got {tuple(tensor.shape)}. "
             "Align it to the tokens it describes."
         )
-
-
-def microbatch_bins(lengths: Sequence[int], units: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """The rows of each microbatch of at most `max_tokens`, or one unit; units are rows that stay together."""
-    if sum(lengths[row] for rows in units for row in rows) <= max_tokens:
-        return [sorted(row for rows in units for row in rows)]
-    sizes = [sum(lengths[row] for row in rows) for rows in units]
-    return [sorted(row for index in part for row in units[index]) for part in bins(sizes, max_tokens)]
-
-
-def _check_tokens(trajectory: Trajectory) -> None:
-    num = len(trajectory.token_ids)
-    if trajectory.supports is not None and (coded := num_coded_tokens(trajectory.supports)) != num:
-        raise ValueError(
-            f"A trajectory of prompt {trajectory.prompt.id!r} has the supports of {coded} tokens and {num} token_ids. "
-            "Join those of its completions with functional.joined_supports."
-        )
-    for name in ("loss_mask", "behavior_logprobs", "weight_versions", "rewards"):
-        values = getattr(trajectory, name)
-        if values is not None and len(values) != num:
-            raise ValueError(
-                f"A trajectory of prompt {trajectory.prompt.id!r} needs one entry of {name} for each of its {num} "
-                f"token_ids, got {len(values)}. Fix the workflow or the reward."
-            )
-    if num and trajectory.loss_mask[0]:
-        raise ValueError(
-            f"A trajectory of prompt {trajectory.prompt.id!r} trains its first token, which nothing predicts. Its "
-            "prompt needs at least one token, such as a start token."
-        )
-
-
-def token_rewards_of(trajectory: Trajectory) -> Sequence[float]:
-    """Its rewards per token, or the reward on the last loss token."""
-    if trajectory.rewards is not None:
-        return trajectory.rewards
-    spread = [0.0] * len(trajectory.token_ids)
-    last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=None)
-    if last is not None:
-        spread[last] = float(trajectory.reward or 0.0)
-    return spread

@@ -18,6 +18,7 @@ and ends with its asker, whatever ends that, as their socket closes. A child tha
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
 import gc
@@ -170,6 +171,8 @@ class ForkServer:
         return None if self._process is None else self._process.pid
 
     def _close(self) -> None:
+        if os.getpid() != self._asker:
+            return
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -188,6 +191,7 @@ class ForkServer:
             env=self.environment,
         )
         theirs.close()
+        atexit.register(self._close)
         ours.recv(64)  # when it has imported all, or is gone
         return ours
 

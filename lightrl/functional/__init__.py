@@ -16,7 +16,7 @@ Reading order:
     divergence.py   KL and Jensen-Shannon divergence over a teacher's likeliest tokens
     reduction.py    masking before and after the loss, and three ways to average it
     device_copy.py  copies to a device that the host does not wait for
-    packing.py      trajectories of unequal length without their padding
+    rows.py         trajectories as rows of tensors, checked; packing.py  of unequal length, without their padding
     supports.py     what a truncated draw chose from: its code, and the softmax over it
 
 May import: errors, checks, trajectory.

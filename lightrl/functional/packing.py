@@ -114,6 +114,14 @@ def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
     return alike if len(alike) <= len(best) else best
 
 
+def microbatch_bins(lengths: Sequence[int], units: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """The rows of each microbatch of at most `max_tokens`, or one unit; units are rows that stay together."""
+    if sum(lengths[row] for rows in units for row in rows) <= max_tokens:
+        return [sorted(row for rows in units for row in rows)]
+    sizes = [sum(lengths[row] for row in rows) for rows in units]
+    return [sorted(row for index in part for row in units[index]) for part in bins(sizes, max_tokens)]
+
+
 def pack(token_ids: Tensor, lengths: Sequence[int]) -> Packed:
     """Puts the trajectories of a right-padded tensor end to end.
 

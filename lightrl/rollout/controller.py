@@ -12,75 +12,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightrl.concurrency.loop_thread import LoopThread
-from lightrl.engines.abilities import ContinuesCompletions, FollowsSteps, LivesOnLoop
-from lightrl.engines.engine import Completion, RolloutEngine
-from lightrl.errors import EngineError, RolloutError
+from lightrl.engines.abilities import FollowsSteps, LivesOnLoop
+from lightrl.engines.engine import RolloutEngine
+from lightrl.errors import RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import Drop
 from lightrl.rollout.group_book import Batch, GroupBook
 from lightrl.rollout.group_player import GroupPlayer
 from lightrl.rollout.group_runs import GroupRuns
-from lightrl.rollout.pace import Pace
 from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
 from lightrl.rollout.prompts_ahead import PromptsAhead
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.replay import Replay
-from lightrl.rollout.schedule import Schedule, ScheduleFile, head_of
+from lightrl.rollout.saved_state import SavedState
+from lightrl.rollout.schedule import ScheduleFile, head_of
 from lightrl.rollout.settings import RolloutSettings
 from lightrl.rollout.tasks import Tasks
-from lightrl.rollout.wave import WAVE_TICKS, Wave
+from lightrl.rollout.waits import Stragglers, Wait
+from lightrl.rollout.wave import Wave
 from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
-from lightrl.workflows.turn_log import Journal
 from lightrl.workflows.workflow import Workflow
 
-log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-
-@dataclass
-class _Wait:
-    """One call of the main thread that waits for trajectories; written on the event loop, read by the main thread."""
-
-    who: str  # waits, for messages
-    total: int  # trajectories it needs
-    for_what: str = "the first trajectory"
-    done: int = 0
-    last_news: float = field(default_factory=time.monotonic)  # seconds, when a trajectory that it waits for was done
-
-    def count(self) -> None:
-        self.done += 1
-        self.note_news()
-
-    def note_news(self) -> None:
-        self.last_news = time.monotonic()
-
-
-@dataclass
-class _Stragglers:
-    """The slow groups that one batch waits for although enough others are finished."""
-
-    num: int = 0  # now
-    waited_s: float = 0.0  # for any of them
-    _since_s: float = 0.0  # monotonic clock
-
-    def count(self, num: int) -> None:
-        """From now on the batch waits for this many of them."""
-        now = time.monotonic()
-        if self.num:
-            self.waited_s += now - self._since_s
-        self.num, self._since_s = num, now
 
 
 class RolloutController:
@@ -136,15 +98,16 @@ class RolloutController:
         )
         self._record: ScheduleFile | None = None
         if folder is not None and self._player.workflow.has_side_effects:
-            self._player.journal = Journal(folder / f"journal-{secrets.token_hex(4)}.jsonl")
+            self._player.written.open_journal(folder)
         if folder is not None and settings.max_staleness and prompts is not None:
             steps = engine.record_steps() if isinstance(engine, FollowsSteps) else str
             self._record = ScheduleFile(folder, lambda: head_of(engine, settings, self.run_seed), steps)
             self._book.log = self._record.log
+        self._saved_state = SavedState(engine, self._book, self._cursor, self._player, self._wave, self._record)
         self._replays = replays  # until the replay has begun
         self._replay: Replay | None = None
-        self._take_wait: _Wait | None = None  # of the `take` in progress
-        self._stragglers = _Stragglers()
+        self._take_wait: Wait | None = None  # of the `take` in progress
+        self._stragglers = Stragglers()
         self._is_closing = False
 
         self._thread = LoopThread(loop_timeout_s=settings.loop_timeout_s, on_exit=self._tasks.fail_on_exit)
@@ -174,7 +137,7 @@ class RolloutController:
             EngineError: if the engine fails.
         """
         num = self.settings.groups_per_iteration * self.settings.group_size
-        wait = _Wait(f"The loop at weight version {weight_version}", num)
+        wait = Wait(f"The loop at weight version {weight_version}", num)
         return self._wait_for(self._take(weight_version, wait), wait, on_wait)
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
@@ -185,7 +148,7 @@ class RolloutController:
         Raises:
             RolloutError: if nothing is judged for `rollout_timeout_s`, or if too many fail.
         """
-        wait = _Wait("The loop", sum(len(group.trajectories) for group in groups), "the rewards")
+        wait = Wait("The loop", sum(len(group.trajectories) for group in groups), "the rewards")
         self._wait_for(self._player.wait_for_rewards(groups, wait.count), wait, on_wait)
 
     def commit(self) -> None:
@@ -218,7 +181,7 @@ class RolloutController:
             EngineError: if the engine fails.
         """
         what = f"{len(prompts)} prompts × {num_samples} samples"
-        wait = _Wait("Validation", len(prompts) * num_samples, what)
+        wait = Wait("Validation", len(prompts) * num_samples, what)
         return self._wait_for(self._evaluate(prompts, sampling, num_samples, wait), wait, on_wait)
 
     def drain_drops(self) -> list[Drop]:
@@ -243,7 +206,8 @@ class RolloutController:
 
     def state_dict(self) -> dict[str, Any]:
         """What resume needs: cursor, curriculum, positions in flight, groups not yet trained on. Plain Python."""
-        return self._thread.call(self._state())
+        timeout_s = self.settings.loop_timeout_s / 2
+        return self._thread.call(self._saved_state.take(self.run_seed, timeout_s=timeout_s))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the first `take`: restores the cursor and finished groups; what was in flight starts again first."""
@@ -253,7 +217,7 @@ class RolloutController:
         """Cancels what runs and ends the thread; the engine is the caller's to close. May be called twice."""
         self._thread.close(self._cancel_all, timeout_s)
 
-    def _wait_for(self, coroutine: Coroutine[Any, Any, _T], wait: _Wait, on_wait: OnWait | None) -> _T:
+    def _wait_for(self, coroutine: Coroutine[Any, Any, _T], wait: Wait, on_wait: OnWait | None) -> _T:
         """The coroutine's result, or an error at the deadline; whatever is raised here cancels it."""
 
         def look() -> None:
@@ -276,72 +240,13 @@ class RolloutController:
 
     # ------------------------------------------------------------------ on the event loop
 
-    async def _state(self) -> dict[str, Any]:
-        """At a token boundary, unless the engine does not come to one: then what it writes starts again."""
-        if self._record is None and not (self._book.running and self._player.workflow.continues):
-            return self._state_of({})
-
-        async def at_boundary() -> dict[str, Any]:
-            engine = self.engine
-            async with self._wave.begin():
-                for _ in range(WAVE_TICKS):  # what has ended is reported
-                    await asyncio.sleep(0)
-                return self._state_of(await engine.unfinished() if isinstance(engine, ContinuesCompletions) else {})
-
-        taking = asyncio.ensure_future(at_boundary())
-        await asyncio.wait({taking}, timeout=self.settings.loop_timeout_s / 2)
-        if taking.done() and taking.exception() is None:
-            return taking.result()
-        error = taking.exception() if taking.done() else "it did not answer in time"
-        taking.cancel()
-        if isinstance(error, BaseException) and not isinstance(error, EngineError):
-            raise error
-        log.warning("What the engine was writing is not in the checkpoint and will start again: %s", error)
-        return self._state_of({})
-
-    def _state_of(self, unfinished: Mapping[int, Completion]) -> dict[str, Any]:
-        cursor = self._cursor
-        book = self._book.state_dict()
-        prompts = {
-            "next_position": cursor.next_position,
-            "prompts": cursor.fingerprint,
-            "stream": cursor.stream_state(min([cursor.next_position, *book["in_flight"]])),
-        }
-        return {
-            "run_seed": self.run_seed,
-            **prompts,
-            "curriculum": cursor.state_dict(),
-            **book,
-            "written": self._player.state_of(unfinished),
-            "unfinished": list(unfinished),
-            "answers": self._player.answers_of(),
-            "journal": None if self._player.journal is None else str(self._player.journal.path.absolute()),
-            "schedule": None if self._record is None else self._record.marked(),
-        }
-
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.run_seed = int(state["run_seed"])
-        self._book.load_state_dict(state)
-        if self._book.begun:
-            self._player.load_written(state["written"])
-            self._player.saved_answers = dict(state["answers"])
-        if self._player.journal is not None and state.get("journal"):
-            self._player.journal = Journal(Path(state["journal"]))
+        self._saved_state.load(state)
         if self._replays is not None:
             self._begin_replay(state)
-        before, now = state["prompts"], self._cursor.fingerprint
-        if before is not None and now is not None and before != now:
-            log.warning(
-                "The checkpoint was written with prompts %s, but this run has %s: some prompts will come twice, some "
-                "never. Restore the files, seed and shuffle of the data module, or start a new run.",
-                before,
-                now,
-            )
-        self._cursor.next_position = int(state["next_position"])
-        self._cursor.load_stream_state(state.get("stream"))
-        self._cursor.load_state_dict(state["curriculum"])
 
-    async def _take(self, weight_version: int, wait: _Wait) -> list[Group]:
+    async def _take(self, weight_version: int, wait: Wait) -> list[Group]:
         """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, it takes nothing."""
         served = self.engine.weight_version
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
@@ -354,7 +259,7 @@ class RolloutController:
             await self._player.wait_for_rewards(unjudged, wait.count)
             self._book.rejudged(unjudged)
         self._book.begin_take(weight_version)
-        self._stragglers = _Stragglers()
+        self._stragglers = Stragglers()
         self._take_wait = wait
         self._tasks.spawn(self._pump())
         try:
@@ -430,25 +335,11 @@ class RolloutController:
     def _begin_replay(self, state: Mapping[str, Any]) -> None:
         """Before the first load; from the start, or from the state of a checkpoint."""
         assert self._replays is not None
-        if state and state.get("schedule") is None:
-            raise RolloutError("The checkpoint is of a run without a schedule. Replay from the start, without it.")
-        schedule = Schedule.read(self._replays, state.get("schedule"))
-        schedule.check(self.settings, self.run_seed)
-        self._replays = None
-        engine, pace = self.engine, None
-        if schedule.steps and isinstance(engine, FollowsSteps):
-            engine.follow_steps(schedule.steps, mark=schedule.mark, unfinished=state.get("unfinished", ()))
-        elif isinstance(engine, ContinuesCompletions):
-            pace = self._player.pace = Pace(engine, timeout_s=self.settings.rollout_timeout_s)
-        else:
-            raise RolloutError(
-                f"{type(engine).__name__} cannot replay a schedule: it does not continue completions. Use LocalEngine, "
-                "FakeEngine or SGLangEngine, or an engine with lightrl.engines.abilities.ContinuesCompletions."
-            )
-        self._replay = Replay(schedule, self._runs, self._ahead, pace, self.run_seed)
+        source, self._replays = self._replays, None
+        self._replay = Replay.of_run(source, state, self._runs, self._ahead, self.run_seed)
 
     async def _evaluate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: _Wait
+        self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: Wait
     ) -> list[Group]:
         """Waits for all trajectories, or for the first error. On cancellation they are cancelled and awaited."""
         groups = [Group(index, prompt) for index, prompt in enumerate(prompts)]

@@ -34,9 +34,9 @@ class GroupPlayer(Player):
             Of each part an iterator of its samples, each with its trajectory, as they are done.
         """
         settings: Any = {"judge_now": judge_now}
-        self.written[seed_name] = {}
+        self.written.open(seed_name)
         seeds = [sampling_seed(run_seed, seed_name, sample, 0) for sample in samples]
-        if self._plays_groups and self.pace is None and self.begun.keys().isdisjoint(seeds):
+        if self._plays_groups and self.pace is None and self.written.begun.keys().isdisjoint(seeds):
             return [self._play_group(group, samples, seeds, sampling, seed_name, **settings)]
 
         async def alone(sample: int) -> AsyncIterator[tuple[int, Trajectory | None]]:
@@ -75,7 +75,7 @@ class GroupPlayer(Player):
             waits.append(step)
             step.add_done_callback(lambda done: steps.put_nowait((sample, done)))
 
-        written = self.written[seed_name]
+        written = self.written.completions(seed_name)
         num = len(samples)
         try:
             samplings = [drawn(sampling, seed) for seed in seeds]

@@ -70,7 +70,7 @@ class GroupRuns:
         """Cancels what still runs of these groups."""
         for group_id in group_ids:
             seed_name, tasks = self._running.pop(group_id, ("", []))
-            self.player.forget(seed_name)
+            self.player.written.forget(seed_name)
             self.tasks.give_up(tasks)
 
     def report(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
@@ -86,7 +86,7 @@ class GroupRuns:
             self.tasks.fail(error)
         if len(running.results) == self.book.settings.group_size:
             self._running.pop(group.id, None)
-            self.player.forget(running.seed_name)
+            self.player.written.forget(running.seed_name)
             self.tasks.changed.set()
             self.on_done()
 

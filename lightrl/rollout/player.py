@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,9 @@ from lightrl.errors import EngineError, LightRLError, RewardError, RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import DropTally
 from lightrl.rollout.tasks import Tasks
+from lightrl.rollout.written import Written
 from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
-from lightrl.workflows.turn_log import Journal, TurnLog, turn_log_of
 from lightrl.workflows.workflow import Generate, Workflow, check_trajectory
 
 if TYPE_CHECKING:
@@ -33,12 +33,7 @@ class Player:
     tally: DropTally  # counts what is dropped
     tasks: Tasks
     pace: Pace | None = None  # repeats the versions of a recorded run
-    begun: dict[int, Completion] = field(default_factory=dict)  # by seed: what a checkpoint has, whole or in part
-    # By the seed name of running groups, by seed: the completions so far; None is still being written.
-    written: dict[str, dict[int, Completion | None]] = field(default_factory=dict, init=False)
-    journal: Journal | None = None  # of workflows with side effects
-    saved_answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # of environments, by session
-    logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict, init=False)  # of running groups, by session
+    written: Written = field(default_factory=Written, init=False)
     _judgings: dict[tuple[int, int], asyncio.Task[bool]] = field(default_factory=dict, init=False)  # by group, sample
 
     async def play(
@@ -144,7 +139,7 @@ class Player:
         """What the workflow calls for each turn."""
         turn = 0
         session = f"{seed_name}/{sample}"
-        log = self._turn_log(seed_name, session)
+        log = self.written.turn_log(self.workflow, seed_name, session)
         images: dict[str, Any] = {"images": prompt.images} if prompt.images else {}
 
         async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
@@ -152,7 +147,7 @@ class Player:
             seed = sampling_seed(run_seed, seed_name, sample, turn)
             turn += 1
             asked = drawn(sampling, seed, max_new_tokens)
-            written = self.written.get(seed_name, {})
+            written = self.written.completions(seed_name)
             written[seed] = None
             if log is not None and turn <= len(log.completions):
                 completion = log.completions[turn - 1]
@@ -168,17 +163,9 @@ class Player:
             vars(generate)["log"] = log
         return generate
 
-    def _turn_log(self, seed_name: str, session: str) -> TurnLog | None:
-        """Of a training rollout that can continue in a resumed run."""
-        if seed_name not in self.written or not self.workflow.continues:
-            return None
-        journal = self.journal if self.workflow.has_side_effects else None
-        log = self.logs.setdefault(seed_name, {})[session] = turn_log_of(journal, session, self.saved_answers)
-        return log
-
     async def _write(self, token_ids: list[int], sampling: Sampling, **of_request: Any) -> Completion:
         """The engine's completion, or the rest of one that was begun before a resume."""
-        written = self.begun.pop(sampling.seed, None)
+        written = self.written.begun.pop(sampling.seed, None)
         if self.pace is not None:
             return await self.pace.write(token_ids, sampling, written, **of_request)
         if written is not None and written.finish_reason != "abort":
@@ -187,28 +174,6 @@ class Player:
             of_request["written"] = written
         completions = await self.engine.generate(token_ids, sampling, **of_request)
         return completions[0]
-
-    def state_of(self, unfinished: Mapping[int, Completion]) -> list[list[Any]]:
-        """For a checkpoint, by seed: the completions of running groups, those in progress as far as the engine is."""
-        if not self.workflow.continues:
-            return []
-        written = {seed: item for seeds in self.written.values() for seed, item in seeds.items()}
-        whole = {**self.begun, **{seed: item or unfinished.get(seed) for seed, item in written.items()}}
-        return [[seed, item.state_dict()] for seed, item in whole.items() if item is not None and len(item.token_ids)]
-
-    def load_written(self, state: Iterable[Sequence[Any]]) -> None:
-        """What `state_of` returned is not generated again."""
-        self.begun = {seed: Completion.from_state(item) for seed, item in state}
-
-    def answers_of(self) -> dict[str, list[list[Any]]]:
-        """For a checkpoint, by session: what environments answered in running groups."""
-        logs = [item for logs in self.logs.values() for item in logs.items()]
-        return self.saved_answers | {session: log.state_dict() for session, log in logs if log.answers}
-
-    def forget(self, seed_name: str) -> None:
-        """This group is done or given up."""
-        self.written.pop(seed_name, None)
-        self.logs.pop(seed_name, None)
 
 
 def drawn(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> Sampling:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+from lightrl.engines.abilities import ContinuesCompletions, FollowsSteps
 from lightrl.errors import RolloutError
 from lightrl.rollout.group_book import Batch, RunningGroup
 from lightrl.rollout.group_runs import GroupRuns
@@ -41,6 +45,32 @@ class Replay:
         self._expected: dict[tuple[int, int], str] = {}  # what becomes of running samples
         self._index()
         runs.on_arrival = self.arrive
+
+    @classmethod
+    def of_run(
+        cls, source: Path, state: Mapping[str, Any], runs: GroupRuns, ahead: PromptsAhead, run_seed: int
+    ) -> Replay:
+        """Of a recorded run, a file or its folder, from its start, or from where the state of a checkpoint is.
+
+        Raises:
+            RolloutError: if the schedule, the checkpoint or the engine cannot repeat it.
+        """
+        if state and state.get("schedule") is None:
+            raise RolloutError("The checkpoint is of a run without a schedule. Replay from the start, without it.")
+        schedule = Schedule.read(source, state.get("schedule"))
+        schedule.check(runs.book.settings, run_seed)
+        player = runs.player
+        engine, pace = player.engine, None
+        if schedule.steps and isinstance(engine, FollowsSteps):
+            engine.follow_steps(schedule.steps, mark=schedule.mark, unfinished=state.get("unfinished", ()))
+        elif isinstance(engine, ContinuesCompletions):
+            pace = player.pace = Pace(engine, timeout_s=runs.book.settings.rollout_timeout_s)
+        else:
+            raise RolloutError(
+                f"{type(engine).__name__} cannot replay a schedule: it does not continue completions. Use LocalEngine, "
+                "FakeEngine or SGLangEngine, or an engine with lightrl.engines.abilities.ContinuesCompletions."
+            )
+        return cls(schedule, runs, ahead, pace, run_seed)
 
     def _index(self) -> None:
         """What each draw of a group became: a draw begins with `s`."""

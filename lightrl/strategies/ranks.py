@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
-from lightrl.experience import Experience, LossUnit, Reduction, microbatch_bins
+from lightrl.experience import Experience, LossUnit, Reduction
+from lightrl.functional.packing import microbatch_bins
 from lightrl.strategies.balance import balanced_shares, token_imbalance
 from lightrl.strategies.rank_watch import RankWatch
 from lightrl.strategies.row_plan import Send

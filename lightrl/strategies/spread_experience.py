@@ -24,14 +24,11 @@ from lightrl.experience import (
     Experience,
     Reduction,
     check_shape,
-    check_trajectories,
     row_codes,
-    support_codes,
-    support_fields,
-    token_rewards_of,
 )
 from lightrl.functional import EVERY_TOKEN, to_device
 from lightrl.functional.device_copy import remember
+from lightrl.functional.rows import check_trajectories, support_codes, support_fields, token_rewards_of
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.token_rows import TokenRows
 from lightrl.trajectory import Trajectory

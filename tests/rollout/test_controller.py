@@ -20,8 +20,9 @@ from lightrl.engines.fake_engine import FakeEngine
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import EngineError, RewardError, RolloutError, WeightSyncError
 from lightrl.rewards import Judgment, RewardHook
-from lightrl.rollout.controller import RolloutController, _Wait
+from lightrl.rollout.controller import RolloutController
 from lightrl.rollout.settings import RolloutSettings
+from lightrl.rollout.waits import Wait
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.weights import bucketed
 from lightrl.workflows.workflow import Generate, SingleTurn, Workflow
@@ -842,7 +843,7 @@ def test_take_cancelled_at_any_await_leaks_no_slot(make: Make, max_staleness: in
     outcomes = set()
     for ticks in TICKS:
         controller = make(PausesSlowly(), max_staleness=max_staleness)
-        outcomes.add(cancelled_after(controller, controller._take(0, _Wait("a test", 2)), ticks))
+        outcomes.add(cancelled_after(controller, controller._take(0, Wait("a test", 2)), ticks))
         assert_no_slot_leaks(controller)
         controller.close()
     assert outcomes == {True, False}
@@ -851,7 +852,7 @@ def test_take_cancelled_at_any_await_leaks_no_slot(make: Make, max_staleness: in
 def test_a_wave_cancelled_at_any_await_leaves_the_engine_running(make: Make) -> None:
     for ticks in TICKS:
         controller = make(PausesSlowly())
-        controller._take_wait = _Wait("a test", 2)  # as while a batch is waited for
+        controller._take_wait = Wait("a test", 2)  # as while a batch is waited for
         cancelled_after(controller, controller._pump(), ticks)
         assert_no_slot_leaks(controller)
         controller.close()
@@ -862,7 +863,7 @@ def test_validation_cancelled_at_any_await_leaks_no_slot(make: Make) -> None:
     for ticks in TICKS:
         controller = make(PausesSlowly())
         prompts = [Prompt(id=f"v{number}", token_ids=[900]) for number in range(2)]
-        outcomes.add(cancelled_after(controller, controller._evaluate(prompts, SAMPLING, 2, _Wait("a test", 4)), ticks))
+        outcomes.add(cancelled_after(controller, controller._evaluate(prompts, SAMPLING, 2, Wait("a test", 4)), ticks))
         assert fake(controller).num_running == 0
         assert_no_slot_leaks(controller)
         controller.close()
@@ -874,7 +875,7 @@ def test_everything_cancelled_at_any_await_leaves_an_idle_engine(make: Make) -> 
         controller = make(PausesSlowly())
 
         async def scenario(controller: RolloutController = controller, ticks: int = ticks) -> None:
-            task = asyncio.ensure_future(controller._take(0, _Wait("a test", 2)))
+            task = asyncio.ensure_future(controller._take(0, Wait("a test", 2)))
             for _ in range(ticks):
                 await asyncio.sleep(0)
             await controller._cancel_all()

@@ -1,0 +1,81 @@
+"""Trajectories as rows of tensors: what Experience is made of, on one rank or on several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrl.functional.supports import EVERY_TOKEN, num_coded_tokens
+from lightrl.trajectory import Trajectory
+
+
+def padded_rows(values: Sequence[Sequence[float]], fill: float, dtype: type) -> Tensor:
+    """[B, T] of TokenArrays, padded to the longest."""
+    rows: Any = np.full((len(values), max(len(row) for row in values)), fill, dtype)
+    for row, numbers in zip(rows, values, strict=True):
+        row[: len(numbers)] = numbers
+    return torch.from_numpy(rows)
+
+
+def support_codes(trajectory: Trajectory) -> Tensor:
+    if trajectory.supports is None:
+        return every_token(len(trajectory.token_ids))
+    return torch.from_numpy(np.array(trajectory.supports, np.uint8))
+
+
+def every_token(num: int) -> Tensor:
+    """The codes of tokens that were read, or drawn from the whole vocabulary."""
+    return torch.full((num,), EVERY_TOKEN[0], dtype=torch.uint8)
+
+
+def support_fields(codes: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The three fields of the supports, from the codes of each row."""
+    sizes = torch.tensor([len(item) for item in codes], dtype=torch.int64)
+    return {"supports": torch.cat(list(codes)), "support_starts": sizes.cumsum(0) - sizes, "support_sizes": sizes}
+
+
+def token_rewards_of(trajectory: Trajectory) -> Sequence[float]:
+    """Its rewards per token, or the reward on the last loss token."""
+    if trajectory.rewards is not None:
+        return trajectory.rewards
+    spread = [0.0] * len(trajectory.token_ids)
+    last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=None)
+    if last is not None:
+        spread[last] = float(trajectory.reward or 0.0)
+    return spread
+
+
+def check_trajectories(trajectories: Sequence[Trajectory], *, are_judged: bool = True) -> None:
+    """Raises ValueError if they cannot make an Experience; see `Experience.from_trajectories`."""
+    if not trajectories:
+        raise ValueError("This iteration has no trajectory: every group was dropped.")
+    unjudged = [item.prompt.id for item in trajectories if item.reward is None]
+    if unjudged and are_judged:
+        raise ValueError(f"A trajectory of prompt {unjudged[0]!r} has no reward. Judge it first.")
+    for item in trajectories:
+        _check_tokens(item)
+
+
+def _check_tokens(trajectory: Trajectory) -> None:
+    num = len(trajectory.token_ids)
+    if trajectory.supports is not None and (coded := num_coded_tokens(trajectory.supports)) != num:
+        raise ValueError(
+            f"A trajectory of prompt {trajectory.prompt.id!r} has the supports of {coded} tokens and {num} token_ids. "
+            "Join those of its completions with functional.joined_supports."
+        )
+    for name in ("loss_mask", "behavior_logprobs", "weight_versions", "rewards"):
+        values = getattr(trajectory, name)
+        if values is not None and len(values) != num:
+            raise ValueError(
+                f"A trajectory of prompt {trajectory.prompt.id!r} needs one entry of {name} for each of its {num} "
+                f"token_ids, got {len(values)}. Fix the workflow or the reward."
+            )
+    if num and trajectory.loss_mask[0]:
+        raise ValueError(
+            f"A trajectory of prompt {trajectory.prompt.id!r} trains its first token, which nothing predicts. Its "
+            "prompt needs at least one token, such as a start token."
+        )
