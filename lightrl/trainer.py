@@ -238,8 +238,9 @@ class Trainer(RLTrainer):
         """A stage has ended, perhaps with an error."""
         if error is None:
             return
-        resume, failed_before = self.rollout_loop.resume, self.rollout_loop.ranks.failed_before
+        resume = self.rollout_loop.resume
         resume.note_failure(error)
+        failed_before = self.rollout_loop.ranks.failed_before
         if resume.why_no_checkpoint is not None:  # closing may have failed to read the state
             for callback in self._mute_checkpoints():
                 if failed_before is None:  # else the rank that failed says it

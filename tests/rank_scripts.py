@@ -80,12 +80,13 @@ def left_by(num_ranks: int, folder: Path) -> list[Any]:
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(num_ranks)]
 
 
-def fork_runs(sizes: Sequence[int], play: Callable[[int], None]) -> int:
+def fork_runs(sizes: Sequence[int], play: Callable[[int], None], *, ends_others: bool = True) -> int:
     """Runs of so many ranks at once, each rank a child that has imported all already; gives the script's exit code.
 
     Args:
         sizes: numbers of ranks, one run each.
         play: called on each rank, with the number of its run's ranks.
+        ends_others: when a rank fails; otherwise they must end by themselves.
     """
     children, ports = [], []
     for size in sizes:
@@ -96,7 +97,7 @@ def fork_runs(sizes: Sequence[int], play: Callable[[int], None]) -> int:
         child, status = os.wait()
         children.remove(child)
         failed = failed or status != 0
-        if status:
+        if status and ends_others:
             for other in children:
                 os.kill(other, 9)
     for port in ports:

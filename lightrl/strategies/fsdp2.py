@@ -29,9 +29,15 @@ from lightrl.strategies.atomic_write import BackgroundWrites
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
 from lightrl.strategies.empty_model import empty_models, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model
-from lightrl.strategies.ranks import ProcessRanks, Ranks, nearest_divisors, watch_all
+from lightrl.strategies.ranks import (
+    START_TIMEOUT,
+    ProcessRanks,
+    Ranks,
+    allow_long_waits,
+    nearest_divisors,
+    watch_all,
+)
 from lightrl.strategies.role_mesh import (
-    CONTROL_TIMEOUT,
     OtherRanksModel,
     Place,
     check_meshes,
@@ -136,16 +142,19 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._data_parallel_size = self.num_processes * self.num_nodes
         super().setup_environment()
         destroy_groups_at_exit()
-        self._save_group = dist.new_group(backend="gloo")
+        self._save_group = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
         dp_group = self._make_mesh()
-        control_group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        control_group = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
         assert self.cluster_environment is not None
         address = self.cluster_environment.main_address
+        watch = watch_all(control_group, main_address=address, hang_timeout_s=self.hang_timeout_s)
+        for group in (self._save_group, control_group):
+            allow_long_waits(group)
         self.ranks = ProcessRanks(
             dp_group=dp_group,
             control_group=control_group,
             device=self.root_device,
-            watch=watch_all(control_group, main_address=address, hang_timeout_s=self.hang_timeout_s),
+            watch=watch,
         )
 
     def _make_mesh(self) -> Any:

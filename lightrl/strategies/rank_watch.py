@@ -1,11 +1,15 @@
-"""RankWatch: a rank that fails ends all ranks within seconds, and one that hangs is named.
+"""RankWatch: a rank that fails ends all ranks within seconds, and one that hangs, stops or dies is named.
 
 A collective waits for every rank, so otherwise the others would wait half an hour for a failed rank, and the error
 would name a collective, not the culprit. On each rank a thread publishes the rank's state (phase, number of phases so
-far, time without a step) in a store on rank 0, and checks the store for failures of the others.
+far, time without a step) in a store on rank 0, and checks the store for failures of the others. Rank 0 watches all
+ranks, and all watch rank 0.
 
     rank 1 raises ──► its traceback into the store ──► the others print it ──► they end by themselves, or are ended
-    rank 0 waits for longer than the deadline ──► who is behind? ──► the same way, with every rank's stack
+    rank 1 is killed ──► connections break ──► who publishes no state any more? ──► the same way, naming rank 1
+    a rank waits for longer than the deadline ──► who is behind? ──► the same way, with every rank's stack
+    rank 1 publishes nothing for as long (SIGSTOP) ──► the same way, whatever its last phase allows
+    rank 0 is stopped, and its store ──► a second thread counts how long the store has not answered
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -21,11 +26,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from torch.distributed import DistError
+
+from lightrl.concurrency.owner import kill_owner, own_mark
+
 POLL_S = 0.5  # between two checks of the store
 GRACE_S = 10.0  # for a main thread to end by itself after another rank failed
+ROLL_CALL_POLLS = 10  # a rank that has published nothing for so long after a connection broke is gone
 
 _FAILURE = "failure"
+# The rank that failed, or -1 if none raised it and all report it; the text; its last line; ranks that are gone.
+Failure = tuple[int, str, str, list[int]]
 _STORE_IS_GONE = (RuntimeError, OSError)  # what the store's methods raise if rank 0 is gone
+_GONE = "was killed, or its machine or network failed; its own output may say more"
 
 
 class Store(Protocol):
@@ -34,6 +47,7 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes: ...
 
 
@@ -50,6 +64,17 @@ class RankState:
     num_steps: int  # within the phase
     idle_s: float  # since the last step
     has_own_deadline: bool = False  # the phase has its own timeout
+    has_ended: bool = False  # as planned: it publishes nothing more
+    host: str = ""
+    process: str = ""  # see owner.py
+    num_published: int = 0  # states so far; the next one differs
+
+    def is_late(self, timeout_s: float) -> bool:
+        return self.idle_s > timeout_s and not self.has_own_deadline
+
+    @property
+    def place(self) -> str:
+        return f"in {self.phase!r} (phase {self.num_phases}, step {self.num_steps})"
 
 
 def find_behind(states: Mapping[int, RankState]) -> list[int]:
@@ -58,28 +83,35 @@ def find_behind(states: Mapping[int, RankState]) -> list[int]:
     return [rank for rank, state in sorted(states.items()) if (state.num_phases, state.num_steps) == least]
 
 
-def hang_message(states: Mapping[int, RankState], missing: list[int], waiting: int, timeout_s: float) -> str:
+def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float) -> str:
     """The error of rank `waiting`, which waited too long: who is behind, and the states of all."""
-    behind = missing or find_behind(states)
-    all_alike = not missing and len(behind) == len(states)
-    where = "; ".join(
-        f"rank {rank} in {state.phase!r} (phase {state.num_phases}, step {state.num_steps}) for {state.idle_s:.0f} s"
-        for rank, state in sorted(states.items())
-    )
-    culprits = "all ranks, at the same place" if all_alike else "rank " + ", ".join(map(str, behind))
+    behind = find_behind(states)
+    where = "; ".join(f"rank {rank} {state.place} for {state.idle_s:.0f} s" for rank, state in sorted(states.items()))
+    culprits = "all ranks, at the same place" if len(behind) == len(states) else "rank " + ", ".join(map(str, behind))
     return (
         f"Rank {waiting} made no progress for hang_timeout_s={timeout_s:g}. It waits for {culprits}. States: {where}. "
         "See the ranks' stacks above, or increase hang_timeout_s if such a phase is normal."
     )
 
 
+def silence_message(rank: int, state: RankState | None, timeout_s: float) -> str:
+    """The error about a rank whose process publishes nothing; `state` is the last that it published."""
+    place = "since the start" if state is None else f"since it was {state.place}"
+    return (
+        f"Rank {rank} has not been heard of for hang_timeout_s={timeout_s:g}, {place}. Its process is stopped or "
+        f"blocked, or it {_GONE}."
+    )
+
+
 class RankWatch:
-    """Publishes this rank's state and watches the others, from its own thread, until `close`.
+    """Publishes this rank's state and watches the others, from threads of its own, until `close`.
+
+    Its clock stands still while this process does: who was stopped and continues blames nobody.
 
     Args:
-        store: shared by all ranks; used by the thread, and by `fail`.
+        store: shared by all ranks; used by one thread only.
         rank, size: of this process, and of the world.
-        hang_timeout_s: how long a phase may go without a step.
+        hang_timeout_s: how long a phase may go without a step, and a rank without publishing its state.
         end_process: ends this process at once; for tests.
     """
 
@@ -98,15 +130,32 @@ class RankWatch:
         self._hang_timeout_s = hang_timeout_s
         self._end_process = end_process or _end_process
         self._main_thread = threading.get_ident()
+        self._now_s = 0.0  # of the clock that stands still with this process
         self._phases: list[tuple[str, bool]] = [("start", True)]
         self._num_phases = 0
         self._num_steps = 0
-        self._stepped_s = time.monotonic()
-        self._lock = threading.Lock()
+        self._stepped_s = 0.0
+        self._answered_s = 0.0  # when the store last did
+        self._num_published = 0
+        self._heard: dict[int, tuple[RankState | None, float]] = {}  # by rank: its last state, and when that was new
+        self._error: BaseException | None = None  # of this rank, which the others have not heard of yet
+        self._is_told = threading.Event()  # the error is in the store, or nobody can be told
+        self._is_known = threading.Event()  # to all ranks
+        self._roll_call: dict[int, RankState | None] = {}  # the states at the error, of those not heard of since
+        self._roll_call_s: float | None = None  # when it began
+        self._changed = threading.Event()
         self._closed = threading.Event()
+        self._end_lock = threading.Lock()
+        self._has_reported = False
         self.failed_before: str | None = None  # the other rank that failed first, and its error
-        self._thread = threading.Thread(target=self._run, name=f"lightrl-watch-{rank}", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=target, name=f"lightrl-watch-{rank}", daemon=True)
+            for target in (self._run, self._tick)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ------------------------------------------------------------------ the main thread's side
 
     def enter(self, phase: str, *, has_own_deadline: bool = False) -> None:
         self._phases.append((phase, has_own_deadline))
@@ -121,16 +170,16 @@ class RankWatch:
         """Within the current phase: whether what happens inside has its own timeout. No step and no new phase."""
         phase, before = self._phases[-1]
         self._phases[-1] = (phase, is_on)
-        self._stepped_s = time.monotonic()
+        self._stepped_s = self._now_s
         try:
             yield
         finally:
             self._phases[-1] = (phase, before)
-            self._stepped_s = time.monotonic()
+            self._stepped_s = self._now_s
 
     def step(self) -> None:
         self._num_steps += 1
-        self._stepped_s = time.monotonic()
+        self._stepped_s = self._now_s
 
     def begin(self) -> None:
         """Startup is over: from now on time outside of phases has a deadline too."""
@@ -142,99 +191,171 @@ class RankWatch:
 
         Does nothing if another rank failed first: this error then follows from that one.
         """
-        if self.failed_before is not None:
-            return
-        lines = "".join(traceback.format_exception(error))
-        with contextlib.suppress(*_STORE_IS_GONE):  # rank 0 ended first and reported why
-            with self._lock:
-                if self._closed.is_set():
-                    return
-                where = f"failed in {self._phases[-1][0]!r}"
-                what = "".join(traceback.format_exception_only(error)).strip()
-                ours = json.dumps([self._rank, f"{where}:\n{lines}", f"{where}: {what}"])
-                self._note(self._store.compare_set(_FAILURE, "", ours))
-            keys = [f"knows/{rank}" for rank in range(self._size) if rank != self._rank]
-            deadline = time.monotonic() + timeout_s
-            while time.monotonic() < deadline:
-                with self._lock:
-                    if self._store.check(keys):
-                        return
-                time.sleep(POLL_S / 5)
+        if self.failed_before is None and not self._closed.is_set():
+            self._error = error
+            self._changed.set()
+            self._is_told.wait((ROLL_CALL_POLLS + 2) * POLL_S)
+            self._is_known.wait(timeout_s)
 
     def close(self) -> None:
         """Stops watching: this rank has ended as planned, or is about to."""
         self._closed.set()
-        self._thread.join(5 * POLL_S)
+        self._changed.set()
+        for thread in self._threads:
+            thread.join(5 * POLL_S)
 
     def state(self) -> RankState:
         """This rank's current state."""
         phase, has_own_deadline = self._phases[-1]
-        idle_s = time.monotonic() - self._stepped_s
-        return RankState(phase, self._num_phases, self._num_steps, idle_s, has_own_deadline)
+        return RankState(
+            phase, self._num_phases, self._num_steps, self._now_s - self._stepped_s, has_own_deadline,
+            has_ended=self._closed.is_set(), host=socket.gethostname(), process=own_mark(),
+            num_published=self._num_published,
+        )  # fmt: skip
 
     def _restart_clock(self) -> None:
         self._num_phases += 1
         self._num_steps = 0
-        self._stepped_s = time.monotonic()
+        self._stepped_s = self._now_s
+        self._changed.set()  # published at once: a rank that stops now is found in this phase, not in the last one
 
-    def _run(self) -> None:
+    # ------------------------------------------------------------------ the threads
+
+    def _tick(self) -> None:
+        """Advances the clock, and ends this process if the store has not answered for too long."""
+        ticked_s = time.monotonic()
         while not self._closed.wait(POLL_S):
-            try:
-                with self._lock:
-                    failure = self._check()
-            except _STORE_IS_GONE:
-                failure = "Rank 0 is gone, and the store with it. See its output for the reason."
-            if failure is not None:
-                self._end(failure)
+            now_s = time.monotonic()
+            self._now_s += min(now_s - ticked_s, 2 * POLL_S)
+            ticked_s = now_s
+            if self._now_s - self._answered_s > self._hang_timeout_s:
+                self._end(self._silence_of(0), [0])
                 return
 
-    def _check(self) -> str | None:
-        """Publishes this rank's state; returns the failure that ends this rank, if there is one."""
-        state = self.state()
-        self._store.set(f"state/{self._rank}", json.dumps({**asdict(state), "at_s": time.time()}))
+    def _run(self) -> None:
+        checked_s = -POLL_S
+        try:
+            for rank in range(self._size):  # so that all can be read at once
+                self._store.compare_set(f"state/{rank}", "", "null")
+            while not self._closed.is_set():
+                self._changed.clear()
+                self._publish()
+                if self._now_s - checked_s >= POLL_S / 2 or self._error is not None:
+                    checked_s = self._now_s
+                    if (failure := self._check()) is not None:
+                        self._end(*failure)
+                        return
+                self._answered_s = self._now_s
+                self._changed.wait(POLL_S)
+            self._publish()
+        except _STORE_IS_GONE:
+            if not self._closed.is_set():
+                self.failed_before = self.failed_before or f"Rank 0 {_GONE}."
+                self._end(f"Rank 0 {_GONE}.", [])
+        finally:
+            self._is_told.set()
+            self._is_known.set()
+
+    def _publish(self) -> None:
+        self._num_published += 1
+        self._store.set(f"state/{self._rank}", json.dumps(asdict(self.state())))
+
+    def _check(self) -> tuple[str, list[int]] | None:
+        """The failure that ends this rank, if there is one, and the ranks that are gone or stand still."""
+        error = None if self._is_told.is_set() else self._error
+        self._read_states(all_ranks=error is not None or self._rank == 0)
         if self._store.check([_FAILURE]):
-            rank, text = self._note(self._store.get(_FAILURE))
+            first = self._store.get(_FAILURE)
+        else:
+            found = self._find_hang() if error is None else self._report(error)
+            if found is None:
+                return None
+            first = self._store.compare_set(_FAILURE, "", json.dumps(found))  # another rank may be faster
+        rank, text, short, gone = json.loads(first)
+        if rank != self._rank:
+            self.failed_before = short or None
+        self._is_told.set()
+        with contextlib.suppress(*_STORE_IS_GONE):  # rank 0 was told and has ended
             self._store.set(f"knows/{self._rank}", "yes")
-            return None if rank == self._rank else f"Rank {rank} {text}"
-        if state.idle_s > self._hang_timeout_s and not state.has_own_deadline:
-            states = self._states()
-            behind = [states[rank] for rank in find_behind(states)]
-            if all(one.idle_s > self._hang_timeout_s and not one.has_own_deadline for one in behind):
-                missing = [rank for rank in range(self._size) if rank not in states]
-                text = hang_message(states, missing, self._rank, self._hang_timeout_s)
-                # -1: no rank raised it, so all ranks report it.
-                self._store.compare_set(_FAILURE, "", json.dumps([-1, f": {text}", ""]))
-        return None
+            if self._store.check([f"knows/{other}" for other in range(self._size)]):
+                self._is_known.set()
+        return None if rank == self._rank else (text, gone)
 
-    def _note(self, failure: bytes) -> tuple[int, str]:
-        """The rank that failed first and its report, from the store."""
-        rank, text, short = json.loads(failure)
-        if rank not in (-1, self._rank):
-            self.failed_before = f"Rank {rank} {short}"
-        return rank, text
+    def _read_states(self, *, all_ranks: bool) -> None:
+        ranks = range(self._size if all_ranks else 1)
+        for rank, text in zip(ranks, self._store.multi_get([f"state/{rank}" for rank in ranks]), strict=True):
+            values = json.loads(text)
+            state = None if values is None else RankState(**values)
+            if rank not in self._heard or self._heard[rank][0] != state:
+                self._heard[rank] = state, self._now_s
+                self._roll_call.pop(rank, None)
 
-    def _states(self) -> dict[int, RankState]:
-        """The published states; a rank that stopped publishing has been idle since."""
-        states: dict[int, RankState] = {}
-        for rank in range(self._size):
-            key = f"state/{rank}"
-            if self._store.check([key]):
-                state = json.loads(self._store.get(key))
-                silent_s = max(0.0, time.time() - state.pop("at_s"))  # the machines' clocks differ by far less
-                state["idle_s"] += silent_s
-                states[rank] = RankState(**state)
-        return states
+    def _find_hang(self) -> Failure | None:
+        """A rank that stands still, or that others wait for, as seen by rank 0; the others see rank 0."""
+        for rank, (state, heard_s) in self._heard.items():
+            if self._now_s - heard_s > self._hang_timeout_s and not (state is not None and state.has_ended):
+                return -1, self._silence_of(rank), "", [rank]
+        states = {rank: state for rank, (state, _) in self._heard.items() if state is not None and not state.has_ended}
+        late = [rank for rank, state in states.items() if state.is_late(self._hang_timeout_s)]
+        if self._rank != 0 or not late:
+            return None
+        behind = find_behind(states)
+        if not set(behind) <= set(late):
+            return None
+        waiting = next((rank for rank in late if rank not in behind), late[0])
+        return -1, hang_message(states, waiting, self._hang_timeout_s), "", []
 
-    def _end(self, failure: str) -> None:
+    def _silence_of(self, rank: int) -> str:
+        return silence_message(rank, self._heard.get(rank, (None, 0.0))[0], self._hang_timeout_s)
+
+    def _report(self, error: BaseException) -> Failure | None:
+        """What to tell of this rank's error. One of a broken connection is another's: None until it is clear whose."""
+        where = f"failed in {self._phases[-1][0]!r}"
+        what = "".join(traceback.format_exception_only(error)).strip()
+        if _may_be_a_broken_connection(error):
+            if self._roll_call_s is None:
+                self._roll_call_s = self._now_s
+                self._roll_call = {
+                    rank: state
+                    for rank, (state, _) in self._heard.items()
+                    if rank != self._rank and not (state is not None and state.has_ended)
+                }
+            if self._roll_call and self._now_s - self._roll_call_s < ROLL_CALL_POLLS * POLL_S:
+                return None
+            if self._roll_call:
+                rank, state = next(iter(self._roll_call.items()))
+                gone = f"Rank {rank} {_GONE}. It was {'about to start' if state is None else state.place}."
+                return rank, f"{gone} Rank {self._rank} {where} for that reason: {what}", gone, [*self._roll_call]
+        lines = "".join(traceback.format_exception(error))
+        return self._rank, f"Rank {self._rank} {where}:\n{lines}", f"Rank {self._rank} {where}: {what}", []
+
+    def _end(self, failure: str, gone: list[int]) -> None:
         """Prints the stack, then the failure; ends the process if the main thread does not end in time."""
+        with self._end_lock:
+            if self._has_reported:
+                return
+            self._has_reported = True
+        self._is_told.set()
+        self._is_known.set()
         frame = sys._current_frames().get(self._main_thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         phase = self._phases[-1][0]
-        failure = failure.replace("Rank -1 : ", "")
         sys.stderr.write(f"\nRank {self._rank} is here:\n{stack}\n[rank {self._rank}, in {phase!r}] {failure}\n")
         sys.stderr.flush()
+        for state in (self._heard[rank][0] for rank in gone if rank in self._heard):
+            if state is not None and state.host == socket.gethostname():
+                kill_owner(state.process)  # a stopped process would outlive the run, and keep its memory
         if not self._closed.wait(GRACE_S):
             self._end_process()
+
+
+def _may_be_a_broken_connection(error: BaseException | None) -> bool:
+    """Whether torch.distributed raised this error or its cause: gloo and NCCL raise RuntimeErrors."""
+    while error is not None:
+        if type(error) is RuntimeError or isinstance(error, DistError | OSError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _end_process() -> None:

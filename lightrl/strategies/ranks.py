@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from lightrl.experience import Experience, LossUnit, Reduction
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 _shares = functools.lru_cache(maxsize=64)(balanced_shares)  # of a minibatch, for its rows' owners and each of its roles
 
+START_TIMEOUT = timedelta(minutes=30)  # for all ranks to join a group
+# Longer than any rollout or save: RankWatch, which needs a group to start, watches those who wait.
+_WATCHED_TIMEOUT = timedelta(days=7)
 _SENDS_AT_ONCE = 2  # copies of rows in memory while they are sent
 
 # What rank 0 sends the others while they wait for it.
@@ -368,6 +372,11 @@ def watch_all(control_group: Any, *, main_address: str, hang_timeout_s: float) -
     dist.broadcast(sent, group=control_group, group_src=0)
     store = store or TCPStore(main_address, int(sent[0]), is_master=False)
     return RankWatch(PrefixStore(bytes(sent[1:].tolist()).hex(), store), rank, size, hang_timeout_s=hang_timeout_s)
+
+
+def allow_long_waits(group: Any) -> None:
+    """From here on RankWatch, not the group's own deadline, ends a wait in this group."""
+    _set_pg_timeout(_WATCHED_TIMEOUT, group)
 
 
 def _watch_store(main_address: str) -> TCPStore:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -22,14 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightrl.experience import Experience
 from lightrl.models import Backward, LossFunction, Outputs, Role, RoleMesh
 from lightrl.models.lora import Part
-from lightrl.strategies.ranks import OtherRanks, ProcessRanks, Ranks
+from lightrl.strategies.ranks import START_TIMEOUT, OtherRanks, ProcessRanks, Ranks, allow_long_waits
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:
     import lightning as L
-
-# Longer than any rollout: RankWatch watches those who wait for rank 0 on the control group.
-CONTROL_TIMEOUT = timedelta(days=7)
 
 
 @runtime_checkable
@@ -72,7 +68,9 @@ def make_place(world: ProcessRanks, members: range, sizes: Sequence[int], names:
     """A role's place on the ranks `members`; the ranks of axis `dp` have different rows. Collective over the run."""
     numbers = torch.arange(members.start, members.stop).reshape(*sizes)
     mesh = DeviceMesh(device.type, numbers, mesh_dim_names=tuple(names))
-    control_group = dist.new_group(list(members), backend="gloo", timeout=CONTROL_TIMEOUT)
+    control_group = dist.new_group(list(members), backend="gloo", timeout=START_TIMEOUT)
+    if world.rank in members:
+        allow_long_waits(control_group)
     dp_members = numbers.movedim(list(names).index("dp"), 0).reshape(sizes[list(names).index("dp")], -1).tolist()
     if world.rank not in members:
         return Place(mesh, OtherRanks(first_rank=members.start, size=len(members), dp_members=dp_members))

@@ -1,10 +1,11 @@
 import threading
-import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from rank_scripts import finished
 from tiny import random_experience, random_trajectories
 
 from lightrl.callbacks.weight_sync import _gathered
@@ -136,7 +137,7 @@ def test_the_rank_with_the_fewest_phases_and_then_steps_is_behind() -> None:
 
 
 def test_the_message_about_a_hang_says_who_waits_for_whom_and_where() -> None:
-    text = hang_message(STATES, [], waiting=0, timeout_s=60)
+    text = hang_message(STATES, waiting=0, timeout_s=60)
     assert text.startswith("Rank 0 made no progress for hang_timeout_s=60. It waits for rank 1.")
     assert "rank 1 in 'score' (phase 6, step 0) for 64 s" in text
 
@@ -181,7 +182,7 @@ def test_of_two_ranks_that_fail_at_once_the_second_knows_of_the_first() -> None:
     store = torch.distributed.HashStore()
     first, second = (RankWatch(store, rank, 2, end_process=lambda: None) for rank in range(2))
     first.fail(ValueError("on purpose"), timeout_s=0.0)
-    second.fail(ValueError("the same"), timeout_s=0.0)  # before its thread has looked
+    second.fail(ValueError("the same"), timeout_s=0.0)  # as a rule before its thread has looked
     assert second.failed_before == "Rank 0 failed in 'start': ValueError: on purpose"
     first.close()
     second.close()
@@ -194,7 +195,7 @@ def test_a_rank_that_fails_since_rank_0_is_gone_raises_nothing_else() -> None:
         def compare_set(self, *args: str) -> bytes:
             raise torch.distributed.DistNetworkError("Broken pipe")
 
-        check = set = get = compare_set
+        check = set = get = multi_get = compare_set
 
     watch = RankWatch(Gone(), 1, 2, end_process=lambda: None)
     watch.fail(RuntimeError("connection closed by peer"))
@@ -299,18 +300,21 @@ def test_a_rank_that_waits_for_one_that_goes_on_is_left_alone() -> None:
         watch.close()
 
 
-@pytest.mark.usefixtures("_quick_watch")
-def test_a_rank_whose_process_stands_still_is_named_by_one_that_waits(capsys: pytest.CaptureFixture[str]) -> None:
-    store, ended = torch.distributed.HashStore(), threading.Event()
-    still = RankWatch(store, 0, 2, hang_timeout_s=0.3, end_process=ended.set)
-    still.begin()
-    still.step()
-    while not store.check(["state/0"]):
-        time.sleep(0.01)
-    still.close()  # its thread says nothing any more
-    waiting = RankWatch(store, 1, 2, hang_timeout_s=0.3, end_process=ended.set)
-    waiting.begin()
-    waiting.enter("score: reference")
-    assert ended.wait(30)
-    waiting.close()
-    assert "Rank 1 made no progress for hang_timeout_s=0.3. It waits for rank 0." in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("how", "rank", "message"),
+    [
+        ("stop in sync", 1, "Rank 1 has not been heard of for hang_timeout_s=2, since it was in 'sync'"),
+        ("stop in update", 0, "Rank 0 has not been heard of for hang_timeout_s=2, since it was in 'update'"),
+        ("kill in update", 0, "Rank 0 was killed, or its machine or network failed"),
+        ("kill in update", 1, "Rank 1 was killed, or its machine or network failed"),
+        ("kill in rollout", 2, "Rank 2 has not been heard of for hang_timeout_s=2, since it was in 'rollout'"),
+    ],
+    ids=lambda value: str(value) if len(str(value)) < 20 else "",
+)
+def test_a_rank_that_is_stopped_or_killed_is_named_and_none_is_left(
+    how: str, rank: int, message: str, tmp_path: Path
+) -> None:
+    done = finished(Path(__file__).with_name("watched_ranks_run.py"), tmp_path, how, str(rank))
+    assert done.returncode == 1  # after the last rank, the one that was stopped too
+    others = [other for other in range(3) if other != rank]
+    assert all(f"[rank {other}, in {how.split()[-1]!r}] {message}" in done.stderr for other in others), done.stderr
