@@ -21,7 +21,9 @@ from lightrl.functional.packing import microbatch_bins
 from lightrl.functional.rows import (
     check_trajectories,
     every_token,
+    judged_rows,
     padded_rows,
+    row_fields,
     support_codes,
     support_fields,
     token_rewards_of,
@@ -92,18 +94,15 @@ class Experience:
                 trains although nothing predicts it.
         """
         check_trajectories(trajectories, are_judged=are_judged)
-        is_truncated = any(item.supports is not None for item in trajectories)
-        supports: Any = support_fields([support_codes(item) for item in trajectories]) if is_truncated else {}
+        others: Any = row_fields(trajectories)
+        if any(item.supports is not None for item in trajectories):
+            others |= support_fields([support_codes(item) for item in trajectories])
         written = cls(
             token_ids=padded_rows([item.token_ids for item in trajectories], 0, np.int64),
             loss_mask=padded_rows([item.loss_mask for item in trajectories], False, np.bool_),
             behavior_logprobs=padded_rows([item.behavior_logprobs for item in trajectories], 0.0, np.float32),
             weight_versions=padded_rows([item.weight_versions for item in trajectories], -1, np.int64),
-            rewards=torch.full((len(trajectories),), torch.nan, dtype=torch.float32),
-            group_ids=torch.tensor([item.group_id for item in trajectories], dtype=torch.int64),
-            is_truncated=torch.tensor([item.is_truncated for item in trajectories], dtype=torch.bool),
-            lengths=torch.tensor([len(item.token_ids) for item in trajectories], dtype=torch.int64),
-            **supports,
+            **others,
         )
         return written.judged(trajectories) if are_judged else written
 
@@ -116,13 +115,9 @@ class Experience:
         Raises:
             ValueError: if none has a reward, or rewards per token are not one for each token.
         """
-        kept = [row for row, item in enumerate(trajectories) if item.reward is not None]
-        if not kept:
-            raise ValueError("No trajectory has a reward. Fix the reward function.")
+        kept, items, reward = judged_rows(trajectories)
         rows = self if len(kept) == len(self) else self.select(kept)
-        items = [trajectories[row] for row in kept]
-        check_trajectories(items)
-        rewards = {"rewards": torch.tensor([item.reward for item in items], dtype=torch.float32)}
+        rewards = {"rewards": reward}
         if any(item.rewards is not None for item in items):
             rewards["token_rewards"] = padded_rows([token_rewards_of(item) for item in items], 0.0, np.float32)
         return rows.with_tensors({name: value.to(self.token_ids.device) for name, value in rewards.items()})

@@ -21,6 +21,30 @@ def padded_rows(values: Sequence[Sequence[float]], fill: float, dtype: type) -> 
     return torch.from_numpy(rows)
 
 
+def row_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """The fields [B] that the rollout fills in; rewards, which may still be awaited, are NaN."""
+    return {
+        "rewards": torch.full((len(trajectories),), torch.nan, dtype=torch.float32),
+        "group_ids": torch.tensor([item.group_id for item in trajectories], dtype=torch.int64),
+        "is_truncated": torch.tensor([item.is_truncated for item in trajectories], dtype=torch.bool),
+        "lengths": torch.tensor([len(item.token_ids) for item in trajectories], dtype=torch.int64),
+    }
+
+
+def judged_rows(trajectories: Sequence[Trajectory]) -> tuple[list[int], list[Trajectory], Tensor]:
+    """The rows whose trajectory has a reward, their trajectories, and their rewards, float32.
+
+    Raises:
+        ValueError: if none has a reward, or rewards per token are not one for each token.
+    """
+    rows = [row for row, item in enumerate(trajectories) if item.reward is not None]
+    if not rows:
+        raise ValueError("No trajectory has a reward. Fix the reward function.")
+    kept = [trajectories[row] for row in rows]
+    check_trajectories(kept)
+    return rows, kept, torch.tensor([item.reward for item in kept], dtype=torch.float32)
+
+
 def support_codes(trajectory: Trajectory) -> Tensor:
     if trajectory.supports is None:
         return every_token(len(trajectory.token_ids))

@@ -28,7 +28,14 @@ from lightrl.experience import (
 )
 from lightrl.functional import EVERY_TOKEN, to_device
 from lightrl.functional.device_copy import remember
-from lightrl.functional.rows import check_trajectories, support_codes, support_fields, token_rewards_of
+from lightrl.functional.rows import (
+    check_trajectories,
+    judged_rows,
+    row_fields,
+    support_codes,
+    support_fields,
+    token_rewards_of,
+)
 from lightrl.strategies.ranks import Ranks
 from lightrl.strategies.token_rows import TokenRows
 from lightrl.trajectory import Trajectory
@@ -106,12 +113,7 @@ class SpreadExperience(Experience):
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, are_judged: bool = True) -> SpreadExperience:
         """As Experience.from_trajectories, on the host and without padding: numbers that are stored are not copied."""
         check_trajectories(trajectories, are_judged=are_judged)
-        rows = {
-            "rewards": torch.full((len(trajectories),), torch.nan),
-            "group_ids": torch.tensor([item.group_id for item in trajectories]),
-            "is_truncated": torch.tensor([item.is_truncated for item in trajectories]),
-            "lengths": torch.tensor([len(item.token_ids) for item in trajectories]),
-        }
+        rows = row_fields(trajectories)
         tokens = {
             name: _stored([getattr(item, name) for item in trajectories], dtype) for name, dtype in TOKEN_DTYPES.items()
         }
@@ -122,22 +124,11 @@ class SpreadExperience(Experience):
         return made.judged(trajectories) if are_judged else made
 
     def judged(self, trajectories: Sequence[Trajectory]) -> Self:
-        """The rows whose trajectory has a reward, with these rewards.
-
-        Args:
-            trajectories: of the rows, in order.
-
-        Raises:
-            ValueError: if none has a reward, or rewards per token are not one for each token.
-        """
-        kept = [row for row, item in enumerate(trajectories) if item.reward is not None]
-        if not kept:
-            raise ValueError("No trajectory has a reward. Fix the reward function.")
-        items = [trajectories[row] for row in kept]
+        """As Experience.judged."""
+        kept, items, rewards = judged_rows(trajectories)
         rows = self if len(kept) == len(self) else self.select(kept)
-        tensors: dict[str, Any] = {"rewards": torch.tensor([item.reward for item in items], dtype=torch.float32)}
+        tensors: dict[str, Any] = {"rewards": rewards}
         if any(item.rewards is not None for item in items):
-            check_trajectories(items)
             tensors["token_rewards"] = _stored([token_rewards_of(item) for item in items], torch.float32)
         return rows.with_tensors(tensors)
 
