@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +18,11 @@ from lightrl.models.lora import Part
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Ranks, ranks_of
+from lightrl.strategies.shared_folder import ranks_without
 from lightrl.weights import Bucket, SharedFolder
-from lightrl.weights.rank_share import ShareWriter, files_of, leave_mark, unmarked_ranks
+from lightrl.weights.rank_share import ShareWriter, files_of
 
 log = logging.getLogger(__name__)
-
-VISIBLE_WITHIN_S = 10.0  # a new file on a network file system, on another host
 
 
 class RankShares:
@@ -107,28 +105,18 @@ def _gathered(record: dict[str, object], folder: SharedFolder, holders: Ranks) -
 def _shared_folder(engine: object, holders: Ranks) -> SharedFolder | None:
     """Rank 0's folder if every rank sees it and can write there; else None, which is logged."""
     folder = engine.shared_folder() if isinstance(engine, SharesFolder) else None
-    mark = f".seen-by-all-{secrets.token_hex(8)}"
-    if holders.is_main and folder is not None:
-        (Path(folder.root) / mark).touch()
-    told = holders.broadcast_json(None if folder is None else [vars(folder), mark])
-    if told is None:
+    fields = holders.broadcast_json(None if folder is None else vars(folder))
+    if fields is None:
         return None
-    folder, mark = SharedFolder(**told[0]), told[1]
-    sees = leave_mark(folder, holders.rank, mark, wait_s=VISIBLE_WITHIN_S)
-    holders.max_each([0])  # every rank has looked
-    missing: list[int] = []
-    if holders.is_main:
-        missing = unmarked_ranks(folder, holders.size, mark, wait_s=VISIBLE_WITHIN_S if sees else 0)
-    missing = holders.broadcast_json(missing)
-    if holders.is_main:
-        (Path(folder.root) / mark).unlink(missing_ok=True)
+    folder = SharedFolder(**fields)
+    missing = ranks_without(Path(folder.root), holders)
     if not missing:
         return folder
     if holders.is_main:
         log.warning(
-            "weight_folder=%s is not visible and writable for ranks %s, so rank 0 gathers and writes all weights. Set "
+            "weight_folder=%s is not visible and writable for %s, so rank 0 gathers and writes all weights. Set "
             "engine.weight_folder to a folder that all hosts of the trainer share.",
             folder.root,
-            ", ".join(map(str, missing)),
+            ", ".join(f"rank {rank} on {host}" for rank, host in missing),
         )
     return None

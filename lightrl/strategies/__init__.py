@@ -7,7 +7,7 @@ Reading order:
     probes.py             what a model supports, found by running it
     checkpoint.py         checkpoints of one process; how one process resumes
     checkpoint_folder.py  checkpoints of several processes; safe_reader.py: read as data, so that no code runs
-    checkpoint_fit.py     whether a checkpoint fits the configuration; atomic_write.py  files that are whole or absent
+    checkpoint_fit.py     whether it fits the run; atomic_write.py: whole or absent; shared_folder.py: seen by all hosts
     ranks.py              the processes of a run: sums, shares, messages from rank 0; role_mesh.py: a role on its own
     balance.py            trajectories split over ranks by their tokens; row_plan.py, row_exchange.py: sent to them
     spread_experience.py  an iteration's Experience over the ranks; token_rows.py: a field; microbatches.py: to devices

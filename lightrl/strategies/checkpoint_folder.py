@@ -72,6 +72,7 @@ def folder_writer(
             dist.barrier(group=group)  # or a faster rank would make the folder first
             dcp.state_dict_saver.save(state, checkpoint_id=part, process_group=group)
             if is_main:  # all ranks have written: a save ends with a reduction
+                _check_parts(part)
                 publish(part, place)
         except (OSError, RuntimeError, CheckpointException) as error:
             if is_main:
@@ -79,6 +80,14 @@ def folder_writer(
             raise write_error(error, place, "to be shared by all ranks") from cause_to_show(error)
 
     return write
+
+
+def _check_parts(folder: Path) -> None:
+    """Raises OSError unless rank 0 sees the files that the other ranks have written."""
+    places: Any = SafeReader(folder).read_metadata().storage_data
+    missing = {place.relative_path for place in places.values() if not (folder / place.relative_path).is_file()}
+    if missing:
+        raise OSError(f"{', '.join(sorted(missing)[:3])} of other ranks did not appear in {folder}")
 
 
 def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:

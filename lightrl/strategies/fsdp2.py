@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint as checkpoint_activations
@@ -45,6 +46,7 @@ from lightrl.strategies.role_mesh import (
     make_place,
     role_meshes,
 )
+from lightrl.strategies.shared_folder import check_all_see
 from lightrl.strategies.single import LogprobSettings
 
 if TYPE_CHECKING:
@@ -182,6 +184,9 @@ class FSDP2Strategy(ModelParallelStrategy):
             yield
 
     def setup(self, trainer: L.Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            paths = (getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)
+            check_all_see(sorted({Path(path) for path in paths if path is not None}), self.ranks)
         self._spread_models()
         vars(self.precision_plugin)["clip_grad_by_norm"] = self._clip_by_norm
         super().setup(trainer)

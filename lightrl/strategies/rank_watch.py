@@ -96,7 +96,7 @@ def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float
 
 def silence_message(rank: int, state: RankState | None, timeout_s: float) -> str:
     """The error about a rank whose process publishes nothing; `state` is the last that it published."""
-    place = "since the start" if state is None else f"since it was {state.place}"
+    place = "since the start" if state is None else f"since it was {state.place} on {state.host}"
     return (
         f"Rank {rank} has not been heard of for hang_timeout_s={timeout_s:g}, {place}. Its process is stopped or "
         f"blocked, or it {_GONE}."

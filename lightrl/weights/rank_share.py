@@ -9,7 +9,6 @@ Only rank 0 makes a version exist, with an index of all files: a rank that dies 
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,8 +22,6 @@ from lightrl.errors import WeightSyncError
 from lightrl.weights.bucket import Bucket, WrittenFile
 from lightrl.weights.disk import write_safetensors
 from lightrl.weights.server_form import ServerForm
-
-_LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -104,29 +101,3 @@ def read_back(files: Iterable[WrittenFile]) -> Iterator[Bucket]:
 
 def share_place(root: str | Path, rank: int) -> Path:
     return Path(root) / f".share-{rank}"
-
-
-def leave_mark(folder: SharedFolder, rank: int, mark: str, *, wait_s: float) -> bool:
-    """Whether this rank sees rank 0's mark in the folder within `wait_s`, and has left one for rank 0."""
-    deadline = time.monotonic() + wait_s
-    while not (Path(folder.root) / mark).exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOK_S)
-    try:
-        place = share_place(folder.root, rank)
-        place.mkdir(exist_ok=True)
-        (place / mark).touch()
-    except OSError:
-        return False
-    return True
-
-
-def unmarked_ranks(folder: SharedFolder, size: int, mark: str, *, wait_s: float) -> list[int]:
-    """On rank 0: the ranks whose mark does not appear within `wait_s`."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        missing = [rank for rank in range(size) if not (share_place(folder.root, rank) / mark).exists()]
-        if not missing or time.monotonic() > deadline:
-            return missing
-        time.sleep(_LOOK_S)

@@ -91,6 +91,7 @@ class Trainer:
         return json.loads(self.process.stdout.readline())
 
 
+@pytest.mark.cluster
 @IN_A_BOX
 @TRANSPORTS
 def test_a_server_on_another_host_gets_the_weights(
@@ -105,6 +106,7 @@ def test_a_server_on_another_host_gets_the_weights(
     assert trainer.process.wait(60) == 0
 
 
+@pytest.mark.cluster
 @IN_A_BOX
 @pytest.mark.parametrize(
     ("transport", "end"),
@@ -133,6 +135,7 @@ def test_a_host_that_is_lost_amid_a_sync_is_named_and_the_other_gets_the_weights
     assert trainer.process.wait(60) == 0
 
 
+@pytest.mark.cluster
 @IN_A_BOX
 def test_the_default_folder_is_refused_for_a_server_on_another_host(hosts: Hosts, model_folder: str) -> None:
     trainer = Trainer(hosts, "disk", model_folder, "", f"http://{hosts.address(2)}:{PORT}")
@@ -141,6 +144,7 @@ def test_the_default_folder_is_refused_for_a_server_on_another_host(hosts: Hosts
     assert "Set weight_folder" in refused
 
 
+@pytest.mark.cluster
 @IN_A_BOX
 def test_an_address_without_a_route_fails_within_seconds(hosts: Hosts, model_folder: str, tmp_path: Path) -> None:
     """`Timeouts.startup_s` is the default, 15 minutes."""

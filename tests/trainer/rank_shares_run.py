@@ -19,11 +19,10 @@ from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig
 
 from lightrl import FSDP2Strategy, LoRA, Role, SGLangEngine
-from lightrl.callbacks import rank_shares
 from lightrl.engines import Timeouts
 from lightrl.models.lora import AdapterShape, merged_parameters
-from lightrl.strategies import whole
-from lightrl.weights import Bucket, SharedFolder
+from lightrl.strategies import shared_folder, whole
+from lightrl.weights import Bucket
 from lightrl.weights.rank_share import ShareWriter
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -85,13 +84,13 @@ def kill_rank_1_amid_a_write() -> None:
 
 
 def hide_the_folder_from_rank_1() -> None:
-    leave_mark = rank_shares.leave_mark
+    leave_mark = shared_folder.leave_mark
 
-    def see(folder: SharedFolder, rank: int, mark: str, *, wait_s: float) -> bool:
-        return rank != 1 and leave_mark(folder, rank, mark, wait_s=wait_s)
+    def leave_unless_rank_1(folder: Path, rank: int, mark: str) -> bool:
+        return rank != 1 and leave_mark(folder, rank, mark)
 
-    rank_shares.leave_mark = see  # type: ignore[assignment]
-    rank_shares.VISIBLE_WITHIN_S = 0.5
+    shared_folder.leave_mark = leave_unless_rank_1
+    shared_folder.VISIBLE_WITHIN_S = 0.5
 
 
 def main() -> None:

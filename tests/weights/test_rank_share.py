@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, SharedFolder, WeightFolder
-from lightrl.weights.rank_share import ShareWriter, files_of, leave_mark, read_back, unmarked_ranks
+from lightrl.weights.rank_share import ShareWriter, files_of, read_back
 
 
 def folder_of(root: Path) -> SharedFolder:
@@ -82,10 +82,3 @@ def test_what_an_earlier_version_left_of_a_rank_is_removed(tmp_path):
     share(tmp_path, 1, {"a": torch.ones(2)}, {"b": torch.ones(2)})
     record = share(tmp_path, 1, {"c": torch.ones(2)}).record()
     assert [path.name for path in (tmp_path / ".share-1").iterdir()] == [Path(record["files"][0]["path"]).name]
-
-
-def test_ranks_that_do_not_see_the_folder_are_found(tmp_path):
-    (tmp_path / "mark").touch()
-    assert leave_mark(folder_of(tmp_path), 0, "mark", wait_s=0)
-    assert not leave_mark(folder_of(tmp_path / "other"), 1, "mark", wait_s=0)
-    assert unmarked_ranks(folder_of(tmp_path), 2, "mark", wait_s=0) == [1]

@@ -1,0 +1,86 @@
+"""Whether all ranks share a folder: hosts may have folders of the same name that are not the same.
+
+Rank 0 leaves a mark there, the others wait until they see it and leave one of their own, which rank 0 must see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lightrl.strategies.ranks import Ranks, mark_as_on_all_ranks
+
+VISIBLE_WITHIN_S = 10.0  # a new file on a network file system, on another host
+_LOOK_S = 0.1
+_ARRIVE_WITHIN_S = 300.0  # ranks at this place, after rank 0
+
+
+def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
+    """The ranks that do not share rank 0's folder, or cannot write there, each with its host's name; collective.
+
+    Raises:
+        OSError: on rank 0 if it cannot write there itself.
+    """
+    mark = f".seen-by-all-{secrets.token_hex(8)}"
+    if ranks.is_main:
+        (folder / mark).touch()
+    root, mark = ranks.broadcast_json([str(folder), mark])
+    has_left = leave_mark(Path(root), ranks.rank, mark)
+    answers = ranks.gather_json([socket.gethostname(), has_left], timeout_s=_ARRIVE_WITHIN_S)
+    missing: list[Any] = []
+    if ranks.is_main:
+        left = [rank for rank, (_, has_left) in enumerate(answers) if has_left]
+        unseen = set(range(ranks.size)) - set(_wait_for(folder, left, mark))
+        missing = [(rank, answers[rank][0]) for rank in sorted(unseen)]
+        for name in (mark, *(f"{mark}-{rank}" for rank in left)):
+            with contextlib.suppress(OSError):
+                (folder / name).unlink(missing_ok=True)
+    return [(rank, host) for rank, host in ranks.broadcast_json(missing)]
+
+
+def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
+    """Refuses folders for checkpoints that a rank does not share; collective. They need not exist yet.
+
+    Raises:
+        ValueError: on all ranks; it names the hosts.
+    """
+    for folder in folders:
+        present = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+        if missing := ranks_without(present, ranks):
+            who = ", ".join(f"rank {rank} on {host}" for rank, host in missing)
+            raise mark_as_on_all_ranks(
+                ValueError(
+                    f"Checkpoints go to {folder}, where {who} cannot see the files of rank 0 and write beside them: a "
+                    "checkpoint would lack the weights of those ranks. Set trainer.default_root_dir, or the dirpath of "
+                    "ModelCheckpoint, to a folder that all hosts share under the same path."
+                )
+            )
+
+
+def leave_mark(folder: Path, rank: int, mark: str) -> bool:
+    """Whether this rank sees rank 0's mark in the folder, and has left one for rank 0."""
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
+    while not (folder / mark).exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    try:
+        (folder / f"{mark}-{rank}").touch()
+    except OSError:
+        return False
+    return True
+
+
+def _wait_for(folder: Path, ranks: list[int], mark: str) -> list[int]:
+    """On rank 0: those of the ranks whose mark appears."""
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
+    while True:
+        there = [rank for rank in ranks if (folder / f"{mark}-{rank}").exists()]
+        if len(there) == len(ranks) or time.monotonic() > deadline:
+            return there
+        time.sleep(_LOOK_S)
