@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
@@ -34,6 +34,7 @@ from lightrl.callbacks import (
     StalenessControl,
     WeightSync,
 )
+from lightrl.callbacks.model_lines import ModelLines
 from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
@@ -309,6 +310,8 @@ class Trainer(RLTrainer):
                 continue
             if isinstance(callback, ProgressBar):
                 self.callbacks[index] = RolloutProgressBar()
+            elif isinstance(callback, ModelSummary):
+                self.callbacks[index] = ModelLines()
             elif type(callback) is ModelCheckpoint:
                 # Lightning 2.6.6 writes `last.ckpt` under fast_dev_run too, into the working folder.
                 keeps = not self.fast_dev_run

@@ -11,11 +11,11 @@ Reading order:
     dynamic_sampling.py which groups are dropped and replaced, and how many are started
     curriculum.py       which prompts are played, by past success
     rollout_metrics.py  what is logged of each iteration
-    progress.py         the two-line progress bar
+    progress.py         the two-line progress bar, and a line per iteration; model_lines.py  what is trained
     status_file.py      what the run does now, for `lightrl status`; complaints.py  warnings, errors and drops
     trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, now and then as a table
-    learning_curve.py   the run's curve as a picture
+    learning_curve.py   the run's curve as a picture; run_files.py  what the files of a run are
     export.py           the policy as a Hugging Face folder
 
 May import: everything up to module and data; not loops, not trainer. To add one: subclass RLCallback, override what you

@@ -5,14 +5,15 @@ from __future__ import annotations
 import csv
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.callbacks.run_files import contents
 from lightrl.checks.disk_errors import write_problem
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ class LearningCurve(RLCallback):
                 log.warning(
                     "No learning curve was written to %s: %s. Free some space for the next run.", run_folder, problem
                 )
-        trainer.print("\n".join([f"Run folder: {run_folder}", *_contents(trainer, run_folder)]))
+        trainer.print("\n".join([f"Run folder: {run_folder}", *contents(run_folder)]))
 
 
 def write_curves(curves: Mapping[str, Curve], path: Path) -> None:
@@ -253,26 +254,3 @@ def _plot_running_mean(panel: Axes, curve: Curve, *, color: str, label: str) -> 
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def _contents(trainer: L.Trainer, run_folder: Path) -> Iterator[str]:
-    """A line for each thing that the run has written."""
-    written: list[tuple[str, list[Path]]] = []
-    for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger):
-            written.append(("metrics", sorted(Path(logger.log_dir).glob("metrics.csv"))))
-        elif isinstance(logger, TensorBoardLogger):
-            written.append(("TensorBoard events", sorted(Path(logger.log_dir).glob("events.out.tfevents*"))[-1:]))
-    written.append(("trajectories", sorted(run_folder.glob("trajectories"))))
-    written.append(("learning curve", sorted(run_folder.glob("learning_curve.*"))))
-    for callback in trainer.checkpoint_callbacks:
-        folder = getattr(callback, "dirpath", None)
-        if folder is not None:
-            written.append(("checkpoints", [path for path in [Path(folder)] if path.exists()]))
-    for name, paths in written:
-        for path in paths:
-            yield f"  {name:<19} {_relative(path, run_folder)}"
-
-
-def _relative(path: Path, folder: Path) -> Path:
-    return path.relative_to(folder) if path.is_relative_to(folder) else path

@@ -1,8 +1,10 @@
-"""RolloutProgressBar: a line for the run and one for its present phase; plain lines without a terminal."""
+"""RolloutProgressBar: a bar for the run, one for its present phase, and above them lines that stay."""
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -34,31 +36,39 @@ _SPEED = {
     "time/straggler_wait_s": "straggler_wait_s",
     "time/sync_s": "sync_s",
 }
+_OFTEN_ZERO = ("staleness", "straggler_wait_s", "failed_fraction", "truncated_fraction")
+_RUN_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 _PHASE_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
-_SILENT_S = 60.0  # without a line, where there is no terminal
-_REDRAW_S = 0.1  # a terminal shows no more, and an iteration of a small model has three phases in 60 ms
+_UNCOUNTED_FORMAT = "{desc}{postfix}"
+_LINE_CHARS = 100
+_SILENT_S = 10.0  # without a line; an iteration that takes longer has one of its own
+_REDRAW_S = 0.1  # within a phase
+_DIM, _BOLD, _PLAIN = "\033[2m", "\033[1m", "\033[0m"
 
 
 class RolloutProgressBar(TQDMProgressBar, RLCallback):
-    """The run on the first line (iterations, reward, accuracy, held-out accuracy), its present phase on the second.
+    """The run on the first line (iterations, time left, reward, held-out accuracy), its present phase on the second.
 
-        Training:  40%|████      | 80/200 [00:09<00:14, 8.7it/s, reward=0.531, accuracy=0.410, held-out=0.430]
-          rollout: 58%|█████▊    | 300/512, tokens/s=12.3k, staleness=0, sync_s=0.004
+        iteration 80/200  reward=0.531  accuracy=0.410  held-out=0.430  tokens/s=12.3k  sync_s=0.004
+        Training:  40%|████      | 80/200 [00:09<00:14, reward=0.531, accuracy=0.410, held-out=0.430]
+          rollout:  58%|█████▊    | 300/512, tokens/s=12.3k, sync_s=0.004
 
-    While a batch waits for slow groups alone, the second line says for how many: `rollout, waits for 2 slow`.
+    The second line says what the run waits for: `rollout, waits for 2 slow` groups, `rewards`, `scores`, `update`,
+    `weight sync`. Above the two stays a line of at most 100 characters for every `print_every_n_iterations`, and for
+    each iteration that ends ten seconds after the last line or later, and for each validation; what does not fit is in
+    the metrics. The accuracy is left out where it is the reward, and staleness and waits where they are 0. If standard
+    output is no terminal (a log file, a pipe), there are only these lines, with the time left. Color is for terminals,
+    unless NO_COLOR is set.
+
     The first line counts the run's batches, of which an RL run has one per iteration: up to `max_steps` or the end of
     `max_epochs`, whichever comes first, over all epochs, and on from where a resumed run starts. A plain
     LightningModule has the first line only, with whatever it logs with `prog_bar=True`.
-
-    If standard output is no terminal (a log file, a pipe), bars would leave thousands of lines. Then it prints one
-    plain line every `print_every_n_iterations`, or after a minute without one, with the time left, and one after each
-    validation.
 
     Args:
         refresh_rate: batches between two updates of the first line; 0 shows nothing.
         process_position: free lines above.
         leave: as in TQDMProgressBar.
-        print_every_n_iterations: for plain lines.
+        print_every_n_iterations: for the lines that stay.
     """
 
     def __init__(
@@ -77,21 +87,24 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self.print_every_n_iterations = print_every_n_iterations
         self._is_training = False  # there is a first line
         self._phase_bar: Tqdm | None = None
+        self._phase = ""
         self._num_trajectories: int | None = None  # of an iteration, after the first
         self._speed = ""  # of the last iteration, for the second line
         self._drawn_s = -math.inf  # monotonic clock
-        self._printed_s = 0.0  # monotonic clock, of the last plain line
+        self._printed_s = 0.0  # monotonic clock, of the last line that stays
         self._begun: tuple[float, int] = 0.0, 0  # monotonic clock and iterations that were done
 
     @property
     def is_disabled(self) -> bool:
-        """True if no bar is drawn; plain lines may still be printed."""
+        """True if no bar is drawn; lines may still be printed."""
         return not self.is_enabled or not _is_terminal()
 
     # ------------------------------------------------------------------ the run
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.train_progress_bar = self.init_train_tqdm()
+        self.train_progress_bar.bar_format = _RUN_FORMAT
+        self.train_progress_bar.colour = _colour("green")
         self._is_training = True
         self._printed_s = time.monotonic()
         self._begun = self._printed_s, _num_batches_done(trainer)
@@ -106,17 +119,18 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        done, total = _num_batches_done(trainer), num_batches_of_run(trainer)
-        if self.is_disabled:
-            is_due = done % self.print_every_n_iterations == 0 or done == total
-            if self.is_enabled and (is_due or time.monotonic() - self._printed_s >= _SILENT_S):
-                self._printed_s = time.monotonic()
-                of_total = f"/{total}{self._time_left(done, total)}" if total is not None else ""
-                self.print(f"iteration {done}{of_total}{_plain(self.get_metrics(trainer, pl_module))}")
+        if not self.is_enabled:
             return
-        self.train_progress_bar.n = done
-        if done == total or (done % self.refresh_rate == 0 and self._is_due()):
+        done, total = _num_batches_done(trainer), num_batches_of_run(trainer)
+        if not self.is_disabled:
+            self.train_progress_bar.n = done
             self._show_metrics(trainer, pl_module)
+        is_late = time.monotonic() - self._printed_s >= _SILENT_S
+        if done % self.print_every_n_iterations == 0 or done == total or is_late:
+            self._printed_s = time.monotonic()
+            of_total = f"/{total}{self._time_left(done, total)}" if total is not None else ""
+            self._print_line(f"iteration {done}{of_total}", _telling(self.get_metrics(trainer, pl_module)))
+        if not self.is_disabled and (done == total or (done % self.refresh_rate == 0 and self._is_due())):
             self._redraw()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -147,6 +161,9 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def on_rewards_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         self._show_phase("rewards", done, total)
 
+    def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
+        self._show_phase("scores")
+
     def on_minibatch_start(
         self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
     ) -> None:
@@ -156,6 +173,9 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int
     ) -> None:
         self._show_phase("update", index + 1, total)
+
+    def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
+        self._show_phase("weight sync")
 
     # ------------------------------------------------------------------ validation
 
@@ -171,11 +191,11 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         if not self.is_disabled:
             self._show_metrics(trainer, pl_module)
             self._redraw()
-            return
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         if self.is_enabled and values:
-            shown = {name.removeprefix("val/"): value for name, value in sorted(values.items())}
-            self.print(f"validation after iteration {_num_batches_done(trainer)}{_plain(shown)}")
+            names = sorted(values, key=lambda name: (name not in _LEARNING, name))  # held-out accuracy first
+            shown = {name.removeprefix("val/"): values[name] for name in names}
+            self._print_line(f"validation after iteration {_num_batches_done(trainer)}", _telling(shown))
 
     # ------------------------------------------------------------------ drawing
 
@@ -199,41 +219,56 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         Tqdm.write(sep.join(map(str, args)), **{"file": sys.stdout, **kwargs})
 
     def _time_left(self, done: int, total: int) -> str:
-        """At the pace of this fit so far."""
+        """At the pace of this fit so far; nothing beside a bar, which shows it."""
         begun_s, num_before = self._begun
-        if not num_before < done < total:
+        if not num_before < done < total or not self.is_disabled:  # the bar has it
             return ""
         left_s = (time.monotonic() - begun_s) / (done - num_before) * (total - done)
         return f", {_duration(left_s)} left"
 
+    def _print_line(self, start: str, values: Mapping[str, object]) -> None:
+        """`start  name=value  name=value`, as many as fit."""
+        most = _LINE_CHARS if self.is_disabled else min(_LINE_CHARS, shutil.get_terminal_size().columns)
+        num_chars, parts = len(start), [_styled(start, _BOLD)]
+        for name, value in values.items():
+            text = _short_number(value)
+            num_chars += len(f"  {name}={text}")
+            if num_chars > most:
+                break
+            parts.append(f"{_styled(f'{name}=', _DIM)}{text}")
+        self.print("  ".join(parts))
+
     def _show_metrics(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        values = self.get_metrics(trainer, module)
+        values = _telling(self.get_metrics(trainer, module))
         speed = {name: values.pop(name) for name in _SPEED.values() if name in values}
         self._speed = ", ".join(f"{name}={_short_number(value)}" for name, value in speed.items())
         postfix = {name: _short_number(value) for name, value in values.items()}
         self.train_progress_bar.set_postfix(postfix, refresh=False)
 
-    def _show_phase(self, name: str, done: int, total: int | None) -> None:
+    def _show_phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
+        """Draws at once if the phase is new, which may last long; without `done` it shows no numbers."""
         if self.is_disabled or not self._is_training:
             return
-        desc = f"  {name}: "
         if self._phase_bar is None:
+            self._phase = ""
             self._phase_bar = Tqdm(
-                desc=desc[:-2],
                 total=total,
                 position=2 * self.process_position + 1,
                 leave=False,
                 dynamic_ncols=True,
                 file=sys.stdout,
                 bar_format=_PHASE_FORMAT,
+                colour=_colour("cyan"),
             )
-        is_new_phase = self._phase_bar.desc != desc
-        self._phase_bar.desc = desc
+        phase = name.partition(",")[0]
+        is_new_phase, self._phase = phase != self._phase, phase
+        self._phase_bar.desc = f"  {name}" if done is None else f"  {name}: "
         self._phase_bar.postfix = self._speed
-        self._phase_bar.n = done
+        self._phase_bar.bar_format = _UNCOUNTED_FORMAT if done is None else _PHASE_FORMAT
+        self._phase_bar.n = done or 0
         if total is not None or is_new_phase:
             self._phase_bar.total = total
-        if self._is_due():
+        if is_new_phase or self._is_due():
             self._redraw()
 
     def _is_due(self) -> bool:
@@ -267,6 +302,15 @@ def num_batches_of_run(trainer: L.Trainer) -> int | None:
     return None if math.isinf(total) or math.isnan(total) else int(total)
 
 
+def _telling(values: Mapping[str, object]) -> dict[str, object]:
+    """Without zeros that are expected, and without an accuracy or a held-out reward that is the other."""
+    telling = {name: value for name, value in values.items() if name not in _OFTEN_ZERO or float(str(value))}
+    for name, other in (("accuracy", "reward"), ("reward", "accuracy_fraction")):
+        if other in telling and telling.get(name) == telling[other]:
+            del telling[name]
+    return telling
+
+
 def _num_batches_done(trainer: L.Trainer) -> int:
     return trainer.fit_loop.total_batch_idx + 1
 
@@ -292,5 +336,14 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _plain(values: Mapping[str, object]) -> str:
-    return "".join(f"  {name}={_short_number(value)}" for name, value in values.items())
+def _has_color() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _styled(text: str, style: str) -> str:
+    return f"{style}{text}{_PLAIN}" if _has_color() else text
+
+
+def _colour(name: str) -> str | None:
+    """As tqdm spells it."""
+    return name if _has_color() else None

@@ -31,6 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightrl
 from lightrl.callbacks.complaints import ComplaintLog
+from lightrl.callbacks.run_files import RunFiles
 from lightrl.callbacks.status_file import StatusFile
 from lightrl.commands.config_errors import check_empty_sections, explain
 from lightrl.commands.config_layers import UsageError, Written, nearest_files
@@ -76,7 +77,7 @@ class LightRLCLI(LightningCLI):
         }
         super().__init__(
             trainer_class=Trainer,
-            trainer_defaults={"callbacks": [*callbacks, StatusFile(), ComplaintLog()]},
+            trainer_defaults={"callbacks": [*callbacks, RunFiles(), StatusFile(), ComplaintLog()]},
             save_config_callback=SaveRunConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,

@@ -162,17 +162,27 @@ class _AboveProgressBar:
 
         tqdm.write(text, file=sys.stderr, end="")
 
+    def flush(self) -> None:
+        sys.stderr.flush()
+
 
 class _MarkedFormatter(logging.Formatter):
-    """Plain lines; warnings and errors start with their level."""
+    """Plain lines; warnings and errors start with their level, in color on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        mark = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        return f"{mark}{super().format(record)}"
+        if record.levelno < logging.WARNING:
+            return super().format(record)
+        mark = f"{record.levelname.lower()}:"
+        if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+            mark = f"\033[{31 if record.levelno >= logging.ERROR else 33}m{mark}\033[0m"
+        return f"{mark} {super().format(record)}"
 
 
 def configure_logging() -> None:
-    """Sends lightrl's own log lines from INFO up to stderr; a second call changes nothing."""
+    """Sends lightrl's own log lines from INFO up to stderr, and Lightning's, all above the progress bar.
+
+    A second call changes nothing.
+    """
     logger = logging.getLogger("lightrl")
     logger.setLevel(logging.INFO)
     if not any(isinstance(handler.formatter, _MarkedFormatter) for handler in logger.handlers):
@@ -180,18 +190,27 @@ def configure_logging() -> None:
         handler.setFormatter(_MarkedFormatter())
         logger.addHandler(handler)
         logger.propagate = False
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        for lightning_handler in logging.getLogger(name).handlers:
+            if isinstance(lightning_handler, logging.StreamHandler):
+                lightning_handler.setStream(_AboveProgressBar())
 
 
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
-    return "Tip: For seamless cloud" not in record.getMessage()
+# Lightning 2.6.6 at every start: its cloud, and devices, which lightrl prints with the engine's.
+_NOTICES = ("Tip: For seamless cloud", "GPU available: ", "TPU available: ", "HPU available: ")
+
+
+def _is_of_interest(record: logging.LogRecord) -> bool:
+    return not record.getMessage().lstrip("💡 ").startswith(_NOTICES)
 
 
 def silence_irrelevant() -> None:
     """Silences what no user can act on, each for its reason."""
-    # Lightning 2.6.6 recommends its cloud at every start
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
-    # Lightning 2.6.6 on torch 2.13, in every loop
-    warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_of_interest)
+    # A release of ours adapts to what a library will change; a user cannot.
+    libraries = r"(lightning|torch|transformers|datasets|huggingface_hub|jsonargparse|peft)(\.|$)"
+    for kind in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=kind, module=libraries)
     # each run has a new folder, also one that resumes: its best checkpoints are its own
     warnings.filterwarnings("ignore", r"The dirpath has changed from", UserWarning)
     # Lightning 2.6.6 calls jsonargparse by names that its version 4.49 renamed

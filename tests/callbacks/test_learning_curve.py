@@ -107,7 +107,7 @@ def test_the_numbers_of_a_resumed_run_hold_all_of_it(tmp_path: Path) -> None:
 
 
 def test_the_end_of_fit_tells_where_everything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
+    loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path, version="version_0")]
     callbacks = TrajectoryLog(table_every_n_iterations=None), ModelCheckpoint(save_last=True)
     trainer = fit(LearningCurve(), tmp_path, *callbacks, logger=loggers, enable_checkpointing=True)
     output = capsys.readouterr().out

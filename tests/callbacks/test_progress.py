@@ -52,7 +52,6 @@ def test_two_lines_show_the_run_and_the_phase(terminal: Terminal) -> None:
         "Training: ",
         "4/4",
         "reward=0.500",
-        "accuracy=0.500",
         "rollout: ",
         "update: ",
         "tokens/s=2",
@@ -67,6 +66,53 @@ def test_the_phase_line_says_for_how_many_slow_groups_it_waits(terminal: Termina
     with terminal.as_stdout():
         trainer.fit(PlayedModule(play), batches(1))
     assert "rollout, waits for 2 slow: " in terminal.getvalue()
+
+
+def test_a_line_per_iteration_stays_above_the_bars_and_fits(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    with terminal.as_stdout():
+        fit(RolloutProgressBar(print_every_n_iterations=1), max_steps=3)
+    frames = terminal.getvalue().replace("\r", "\n").replace("\x1b[A", "")  # tqdm moves up with it
+    lines = [line for line in frames.splitlines() if line.startswith("iteration ")]
+    assert [line.split("  ")[0] for line in lines] == ["iteration 1/3", "iteration 2/3", "iteration 3/3"]
+    assert all("reward=0.500" in line and len(line) <= 60 for line in lines)
+
+
+def test_each_phase_is_drawn_when_it_begins_and_the_metrics_with_it(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightrl.callbacks.progress._REDRAW_S", 1e9)
+    with terminal.as_stdout():
+        fit(RolloutProgressBar(), max_steps=2)
+    frames = terminal.getvalue()
+    for phase in ("  rollout: ", "  scores", "  update: ", "  weight sync"):
+        assert phase in frames
+    assert "reward=0.500" in frames.split("weight sync")[1]
+
+
+def test_color_is_for_terminals_that_want_it(
+    terminal: Terminal, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal.as_stdout():
+        fit(RolloutProgressBar(), max_steps=1)
+    assert "\x1b[1miteration 1/1" in terminal.getvalue()
+    fit(RolloutProgressBar(), max_steps=1)
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_expected_zeros_and_what_is_said_twice_are_left_out() -> None:
+    values = {"reward": 0.5, "accuracy": 0.5, "staleness": "0", "failed_fraction": 0.0, "loss": 0.0}
+    assert progress._telling(values) == {"reward": 0.5, "loss": 0.0}
+    assert progress._telling({"accuracy_fraction": 0.5, "reward": 0.25, "failed_fraction": 0.25}) == {
+        "accuracy_fraction": 0.5,
+        "reward": 0.25,
+        "failed_fraction": 0.25,
+    }
 
 
 def test_the_bar_counts_all_epochs_of_the_run(terminal: Terminal) -> None:
@@ -102,7 +148,7 @@ def test_no_terminal_gives_one_plain_line_every_n_iterations(capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0].split(", ")[0] for line in lines] == ["iteration 2/6", "iteration 4/6", "iteration 6/6"]
     assert [" left  reward=" in line for line in lines] == [True, True, False]
-    assert "reward=0.500  accuracy=0.500  tokens/s=2.000  staleness=" in lines[0]
+    assert "reward=0.500  tokens/s=2.000  " in lines[0]
     assert "\r" not in "".join(lines)
 
 

@@ -102,7 +102,11 @@ def test_a_fit_leaves_config_csv_and_tensorboard_in_one_folder(settings, config,
     assert (folder / "checkpoints/last.ckpt").exists()
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert saved["model"]["init_args"]["group_size"] == 2
-    assert f"Run folder: {folder.absolute()}" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert f"Run folder: {folder.absolute()}" in output.out
+    assert "metrics.csv" in (folder / "README.txt").read_text()
+    assert f"run folder: {folder.absolute()}" in output.err
+    assert not [text for text in ("Tip:", "GPU available", "FLOPs") if text in output.out + output.err]
 
 
 def test_ckpt_path_last_goes_on_from_the_newest_run_and_keeps_its_files(settings, config):

@@ -1,0 +1,64 @@
+"""What the files in a run's folder are: in its README.txt, and in a list at the end of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.strategies.atomic_write import write_whole
+
+if TYPE_CHECKING:
+    import lightning as L
+
+log = logging.getLogger(__name__)
+
+# In the order in which a person wants them: pattern in the run's folder → what it is.
+KINDS = {
+    "config.yaml": "all settings; fit --config config.yaml repeats the run",
+    "learning_curve.png": "reward and accuracy over the iterations",
+    "learning_curve.csv": "the numbers of the picture",
+    "metrics.csv": "every metric, a row per iteration",
+    "events.out.tfevents*": "the same for tensorboard --logdir .",
+    "trajectories": "what the policy wrote, a line each; lightrl inspect",
+    "predictions.jsonl": "trajectories of lightrl predict, a line each",
+    "checkpoints": "fit --ckpt_path checkpoints/last.ckpt continues",
+    "trace": "where the time went: summary.json, trace.json",
+    "complaints": "warnings, errors and drops, a file per rank",
+    "failed_rewards.jsonl": "whose reward failed; lightrl doctor replay",
+    "schedule-*.jsonl": "what decided the run; --data.schedule repeats it",
+    "journal-*.jsonl": "turns of agents, from which a resumed run continues",
+    "traceback.txt": "the error that ended the run",
+    "status.json": "what the run does now; lightrl status",
+    "hparams.yaml": "the settings as Lightning's CSVLogger keeps them",
+}
+_NAME_CHARS = max(map(len, KINDS))
+
+
+def contents(folder: Path) -> list[str]:
+    """A line for each kind of file that is in a run's folder."""
+    return [f"  {name:<{_NAME_CHARS}}  {kind}" for name, kind in KINDS.items() if any(folder.glob(name))]
+
+
+class RunFiles(RLCallback):
+    """Writes the README.txt when a stage is set up, and logs the folder's path.
+
+    Nothing is written without a logger or with `fast_dev_run`, or where the disk is full.
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        folder = trainer.log_dir  # on all ranks: it comes from rank 0
+        if not (folder and trainer.is_global_zero and trainer.loggers) or getattr(trainer, "fast_dev_run", False):
+            return
+        log.info("run folder: %s", folder)
+        lines = [
+            "A run of lightrl. `lightrl inspect .` shows it in the browser, also while it goes on.",
+            "Some files exist only with their callback or logger, if asynchronous, or after an error:",
+            "",
+            *(f"{name:<{_NAME_CHARS}}  {kind}" for name, kind in KINDS.items()),
+        ]
+        with contextlib.suppress(OSError):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_whole(Path(folder) / "README.txt", "\n".join(lines) + "\n")

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from played_run import PlayedTrainer, groups_of, run
+
+from lightrl.callbacks.run_files import KINDS, RunFiles, contents
+from lightrl.trajectory import Group
+
+
+def play(_: int) -> list[Group]:
+    return groups_of([[1.0, 0.0]])
+
+
+def played(folder: Path, **settings: object) -> PlayedTrainer:
+    return run(play, RunFiles(), logger=CSVLogger(folder), default_root_dir=folder, **settings)
+
+
+def test_the_runs_folder_says_what_each_of_its_files_is(tmp_path: Path) -> None:
+    folder = Path(str(played(tmp_path).log_dir))
+    text = (folder / "README.txt").read_text()
+    for path in folder.iterdir():
+        assert path.name == "README.txt" or path.name in text
+    assert all(kind in text for kind in KINDS.values())
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_dry_run_leaves_no_file(tmp_path: Path) -> None:
+    played(tmp_path, fast_dev_run=True)
+    assert not list(tmp_path.rglob("README.txt"))
+
+
+def test_only_the_kinds_that_are_there_are_listed_in_80_columns(tmp_path: Path) -> None:
+    for name in ("metrics.csv", "events.out.tfevents.1.2", "schedule-000000.jsonl"):
+        (tmp_path / name).touch()
+    names = [line.split()[0] for line in contents(tmp_path)]
+    assert names == ["metrics.csv", "events.out.tfevents*", "schedule-*.jsonl"]
+    assert max(len(f"  {name:<22}{kind}") for name, kind in KINDS.items()) <= 80
+
+
+def test_a_full_disk_leaves_the_readme_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lightrl.callbacks.run_files.write_whole", full)
+    assert played(tmp_path).global_step == 1
