@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from lightrl.algorithms.grpo import GRPO
@@ -61,6 +62,9 @@ class OAPL(GRPO):
             experience.loss_mask,
             beta=self.beta,
         )
+
+    def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        return torch.ones_like(ratio)  # it regresses the log-ratio, and multiplies by no ratio
 
 
 class TOPR(GRPO):

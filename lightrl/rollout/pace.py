@@ -41,7 +41,9 @@ class Pace:
         self._runs[seed] = runs
 
     def wait_to_load(self, weight_version: int) -> None:
-        """Called from another thread than the event loop's, before a load."""
+        """Called from another thread than the event loop's, before a load; the first one waits for nothing."""
+        if self._engine.weight_version < 0:  # a checkpoint has what was written before
+            return
         with self._condition:
             while any(num > 0 for version, num in self._tokens_left.items() if version < weight_version):
                 before = self._tokens_left.total()

@@ -39,6 +39,7 @@ class Replay:
         self._pace = pace
         self._run_seed = run_seed
         begun = [f"s{position}@{version}" for position, (version, _) in runs.book.begun.items()]
+        begun = [] if schedule.mark is None else begun  # the start of a resumed run's schedule has them
         self._decisions = collections.deque([*begun, *schedule.decisions])
         self._arrived: dict[tuple[int, int], tuple[RunningGroup, Trajectory | None]] = {}
         self._summaries: dict[int, collections.deque[dict[int, str]]] = collections.defaultdict(collections.deque)

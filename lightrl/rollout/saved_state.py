@@ -71,6 +71,8 @@ class SavedState:
         """Before anything starts."""
         self.book.load_state_dict(state)
         self.player.written.load_state_dict(state, goes_on=bool(self.book.begun))
+        if self.record is not None:
+            self.record.continues = state.get("schedule")
         before, now = state["prompts"], self.cursor.fingerprint
         if before is not None and now is not None and before != now:
             log.warning(

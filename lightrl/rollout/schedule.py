@@ -3,7 +3,8 @@
     {"format": 1, "run_seed": 0, "first_version": 0, "settings": {"group_size": 4, ...}, "engine": "LocalEngine"}
     {"version": 0, "decisions": "q0 q1 s0@0 s1@0 d1.0:5f3a:0*6 ... t0:0,1", "steps": "0v0 0a3f,9c 12a71"}
 
-The first line says what the run was; the others have what happened until a batch was taken, in order:
+The first line says what the run was and, if it was resumed, which mark of which file it `continues`; the others have
+what happened until a batch was taken, in order:
 
     q7          position 7 of the prompt stream was chosen
     s7@3        its group started, under version 3
@@ -120,6 +121,7 @@ class ScheduleFile:
     def __init__(self, folder: Path, head: Callable[[], dict[str, Any]], drain_steps: Callable[[], str]) -> None:
         self.log = ScheduleLog()
         self.path: Path | None = None  # None: not written yet
+        self.continues: Mapping[str, Any] | None = None  # where the schedule of the run before was, after a resume
         self._folder: Path | None = folder  # None: no longer written
         self._head = head
         self._drain_steps = drain_steps
@@ -133,7 +135,7 @@ class ScheduleFile:
         lines = [json.dumps({"version": weight_version, "decisions": decisions, "steps": steps})]
         try:
             if self.path is None:
-                head = self._head()
+                head = self._head() | ({} if self.continues is None else {"continues": dict(self.continues)})
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self.path = self._folder / f"schedule-{head['first_version']:06d}.jsonl"
                 self.path.unlink(missing_ok=True)
@@ -167,21 +169,23 @@ class Schedule:
         """
         Args:
             source: the file, or the folder of the run.
-            at: where a checkpoint of that run continues; None is the start of the first file.
+            at: where a checkpoint of that run continues; None is the start of the first file. The file of a run that
+                was resumed from this checkpoint is read from its start; in a folder if it lacks the file of `at`.
 
         Raises:
             RolloutError: if there is no such file, or it is none of this format.
         """
         files = sorted(source.glob("schedule-*.jsonl")) if source.is_dir() else [source]
         if at is not None and source.is_dir():
-            files = [file for file in files if file.name == at["file"]]
+            own = [file for file in files if file.name == at["file"]]
+            files = own or [file for file in files if _read_lines(file)[0].get("continues") == at]
         if not files or not files[0].is_file():
-            name = "schedule-*.jsonl" if at is None else at["file"]
+            name = "schedule-*.jsonl" if at is None else f"{at['file']}, nor one that continues it"
             raise RolloutError(
                 f"data.schedule={str(source)!r} has no {name}. Give the folder of an asynchronous run, or its file."
             )
         head, decisions, steps = _read_lines(files[0])
-        if at is None:
+        if at is None or head.get("continues") == at:
             return cls(files[0], head, decisions, steps)
         places = [place for place, item in enumerate(decisions) if item == "k"]
         if int(at["mark"]) >= len(places):

@@ -122,7 +122,7 @@ def test_cispo_counts_bounded_weights_whatever_the_advantages_sign() -> None:
     assert DAPO(tiny_spec(), reward=len).is_clipped(ratio, experience, outputs).tolist() == [[0, 0, 1, 0]]
 
 
-@pytest.mark.parametrize("algorithm", ["GRPO", "CISPO", "TOPR", "IcePop"])
+@pytest.mark.parametrize("algorithm", ["GRPO", "CISPO", "TOPR", "OAPL", "IcePop"])
 @pytest.mark.parametrize("microbatch_tokens", [10**6, 20])
 def test_the_effective_sample_size_is_of_the_weights_that_the_loss_applies(
     algorithm: str, microbatch_tokens: int
@@ -140,13 +140,14 @@ def test_the_effective_sample_size_is_of_the_weights_that_the_loss_applies(
             "GRPO": 0.0 if is_clipped else ratio,
             "CISPO": min(ratio, 5.0),
             "TOPR": 1.0 if advantage > 0 else min(ratio, 1.0),
+            "OAPL": 1.0,
             "IcePop": ratio * importance if not is_clipped and 0.8 <= importance <= 1.25 else 0.0,
         }
         weights.append(weight_of[algorithm])
     learning = [weight for weight in weights if weight]
     expected = sum(learning) ** 2 / (len(learning) * sum(weight**2 for weight in learning))
-    assert 0 < expected < 0.99
-    assert algorithm in ("TOPR", "CISPO") or len(learning) < len(weights)
+    assert 0 < expected < 0.99 or algorithm == "OAPL"
+    assert algorithm in ("TOPR", "CISPO", "OAPL") or len(learning) < len(weights)
     _, metrics = minibatch_gradient(module, minibatch, microbatch_tokens=microbatch_tokens)
     assert metrics["ess_fraction"] == pytest.approx(expected, rel=1e-4)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightrl.engines.local.sampler import ban_stop_tokens, completion_seed, draw_tokens, truncated, uniforms
+from lightrl.functional import Supports
 
 MASK = 2**64 - 1
 
@@ -137,3 +138,21 @@ def test_banned_stop_tokens_leave_the_others_renormalized() -> None:
     probabilities = logits.softmax(-1)
     expected = [[0, 0.5, 0, 0.5], [1 / 3, 0, 1 / 3, 1 / 3], [0.25] * 4]
     torch.testing.assert_close(probabilities, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("spread", [1, 5, 20])
+def test_from_the_same_logits_engine_and_trainer_give_a_truncated_draw_the_same_logprob(spread: int) -> None:
+    """Logits of spread 20 reach 90, where float32 has a spacing of 8e-6: the softmax adds nothing of that size."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1000, 500, generator=generator) * spread
+    uniform = torch.rand(1000, dtype=torch.float64, generator=generator)
+    temperature, top_k, top_p = torch.full((1000,), 0.9), torch.full((1000,), 20), torch.full((1000,), 0.95)
+    token_ids, logprobs, supports = draw_tokens(logits, uniform, temperature=temperature, top_k=top_k, top_p=top_p)
+    assert supports is not None
+    rows, ids = supports.nonzero(as_tuple=True)
+    counts = supports.sum(1)
+    order = (2 * rows + (ids == token_ids[rows])).argsort(stable=True)  # the drawn token is the last
+    of_trainer = Supports(torch.arange(1000), torch.arange(0), ids[order], rows, counts, counts.cumsum(0).tolist())
+    expected, _ = of_trainer.logprobs(logits[rows, ids[order]], 0.9)
+    assert logprobs.min() > -8  # where float32 has a spacing of 4.8e-7
+    assert (logprobs - expected).abs().max() <= 2 * 4.8e-7

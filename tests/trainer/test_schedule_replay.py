@@ -136,6 +136,18 @@ def test_a_resumed_run_keeps_the_tokens_that_were_in_flight(engine: Any, saved: 
         assert any(tuple(values[: len(part.token_ids)] for values in row) == begun for row in rows)
 
 
+@pytest.mark.parametrize("engine", [LocalEngine, FakeEngine])
+def test_a_resumed_run_is_replayed_from_its_checkpoint(engine: Any, saved: Any, tmp_path: Path) -> None:
+    checkpoint = saved[0] / "step=3.ckpt"
+    resumed = fit(tmp_path / "resumed", engine(), ckpt_path=checkpoint)
+    (file,) = (tmp_path / "resumed").glob("schedule-*.jsonl")
+    assert json.loads(file.read_text().splitlines()[0])["continues"] == {"file": "schedule-000000.jsonl", "mark": 0}
+    again = fit(tmp_path / "again", engine(), schedule=tmp_path / "resumed", ckpt_path=checkpoint)
+    assert_same_run(resumed, again)
+    with pytest.raises(RolloutError, match=r"no schedule-000000\.jsonl, nor one that continues it"):
+        fit(tmp_path / "other", engine(), schedule=tmp_path / "resumed", ckpt_path=saved[0] / "step=6.ckpt")
+
+
 def test_a_replay_of_other_settings_is_refused(saved: Any, tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match=r"other settings: max_staleness=1 \(recorded 2\)"):
         fit(tmp_path, LocalEngine(max_batch=3), eta=1, schedule=saved[0])
