@@ -62,6 +62,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "GSPO": ("GSPO", {}),
     "DPPO": ("DPPO", {}),
     "TOPR": ("TOPR", {}),
+    "TOPR with beta2 0.999": ("TOPR", {"betas": (0.9, 0.999)}),
     "OAPL": ("OAPL", {}),
 }
 
@@ -208,14 +209,20 @@ def row_of(
         "collapsed": len(leads),
         "ess_warning_lead_iterations": "missed" if None in leads else min(leads, default=None),  # type: ignore[type-var]
         "warned_without_collapse": sum(collapse is None and warning is not None for collapse, warning in collapses),
+        "lowest_ess_fraction": round(min(min(means_of_10(run["ess_fraction"])) for run in runs), 2),
     }
 
 
 def collapse_of(rewards: Sequence[float]) -> int | None:
     """The first iteration, from 0, whose mean over the last 10 is `COLLAPSE` below the best before; None without."""
-    means = [statistics.fmean(rewards[end - 10 : end]) for end in range(10, len(rewards) + 1)]
+    means = means_of_10(rewards)
     best = list(itertools.accumulate(means, max))
     return next((index + 9 for index, mean in enumerate(means) if mean < best[index] - COLLAPSE), None)
+
+
+def means_of_10(values: Sequence[float]) -> list[float]:
+    """Of all values and the 9 before each; of all if there are fewer."""
+    return [statistics.fmean(values[max(0, end - 10) : end]) for end in range(min(10, len(values)), len(values) + 1)]
 
 
 def warning_of(ess_fractions: Sequence[float]) -> int | None:
