@@ -66,7 +66,8 @@ class RolloutMetrics(RLCallback):
     | rollout/truncated_fraction | ended by a length limit |
     | rollout/mixed_version_fraction | written by two or more weight versions |
     | rollout/dropped_trajectories | since the last iteration |
-    | rollout/dropped_trajectories_<reason> | by reason; logged from the first one on |
+    | rollout/dropped_trajectories_<reason> | by reason; logged from the first one on. Of failed ones a warning has the
+      last message: at the first failure, and whenever there have been twice as many |
     | rollout/dropped_length_tokens, rollout/dropped_accuracy_fraction | of the finished trajectories of dropped groups,
       to compare with those trained on: what a filter or over-sampling prefers; where there were any |
     | rollout/skipped_prompts | by a curriculum, a row filter or their length; logged from the first one on |
@@ -97,6 +98,9 @@ class RolloutMetrics(RLCallback):
         self._num_flat_iterations = 0  # in a row, without variance in any group
         self._groups: list[Group] = []  # of this iteration
         self._num_dropped: Counter[str] = Counter()  # by reason; a reason that has occurred stays, with 0
+        self._num_failed = 0  # trajectories of this fit
+        self._warns_at = 1  # as many
+        self._last_failure = ""
         self._num_skipped = 0.0  # prompts of this fit, until the last iteration
         self._thrown_away = MeansSince()
         self._num_written_tokens = 0
@@ -105,6 +109,7 @@ class RolloutMetrics(RLCallback):
         self._overlapped_s: float | None = None  # from the last rollout's end to this one's
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._num_failed, self._warns_at = 0, 1
         self._num_skipped = 0.0
         self._thrown_away = MeansSince()
 
@@ -114,6 +119,9 @@ class RolloutMetrics(RLCallback):
     def on_trajectory_dropped(self, trainer: RLTrainer, module: RLModule, reason: str, message: str) -> None:
         if trainer.training:
             self._num_dropped[reason] += 1
+            if reason == "rollout" or reason.startswith("reward_"):
+                self._num_failed += 1
+                self._last_failure = message
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         now = time.monotonic()
@@ -125,6 +133,7 @@ class RolloutMetrics(RLCallback):
         values["rollout/dropped_trajectories"] = float(sum(self._num_dropped.values()))
         for reason, num in self._num_dropped.items():
             values[f"rollout/dropped_trajectories_{reason}"] = float(num)
+        self._warn_of_failures(trainer)
         self._num_dropped = Counter(dict.fromkeys(self._num_dropped, 0))
         progress = trainer.rollout.progress()
         num_skipped = progress["skipped_prompts"]
@@ -138,6 +147,19 @@ class RolloutMetrics(RLCallback):
             metric.reset()
         _log(module, values)
         self._groups = groups
+
+    def _warn_of_failures(self, trainer: RLTrainer) -> None:
+        if self._num_failed < self._warns_at:
+            return
+        self._warns_at = 2 * self._num_failed
+        if trainer.is_global_zero:
+            log.warning(
+                "Dropped trajectories of iteration %d: %s (%d failed so far). The last failure: %s",
+                trainer.global_step,
+                ", ".join(f"{num} {reason}" for reason, num in self._num_dropped.items() if num),
+                self._num_failed,
+                self._last_failure,
+            )
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         self._num_written_tokens = int(experience.written_token_counts.sum())

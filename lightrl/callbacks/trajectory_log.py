@@ -106,20 +106,29 @@ class TrajectoryLog(RLCallback):
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         trajectories, self._trajectories = self._trajectories, []
         iteration = trainer.global_step
-        scores = self._trainer_logprobs(trainer, module, experience)
-        writes = self._folder is not None and iteration % self.every_n_iterations == 0
+        is_due = iteration % self.every_n_iterations == 0
         prints = self.table_every_n_iterations is not None and iteration % self.table_every_n_iterations == 0
-        if not prints and iteration % self.every_n_iterations:
+        if not prints and not is_due:
             return
-        advantages = _mean_advantages(experience, len(trajectories))  # on all ranks: it is a collective
+        # On all ranks, as these are collectives.
+        advantages = _mean_advantages(experience, len(trajectories))
+        scores = self._trainer_logprobs(trainer, module, experience) if is_due else []
+        is_whole = len(experience) == len(trajectories)
+        per_token = _all_rows(experience, "advantages") if is_due and is_whole else None
         if not trainer.is_global_zero:
             return
-        if writes:
+        if is_due and self._folder is not None:
             keep_answers(module, experience, trajectories)
             stamp = {"iteration": iteration, "weight_version": trainer.weight_version}
             records = [
                 {**stamp, **record}
-                for record in _records(experience, trajectories, advantages, scores, trainer.weight_version)
+                for record in _records(
+                    trajectories,
+                    advantages,
+                    [] if per_token is None else per_token.tolist(),
+                    scores,
+                    trainer.weight_version,
+                )
             ]
             self._write(iteration, records[: self.max_per_iteration], getattr(module, "tokenizer", None))
         if prints:
@@ -131,9 +140,10 @@ class TrajectoryLog(RLCallback):
     def _trainer_logprobs(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> list[list[float]]:
         """[b][T] of the first trajectories, before the update; empty where none are due. Collective."""
         num = min(self.score_per_iteration, len(experience))
-        if experience.proximal_logprobs is not None:
-            return cast("list[list[float]]", experience.proximal_logprobs.float().cpu().tolist())
-        if num == 0 or trainer.global_step % self.every_n_iterations:
+        proximal = _all_rows(experience, "proximal_logprobs")
+        if proximal is not None:
+            return cast("list[list[float]]", proximal.tolist())
+        if num == 0:
             return []
         ranks = ranks_of(trainer.strategy)
         holders = ranks.of_role("policy")
@@ -182,17 +192,24 @@ class TrajectoryLog(RLCallback):
             file.writelines(lines)
 
 
+def _all_rows(experience: Experience, name: str) -> torch.Tensor | None:
+    """A field per token of all trajectories, float32 [B, T] on the host; None if it is not set. Collective."""
+    own: torch.Tensor | None = getattr(experience.own, name)
+    if own is None:
+        return None
+    rows = torch.zeros(len(experience), int(experience.lengths.max()))
+    rows[experience.own_rows, : own.shape[1]] = own.float().cpu()
+    return experience.total(rows)
+
+
 def _records(
-    experience: Experience,
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float | None],
+    per_token: Sequence[Sequence[float]],
     trainer_logprobs: Sequence[Sequence[float]],
     weight_version: int,
 ) -> Iterator[dict[str, Any]]:
     """A record for each trajectory: the columns of a table first, the trajectory, and what is known of each token."""
-    per_token: list[list[float]] = []
-    if experience.advantages is not None and len(experience) == len(trajectories):
-        per_token = experience.advantages.cpu().tolist()
     for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
         oldest = trajectory.oldest_version
         record: dict[str, Any] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 import sys
 import threading
 import traceback
@@ -38,8 +39,15 @@ class LoopThread(threading.Thread):
         self.loop_timeout_s = loop_timeout_s
         self._on_exit = on_exit
         self._closing: concurrent.futures.Future[None] | None = None
+        self._death: BaseException | None = None  # what ended the thread, if `close` did not
 
     def run(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001  # above is nobody; those who wait raise it
+            self._death = error
+
+    def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         while True:
             try:
@@ -60,11 +68,14 @@ class LoopThread(threading.Thread):
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """The result of a coroutine that takes milliseconds; RolloutError if the loop is closed or blocked."""
         future = self._submit(coroutine)
-        concurrent.futures.wait([future], self.loop_timeout_s)
-        if not future.done():
-            future.cancel()
-            raise self._blocked_error()
-        return future.result()
+        for _ in range(math.ceil(self.loop_timeout_s / WAIT_S)):
+            concurrent.futures.wait([future], WAIT_S)
+            if future.done():
+                return future.result()
+            if not self.is_alive():
+                raise self._ended_error()
+        future.cancel()
+        raise self._blocked_error()
 
     def wait_for(
         self,
@@ -97,6 +108,8 @@ class LoopThread(threading.Thread):
                     raise RolloutError(f"{who} waited, but the controller was closed.")
                 if future.done():
                     return future.result()
+                if not self.is_alive():
+                    raise self._ended_error()
                 if has_answered.is_set():
                     has_answered.clear()
                     silent_s = 0.0
@@ -121,8 +134,15 @@ class LoopThread(threading.Thread):
     def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
         if self._closing is not None or not self.is_alive():
             coroutine.close()
-            raise RolloutError("The rollout controller is closed. Start a new run.")
+            raise self._ended_error()
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def _ended_error(self) -> RolloutError:
+        if self._death is None:
+            return RolloutError("The rollout controller is closed. Start a new run.")
+        error = RolloutError(f"The thread of the rollouts died: {self._death!r}. Resume the run from its checkpoint.")
+        error.__cause__ = self._death
+        return error
 
     def _blocked_error(self) -> RolloutError:
         frame = sys._current_frames().get(self.ident or 0)

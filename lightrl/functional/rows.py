@@ -41,7 +41,8 @@ def judged_rows(trajectories: Sequence[Trajectory]) -> tuple[list[int], list[Tra
     if not rows:
         raise ValueError("No trajectory has a reward. Fix the reward function.")
     kept = [trajectories[row] for row in rows]
-    check_trajectories(kept)
+    if any(item.rewards is not None for item in kept):  # the rest was checked before; other ranks have no tokens
+        check_trajectories(kept)
     return rows, kept, torch.tensor([item.reward for item in kept], dtype=torch.float32)
 
 

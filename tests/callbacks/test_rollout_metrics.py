@@ -122,6 +122,24 @@ def test_dropped_trajectories_are_counted_once() -> None:
     assert (first, second) == (1.0, 0.0)
 
 
+def test_failed_trajectories_are_told_at_the_first_and_whenever_there_are_twice_as_many(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = RolloutMetrics()
+
+    def play(iteration: int) -> list[Group]:
+        trainer: Any = SimpleNamespace(training=True)
+        metrics.on_trajectory_dropped(trainer, trainer, "reward_timeout", f"{iteration} took too long")
+        metrics.on_trajectory_dropped(trainer, trainer, "filtered_zero_variance", "all alike")
+        return groups_of([[1.0, 0.0]])
+
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        run(play, metrics, num_iterations=5)
+    told = [record.getMessage() for record in caplog.records if "Dropped" in record.getMessage()]
+    assert [text.partition("last failure: ")[2] for text in told] == [f"{number} took too long" for number in (0, 1, 3)]
+    assert "1 reward_timeout, 1 filtered_zero_variance (4 failed so far)" in told[2]
+
+
 def test_zero_variance_warns_once_and_again_only_after_it_recovered(caplog: pytest.LogCaptureFixture) -> None:
     flat, varied = [[0.0, 0.0], [0.0, 0.0]], [[0.0, 1.0], [0.0, 0.0]]
     plan = [flat] * 5 + [varied] + [flat] * 3

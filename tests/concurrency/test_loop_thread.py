@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import ctypes
 import gc
 
 import pytest
 
 from lightrl.concurrency.loop_thread import LoopThread
+from lightrl.errors import RolloutError
 
 
 def test_a_task_that_begins_after_the_last_step_is_cancelled_and_cleans_up() -> None:
@@ -56,3 +58,32 @@ def test_a_task_that_exits_when_it_is_cancelled_is_reported() -> None:
     assert not thread.is_alive()
     assert thread.loop.is_closed()
     assert [type(error) for error in exits] == [SystemExit]
+
+
+def test_who_waits_for_a_thread_that_dies_is_told_of_what_it_died() -> None:
+    thread = LoopThread(loop_timeout_s=60, on_exit=print)
+    thread.start()
+
+    def die() -> None:
+        if thread.ident is not None and not died:
+            died.append(True)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(MemoryError))
+            thread.loop.call_soon_threadsafe(lambda: None)
+
+    died: list[bool] = []
+    said = r"The thread of the rollouts died: MemoryError\(\). Resume"
+    with pytest.raises(RolloutError, match=said) as caught:
+        thread.wait_for(asyncio.sleep(3600), on_answer=lambda: None, on_wait=die, who="The test")
+    assert isinstance(caught.value.__cause__, MemoryError)
+    with pytest.raises(RolloutError, match=said):
+        thread.call(asyncio.sleep(0))
+    thread.close(lambda: asyncio.sleep(0), 60)
+    thread.loop.run_until_complete(_cancel_all(thread.loop))
+    thread.loop.close()
+
+
+async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    tasks = asyncio.all_tasks(loop) - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

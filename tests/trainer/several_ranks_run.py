@@ -32,6 +32,7 @@ from lightrl import (
     Sampling,
     Trace,
     Trajectory,
+    TrajectoryLog,
 )
 from lightrl.models.lora import merged_parameters
 from lightrl.rollout import RolloutSettings
@@ -200,7 +201,8 @@ class DiffersByRank(RLCallback):
 def configure(folder: Path) -> dict[str, Any]:
     """Trains with a callback that decides something else on each rank; gives the settings that applied."""
     differs, module = DiffersByRank(), TinyGRPO(num_minibatches=2, decoupled=True)
-    trainer = make_trainer(folder, devices=2, strategy="FSDP2Strategy", callbacks=[differs])
+    log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
+    trainer = make_trainer(folder, devices=2, strategy="FSDP2Strategy", callbacks=[differs, log])
     trainer.fit(module, datamodule=Digits())
     return {"settings": differs.settings, "weights": whole_weights(module)}
 

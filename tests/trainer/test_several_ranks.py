@@ -24,6 +24,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     save_model(folder)
     run(SCRIPT, folder, "compare")
     found = left_by(2, folder)
+    files = (folder / "trajectories").glob("iteration-*.jsonl")
+    lines = [line for path in files for line in path.read_text().splitlines()]
+    found[0]["log"] = [json.loads(line) for line in lines]
     found[0]["trace"] = json.loads((folder / "trace" / "trace.json").read_text())
     return found
 
@@ -124,6 +127,16 @@ def test_a_callback_that_decides_otherwise_on_a_rank_does_not_split_them(two_ran
     assert first["settings"]["judges_later"]
     assert first["settings"]["max_concurrent"] is None
     assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
+
+
+def test_the_trajectory_log_has_the_trainers_logprobs_of_every_ranks_trajectories(two_ranks: Any) -> None:
+    records = two_ranks[0]["log"]
+    assert len(records) == 3 * BATCH_SIZE * GROUP_SIZE
+    for record in records:
+        trajectory = record["trajectory"]
+        mask = torch.tensor(trajectory["loss_mask"])
+        engine, trainer = torch.tensor(trajectory["behavior_logprobs"]), torch.tensor(record["trainer_logprobs"])
+        torch.testing.assert_close(trainer[mask], engine[mask], rtol=0, atol=1e-4)
 
 
 def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path) -> None:
