@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightrl.rewards.judgment import Judgment, Outcome, Runner
+from lightrl.rewards.parts import check_takes_trajectory
 from lightrl.rewards.supervisor import Supervisor
 from lightrl.rewards.transport import ListTrajectory
 from lightrl.trajectory import Trajectory
@@ -36,6 +37,8 @@ class RewardHook(Supervisor[Trajectory]):
     def __init__(self, function: Callable[[Trajectory], Any], *, timeout_s: float = 30.0) -> None:
         name = getattr(function, "__qualname__", type(function).__qualname__)
         self._has_warned = False
+
+        check_takes_trajectory(function, name)
 
         def make_worker() -> _WorkerThread:
             return _WorkerThread(Runner(function, name=name, timeout_s=timeout_s), self._warn)

@@ -21,6 +21,9 @@ from lightrl.trajectory import Trajectory
 
 _MAX_TRACEBACK_CHARS = 8_000  # the end of a traceback matters most; messages are also stored in logs
 _CANCEL_TIMEOUT_S = 1.0
+_LARGEST_REWARD = 1e15  # the sum of squares of an iteration's rewards stays finite in float32
+_LARGEST_METRIC = 1e38  # float32
+_MAX_NAMES = 1_000  # in the dict of a trajectory
 _OWN_FILES = (
     "lightrl/checks/user_code.py",
     *(f"lightrl/rewards/{name}.py" for name in ("judgment", "parts", "worker")),
@@ -57,8 +60,16 @@ class Judgment:
         if not isinstance(value, Mapping):
             return cls(_number(value, "its return value", trajectory))
         extracted = None if value.get("extracted") is None else str(value["extracted"])
+        if len(value) > _MAX_NAMES:
+            raise RewardError(
+                f"The reward function returned a dict with {len(value):,} names for {label(trajectory)}. Each is "
+                f"logged: return at most {_MAX_NAMES:,}."
+            )
         others = {name: item for name, item in value.items() if name not in ("rewards", "extracted")}
-        metrics = {name: _number(item, repr(name), trajectory) for name, item in others.items()}
+        metrics = {
+            name: _number(item, repr(name), trajectory, _LARGEST_REWARD if name == "reward" else _LARGEST_METRIC)
+            for name, item in others.items()
+        }
         for name in metrics:
             if not isinstance(name, str):
                 raise RewardError(
@@ -228,7 +239,7 @@ def user_traceback(error: BaseException) -> str:
     return "".join(lines)[-_MAX_TRACEBACK_CHARS:].rstrip()
 
 
-def _number(value: object, what: str, trajectory: Trajectory) -> float:
+def _number(value: object, what: str, trajectory: Trajectory, largest: float = _LARGEST_REWARD) -> float:
     problem = f"The reward function must return a number, or a dict of numbers; for {label(trajectory)}, {what} is"
     shown = f"{value!r:.200} ({type(value).__name__})"
     if not hasattr(type(value), "__float__"):
@@ -243,6 +254,10 @@ def _number(value: object, what: str, trajectory: Trajectory) -> float:
         raise RewardError(
             f"{problem} {number}. It must be finite: look for a division by zero or a logarithm of zero.",
             reason="not_finite",
+        )
+    if abs(number) > largest:
+        raise RewardError(
+            f"{problem} {number:g}. It must be at most {largest:g}, or training would overflow.", reason="not_finite"
         )
     return number
 

@@ -72,8 +72,6 @@ def bound(part: RewardPart, function: Callable[..., Any]) -> Callable[[Trajector
     Raises:
         ValueError: if it takes no such arguments, or the class cannot be instantiated or called.
     """
-    if not part.arguments and not inspect.isclass(function):
-        return function
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none
@@ -81,7 +79,8 @@ def bound(part: RewardPart, function: Callable[..., Any]) -> Callable[[Trajector
     else:
         _check_arguments(part, signature)
     if not inspect.isclass(function):
-        return functools.partial(function, **part.arguments)
+        judge = functools.partial(function, **part.arguments) if part.arguments else function
+        return check_takes_trajectory(judge, part.path)
 
     def failed(error: BaseException) -> ValueError:
         return ValueError(f"reward={part.path!r} could not be instantiated with {part.arguments}: {error!r}")
@@ -90,7 +89,23 @@ def bound(part: RewardPart, function: Callable[..., Any]) -> Callable[[Trajector
         instance: object = function(**part.arguments)
     if not callable(instance):
         raise ValueError(f"reward={part.path!r} is a class without `__call__(self, trajectory)`. Add it.")
-    return instance
+    return check_takes_trajectory(instance, part.path)
+
+
+def check_takes_trajectory(function: Callable[..., Any], name: str) -> Callable[[Trajectory], Any]:
+    """The function; raises ValueError if it cannot be called with a trajectory alone, before a rollout finds out."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return function
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"reward={name!r} is called with a Trajectory alone, but its signature is {signature}: {error}. Give its "
+            "other parameters defaults, or set them as `arguments` of the reward."
+        ) from error
+    return function
 
 
 def summed(

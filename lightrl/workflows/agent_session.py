@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.trajectory import Prompt, Trajectory
@@ -27,6 +28,9 @@ from lightrl.workflows.chat_protocol import Answer, ChatRequest, MessageKey, Req
 from lightrl.workflows.conversation import Conversation, TurnRenderer
 from lightrl.workflows.tools import ToolParser, parse_hermes
 from lightrl.workflows.workflow import Generate, wait_or_abandon
+
+_LONG_CHARS = 1 << 15  # of a request's messages: some 30 ms of a tokenizer
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -127,11 +131,11 @@ class AgentSession:
         parent = self._find_parent(request)
         if parent is None:
             prompt = replace(self.prompt, messages=request.messages, token_ids=None)
-            conversation = Conversation(self.renderer, prompt, (), request.tools)
+            conversation = await self._encoded(request, Conversation, self.renderer, prompt, (), request.tools)
         else:
             conversation = parent.conversation.copy()
             new = request.messages[len(parent.keys) :]
-            conversation.add_observation(conversation.encode_observation(new))
+            conversation.add_observation(await self._encoded(request, conversation.encode_observation, new))
         num_prompt_tokens = len(conversation.token_ids)
         completion = await self._write(conversation.token_ids, request.max_new_tokens)
         text = conversation.add_completion(completion)
@@ -143,6 +147,15 @@ class AgentSession:
         if parent is not None:
             parent.is_leaf = False
         return answer
+
+    async def _encoded(self, request: ChatRequest, encode: Callable[..., _T], *args: Any) -> _T:
+        """The result of `encode`; of long messages from a thread, so that the other sessions go on meanwhile."""
+        if sum(len(message["content"]) for message in request.messages) < _LONG_CHARS:
+            return encode(*args)
+        encoded = await in_thread(encode, *args, name="lightrl-encode")
+        if self._is_closed:
+            raise _over()
+        return encoded
 
     def _find_parent(self, request: ChatRequest) -> _Answered | None:
         """The longest conversation that this request continues; the latest of equals."""

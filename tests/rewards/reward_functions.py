@@ -156,5 +156,15 @@ async def block_async(trajectory: Trajectory) -> float:
     return float(obey(trajectory))
 
 
+def return_twice(trajectory: Trajectory) -> float:
+    """Comes back twice: the child goes on in the worker's code."""
+    os.fork()
+    return 0.25
+
+
+def two_trajectories(trajectory: Trajectory, other: Trajectory) -> float:
+    return 0.0
+
+
 def has_torch(trajectory: Trajectory) -> bool:
     return "torch" in sys.modules

@@ -82,6 +82,11 @@ def test_a_hung_async_call_is_cancelled_without_its_neighbors(caplog):
     assert not caplog.records
 
 
+def test_a_method_that_takes_no_trajectory_is_refused_before_a_rollout():
+    with pytest.raises(ValueError, match=r"called with a Trajectory alone, but its signature is \(\): too many"):
+        RewardHook(lambda: 1.0)
+
+
 def test_close_ends_the_threads():
     before = set(threading.enumerate())
     outcomes(RewardHook(obey), trajectory_that())

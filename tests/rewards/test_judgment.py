@@ -46,6 +46,15 @@ def test_a_number_that_is_not_finite_is_refused(value):
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize("value", [1e300, {"reward": -1e16}, {"rewards": [0, 0, 1e20, 0]}, {"reward": 1, "size": 1e39}])
+def test_a_number_that_training_would_overflow_on_is_refused(value):
+    with pytest.raises(RewardError, match=r"It must be at most 1e\+(15|38), or training would overflow") as caught:
+        Judgment.of(value, trajectory_that())
+    assert caught.value.reason == "not_finite"
+    assert Judgment.of({"reward": 1e15, "time_ns": 1.8e18}, trajectory_that()).metrics == {"time_ns": 1.8e18}
+
+
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -61,6 +70,7 @@ def test_a_number_that_is_not_finite_is_refused(value):
         ({"rewards": 1.0}, "must be a list of 4 numbers.* got 1.0"),
         ({"rewards": [0, 0, "a", 0]}, r"rewards\[2\] is 'a'"),
         ({"reward": 3.0, "rewards": [0, 0, 1, 1]}, "but rewards that sum to 2"),
+        ({"reward": 1.0} | {f"word {number}": 1.0 for number in range(10**5)}, "with 100,001 names.* at most 1,000"),
     ],
 )
 def test_what_is_no_judgment_is_refused_with_a_reason(value, message):

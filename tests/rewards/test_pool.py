@@ -126,6 +126,11 @@ def test_a_hung_call_in_the_middle_of_a_batch_is_the_only_one_that_fails(functio
     assert "sample 20 within timeout_s=1" in str(results[20])
 
 
+def test_a_function_that_forks_answers_once():
+    with pool_of("return_twice") as pool:
+        assert reasons(outcomes(pool, *[trajectory_that(sample=number) for number in range(20)])) == [0.25] * 20
+
+
 def test_a_hang_that_blocks_the_event_loop_is_found_out_by_trying_alone():
     with pool_of("block_async", timeout_s=1.0) as pool:
         results = outcomes(pool, *(trajectory_that(sample=i, do="hang" if i == 1 else None) for i in range(4)))
@@ -316,6 +321,10 @@ def test_a_method_of_a_class_may_be_named():
         ("reward_functions.NOT_A_FUNCTION", "is of type int; it must be a function"),
         ("lightrl.rewards.pool", "is a module; it must be a function"),
         ("length", "must be a dotted path"),
+        (
+            "reward_functions.two_trajectories",
+            r"signature is \(trajectory.*, other.*missing a required argument: 'other'",
+        ),
         (
             "broken_reward_module.reward",
             "(?s)could not be imported.*broken_reward_module.py.*ModuleNotFoundError: No module named",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import openai
@@ -12,7 +13,9 @@ import torch
 from agent_cases import (
     CONFIG,
     END,
+    PROMPT,
     SAMPLING,
+    TOKENIZER,
     UNUSUAL,
     ask,
     client_of,
@@ -28,13 +31,14 @@ from agent_cases import (
 )
 from engine_contract import recomputed_logprobs
 from openai import AsyncOpenAI
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.weights import bucketed
+from lightrl.workflows.agent_workflow import AgentWorkflow
 from lightrl.workflows.workflow import check_trajectory
 
 ADD = {
@@ -352,6 +356,32 @@ def test_no_room_is_an_error_that_the_agent_can_handle() -> None:
     assert trajectory.is_truncated
     assert trajectory.rewards is not None
     assert trajectory.rewards[-1] == 0.25
+
+
+class Whereabouts(PreTrainedTokenizerFast):
+    """Notes which threads encoded long texts."""
+
+    def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(text) > 1000:
+            self.threads.append(threading.current_thread().name)
+        return super().__call__(text, *args, **kwargs)
+
+
+def test_a_long_message_is_encoded_in_a_thread_so_that_the_other_agents_go_on() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        messages = [user("hi")]
+        messages += [await ask(client, messages), user("x" * 100_000)]
+        with pytest.raises(openai.BadRequestError, match="must have fewer than the workflow's max_tokens=400"):
+            await ask(client, messages)
+        with pytest.raises(openai.BadRequestError, match="must have fewer than the workflow's max_tokens=400"):
+            await ask(client, [user("y" * 100_000)])
+
+    tokenizer = Whereabouts(tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<|im_end|>")
+    tokenizer.chat_template, tokenizer.threads = TOKENIZER.chat_template, []
+    workflow = AgentWorkflow(tokenizer, with_client(talk), max_tokens=400)
+    asyncio.run(workflow.run(PROMPT, generate_with(scripted("fine"))))
+    assert set(tokenizer.threads) == {"lightrl-encode"}
+    assert len(tokenizer.threads) >= 2
 
 
 def test_a_template_that_rewrites_history_drops_the_trajectory_and_says_so() -> None:

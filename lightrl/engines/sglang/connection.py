@@ -25,6 +25,7 @@ from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 MAX_BACKOFF_S = 5.0
 _NUM_CONTROL_CONNECTIONS = 16
 _SLICE_BYTES = 2**18  # of a request's body
+_MAX_ANSWER_BYTES = 2**30
 
 
 class ServerRefused(EngineError):
@@ -146,7 +147,7 @@ class Connection:
             async with self._session(kind).request(
                 method, self.url + path, data=data, headers=headers, timeout=timeout
             ) as response:
-                content = await response.read()
+                content = await self._content(response, name)
                 status = response.status
         except aiohttp.ServerTimeoutError as error:  # of the connection; the whole request's is below
             raise EngineUnreachable(
@@ -177,6 +178,21 @@ class Connection:
                 f"{self.url} answered {name} with {_short(content.decode(errors='replace'))!r}, which is not JSON. "
                 "Check that it is an SGLang server."
             ) from error
+
+    async def _content(self, response: aiohttp.ClientResponse, name: str) -> bytes:
+        """What it answered; refused before it fills the memory."""
+        if response.content_length is not None and response.content_length <= _MAX_ANSWER_BYTES:
+            return await response.read()
+        parts, num_bytes = [], response.content_length or 0
+        while num_bytes <= _MAX_ANSWER_BYTES and (part := await response.content.readany()):
+            parts.append(part)
+            num_bytes += len(part)
+        if num_bytes > _MAX_ANSWER_BYTES:
+            raise EngineUnreachable(
+                f"{self.url} answered {name} with more than {_MAX_ANSWER_BYTES >> 20} MiB. Check that it is an SGLang "
+                "server."
+            )
+        return b"".join(parts)
 
     def _hint(self, status: int, path: str) -> str:
         """What to do about an HTTP error."""

@@ -462,7 +462,13 @@ def _assemble(engine: SGLangEngine, config: PretrainedConfig, scratch: Path) -> 
         canary=canary if engine.verify_sync else None,
         memory=EngineMemory() if engine.placement == "colocated" else None,
     )
-    writer = Writer(engine._home, members, timeouts=engine.timeouts, max_retries=engine.max_retries)
+    writer = Writer(
+        engine._home,
+        members,
+        vocab_size=engine._vocab_size,
+        timeouts=engine.timeouts,
+        max_retries=engine.max_retries,
+    )
     loading = Loading(
         engine._home, members, writer, sync, timeouts=engine.timeouts, is_aborting=is_aborting, config=config
     )

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from lightrl.functional import encode_supports
 from lightrl.models.pictures import Pictures, data_url, refusal
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
+_ABOVE_0_NATS = 1e-3  # rounding
 _NO_IDS: TokenArray[int] = TokenArray((), "i")
 _NO_LOGPROBS: TokenArray[float] = TokenArray((), "f")
 _NO_CODES: TokenArray[int] = TokenArray((), "B")
@@ -124,7 +126,7 @@ class CompletionDraft:
             body["lora_path"] = self.adapter.name
         return body
 
-    def add(self, answer: Answer, server: str) -> None:
+    def add(self, answer: Answer, server: str, vocab_size: int) -> None:
         """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if that ends the completion."""
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
@@ -138,6 +140,11 @@ class CompletionDraft:
                     f"{self.adapter.base_version}."
                 )
             versions = TokenArray.of_runs([(self.adapter.version, len(token_ids))], "i")
+        if token_ids and max(token_ids) >= vocab_size:
+            raise MalformedAnswer(
+                f"{server} wrote token id {max(token_ids)}, outside the trainer's vocabulary (0 to {vocab_size - 1}). "
+                "Check that it serves the trainer's model."
+            )
         if len(self.token_ids) + len(token_ids) > self.sampling.max_new_tokens:
             raise MalformedAnswer(
                 f"{server} wrote {len(token_ids)} tokens after {len(self.token_ids)}, more than "
@@ -209,6 +216,7 @@ def _read(answer: Any) -> Answer:
         token_ids: TokenArray[int] = TokenArray(written, "i")
         chosen = meta.get("output_token_sampling_logprobs")  # within the supports; the others are before truncation
         logprobs: TokenArray[float] = TokenArray([triple[0] for triple in triples] if chosen is None else chosen, "f")
+        _check_numbers(token_ids, logprobs)
         supports = None if chosen is None else _support_codes(meta["output_token_sampling_mask"], written)
         versions = _token_versions(meta, len(written)) if written else _NO_IDS
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -225,6 +233,16 @@ def _read(answer: Any) -> Answer:
             f"reason {finish!r}; the numbers must be equal, the reason stop, length or abort"
         )
     return Answer(token_ids, logprobs, versions, finish, supports)
+
+
+def _check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float]) -> None:
+    """Raises ValueError for what no model samples; trained on, it would be noticed as a bad update, or not at all."""
+    numbers = np.asarray(logprobs)
+    if not (np.isfinite(numbers) & (numbers <= _ABOVE_0_NATS)).all():
+        wrong = next(number for number in logprobs if not -math.inf < number <= _ABOVE_0_NATS)
+        raise ValueError(f"a logprob of {wrong:g}")
+    if (np.asarray(token_ids) < 0).any():
+        raise ValueError(f"a token id of {min(token_ids)}")
 
 
 def _support_codes(masks: Sequence[Sequence[int]], written: Sequence[int]) -> TokenArray[int]:
@@ -246,5 +264,7 @@ def _token_versions(meta: Mapping[str, Any], num_tokens: int) -> TokenArray[int]
     for span in spans:
         if span["start"] != end:
             raise ValueError(f"a span starts at {span['start']}, not at {end}")
+        if not end <= span["end"] <= num_tokens:
+            raise ValueError(f"a span from {end} ends at {span['end']}; there are {num_tokens} tokens")
         end = span["end"]
     return TokenArray.of_runs([(int(span["version"]), span["end"] - span["start"]) for span in spans], "i")

@@ -46,7 +46,9 @@ class _Failures:
 class Writer:
     """Writes completions while the gate is open; `max_retries` counts failures in a row, without a token between."""
 
-    def __init__(self, home: HomeLoop, members: Members, *, timeouts: Timeouts, max_retries: int = 8) -> None:
+    def __init__(
+        self, home: HomeLoop, members: Members, *, vocab_size: int, timeouts: Timeouts, max_retries: int = 8
+    ) -> None:
         self.num_running = 0  # completions that a server writes
         self.num_waiting = 0  # completions that wait for the gate or for a server
         self.is_held = False  # requests wait for the end of a load
@@ -57,6 +59,7 @@ class Writer:
         self._drafts: dict[int, CompletionDraft] = {}  # by seed: those that are being written alone
         self._home = home
         self._members = members
+        self._vocab_size = vocab_size
         self._max_retries = max_retries
         self._timeouts = timeouts
 
@@ -258,7 +261,7 @@ class Writer:
             overdue.cancel()
             self.num_running -= 1
             self._members.pool.end_request(server, draft.max_tokens)
-        draft.add(answer, url)
+        draft.add(answer, url, self._vocab_size)
 
     @contextlib.contextmanager
     def _adapter(self, draft: CompletionDraft, rid: str, client: SGLangClient) -> Iterator[None]:

@@ -1,0 +1,123 @@
+"""Answers of servers with an error: none of their tokens is trained on, and the request goes to another server."""
+
+import asyncio
+import json
+import math
+
+import pytest
+from aiohttp import web
+from bad_input_rows import each, row
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightrl.engines.sglang import connection
+from lightrl.engines.sglang.connection import Connection
+from lightrl.engines.sglang.request import CompletionDraft, MalformedAnswer, read_answer
+from lightrl.errors import EngineUnreachable
+from lightrl.trajectory import Sampling
+
+pytestmark = pytest.mark.bad_input
+
+VOCABULARY = 8
+
+
+def reply(token_ids=(3, 4), logprobs=(-1.0, -2.0), spans=None, **meta):
+    """What SGLang answers, with these changes."""
+    triples = [[logprob, token, None] for logprob, token in zip(logprobs, token_ids, strict=True)]
+    told = {"finish_reason": {"type": "length"}, "output_token_logprobs": triples, "weight_version": "5", **meta}
+    return {"output_ids": list(token_ids), "meta_info": told | ({"weight_versions": spans} if spans else {})}
+
+
+def span(start, end, version="5"):
+    return {"start": start, "end": end, "version": version}
+
+
+REPLIES = [
+    row("reply: a list", [], "instead of tokens, logprobs and a numbered weight version"),
+    row("reply: nothing in it", {}, "meta_info", "instead of tokens"),
+    row("reply: a logprob of NaN", reply(logprobs=(-1.0, math.nan)), "a logprob of nan"),
+    row("reply: a logprob of -infinity", reply(logprobs=(-1.0, -math.inf)), "a logprob of -inf"),
+    row("reply: a logprob of null", reply(logprobs=(-1.0, None)), "instead of tokens, logprobs"),
+    row("reply: a logprob above 0", reply(logprobs=(-1.0, 5.0)), "a logprob of 5"),
+    row("reply: a negative token", reply(token_ids=(3, -1)), "a token id of -1"),
+    row("reply: a token of 100 bits", reply(token_ids=(3, 2**100)), "instead of tokens"),
+    row("reply: a token outside the vocabulary", reply(token_ids=(3, 8)), "token id 8", "outside the trainer's vocabulary (0 to 7)"),
+    row("reply: a text for a token", reply(token_ids=(3, "x")), "instead of tokens"),
+    row("reply: more tokens than requested", reply(token_ids=[3] * 5, logprobs=[-1.0] * 5), "wrote 5 tokens", "max_new_tokens=4"),
+    row("reply: other tokens than logprobs", {**reply(), "output_ids": [3]}, "1 tokens, 2 logprobs"),
+    row("reply: a version that is no number", reply(weight_version="default"), "a numbered weight version"),
+    row("reply: a span that ends at 10^9", reply(spans=[span(0, 10**9)]), "a span from 0 ends at 1000000000", "2 tokens"),
+    row("reply: a span that ends before it starts", reply(spans=[span(0, 2), span(2, 1)]), "a span from 2 ends at 1"),
+    row("reply: a hole between two spans", reply(spans=[span(0, 1), span(2, 2)]), "starts at 2, not at 1"),
+    row("reply: an unknown end", reply(finish_reason={"type": "bored"}), "the finish reason 'bored'", "stop, length or abort"),
+    row("reply: stopped without a token", reply((), (), finish_reason={"type": "stop"}), "stopped without a stop token"),
+]  # fmt: skip
+
+
+def added(data: bytes) -> CompletionDraft:
+    draft = CompletionDraft([1], Sampling(max_new_tokens=4))
+    draft.add(read_answer(data), "http://there", VOCABULARY)
+    return draft
+
+
+def test_the_reply_that_the_rows_change_is_good():
+    assert added(json.dumps(reply()).encode()).completion().token_ids == [3, 4]
+
+
+@each(REPLIES)
+def test_a_reply_with_an_error_adds_no_token(case):
+    with pytest.raises(MalformedAnswer) as caught:
+        added(json.dumps(case.given).encode())
+    case.check(str(caught.value))
+    assert "http://there" in str(caught.value)
+
+
+NAMES = ["output_ids", "meta_info", "finish_reason", "type", "output_token_logprobs", "weight_versions", "weight_version",
+         "start", "end", "version"]  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["stop", "length", "5", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=12,
+)
+META = st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES[2:7], JSON))
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(JSON | META.map(lambda meta: reply(**meta)))
+def test_whatever_a_server_answers_is_added_whole_or_refused(answer):
+    try:
+        draft = added(json.dumps(answer).encode())
+    except MalformedAnswer:
+        return
+    completion = draft.completion()
+    assert len(completion.token_ids) == len(completion.logprobs) == len(completion.weight_versions) <= 4
+    assert all(0 <= token < VOCABULARY for token in completion.token_ids)
+    assert all(math.isfinite(logprob) for logprob in completion.logprobs)
+
+
+@pytest.mark.parametrize("tells_length", [True, False], ids=["which tells its length", "in pieces"])
+def test_an_answer_that_would_fill_the_memory_is_refused(tells_length: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connection, "_MAX_ANSWER_BYTES", 2**20)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": str(2**40)} if tells_length else {})
+        await response.prepare(request)
+        while True:  # until the client has had enough
+            await response.write(b" " * 2**16)
+
+    async def ask() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        runner = web.AppRunner(app, shutdown_timeout=1.0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        client = Connection(f"http://127.0.0.1:{runner.addresses[0][1]}", num_retries=0)
+        try:
+            await client.request("POST", "/generate", {}, read=read_answer)
+        finally:
+            await client.close()
+            await runner.cleanup()
+
+    with pytest.raises(EngineUnreachable, match="answered /generate with more than 1 MiB"):
+        asyncio.run(ask())
