@@ -35,6 +35,7 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.callbacks.model_lines import ModelLines
+from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
 from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
@@ -81,7 +82,8 @@ class Trainer(RLTrainer):
     """Lightning's Trainer for RLModules: every flag keeps its meaning, one training batch is one iteration.
 
     Adds `WeightSync()`, `StalenessControl(0)`, `RolloutMetrics()` and a progress bar of two lines unless you pass your
-    own, and a ModelCheckpoint that also saves `last.ckpt` and on Ctrl-C, unless you pass one or turn checkpoints off.
+    own. Unless you pass a ModelCheckpoint or turn checkpoints off, it saves after each epoch and on Ctrl-C and SIGTERM
+    (`last.ckpt`), and every 10 minutes in the background (`last-timed.ckpt`).
 
     Args:
         engine: what generates; `LocalEngine()`, in this process, if None.
@@ -316,6 +318,8 @@ class Trainer(RLTrainer):
                 # Lightning 2.6.6 writes `last.ckpt` under fast_dev_run too, into the working folder.
                 keeps = not self.fast_dev_run
                 self.callbacks[index] = ModelCheckpoint(save_last=keeps, save_on_exception=keeps)
+                if keeps:
+                    self.callbacks.append(TimedCheckpoint())
 
     def _check_callbacks(self) -> None:
         required = (WeightSync, StalenessControl, RolloutMetrics)

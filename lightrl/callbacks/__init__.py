@@ -16,6 +16,7 @@ Reading order:
     trace.py            what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, now and then as a table
     learning_curve.py   the run's curve as a picture; run_files.py  what the files of a run are
+    timed_checkpoint.py a checkpoint every ten minutes
     export.py           the policy as a Hugging Face folder
 
 May import: everything up to module and data; not loops, not trainer. To add one: subclass RLCallback, override what you

@@ -4,6 +4,7 @@ Reading order:
     main.py           `lightrl <command>`: help, version, and which module a command is
     cli.py            fit, validate, test, predict: LightningCLI with our defaults
     config_layers.py  where a setting comes from; config_errors.py: explains a wrong one, with path, file and line
+    earlier_runs.py   which checkpoint ckpt_path=last means
     console.py        log lines and errors on stderr, exit codes
     plan.py           shows what an iteration computes, from what and where
     doctor.py         reads the data and tries the reward before a run
@@ -11,6 +12,7 @@ Reading order:
     launch.py         starts ranks and servers on one machine or many
     status.py         shows what a run and its launch do
     inspect.py        shows runs in the browser
+    deadlines.py      lists every wait and its deadline (python -m lightrl.commands.deadlines)
     export.py         turns a checkpoint into a Hugging Face folder
 
 May import: everything. To add a command: a module with `run(args) -> exit code`, and its line in main.py.

@@ -36,6 +36,7 @@ from lightrl.callbacks.status_file import StatusFile
 from lightrl.commands.config_errors import check_empty_sections, explain
 from lightrl.commands.config_layers import UsageError, Written, nearest_files
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
+from lightrl.commands.earlier_runs import last_checkpoint
 from lightrl.launch import Launch
 from lightrl.module import RLModule
 from lightrl.trainer import Trainer
@@ -173,7 +174,7 @@ class LightRLCLI(LightningCLI):
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
 
     def before_fit(self) -> None:
-        """Resolves `ckpt_path: last` to the newest one of all runs, each of which has a folder of its own."""
+        """Resolves `ckpt_path: last` to this experiment's newest one: each run has a folder of its own."""
         settings = self.config_init[self.config.subcommand]
         ckpt_path = settings.get("ckpt_path")
         if ckpt_path is None:
@@ -181,12 +182,15 @@ class LightRLCLI(LightningCLI):
         if ckpt_path == "last":
             if any(isinstance(item, ModelCheckpoint) and item.dirpath for item in self.trainer.callbacks):
                 return  # one folder for all runs, where Lightning looks itself
-            newest = last_checkpoint(run_folder(self.trainer))
+            own = _plain(self.config[self.config.subcommand].as_dict())
+            newest = last_checkpoint(run_folder(self.trainer), own, is_fit=self.config.subcommand == "fit")
             if newest is not None:
                 log.info("ckpt_path=last is %s. This run writes to a folder of its own.", newest)
                 settings["ckpt_path"] = str(newest)
             elif self.config.subcommand != "fit":
-                raise UsageError("ckpt_path=last: no earlier run has a last.ckpt. Pass the path of a checkpoint.")
+                raise UsageError(
+                    "ckpt_path=last: no earlier run of this experiment has a last.ckpt. Pass the path of a checkpoint."
+                )
         elif ckpt_path not in ("best", "hpc") and ":" not in ckpt_path and not Path(ckpt_path).exists():
             raise UsageError(
                 f"ckpt_path={ckpt_path} does not exist. Pass a checkpoint, last or best. "
@@ -285,14 +289,6 @@ def default_loggers(root: str) -> list[L.pytorch.loggers.Logger]:
     """CSV metrics and TensorBoard events in one run folder, `<root>/lightning_logs/version_<n>`."""
     metrics = CSVLogger(root)
     return [metrics, TensorBoardLogger(root, version=metrics.version)]
-
-
-def last_checkpoint(folder: Path | None) -> Path | None:
-    """The newest last checkpoint in this run folder and its neighbors."""
-    if folder is None:
-        return None
-    checkpoints = list(folder.parent.glob(f"*/checkpoints/{ModelCheckpoint.CHECKPOINT_NAME_LAST}*.ckpt"))
-    return max(checkpoints, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:

@@ -1,19 +1,23 @@
 """in_thread: a blocking function in a daemon thread of its own, awaited.
 
 A thread cannot be killed: one that hangs is abandoned, and neither the event loop nor the end of the process waits for
-it.
+it. How many are abandoned at a time is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lightrl.concurrency.wake_up import WakeUps
 
 T = TypeVar("T")
+
+MAX_ABANDONED = 64  # threads of one name that have not ended
+_abandoned: dict[threading.Thread, str] = {}  # by the function that hangs
 
 
 async def in_thread(function: Callable[..., T], *args: Any, name: str = "lightrl-thread") -> T:
@@ -27,7 +31,12 @@ async def in_thread(function: Callable[..., T], *args: Any, name: str = "lightrl
 async def outcome_in_thread(
     function: Callable[..., T], *args: Any, name: str = "lightrl-thread"
 ) -> tuple[T | None, BaseException | None]:
-    """As `in_thread`; gives the result and the exception instead of raising it."""
+    """As `in_thread`; gives the result and the exception instead of raising it.
+
+    Raises:
+        RuntimeError: if MAX_ABANDONED threads of this name hang, naming the functions.
+    """
+    _check_abandoned(name)
     done: asyncio.Future[tuple[T | None, BaseException | None]] = asyncio.get_running_loop().create_future()
 
     def work() -> None:
@@ -40,5 +49,22 @@ async def outcome_in_thread(
         wake_ups.settle(done, outcome)
         wake_ups.send()
 
-    threading.Thread(target=work, name=name, daemon=True).start()
-    return await done
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    try:
+        return await done
+    except asyncio.CancelledError:
+        _abandoned[thread] = getattr(function, "__qualname__", repr(function))
+        raise
+
+
+def _check_abandoned(name: str) -> None:
+    for thread in [thread for thread in _abandoned if not thread.is_alive()]:
+        _abandoned.pop(thread, None)
+    functions = Counter(function for thread, function in _abandoned.items() if thread.name == name)
+    if functions.total() >= MAX_ABANDONED:
+        calls = ", ".join(f"{number} of {function}" for function, number in functions.most_common(3))
+        raise RuntimeError(
+            f"{functions.total()} calls that missed their deadline still hang in threads of this process: {calls}. No "
+            "more are started; they need a deadline of their own, or an async function that can be cancelled"
+        )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
+from lightrl.concurrency.daemon_future import result_of, submit
 from lightrl.data.mixture import epoch_order
 from lightrl.data.split_rows import ROWS_AT_ONCE
 
 Item = TypeVar("Item")
 
 BATCHES = 16  # in a window: sorted by length, it loses most padding and keeps most randomness
+READ_TIMEOUT_S = 1800.0  # of a window
 _KEPT = 4  # starts of windows
 _MAX_DROPPED = 100_000  # rows in a row
 
@@ -56,14 +58,14 @@ class Windows(Generic[Item]):
             if self._next is None or self._next[0] != window:
                 self._begin(window)
             assert self._next is not None
-            self._present = (window, self._next[1].result())
+            what = f"The data of batches {window * BATCHES} to {(window + 1) * BATCHES - 1}"
+            self._present = (window, result_of(self._next[1], what, timeout_s=READ_TIMEOUT_S))
             self._begin(window + 1)
         return self._present[1][index]
 
-    def wait(self) -> None:
-        """For the thread that reads ahead."""
-        if self._next is not None:
-            wait([self._next[1]])
+    def wait(self, timeout_s: float = 10.0) -> bool:
+        """Whether the thread that reads ahead is done; waits for it at most this long."""
+        return self._next is None or bool(wait([self._next[1]], timeout_s).done)
 
     def state_dict(self) -> dict[str, Any]:
         return {"starts": sorted(self._starts.items())}
@@ -78,10 +80,9 @@ class Windows(Generic[Item]):
         return min(self._starts.values())
 
     def _begin(self, window: int) -> None:
-        self.wait()
-        thread = ThreadPoolExecutor(1, "lightrl-data")
-        self._next = (window, thread.submit(self._batches, window))
-        thread.shutdown(wait=False)  # it ends with the window
+        if not self.wait(READ_TIMEOUT_S):  # of another window: its rows would be counted twice
+            raise TimeoutError(f"Reading ahead has not ended within {READ_TIMEOUT_S:g} s. The data's disk may hang.")
+        self._next = (window, submit(lambda: self._batches(window), name="lightrl-data"))
 
     def _batches(self, window: int) -> list[list[Item]]:
         if window < min(self._starts):

@@ -12,6 +12,7 @@ from lightrl.engines.engine import Completion
 from lightrl.rollout.player import Player, checked, drawn
 from lightrl.trace import record
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
+from lightrl.workflows.own_time import OwnTime
 from lightrl.workflows.workflow import Generate, SingleTurn
 
 
@@ -93,7 +94,8 @@ class GroupPlayer(Player):
                     yield sample, played.pop(sample) if step.result() else None
                     continue
                 written[seeds[samples.index(sample)]] = None if step.exception() else step.result()
-                trajectory = await self._played(group, sample, _generate_once(step, sampling, group.prompt))
+                generate = _generate_once(step, sampling, group.prompt)
+                trajectory = await self._played(group, sample, generate, OwnTime(self.workflow.own_timeout_s))
                 if trajectory is None or not judge_now:
                     num -= 1
                     yield sample, self._begun_judging(trajectory)

@@ -17,6 +17,7 @@ from lightrl.rollout.tasks import Tasks
 from lightrl.rollout.written import Written
 from lightrl.trace import span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
+from lightrl.workflows.own_time import OwnTime
 from lightrl.workflows.workflow import Generate, Workflow, check_trajectory
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ class Player:
         Raises:
             EngineError: from the engine.
         """
-        generate = self._generate_for(group.prompt, sample, sampling, run_seed, seed_name)
-        trajectory = await self._played(group, sample, generate)
+        own_time = OwnTime(self.workflow.own_timeout_s)
+        generate = self._generate_for(group.prompt, sample, sampling, run_seed, seed_name, own_time)
+        trajectory = await self._played(group, sample, generate, own_time)
         if trajectory is None or not judge_now:
             return self._begun_judging(trajectory)
         return trajectory if await self._set_reward(trajectory) else None
@@ -112,30 +114,40 @@ class Player:
         self._judgings[trajectory.group_id, trajectory.sample] = task
         return task
 
-    async def _played(self, group: Group, sample: int, generate: Generate) -> Trajectory | None:
+    async def _played(self, group: Group, sample: int, generate: Generate, own_time: OwnTime) -> Trajectory | None:
         """The workflow's trajectory; None if it was dropped."""
         try:
-            trajectory = await self._run_workflow(group.prompt, generate)
+            trajectory = await self._run_workflow(group.prompt, generate, own_time)
         except (RewardError, RolloutError) as error:
             self.tally.drop_failed(error, group.prompt)
             return None
         trajectory.group_id, trajectory.sample = group.id, sample
         return trajectory
 
-    async def _run_workflow(self, prompt: Prompt, generate: Generate) -> Trajectory:
+    async def _run_workflow(self, prompt: Prompt, generate: Generate, own_time: OwnTime) -> Trajectory:
         name = f"{type(self.workflow).__name__}.run"
+        own_timeout_s = own_time.timeout_s
         try:
-            return check_trajectory(await self.workflow.run(prompt, generate), self.workflow, prompt)
+            with own_time:
+                trajectory = await self.workflow.run(prompt, generate)
+            return check_trajectory(trajectory, self.workflow, prompt)
         except LightRLError:
             raise
         except asyncio.CancelledError as error:
             if asyncio.current_task() in self.tasks.given_up:
                 raise
+            if own_time.is_over:
+                raise RolloutError(
+                    f"{name} spent own_timeout_s={own_timeout_s:g} outside of generate on prompt {prompt.id!r}. Give "
+                    "what it awaits a deadline, or increase the attribute own_timeout_s of the class."
+                ) from error
             raise RolloutError(f"{name} let a cancellation of its own escape on prompt {prompt.id!r}.") from error
         except (Exception, SystemExit) as error:  # user code may raise anything
             raise RolloutError(f"{name} raised {error!r} on prompt {prompt.id!r}.") from error
 
-    def _generate_for(self, prompt: Prompt, sample: int, sampling: Sampling, run_seed: int, seed_name: str) -> Generate:
+    def _generate_for(
+        self, prompt: Prompt, sample: int, sampling: Sampling, run_seed: int, seed_name: str, own_time: OwnTime
+    ) -> Generate:
         """What the workflow calls for each turn."""
         turn = 0
         session = f"{seed_name}/{sample}"
@@ -152,7 +164,10 @@ class Player:
             if log is not None and turn <= len(log.completions):
                 completion = log.completions[turn - 1]
             else:
-                with span("generate", "generate", "generations", session=session, prompt=len(token_ids)):
+                with (
+                    own_time.generating(),
+                    span("generate", "generate", "generations", session=session, prompt=len(token_ids)),
+                ):
                     completion = await self._write(token_ids, asked, session=session, **images)
                 if log is not None and log.journal is not None:
                     await log.journal.add(session, completion=completion.state_dict())

@@ -4,65 +4,169 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
+import logging
 import os
 import shutil
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightrl.checks.disk_errors import write_problem
 
+log = logging.getLogger(__name__)
 
-class BackgroundWrites:
-    """Runs writes one after another in a thread while training continues; the next call raises their errors.
+_STEP_S = 0.1  # between two looks of who waits for a write
+_WARN_EVERY_S = 60.0
+_SYNC_BYTES = 64 * 2**20
 
-    At most two wait, so that no more than two copies of the state are in memory.
-    """
+
+class Progress:
+    """What a write has given to the disk so far, for those who wait for it."""
 
     def __init__(self) -> None:
-        self._pending: deque[Future[None]] = deque()
-        self._thread: ThreadPoolExecutor | None = None
+        self.num_bytes = 0
+        self._num_at_disk = 0
+
+    @property
+    def is_at_disk(self) -> bool:
+        """Whether the writer waits for the disk, not for other ranks."""
+        return self._num_at_disk > 0
+
+    @contextlib.contextmanager
+    def at_disk(self) -> Iterator[None]:
+        self._num_at_disk += 1
+        try:
+            yield
+        finally:
+            self._num_at_disk -= 1
+
+
+class TrackedFile(io.FileIO):
+    """A new file that reports progress, and syncs as it grows, so that the last sync is short."""
+
+    def __init__(self, path: Path, progress: Progress) -> None:
+        super().__init__(path, "wb")
+        self._progress = progress
+        self._num_unsynced = 0
+
+    def write(self, data: Any) -> int:
+        num = super().write(data) or 0
+        self._num_unsynced += num
+        if self._num_unsynced >= _SYNC_BYTES:
+            os.fsync(self.fileno())
+            self._num_unsynced = 0
+        self._progress.num_bytes += num
+        return num
+
+
+@dataclass(frozen=True)
+class _Write:
+    place: Path
+    progress: Progress
+    done: Future[None]
+
+
+class BackgroundWrites:
+    """Runs writes one after another in daemon threads, so that a disk that hangs blocks neither Ctrl-C nor the exit.
+
+    A write may take as long as it likes while the disk takes bytes; one that has taken none for `stall_s` fails the
+    run, or for `stall_at_end_s` if the run is ending because of an error or Ctrl-C. At most two wait in the background,
+    so that no more than two copies of the state are in memory.
+    """
+
+    def __init__(self, *, stall_s: float = 600.0, stall_at_end_s: float = 60.0) -> None:
+        self._stall_s = stall_s
+        self._stall_at_end_s = stall_at_end_s
+        self._pending: deque[_Write] = deque()
+        self._hung: _Write | None = None  # given up, but its thread may still be there
+        self._last: Future[None] | None = None
         self._has_failed = False
 
-    def add(self, write: Callable[[], None]) -> None:
+    def add(self, place: Path, write: Callable[[Progress], None]) -> None:
         """Queues `write`; waits while two others are pending. Raises the error of an earlier one."""
-        while len(self._pending) > 1 or (self._pending and self._pending[0].done()):
-            self._pending.popleft().result()
-        self._submit(write)
+        while len(self._pending) > 1 or (self._pending and self._pending[0].done.done()):
+            self._finish_first()
+        self._submit(place, write)
+
+    def run(self, place: Path, write: Callable[[Progress], None]) -> None:
+        """Writes after those that are pending, and waits; raises the first error."""
+        self._submit(place, write)
+        self.wait()
 
     def remove(self, path: str | Path) -> None:
         """Removes a checkpoint after the pending writes: until then it may be the last whole one."""
 
-        def remove() -> None:
+        def remove(progress: Progress) -> None:
             if not self._has_failed:
-                remove_checkpoint(Path(path))
+                with progress.at_disk():
+                    remove_checkpoint(Path(path))
 
         if self._pending:
-            self._submit(remove)
+            self._submit(Path(path), remove)
         else:
-            remove()
+            remove(Progress())
 
     def wait(self) -> None:
         """Waits until everything is written; raises the first error."""
-        try:
-            while self._pending:
-                self._pending.popleft().result()
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-            self._thread = None
+        while self._pending:
+            self._finish_first()
 
-    def _submit(self, task: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "checkpoint")
-        future = self._thread.submit(task)
-        future.add_done_callback(self._note_failure)  # runs before the next task starts
-        self._pending.append(future)
+    def _submit(self, place: Path, task: Callable[[Progress], None]) -> None:
+        if self._hung is not None and not self._hung.done.done():
+            raise _stall_error(place, f"an earlier write to {self._hung.place} still hangs")
+        write, before = _Write(place, Progress(), Future()), self._last
 
-    def _note_failure(self, future: Future[None]) -> None:
-        self._has_failed = self._has_failed or future.exception() is not None
+        def work() -> None:
+            if before is not None:
+                wait([before])
+            try:
+                task(write.progress)
+            except BaseException as error:  # noqa: BLE001  # the thread ends here; whoever waits gets the error
+                self._has_failed = True
+                write.done.set_exception(error)
+            else:
+                write.done.set_result(None)
+
+        self._last = write.done
+        self._pending.append(write)
+        threading.Thread(target=work, name="lightrl-checkpoint", daemon=True).start()
+
+    def _finish_first(self) -> None:
+        """Waits for the first write, which stays pending if Ctrl-C interrupts that; raises its error."""
+        self._wait_for(self._pending[0])
+        self._pending.popleft().done.result()
+
+    def _wait_for(self, write: _Write) -> None:
+        """In steps, so that signals are handled; names a disk that takes nothing, and gives it up."""
+        is_ending = sys.exc_info()[0] is not None  # called while an error or Ctrl-C is handled
+        limit_s = self._stall_at_end_s if is_ending else self._stall_s
+        stalled_s, num_bytes, warns_at_s = 0.0, -1, _WARN_EVERY_S
+        while not wait([write.done], _STEP_S).done:
+            progress = write.progress
+            if progress.num_bytes != num_bytes or not progress.is_at_disk:
+                stalled_s, num_bytes, warns_at_s = 0.0, progress.num_bytes, _WARN_EVERY_S
+                continue
+            stalled_s += _STEP_S  # counted in waits, not by the clock: a process that was stopped is no disk that hangs
+            if stalled_s >= limit_s:
+                self._hung = write
+                self._pending.clear()
+                raise _stall_error(write.place, f"its disk has taken nothing for {limit_s:g} s")
+            if stalled_s >= warns_at_s:
+                log.warning("Checkpoint %s: its disk has taken nothing for %.0f s. Waiting.", write.place, stalled_s)
+                warns_at_s += _WARN_EVERY_S
+
+
+def _stall_error(place: Path, why: str) -> OSError:
+    return OSError(
+        f"Checkpoint {place} was not written: {why}. Check the disk, or set another default_root_dir. An earlier "
+        "checkpoint there is still whole."
+    )
 
 
 def write_error(error: BaseException, place: Path, requirement: str, num_bytes: int | None = None) -> OSError:
@@ -74,7 +178,26 @@ def write_error(error: BaseException, place: Path, requirement: str, num_bytes: 
 
 
 def publish(part: Path, place: Path) -> None:
-    """Renames a complete file or folder to `place` in one step, so what has that name is always whole."""
+    """Renames a complete file or folder to `place` in one step, so what has that name is always whole.
+
+    The names are on the disk when this returns; the files' contents are synced by their writers.
+    """
+    if part.is_dir():
+        _sync_names(part)
+    _rename(part, place)
+    _sync_names(place.parent)
+
+
+def _sync_names(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # a file system that cannot sync folders
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _rename(part: Path, place: Path) -> None:
     if place.is_dir() and not place.is_symlink():  # a rename cannot replace a folder that is not empty
         if not _swap(part, place):
             # Two steps: if killed between them, the old folder is left beside its place.

@@ -13,7 +13,8 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch.utils._pytree import tree_leaves
 
 from lightrl.checks.disk_errors import cause_to_show
-from lightrl.strategies.atomic_write import BackgroundWrites, publish, write_error
+from lightrl.concurrency.owner import may_run, own_mark
+from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile, publish, write_error
 from lightrl.strategies.checkpoint_fit import check_optimizers, check_weights, parameter_of, refusal
 from lightrl.strategies.checkpoint_folder import load_optimizer_state, read_folder
 
@@ -62,12 +63,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target = Path(path)
         if not self.save_async:
-            self._write(target, lambda file: torch.save(checkpoint, file), num_tensor_bytes(checkpoint))
+            num_bytes = num_tensor_bytes(checkpoint)
+            self._writes.run(
+                target, lambda progress: _write(target, lambda file: torch.save(checkpoint, file), num_bytes, progress)
+            )
             return
         copy = io.BytesIO()
         torch.save(checkpoint, copy)
         content = copy.getbuffer()
-        self._writes.add(lambda: self._write(target, lambda file: file.write(content), len(content)))
+        self._writes.add(
+            target, lambda progress: _write(target, lambda file: file.write(content), len(content), progress)
+        )
 
     def remove_checkpoint(self, path: str | Path) -> None:
         if "://" in str(path):
@@ -78,11 +84,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def teardown(self) -> None:
         self._writes.wait()
 
-    def _write(self, target: Path, write: Callable[[Any], Any], num_bytes: int) -> None:
+
+def _write(target: Path, write: Callable[[Any], Any], num_bytes: int, progress: Progress) -> None:
+    """Writes a file that is whole or absent, and removes leftovers of dead writers of the same name."""
+    part = target.with_name(f"{target.name}.{own_mark()}.part")
+    with progress.at_disk():
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")
         try:
-            with part.open("wb") as file:
+            with io.BufferedWriter(TrackedFile(part, progress), 2**20) as file:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -93,7 +102,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         finally:
             part.unlink(missing_ok=True)
         for leftover in target.parent.glob(f"{target.name}.*.part"):
-            if not _is_alive(leftover.name.split(".")[-2]):
+            if not may_run(leftover.name.split(".")[-2]):
                 leftover.unlink(missing_ok=True)
 
 
@@ -139,15 +148,3 @@ def load_optimizers(
     for optimizer, state in zip(optimizers, states, strict=True):
         own = {key: value for key, value in state.items() if parameter_of(key) in names}
         load_optimizer_state(strategy.model, optimizer, own, where)
-
-
-def _is_alive(process: str) -> bool:
-    if not process.isdigit():
-        return True
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_map_only
 
 from lightrl.checks.disk_errors import cause_to_show
-from lightrl.strategies.atomic_write import publish, remove_checkpoint, write_error
+from lightrl.strategies.atomic_write import Progress, TrackedFile, publish, remove_checkpoint, write_error
 from lightrl.strategies.checkpoint_fit import check_named_optimizer, check_optimizer_names, check_weights
 from lightrl.strategies.safe_reader import SafeReader, load_parts, load_plain
 
@@ -40,7 +42,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 def folder_writer(
     checkpoint: dict[str, Any], place: Path, *, group: dist.ProcessGroup, is_main: bool, copies: bool
-) -> Callable[[], None]:
+) -> Callable[[Progress], None]:
     """A function that writes this rank's part of a checkpoint; the folder gets its name once all ranks have written.
 
     Args:
@@ -63,17 +65,24 @@ def folder_writer(
     rest = io.BytesIO()
     torch.save(checkpoint, rest)
 
-    def write() -> None:
+    def write(progress: Progress) -> None:
         try:
             if is_main:
-                remove_checkpoint(part)
-                part.mkdir(parents=True)
-                (part / META_FILE).write_bytes(rest.getbuffer())
+                with progress.at_disk():
+                    remove_checkpoint(part)
+                    part.mkdir(parents=True)
+                    with io.BufferedWriter(TrackedFile(part / META_FILE, progress)) as file:
+                        file.write(rest.getbuffer())
+                        file.flush()
+                        os.fsync(file.fileno())
             dist.barrier(group=group)  # or a faster rank would make the folder first
-            dcp.state_dict_saver.save(state, checkpoint_id=part, process_group=group)
+            writer = FileSystemWriter(part)
+            writer.fs = _TrackedFiles(progress)
+            dcp.state_dict_saver.save(state, storage_writer=writer, process_group=group)
             if is_main:  # all ranks have written: a save ends with a reduction
-                _check_parts(part)
-                publish(part, place)
+                with progress.at_disk():
+                    _check_parts(part)
+                    publish(part, place)
         except (OSError, RuntimeError, CheckpointException) as error:
             if is_main:
                 shutil.rmtree(part, ignore_errors=True)
@@ -88,6 +97,23 @@ def _check_parts(folder: Path) -> None:
     missing = {place.relative_path for place in places.values() if not (folder / place.relative_path).is_file()}
     if missing:
         raise OSError(f"{', '.join(sorted(missing)[:3])} of other ranks did not appear in {folder}")
+
+
+class _TrackedFiles(FileSystem):
+    """Files of a checkpoint, whose writing reports progress until they are synced and closed."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with contextlib.ExitStack() as stack:
+            if mode == "wb":
+                stack.enter_context(self._progress.at_disk())
+                yield stack.enter_context(io.BufferedWriter(TrackedFile(Path(path), self._progress), 2**20))
+            else:
+                yield stack.enter_context(super().create_stream(path, mode))
 
 
 def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:

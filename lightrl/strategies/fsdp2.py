@@ -172,7 +172,8 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def teardown(self) -> None:
         try:
-            self._writes.wait()
+            with self.ranks.own_deadline():
+                self._writes.wait()
         finally:
             self.ranks.close()
             super().teardown()
@@ -300,18 +301,20 @@ class FSDP2Strategy(ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Writes a folder, which gets its name when every rank has written its part; raises OSError if that fails."""
+        place = Path(self.broadcast(str(filepath)))
         write = folder_writer(
             checkpoint,
-            Path(self.broadcast(str(filepath))),
+            place,
             group=self._save_group,
             is_main=self.is_global_zero,
             copies=self.save_async and self.root_device.type == "cpu",  # on other devices the state is a copy already
         )
-        if self.save_async:
-            self._writes.add(write)
-            return
-        write()
-        self.barrier()
+        with self.ranks.phase("checkpoint", has_own_deadline=True):  # as long as the disk takes bytes
+            if self.save_async:
+                self._writes.add(place, write)
+                return
+            self._writes.run(place, write)
+            self.barrier()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:

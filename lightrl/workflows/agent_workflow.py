@@ -60,6 +60,8 @@ class AgentWorkflow(Workflow):
             turns.
     """
 
+    own_timeout_s = None  # agent_timeout_s bounds the whole call
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,

@@ -55,6 +55,8 @@ class MultiTurn(Workflow):
         TypeError: if `environment` does not make an Environment.
     """
 
+    own_timeout_s = None  # each call of the environment has step_timeout_s
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,

@@ -35,6 +35,10 @@ class Workflow(ABC):
     # Maximum tokens of one interaction with several turns, prompt included; None is the model's context.
     max_tokens: int | None = None
 
+    # Seconds that `run` may spend at a time outside of `generate`, as on a tool; then the trajectory is dropped. None
+    # for workflows that set deadlines on all that they await.
+    own_timeout_s: float | None = 600.0
+
     # Whether an interaction that a checkpoint cut short can go on in a resumed run; otherwise it starts again. `run` is
     # then called again, and `generate` returns what the checkpoint has before it asks the engine, so the same
     # completions must lead to the same calls.

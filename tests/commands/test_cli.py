@@ -13,9 +13,10 @@ from jsonargparse import Namespace
 from parsed import parsed
 
 import lightrl
-from lightrl.commands.cli import default_loggers, last_checkpoint, without_secrets
+from lightrl.commands.cli import default_loggers, without_secrets
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
+from lightrl.commands.earlier_runs import last_checkpoint
 from lightrl.commands.main import COMMANDS, main
 from lightrl.engines.sglang.held_port import HeldPort
 from lightrl.errors import OtherRankFailed
@@ -167,8 +168,26 @@ def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_p
         path.parent.mkdir(parents=True)
         path.touch()
         os.utime(path, (age, age))
-    assert last_checkpoint(tmp_path / "version_11") == tmp_path / "version_2/checkpoints/last.ckpt"
-    assert last_checkpoint(tmp_path / "else" / "version_0") is None
+    assert last_checkpoint(tmp_path / "version_11", {}) == tmp_path / "version_2/checkpoints/last.ckpt"
+    assert last_checkpoint(tmp_path / "else" / "version_0", {}) is None
+
+
+def test_last_is_of_the_same_experiment_and_a_newer_neighbor_is_named(tmp_path, caplog):
+    import os
+
+    for version, seed in enumerate((0, 1)):
+        place = tmp_path / f"version_{version}" / "checkpoints" / "last.ckpt"
+        place.parent.mkdir(parents=True)
+        place.touch()
+        os.utime(place, (version, version))
+        (place.parent.parent / "config.yaml").write_text(f"seed_everything: {seed}\nmodel: {{class_path: GRPO}}\n")
+    settings = {"seed_everything": 0, "model": {"class_path": "GRPO"}}
+    own, neighbor = (tmp_path / f"version_{version}/checkpoints/last.ckpt" for version in (0, 1))
+    assert last_checkpoint(tmp_path / "version_2", settings) == own
+    assert last_checkpoint(tmp_path / "version_2", settings, is_fit=False) == neighbor  # any seed can be validated
+    assert last_checkpoint(tmp_path / "version_2", settings | {"seed_everything": True}) == neighbor
+    assert last_checkpoint(tmp_path / "version_2", {"seed_everything": 1, "model": {"class_path": "RLOO"}}) is None
+    assert f"{neighbor} (its model.class_path is 'GRPO', here 'RLOO')" in caplog.text
 
 
 # ---------------------------------------------------------------------- errors

@@ -716,6 +716,20 @@ def test_failed_rewards_are_missing_from_validation_groups(make: Make) -> None:
     assert controller.evaluate([], sampling=SAMPLING) == []
 
 
+def test_a_workflow_that_hangs_is_dropped_by_its_own_deadline_and_named(make: Make) -> None:
+    async def before(prompt: Prompt, generate: Generate) -> None:
+        await generate([1])  # takes longer than the deadline, which is for what the workflow does by itself
+        if prompt.id == "p1":
+            await asyncio.sleep(600)
+
+    workflow = Playing(before)
+    workflow.own_timeout_s = 0.2  # seconds
+    controller = make(FakeEngine(delay_s=0.4), workflow=workflow, group_size=2)
+    assert {group.prompt.id for group in controller.take(0)} == {"p0", "p2"}
+    for drop in controller.drain_drops():
+        assert "Playing.run spent own_timeout_s=0.2 outside of generate on prompt 'p1'" in drop.message
+
+
 def test_an_engine_error_ends_validation_though_another_request_hangs(make: Make) -> None:
     controller = make(FakeEngine(hang_requests={0}, fail_requests={1, 2}))
     with pytest.raises(EngineError, match="fails request"):

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +13,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from tiny import tiny_model
 from torch.optim import SGD, AdamW, Optimizer
 
+from lightrl.concurrency.owner import own_mark
 from lightrl.strategies import AtomicCheckpointIO, LogprobSettings, SingleModel, check_strategy, parallel_model
-from lightrl.strategies.atomic_write import publish
+from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile, publish
 from lightrl.strategies.checkpoint import load_optimizers
 from lightrl.strategies.checkpoint_folder import optimizer_state
 
@@ -65,6 +70,71 @@ def test_an_old_checkpoint_stays_until_the_new_one_is_written(tmp_path: Path) ->
     with pytest.raises(OSError, match="file"):
         writer.teardown()
     assert torch.load(tmp_path / "1.ckpt", weights_only=True) == {"step": 1}
+
+
+class HangingDisk:
+    """A disk that takes nothing for the checkpoint `place`: its part is a pipe that nobody reads."""
+
+    def __init__(self, place: Path) -> None:
+        self.part = place.with_name(f"{place.name}.{own_mark()}.part")
+        os.mkfifo(self.part)
+
+    def answer(self) -> None:
+        """Reads what the abandoned thread wants to write, and waits for its end."""
+        with self.part.open("rb") as pipe:
+            pipe.read()
+        for thread in threading.enumerate():
+            if thread.name == "lightrl-checkpoint":
+                thread.join(60)
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_a_disk_that_takes_nothing_is_named_and_no_later_save_waits_for_it(tmp_path: Path, save_async: bool) -> None:
+    writer = AtomicCheckpointIO(save_async=save_async)
+    writer._writes = BackgroundWrites(stall_s=0.5)
+    disk = HangingDisk(tmp_path / "1.ckpt")
+
+    def save(name: str) -> None:
+        writer.save_checkpoint({"step": 1}, tmp_path / name)
+        writer.teardown()
+
+    with pytest.raises(OSError, match=r"1.ckpt was not written: its disk has taken nothing for 0.5 s"):
+        save("1.ckpt")
+    with pytest.raises(OSError, match=r"2.ckpt was not written: an earlier write to .*1.ckpt still hangs"):
+        save("2.ckpt")
+    disk.answer()
+
+
+def test_ctrl_c_ends_the_wait_for_a_disk_and_saving_at_the_end_is_bounded(tmp_path: Path) -> None:
+    writer = AtomicCheckpointIO()
+    writer._writes = BackgroundWrites(stall_at_end_s=0.5)
+    disk = HangingDisk(tmp_path / "1.ckpt")
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        writer.save_checkpoint({"step": 1}, tmp_path / "1.ckpt")
+    except KeyboardInterrupt:
+        with pytest.raises(OSError, match=r"its disk has taken nothing for 0\.5 s"):  # as ModelCheckpoint.on_exception
+            writer.save_checkpoint({"step": 1}, tmp_path / "2.ckpt")
+    else:
+        pytest.fail("Ctrl-C was not raised")
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    disk.answer()
+
+
+def test_a_write_that_takes_long_but_goes_on_is_no_hang(tmp_path: Path) -> None:
+    writes, steps = BackgroundWrites(stall_s=0.5), []
+
+    def write(progress: Progress) -> None:
+        for _ in range(8):
+            with progress.at_disk(), TrackedFile(tmp_path / "file", progress) as file:
+                time.sleep(0.2)
+                steps.append(file.write(b"1234"))
+        time.sleep(1.0)  # waits for other ranks, not for its disk
+
+    writes.run(tmp_path / "file", write)
+    assert steps == [4] * 8
 
 
 @pytest.mark.parametrize("can_swap", [True, False])

@@ -192,9 +192,14 @@ class Members:
         assert registry is not None
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
+            reading = asyncio.ensure_future(in_thread(registry.read))
+            while not (await asyncio.wait({reading}, timeout=self._timeouts.request_s))[
+                0
+            ]:  # no second thread beside it
+                log.warning("The registry %s cannot be read: its disk does not answer. Waiting.", registry.folder)
             try:
-                entries = await asyncio.wait_for(in_thread(registry.read), self._timeouts.request_s)
-            except (OSError, RuntimeError, asyncio.TimeoutError) as error:  # also no thread
+                entries = reading.result()
+            except (OSError, RuntimeError) as error:  # also no thread
                 log.warning("The registry %s cannot be read: %r. Trying again.", registry.folder, error)
                 continue
             silent = set(self.pool.urls("lost", "retired")) - set(entries)  # one that answers stays

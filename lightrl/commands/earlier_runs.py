@@ -1,0 +1,68 @@
+"""`ckpt_path=last`: the newest checkpoint of the earlier runs of this experiment, not of another one beside them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+log = logging.getLogger(__name__)
+
+# What makes an experiment: two runs that differ here continue from each other by mistake only.
+_SAME = ("seed_everything", "model.class_path", "model.init_args.policy", "data.class_path", "data.init_args.train")
+
+
+def last_checkpoint(folder: Path | None, settings: Mapping[str, Any], *, is_fit: bool = True) -> Path | None:
+    """The newest last checkpoint in this run folder and its neighbors, of the runs of the same experiment.
+
+    Args:
+        folder: of this run, or None.
+        settings: of this run, as in a config.yaml.
+        is_fit: whether seed and data must be the same too: another split or file can be validated on.
+    """
+    if folder is None:
+        return None
+    found = folder.parent.glob(f"*/checkpoints/{ModelCheckpoint.CHECKPOINT_NAME_LAST}*.ckpt")
+    checkpoints = [path for path in found if path.exists()]  # not a link to one that was removed
+    others = []
+    for checkpoint in sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True):
+        difference = _difference(checkpoint.parent.parent / "config.yaml", settings, is_fit=is_fit)
+        if difference is None:
+            return checkpoint
+        others.append(f"{checkpoint} ({difference})")
+    if others:
+        log.warning(
+            "ckpt_path=last: no earlier run of this experiment has a checkpoint. %d of other experiments were passed "
+            "over; the newest is %s. Name it as ckpt_path if it is meant.",
+            len(others),
+            others[0],
+        )
+    return None
+
+
+def _difference(config: Path, settings: Mapping[str, Any], *, is_fit: bool) -> str | None:
+    """What makes a run another experiment, for a message; None for the same one, and if its settings are unknown."""
+    try:
+        saved = yaml.safe_load(config.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    if not isinstance(saved, Mapping):
+        return None
+    for name in _SAME:
+        if not is_fit and not name.startswith("model"):
+            continue
+        then, now = _at(saved, name), _at(settings, name)
+        if then != now and not (isinstance(then, bool) or isinstance(now, bool)):  # True is any seed
+            return f"its {name} is {then!r:.80}, here {now!r:.80}"
+    return None
+
+
+def _at(settings: Mapping[str, Any], name: str) -> Any:
+    value: Any = settings
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
