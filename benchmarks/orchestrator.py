@@ -12,6 +12,10 @@ Rows of the table:
     bare          a semaphore, one task per request, post, json.loads
     engine        SGLangEngine.generate in as many tasks
     controller    the whole path to judged groups
+    routing       which of many servers a request goes to (ServerPool), a part of the engine's time
+
+`at_most_...` is what a processor core that does nothing else can take in, from these milliseconds: the event loop is
+one thread, so this is the end of what rank 0 can control.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
 from lightrl.concurrency.parent_guard import end_with_parent
 from lightrl.engines import SGLangEngine
 from lightrl.engines.sglang.open_files import raise_open_files
+from lightrl.engines.sglang.pool import ServerPool
 from lightrl.rewards import Judgment
 from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.testing import fake_server as fake
@@ -250,12 +255,29 @@ def measure(name: str, setting: Setting, servers: list[Server], report: Report) 
         in_flight=setting.in_flight,
         requests=setting.num_requests,
         processor_ms_per_request=round(per_request_ms, 3),
+        at_most_requests_per_s=round(1e3 / per_request_ms),
+        at_most_tokens_per_s=round(1e3 / per_request_ms * setting.sampling.max_new_tokens),
+        at_most_mb_per_s=round(len(canned_answer(setting.sampling.max_new_tokens, "0")) / per_request_ms / 1e3, 1),
         wall_s=round(_Stopwatch.wall_s, 2),
         fakes_busy_fraction=round(busy, 3),
         peak_kib_per_request=round(held_kib, 1),
         **memory.values(),
     )
     return per_request_ms
+
+
+def measure_routing(report: Report, num_servers: int, num_requests: int) -> None:
+    pool = ServerPool()
+    for number in range(num_servers):
+        pool.join(str(number))
+        pool.admit(str(number), 0)
+    started = time.process_time()
+    for number in range(num_requests):
+        url = pool.choose(str(number))
+        assert url is not None
+        pool.start_request(url, 1000)
+    per_request_ms = 1e3 * (time.process_time() - started) / num_requests
+    report.add("routing", servers=num_servers, processor_ms_per_request=round(per_request_ms, 4))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -292,6 +314,8 @@ def main(argv: list[str] | None = None) -> None:
         for name in ("engine", "controller"):
             summary[f"{name}_ratio_{level}"] = median_ratio(times_ms[name], times_ms["bare"])["ratio"]
         summary[f"controller_ms_{level}"] = round(statistics.median(times_ms["controller"]), 3)
+    for num_servers in (8, 128, 1024):
+        measure_routing(report, num_servers, 40 if options.quick else 1000)
     report.finish(**summary)
 
 

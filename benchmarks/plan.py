@@ -6,6 +6,10 @@ For each number of GPUs it prints FSDP2 and the fastest (pp, dp, tp) that fits t
 per update, idle time of the pipeline, microbatches, seconds. If FSDP2's whole gradients do not fit, `reduces` is the
 number of microbatches: `reduce_every_microbatch` is set. The formulas are in lightrl/strategies/costs.py. Its constants
 are assumed, not measured, and printed as `assumed`; set measured ones with --mfu, --memory-gb and the bandwidths.
+
+With --shards, torch's own FSDP2 also shards the model, without memory and over a process group that only pretends to
+have the other ranks: `rank_0_gib` and `last_gib` are the parameters, gradients and moments of the first and last rank
+as they are then, with what does not divide evenly, beside the formula's `state_gib`.
 """
 
 from __future__ import annotations
@@ -14,10 +18,16 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import AutoConfig
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import Report
 from lightrl.strategies.costs import Cost, Machine, Work, best_3d_cost, best_fsdp2_cost, num_parameters
+from lightrl.strategies.fsdp2 import decoder_layers
 
 
 def qwen3(
@@ -66,6 +76,21 @@ def row_of(cost: Cost, machine: Machine) -> dict[str, Any]:
     }
 
 
+def sharded_state_bytes(config: Any, world: int, rank: int) -> int:
+    """Parameters, gradients and Adam's moments of a rank, of a model that FSDP2 shards as FSDP2Strategy asks it to."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        mesh = init_device_mesh("cpu", (world,))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        for layer in decoder_layers(model):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return 16 * sum(parameter.to_local().numel() for parameter in model.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, default=1024, help="largest number of GPUs")
@@ -74,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=2**22, help="of one update, all ranks together")
     parser.add_argument("--microbatch-tokens", type=int, default=16384)
     parser.add_argument("--no-checkpointing", action="store_true")
+    parser.add_argument("--shards", action="store_true", help="shard the model on a fake process group too")
     parser.add_argument("--mfu", type=float, default=Machine().mfu)
     parser.add_argument("--memory-gb", type=float, default=Machine().memory_bytes / 1e9)
     parser.add_argument("--local-gb-per-s", type=float, default=Machine().local_bytes_per_s / 1e9)
@@ -100,7 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     for gpus in sorted({*(size for size in SIZES if size < given.gpus), given.gpus}):
         for cost in (best_fsdp2_cost(config, gpus, work, machine), best_3d_cost(config, gpus, work, machine)):
-            report.add("update", **row_of(cost, machine), peak_rss_mib=0)
+            shards: dict[str, float] = {}
+            if given.shards and cost.strategy == "FSDP2":
+                sizes = (sharded_state_bytes(config, gpus, rank) for rank in (0, gpus - 1))
+                shards = {
+                    name: round(size / 2**30, 4) for name, size in zip(("rank_0_gib", "last_gib"), sizes, strict=True)
+                }
+            report.add("update", **row_of(cost, machine), **shards, peak_rss_mib=0)
     report.finish([name for name in report.rows[0] if name not in ("measurement", "peak_rss_mib")])
 
 

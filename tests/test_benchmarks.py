@@ -11,7 +11,7 @@ import sys
 import forked
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import AutoConfig, Qwen3Config
 
 from benchmarks import (
     async_overlap,
@@ -31,6 +31,7 @@ from benchmarks import (
 from benchmarks.async_overlap import PlaybackEngine
 from benchmarks.lengths import ForcedLengths, equal_lengths, lognormal_lengths, session_length, skewed_lengths
 from benchmarks.report import PeakMemory, Report, interleaved, median_ratio
+from lightrl.strategies.costs import Machine, Work, fsdp2_cost
 from lightrl.trajectory import Sampling
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -293,6 +294,13 @@ def test_plan_prints_both_strategies_for_each_size(capsys):
     rows = [line for line in printed(capsys) if "strategy" in line]
     assert [(row["gpus"], row["strategy"]) for row in rows] == [(8, "FSDP2"), (8, "3D"), (64, "FSDP2"), (64, "3D")]
     assert all(row["fits"] for row in rows)
+
+
+def test_plans_formula_for_a_ranks_state_is_what_fsdp2_shards():
+    values = {**plan.MODELS["qwen3-0.6b"], "num_hidden_layers": 2, "vocab_size": 1024}
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    paper = fsdp2_cost(config, 64, Work(2**16), Machine()).state_bytes
+    assert plan.sharded_state_bytes(config, 64, 0) == pytest.approx(paper, rel=1e-3)  # norms are not in the formula
 
 
 def test_plan_says_which_constants_are_assumed(capsys):
