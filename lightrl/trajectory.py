@@ -73,7 +73,7 @@ class Sampling:
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # 1 keeps every token; below, at most the MAX_SUPPORT likeliest
     top_k: int = -1  # -1 keeps every token
-    max_new_tokens: int = 128
+    max_new_tokens: int = 128  # of a completion; a turn has one
     min_new_tokens: int = 0  # no stop token is drawn before this many tokens
     stop_token_ids: tuple[int, ...] = ()  # a completion ends with the first of these and includes it
     seed: int = 0  # int64; seed and position fix the uniform number that draws a token

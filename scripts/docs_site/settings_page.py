@@ -1,0 +1,144 @@
+"""The page of every YAML setting with its default, read from the constructors, which are the configuration.
+
+python scripts/docs_site/settings_page.py    # prints it as Markdown
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import docstring_parser
+
+import lightrl
+from lightrl.launch import Launch
+
+# Where a class stands in a run's YAML → the public classes that stand there.
+SECTIONS = {
+    "trainer": ["Trainer"],
+    "trainer.engine": ["LocalEngine", "SGLangEngine"],
+    "trainer.strategy": ["FSDP2Strategy", "Parallel3DStrategy"],
+    "trainer.callbacks": lightrl._NAMES["callbacks"],
+    "model": lightrl._NAMES["algorithms"] + ["RLModule"],
+    "objects in a model's settings": [
+        "ModelSpec", "Role", "RoleMesh", "LoRA", "Sampling", "ImportanceWeights", "RewardShaping", "OverlongPenalty",
+    ],
+    "model.workflow": lightrl._NAMES["workflows"],
+    "data": lightrl._NAMES["data"],
+}  # fmt: skip
+_FIELD = re.compile(r"^    (\w+): [^#\n]+  # (.+)$", re.MULTILINE)
+_NO_DEFAULT = inspect.Parameter.empty
+
+
+@dataclasses.dataclass
+class Setting:
+    """One constructor argument of a class, or of the one that it inherits it from."""
+
+    name: str
+    kind: str
+    default: Any
+    text: str
+    home: type
+
+
+def settings_of(cls: type) -> list[Setting]:
+    """Its own first, then those that it hands to its base classes of lightrl."""
+    settings: dict[str, Setting] = {}
+    homes = [home for home in cls.__mro__ if home.__module__.startswith("lightrl.")]
+    texts = {name: text for home in reversed(homes) for name, text in _texts(home).items() if text}
+    for home in homes:
+        if "__init__" not in vars(home):
+            continue
+        parameters = list(inspect.signature(home.__init__).parameters.values())[1:]
+        for parameter in parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in settings:
+                continue
+            kind = parameter.annotation if isinstance(parameter.annotation, str) else _name(parameter.annotation)
+            default = _default(home, parameter)
+            settings[parameter.name] = Setting(parameter.name, kind, default, texts.get(parameter.name, ""), home)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return list(settings.values())
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    lines = [
+        "# Every setting",
+        "",
+        "Made from the code when this page was built: the constructor is the configuration. The settings of a class "
+        "are under `init_args:` beside its `class_path:`; `lightrl fit --model.help GRPO` prints the same.",
+        "`trainer` also takes every argument of Lightning's Trainer, and `trainer.callbacks`, `trainer.logger`, "
+        "`optimizer` and `lr_scheduler` take Lightning's and torch's classes.",
+        "",
+    ]
+    for place, names in SECTIONS.items():
+        lines += [f"## `{place}`" if " " not in place else f"## {place.capitalize()}", ""]
+        for name in names:
+            lines += _class_lines(getattr(lightrl, name), name)
+    lines += ["## `launch`", "", *_class_lines(Launch, "Launch")]
+    return "\n".join(lines)
+
+
+def _class_lines(cls: type, name: str) -> Iterator[str]:
+    settings = settings_of(cls)
+    yield from (f"### {name}", "", _first_sentence(cls), "")
+    if not settings:
+        yield from ("No settings.", "")
+        return
+    own = [setting for setting in settings if setting.home is cls]
+    inherited = [setting for setting in settings if setting.home is not cls]
+    if own:
+        yield from ("| setting | type | default | |", "|---|---|---|---|")
+        for setting in own:
+            default = "required" if setting.default is _NO_DEFAULT else _code(repr(setting.default))
+            yield f"| `{setting.name}` | {_code(setting.kind)} | {default} | {_cell(setting.text)} |"
+        yield ""
+    for home in dict.fromkeys(setting.home for setting in inherited):
+        names = ", ".join(f"`{setting.name}`" for setting in inherited if setting.home is home)
+        where = f"[{home.__name__}](#{home.__name__.lower()})" if home.__name__ in lightrl.__all__ else home.__name__
+        yield from (f"From {where}: {names}.", "")
+
+
+def _texts(home: type) -> dict[str, str]:
+    """Setting → its text in the class's `Args:`, where one line may name several, or behind a data class's field."""
+    described = docstring_parser.parse(inspect.getdoc(home) or "", docstring_parser.DocstringStyle.GOOGLE).params
+    texts = dict(_FIELD.findall(inspect.getsource(home))) if dataclasses.is_dataclass(home) else {}
+    for one in described:
+        texts |= dict.fromkeys(map(str.strip, one.arg_name.split(",")), " ".join((one.description or "").split()))
+    return texts
+
+
+def _default(home: type, parameter: inspect.Parameter) -> Any:
+    """A data class's default factory is called: `<factory>` tells a reader nothing."""
+    if dataclasses.is_dataclass(home):
+        field = next((one for one in dataclasses.fields(home) if one.name == parameter.name), None)
+        if field is not None and field.default_factory is not dataclasses.MISSING:
+            return field.default_factory()
+    return parameter.default
+
+
+def _first_sentence(cls: type) -> str:
+    text = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+    return text if text.endswith((".", ":")) else f"{text}."
+
+
+def _name(annotation: Any) -> str:
+    return re.sub(r"\b(typing|collections\.abc)\.", "", inspect.formatannotation(annotation))
+
+
+def _code(text: str) -> str:
+    """As code in a cell, where Markdown's own would show the backslash before a bar."""
+    return f"<code>{html.escape(_cell(text)).replace(chr(92) + '|', '&#124;')}</code>"
+
+
+def _cell(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", text).replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    print(page())
