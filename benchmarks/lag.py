@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.algorithms import last_reward, lightrl_seed, make_start, quiet
 from benchmarks.report import Report
 from lightrl import ImportanceWeights
-from lightrl.callbacks.staleness import EssWatch
+from lightrl.callbacks.staleness import LagWatch
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -196,7 +196,7 @@ def row_of(
     runs = [records[loss, lag, lr, seed] for seed in seeds]
     rewards = [last_reward(run["reward"]) for run in runs]
     on_policy = [last_reward(records["GRPO", 0, LR, seed]["reward"]) for seed in seeds]
-    collapses = [(collapse_of(run["reward"]), warning_of(run["ess_fraction"])) for run in runs]
+    collapses = [(collapse_of(run["reward"]), warning_of(run["ess_fraction"], run["kl_behavior_nats"])) for run in runs]
     leads = [None if warning is None else collapse - warning for collapse, warning in collapses if collapse is not None]
     return {
         "measurement": "trained" if lr == LR else "provoked",
@@ -210,6 +210,7 @@ def row_of(
         "ess_warning_lead_iterations": "missed" if None in leads else min(leads, default=None),  # type: ignore[type-var]
         "warned_without_collapse": sum(collapse is None and warning is not None for collapse, warning in collapses),
         "lowest_ess_fraction": round(min(min(means_of_10(run["ess_fraction"])) for run in runs), 2),
+        "highest_kl_nats": round(max(max(means_of_10(run["kl_behavior_nats"])) for run in runs), 2),
     }
 
 
@@ -225,10 +226,11 @@ def means_of_10(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(values[max(0, end - 10) : end]) for end in range(min(10, len(values)), len(values) + 1)]
 
 
-def warning_of(ess_fractions: Sequence[float]) -> int | None:
+def warning_of(ess_fractions: Sequence[float], kls_nats: Sequence[float]) -> int | None:
     """The iteration, from 0, of the first warning that StalenessControl gives; None without."""
-    watch = EssWatch()
-    return next((index for index, ess in enumerate(ess_fractions) if watch.falls(ess)), None)
+    watch = LagWatch()
+    values = enumerate(zip(ess_fractions, kls_nats, strict=True))
+    return next((index for index, (ess, kl) in values if watch.begins(ess, kl)), None)
 
 
 def read_records(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:

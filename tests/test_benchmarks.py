@@ -377,13 +377,16 @@ def test_a_collapse_is_a_fall_of_the_mean_and_its_warning_comes_before():
     assert lag.collapse_of(rewards) == 45
     assert lag.collapse_of([0.9] * 40 + [0.8] * 40) is None
     ess = [1.0] * 20 + [0.2] * 30
-    assert lag.warning_of(ess) == 28  # 0.2 · 9 + 1 = 2.8, below 0.3 · 10
+    assert lag.warning_of(ess, [0.0] * 50) == 28  # 0.2 · 9 + 1 = 2.8, below 0.3 · 10
+    assert lag.warning_of([1.0] * 50, [0.0] * 20 + [3.0] * 30) == 29  # 3 · 9 = 27 is not above 2.7 · 10
     records = {
         ("GRPO", 0, lag.LR, 0): {"reward": [0.8] * 50, "ess_fraction": [1.0] * 50},
         ("GRPO", 64, lag.LR, 0): {"reward": rewards, "ess_fraction": ess},
         ("OAPL", 64, lag.LR, 0): {"reward": rewards, "ess_fraction": [1.0] * 50},
         ("TOPR", 64, lag.LR, 0): {"reward": [0.8] * 50, "ess_fraction": ess},
     }
+    for record in records.values():
+        record["kl_behavior_nats"] = [0.0] * 50
     rows = {loss: lag.row_of(records, loss, 64, lag.LR, [0]) for loss in ("GRPO", "OAPL", "TOPR")}
     assert [row["ess_warning_lead_iterations"] for row in rows.values()] == [17, "missed", None]
     assert [row["warned_without_collapse"] for row in rows.values()] == [0, 0, 1]

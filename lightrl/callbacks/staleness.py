@@ -25,29 +25,36 @@ log = logging.getLogger(__name__)
 MIN_BIAS = 0.01  # of the groups drawn again, to warn
 MIN_GROUPS = 100  # drawn until then
 
-ESS = "policy/ess_fraction"
+ESS, KL = "policy/ess_fraction", "policy/kl_behavior_nats"
 LOW_ESS_FRACTION = 0.3
-ESS_ITERATIONS = 10
+HIGH_KL_NATS = 2.7  # per token
+LAG_ITERATIONS = 10
 
 
-class EssWatch:
-    """Tells when the effective sample size, as a mean over `ESS_ITERATIONS`, falls below `LOW_ESS_FRACTION`.
+class LagWatch:
+    """Tells when trajectories are too far from the policy, by means over `LAG_ITERATIONS`.
 
-    Both numbers are from `benchmarks.lag`: see docs/algorithms.md.
+    Either a few tokens have most of the weight: the effective sample size is below `LOW_ESS_FRACTION`. Or, where a loss
+    bounds its weights and they stay even, the policy has left what it learns from: KL(behavior ‖ policy) is above
+    `HIGH_KL_NATS`. The numbers are from `benchmarks.lag`: see docs/algorithms.md.
     """
 
     def __init__(self) -> None:
-        self.last: collections.deque[float] = collections.deque(maxlen=ESS_ITERATIONS)
+        self.last: collections.deque[tuple[float, float]] = collections.deque(maxlen=LAG_ITERATIONS)
 
-    def falls(self, ess_fraction: float) -> bool:
-        """Whether it has fallen below with this iteration's value; False while it stays there."""
-        was_low = self.is_low
-        self.last.append(ess_fraction)
-        return self.is_low and not was_low
+    def begins(self, ess_fraction: float, kl_nats: float) -> str | None:
+        """What goes wrong since this iteration, whose values these are; None if nothing does, or did before."""
+        before = self._problem()
+        self.last.append((ess_fraction, kl_nats))
+        return None if before else self._problem()
 
-    @property
-    def is_low(self) -> bool:
-        return len(self.last) == ESS_ITERATIONS and statistics.fmean(self.last) < LOW_ESS_FRACTION
+    def _problem(self) -> str | None:
+        if len(self.last) < LAG_ITERATIONS:
+            return None
+        ess_fraction, kl_nats = map(statistics.fmean, zip(*self.last, strict=True))
+        if ess_fraction < LOW_ESS_FRACTION:
+            return f"{ESS} was below {LOW_ESS_FRACTION}"
+        return f"{KL} was above {HIGH_KL_NATS}" if kl_nats > HIGH_KL_NATS else None
 
 
 class StalenessControl(RLCallback):
@@ -63,8 +70,8 @@ class StalenessControl(RLCallback):
     docs/async.md.
 
     It also watches `policy/ess_fraction`, the effective sample size: (Σw)² / (N Σw²) over the N tokens that learn, with
-    w what the loss multiplies a token's policy gradient by. A warning comes where a few tokens have got most of the
-    weight, usually long before the reward falls.
+    w what the loss multiplies a token's policy gradient by, and `policy/kl_behavior_nats`. A warning comes where a few
+    tokens have most of the weight, or the policy has left what it learns from, usually long before the reward falls.
 
     Args:
         max_staleness: η, in versions.
@@ -98,7 +105,7 @@ class StalenessControl(RLCallback):
         self.redraw_stragglers = redraw_stragglers
         self.rollout_timeout_s = rollout_timeout_s
         self.loop_timeout_s = loop_timeout_s
-        self._ess = EssWatch()
+        self._lag = LagWatch()
         self._num_taken = 0  # groups, in this process
         self._has_warned = False
 
@@ -145,20 +152,20 @@ class StalenessControl(RLCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        ess_fraction = trainer.callback_metrics.get(ESS)
-        if ess_fraction is not None and self._ess.falls(float(ess_fraction)) and trainer.is_global_zero:
+        metrics = trainer.callback_metrics
+        problem = self._lag.begins(float(metrics.get(ESS, 1.0)), float(metrics.get(KL, 0.0)))
+        if problem and trainer.is_global_zero:
             log.warning(
-                "%s was below %s in the mean of the last %d iterations: the trajectories are so far from the policy "
-                "that a few tokens outweigh the others. Lower lr or max_staleness, or use a loss for stale "
-                "trajectories, such as OAPL (docs/algorithms.md, Which loss at which lag).",
-                ESS,
-                LOW_ESS_FRACTION,
-                ESS_ITERATIONS,
+                "%s in the mean of the last %d iterations: the trajectories are too far from the policy to learn from. "
+                "Lower lr or max_staleness, or use a loss for stale trajectories, such as TOPR with betas [0.9, 0.999] "
+                "(docs/algorithms.md, Which loss at which lag).",
+                problem,
+                LAG_ITERATIONS,
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last_ess_fractions": list(self._ess.last)}
+        return {"last_lags": [list(values) for values in self._lag.last]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._ess.last.clear()
-        self._ess.last.extend(state_dict["last_ess_fractions"])
+        self._lag.last.clear()
+        self._lag.last.extend((ess_fraction, kl_nats) for ess_fraction, kl_nats in state_dict.get("last_lags", ()))

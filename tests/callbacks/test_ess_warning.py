@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.callbacks.staleness import ESS, StalenessControl
+from lightrl.callbacks.staleness import ESS, KL, StalenessControl
 
 
-def play(control: StalenessControl, ess_fractions: list[float], *, is_main: bool = True) -> None:
+def play(control: StalenessControl, values: list[float], *, name: str = ESS, is_main: bool = True) -> None:
     module: Any = None
-    for ess_fraction in ess_fractions:
-        trainer: Any = SimpleNamespace(callback_metrics={ESS: torch.tensor(ess_fraction)}, is_global_zero=is_main)
+    for value in values:
+        trainer: Any = SimpleNamespace(callback_metrics={name: torch.tensor(value)}, is_global_zero=is_main)
         control.on_train_batch_end(trainer, module, None, None, 0)
 
 
@@ -27,6 +27,18 @@ def test_few_tokens_with_all_the_weight_warn_once_until_it_recovers(caplog: pyte
         assert caplog.messages[0].startswith("policy/ess_fraction was below 0.3 in the mean of the last 10 iterations")
         play(control, [0.9] * 10 + [0.1] * 20)
         assert len(caplog.messages) == 2
+
+
+def test_a_policy_that_has_left_what_it_learns_from_warns_though_weights_are_even(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    control = StalenessControl(8)
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        play(control, [0.1] * 10 + [20.0] + [2.5] * 8, name=KL)
+        assert len(caplog.messages) == 1  # (20 + 9 · 0.1) / 10 is no mean above 2.7, but with more of 2.5 it is
+        assert caplog.messages[0].startswith("policy/kl_behavior_nats was above 2.7 in the mean of the last 10")
+        play(control, [2.5] * 30, name=KL)
+    assert len(caplog.messages) == 1
 
 
 def test_a_single_low_iteration_and_a_moderate_fraction_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
