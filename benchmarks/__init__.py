@@ -15,6 +15,9 @@ Reading order:
     algorithms.py       learning curves of every algorithm on one task, over seeds, as CSV and PNG
     weight_sync.py      MiB/s of weights from trainers to a receiver, by transport
     sync_faults.py      silent faults of a weight sync: what notices each; false alarms of healthy syncs
+    kill_matrix.py      who dies when: each actor killed and stopped in each phase of a run; kill_run.py is the run
+    soak.py             thousands of iterations with faults: slopes of memory, threads, files; size of checkpoints
+      faulty_reward.py, in_fork.py  rewards that fail, and runs without the seconds of their imports, of these two
     delta_sync.py       its rows of syncs that send what changed: bytes, pause, speed on a link, growth
     parallel.py         updates by topology on this machine: tokens/s, memory, bytes sent, idle time of the pipeline
     gpu_update.py       MFU, tokens/s and memory of update and logprobs on one GPU, against a plain training loop

@@ -562,13 +562,13 @@ def markdown(rows: Sequence[Mapping[str, Any]], healthy: Mapping[str, Any]) -> s
     return "\n".join([*lines, "", summary])
 
 
-def write_table(file: Path, table: str) -> None:
+def write_table(file: Path, table: str, markers: tuple[str, str] = MARKERS) -> None:
     """Replaces what is between the two markers."""
-    before, _, rest = file.read_text().partition(MARKERS[0])
-    _, _, after = rest.partition(MARKERS[1])
+    before, _, rest = file.read_text().partition(markers[0])
+    _, _, after = rest.partition(markers[1])
     if not after:
-        raise SystemExit(f"{file} must have the lines {MARKERS[0]} and {MARKERS[1]}.")
-    file.write_text(f"{before}{MARKERS[0]}\n{table}\n{MARKERS[1]}{after}")
+        raise SystemExit(f"{file} must have the lines {markers[0]} and {markers[1]}.")
+    file.write_text(f"{before}{markers[0]}\n{table}\n{markers[1]}{after}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

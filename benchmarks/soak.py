@@ -1,0 +1,259 @@
+"""A long run with faults: do memory, threads, files and checkpoints stay as they are?
+
+    python -m benchmarks.soak [--iterations 10000] [--staleness 0,2] [--max-minutes 55] [--plot docs/soak.png]
+
+A tiny policy, two fake servers that the run starts, reward workers, and every callback that keeps state. Five in a
+hundred rewards fail: most raise, some hang until their worker is killed; one of the servers is killed every 500
+iterations. A row for each max_staleness has the slopes of a line through the samples after the first tenth, with the
+standard error of the memory's. The metrics' CSV is read at the end: numbers
+that are not finite are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+import lightrl
+from benchmarks.in_fork import in_fork
+from benchmarks.report import Report
+from lightrl import (
+    GRPO,
+    LearningCurve,
+    Prompt,
+    PromptDataModule,
+    RLCallback,
+    Sampling,
+    SGLangEngine,
+    StalenessControl,
+    TrajectoryLog,
+)
+from lightrl.concurrency.parent_guard import kill_group
+from lightrl.engines import Timeouts
+from lightrl.rewards import RewardPart
+from lightrl.testing import QUIET, tiny_policy
+from lightrl.testing.tiny_model import LETTERS
+
+WARM_FRACTION = 0.1  # of the iterations, before the first that counts
+NUM_SAMPLES = 1000  # of a run
+HANG_FRACTION, RAISE_FRACTION = 0.002, 0.048  # of the rewards
+REWARD_TIMEOUT_S = 0.3
+KILL_EVERY = 500  # iterations, a server
+NUM_SERVERS = 2
+CHECKPOINTS = 20  # of a run
+SAMPLES = "samples.csv"  # in a run's folder
+COLUMNS = ("iteration", "seconds", "rss_kib", "threads", "open_files", "processes", "checkpoint_bytes", "killed")
+SERVER = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
+SERVER += ["--vocab-size", str(len(LETTERS)), "--context-length", "64"]
+
+
+class Letters(PromptDataModule):
+    def make_prompts(self, split: str) -> list[Prompt]:
+        return [
+            Prompt(f"{split}-{number}", token_ids=[3 + number, 4]) for number in range(8 if split == "train" else 1)
+        ]
+
+
+class Watch(RLCallback):
+    """Kills a server now and then, and samples what the process holds.
+
+    Args:
+        folder: of the run, where samples and checkpoints are written.
+        iterations: of the run.
+        kill_every: iterations.
+        ends_at: on the monotonic clock, in seconds; the run ends there if it has not before.
+    """
+
+    def __init__(self, folder: Path, iterations: int, kill_every: int, ends_at: float) -> None:
+        self.folder = folder
+        self.every = max(1, iterations // NUM_SAMPLES)
+        self.save_every = max(1, iterations // CHECKPOINTS)
+        self.kill_every = kill_every
+        self.ends_at = ends_at
+        self._num_killed = 0
+        self._started_s = time.monotonic()
+        self._file = (folder / SAMPLES).open("w", buffering=1)
+        self._file.write(",".join(COLUMNS) + "\n")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for policy in trainer.engine.fleet._policies:  # a server that dies every minute would be given up
+            policy.stable_s = 1.0
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        iteration = trainer.global_step
+        if iteration % self.kill_every == 0:
+            kill_group(trainer.engine.fleet.servers[self._num_killed % NUM_SERVERS].pid)
+            self._num_killed += 1
+        if time.monotonic() > self.ends_at:
+            trainer.should_stop = True
+        if iteration % self.every:
+            return
+        num_bytes: int | str = ""
+        if iteration % self.save_every == 0:
+            path = self.folder / "soak.ckpt"
+            trainer.save_checkpoint(path)
+            num_bytes = path.stat().st_size
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        own = Path("/proc/self")
+        row = [
+            iteration, round(time.monotonic() - self._started_s, 2), pages * os.sysconf("SC_PAGE_SIZE") // 1024,
+            _num_entries(own / "task"), _num_entries(own / "fd"), _num_children(), num_bytes, self._num_killed,
+        ]  # fmt: skip
+        self._file.write(",".join(map(str, row)) + "\n")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._file.close()
+
+
+def _num_entries(folder: Path) -> int:
+    return sum(1 for _ in folder.iterdir())
+
+
+def _num_children() -> int:
+    """Of this process, zombies too."""
+    return sum(len((task / "children").read_text().split()) for task in Path("/proc/self/task").iterdir())
+
+
+def play(folder: Path, max_staleness: int, iterations: int, kill_every: int, ends_at: float) -> None:
+    """The run; its samples are in the folder."""
+    module = GRPO(
+        tiny_policy(), group_size=4, sampling=Sampling(max_new_tokens=2), lr=1e-5, max_failed_fraction=1.0,
+        reward=[RewardPart("benchmarks.faulty_reward.sometimes",
+                           arguments={"hang_fraction": HANG_FRACTION, "raise_fraction": RAISE_FRACTION})],
+        reward_timeout_s=REWARD_TIMEOUT_S, reward_workers=2,
+    )  # fmt: skip
+    trainer = lightrl.Trainer(
+        **QUIET | {"enable_checkpointing": True, "logger": [CSVLogger(folder), TensorBoardLogger(folder)]},
+        default_root_dir=folder, max_steps=iterations, max_epochs=-1, limit_val_batches=0,
+        engine=SGLangEngine(servers=NUM_SERVERS, command=SERVER, timeouts=Timeouts(hang_s=10, startup_s=120)),
+        callbacks=[Watch(folder, iterations, kill_every, ends_at), LearningCurve(), TrajectoryLog(),
+                   StalenessControl(max_staleness),
+                   ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=50, save_top_k=1)],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Letters(None, batch_size=1))
+
+
+def read_samples(folder: Path) -> dict[str, np.ndarray]:
+    """The columns of a run's samples; NaN where there is none."""
+    with (folder / SAMPLES).open() as file:
+        rows = list(csv.DictReader(file))
+    return {name: np.array([float(row[name] or "nan") for row in rows]) for name in COLUMNS}
+
+
+def slope(iterations: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """Of the line of least squares, per iteration, and its standard error."""
+    x, y = iterations - iterations.mean(), values - values.mean()
+    found = float((x * y).sum() / (x * x).sum())
+    rest = y - found * x
+    return found, float(math.sqrt((rest * rest).sum() / max(1, len(x) - 2) / (x * x).sum()))
+
+
+def num_not_finite(folder: Path) -> tuple[int, int]:
+    """Numbers in the metrics' CSV, and how many of them are not finite."""
+    num = bad = 0
+    for path in folder.rglob("metrics.csv"):
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                values = [float(value) for value in row.values() if value]
+                num += len(values)
+                bad += sum(not math.isfinite(value) for value in values)
+    return num, bad
+
+
+def summary(folder: Path, max_staleness: int) -> dict[str, Any]:
+    """The row of a run that has ended."""
+    samples = read_samples(folder)
+    last = int(samples["iteration"][-1])
+    counts = samples["iteration"] > WARM_FRACTION * last
+    kept = {name: values[counts] for name, values in samples.items()}
+    sizes = samples["checkpoint_bytes"][~np.isnan(samples["checkpoint_bytes"])]
+    warm_sizes = kept["checkpoint_bytes"][~np.isnan(kept["checkpoint_bytes"])]
+    slopes = {name: slope(kept["iteration"], kept[name]) for name in ("rss_kib", "threads", "open_files", "processes")}
+    num, bad = num_not_finite(folder)
+    return {
+        "max_staleness": max_staleness, "iterations": last, "seconds": float(samples["seconds"][-1]),
+        "rss_slope_kib_per_iteration": round(slopes["rss_kib"][0], 4),
+        "rss_slope_error": round(slopes["rss_kib"][1], 4),
+        "rss_mib_first": round(kept["rss_kib"][0] / 1024, 1), "rss_mib_last": round(kept["rss_kib"][-1] / 1024, 1),
+        **{f"{name}_slope": round(slopes[name][0], 6) for name in ("threads", "open_files", "processes")},
+        **{f"{name}_last": int(kept[name][-1]) for name in ("threads", "open_files", "processes")},
+        "checkpoint_bytes_first": int(warm_sizes[0]) if len(warm_sizes) else None,
+        "checkpoint_bytes_last": int(sizes[-1]) if len(sizes) else None,
+        "killed_servers": int(samples["killed"][-1]), "numbers_logged": num, "not_finite": bad,
+    }  # fmt: skip
+
+
+def draw(folders: dict[int, Path], picture: Path) -> None:
+    """Memory, threads and files over the iterations, a line for each max_staleness."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = {"rss_kib": "resident memory, MiB", "threads": "threads", "open_files": "open files and sockets",
+              "processes": "child processes"}  # fmt: skip
+    figure = Figure(figsize=(9, 4.6), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, (name, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        for max_staleness, folder in folders.items():
+            samples = read_samples(folder)
+            values = samples[name] / (1024 if name == "rss_kib" else 1)
+            axis.plot(samples["iteration"], values, lw=0.8, label=f"max_staleness={max_staleness}")
+        axis.set_title(f"{title} over iterations", fontsize=9, loc="left")
+        axis.set_ylim(bottom=0)
+        axis.tick_params(labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=7)
+    figure.savefig(picture, format="png")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.split("\n")[0])
+    parser.add_argument("--iterations", type=int, default=10_000)
+    parser.add_argument("--staleness", default="0,2", help="max_staleness of the runs")
+    parser.add_argument("--kill-every", type=int, default=KILL_EVERY, help="iterations, a server")
+    parser.add_argument("--max-minutes", type=float, default=55.0, help="of all runs together; what is done counts")
+    parser.add_argument("--plot", type=Path, help="a PNG file")
+    parser.add_argument("--keep", type=Path, help="a folder for the runs, which are kept")
+    options = parser.parse_args(argv)
+    numbers = [int(word) for word in options.staleness.split(",")]
+    report = Report("soak", hang_fraction=HANG_FRACTION, raise_fraction=RAISE_FRACTION, kill_every=options.kill_every)
+    failed = False
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {number: (options.keep or Path(temporary)) / f"staleness-{number}" for number in numbers}
+        all_end_at = time.monotonic() + 60 * options.max_minutes
+        for done, (number, folder) in enumerate(folders.items()):
+            folder.mkdir(parents=True)
+            now = time.monotonic()
+            ends_at = now + (all_end_at - now) / (len(numbers) - done)
+            settings = (number, options.iterations, options.kill_every, ends_at)
+            child = in_fork(lambda folder=folder, settings=settings: play(folder, *settings), folder / "output.txt")
+            try:
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            except KeyboardInterrupt:
+                os.kill(child, signal.SIGKILL)
+                raise
+            failed = failed or code != 0
+            if code:
+                sys.stderr.write((folder / "output.txt").read_text()[-5000:])
+            report.add("soak", **summary(folder, number), exit_code=code)
+        if options.plot:
+            draw(folders, options.plot)
+    report.finish()
+    if failed:
+        raise SystemExit("A run failed; its output is above.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The kill matrix gives in every cell what it must; a short soak leaks nothing and logs finite numbers only."""
+
+import json
+import sys
+
+import forked
+import pytest
+
+from benchmarks.kill_matrix import CELLS, Cell, expected
+from benchmarks.kill_run import BLOCK, KILL, PHASES, RAISE, STOP
+
+# Each actor once, in phases that differ; `pytest -m extra` plays the others.
+SHORT = (
+    Cell("trainer", "sync", KILL),
+    Cell("rank", "update", KILL),
+    Cell("server", "sync", KILL),
+    Cell("reward worker", "reward", KILL),
+    Cell("environment", "rollout", STOP),
+    Cell("controller thread", "score", RAISE),
+)
+
+
+def rows(*words: str, timeout_s: float = 170) -> list[dict]:
+    done = forked.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=timeout_s, check=False,
+        children_fork=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return [
+        row for line in done.stdout.splitlines() if line.startswith("{") and "measurement" in (row := json.loads(line))
+    ]
+
+
+def assert_as_expected(cells: tuple[Cell, ...], timeout_s: float = 170) -> None:
+    names = ",".join(f"{cell.actor} {cell.phase} {cell.signal}" for cell in cells)
+    played = rows("benchmarks.kill_matrix", "--cells", names, timeout_s=timeout_s)
+    assert {(row["actor"], row["phase"], row["signal"]) for row in played} == {
+        (cell.actor, cell.phase, cell.signal) for cell in cells
+    }
+    assert [row["problems"] for row in played] == [[]] * len(cells)
+
+
+def test_the_matrix_has_every_actor_in_every_phase_killed_and_stopped() -> None:
+    actors = {cell.actor for cell in CELLS}
+    assert len(actors) * len(PHASES) == 42
+    kinds = {actor: {RAISE, BLOCK} if actor == "controller thread" else {KILL, STOP} for actor in actors}
+    assert {(cell.actor, cell.phase, cell.signal) for cell in CELLS} == {
+        (actor, phase, kind) for actor in actors for phase in PHASES for kind in kinds[actor]
+    }
+    assert all(expected(cell).dropped <= 1 for cell in CELLS)
+
+
+def test_killed_anywhere_a_run_loses_no_trajectory_in_silence_and_trains_on_none_twice() -> None:
+    assert_as_expected(SHORT)
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("actor", sorted({cell.actor for cell in CELLS}))
+def test_the_other_cells_of_the_matrix(actor: str) -> None:
+    assert_as_expected(tuple(cell for cell in CELLS if cell.actor == actor and cell not in SHORT), timeout_s=590)
+
+
+def test_a_short_soak_with_failing_rewards_and_killed_servers_ends_with_what_it_began() -> None:
+    (row,) = rows("benchmarks.soak", "--iterations", "60", "--kill-every", "25", "--staleness", "2")
+    assert (row["iterations"], row["killed_servers"], row["not_finite"]) == (60, 2, 0)
+    assert row["numbers_logged"] > 1000
+    assert abs(row["threads_slope"]) * 60 < 4
+    assert abs(row["open_files_slope"]) * 60 < 20  # sockets of the server that is starting again
