@@ -97,7 +97,7 @@ class OrderOfBook:
     """The decisions of GroupBook, in the controller's sequence."""
 
     def __init__(self, **settings: Any) -> None:
-        self.book = GroupBook(RolloutSettings(groups_per_iteration=PROMPTS, **settings))
+        self.book = GroupBook(RolloutSettings(**{"groups_per_iteration": PROMPTS, **settings}))
         self.max_staleness = self.book.settings.max_staleness
         self.num_discarded = 0
         self._next_position = 0
