@@ -66,6 +66,11 @@ class _Replica:
     difference: float = 0.0  # of the last sync, in nats
 
 
+def mismatch_bound_nats(rounding: Rounding, entropy_nats: float) -> float:
+    """Of the mean difference on sampled tokens of the present weights."""
+    return bound_nats(max(rounding.training_eps, rounding.engine_eps), entropy_nats) + MISMATCH_NATS
+
+
 class Probe:
     """Compares trainer and engine after a sync. `trainer_side`, `compare` and `check_mismatch` are collective.
 
@@ -142,8 +147,7 @@ class Probe:
         num_tokens = metrics.get("sync/num_present_tokens", 0)
         if self._rounding is None or difference is None or num_tokens < MIN_MISMATCH_TOKENS:
             return
-        eps = max(self._rounding.training_eps, self._rounding.engine_eps)
-        bound = max(bound_nats(eps, metrics["entropy_nats"]) + MISMATCH_NATS, self.max_nats or 0.0)
+        bound = max(mismatch_bound_nats(self._rounding, metrics["entropy_nats"]), self.max_nats or 0.0)
         if difference > bound:
             raise WeightSyncError(
                 f"The {num_tokens:.0f} tokens that the engine sampled with the present weights differ by "

@@ -74,7 +74,7 @@ def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
             raise
         # Not into the run's folder, where the failed rank may write its own; and the cause comes last.
         here = error.__cause__
-        return _fail(f"{type(here).__name__}: {here}\n{_keep_traceback(None)}\n{error}", code=1)
+        return _fail(f"{type(here).__name__}: {here}\n{keep_traceback(None)}\n{error}", code=1)
     except (LightRLError, *FIXABLE) as error:
         cause = unwrapped(error)
         is_ours = isinstance(error, LightRLError) or _raised_in(cause, lightrl)
@@ -83,7 +83,7 @@ def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
         if is_on_all_ranks(error) and vars(rank_zero_only).get("rank"):
             return 1  # rank 0 reports it
         if watch.has_started or isinstance(error, LightRLError):
-            return _fail(f"{chain(cause)}\n{_keep_traceback(watch.folder)}", code=1)
+            return _fail(f"{chain(cause)}\n{keep_traceback(watch.folder)}", code=1)
         return _fail(f"{chain(cause)}\nNothing was trained. LIGHTRL_DEBUG=1 shows the traceback.", code=2)
 
 
@@ -134,7 +134,7 @@ def _place(error: BaseException) -> tuple[str, int]:
     return (frames[-1].filename, frames[-1].lineno or 0) if frames else ("", 0)
 
 
-def _keep_traceback(folder: Path | None) -> str:
+def keep_traceback(folder: Path | None) -> str:
     """Writes the current traceback to the run's folder, or else to a temporary one; returns a line with the path."""
     text = traceback.format_exc()
     for place in (folder, None):

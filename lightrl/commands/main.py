@@ -16,7 +16,7 @@ COMMANDS = {
     "predict": "write the policy's judged trajectories on the test prompts to a file",
     "export": "turn a checkpoint into a Hugging Face folder",
     "plan": "show what an iteration of a config computes: models, calls, keys, devices",
-    "doctor": "check data and reward before a run, or its failures: doctor data, doctor reward, doctor replay",
+    "doctor": "check a run before it starts, or its failures: doctor run, doctor data, doctor reward, doctor replay",
     "launch": "plan a run on one machine or many, and start its ranks and servers there",
     "status": "show what a run and its launch do: phase, iteration, servers, last error",
     "inspect": "show runs in the browser: curves, trajectories token by token, time lines, complaints",

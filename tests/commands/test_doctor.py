@@ -8,7 +8,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from lightrl.commands.doctor import format_rows
+from lightrl.commands.doctor.reward_table import format_rows
 from lightrl.commands.main import main
 from lightrl.rewards import ReplayRow
 

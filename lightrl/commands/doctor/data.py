@@ -1,0 +1,110 @@
+"""Reads every train and validation row as a run would, and notes each bad one."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from lightrl.checks.printable import escape_unprintable
+from lightrl.commands.config_layers import UsageError
+from lightrl.commands.doctor.completions import attach
+from lightrl.data import PromptDataModule, StreamedPrompts
+from lightrl.trajectory import Prompt
+
+_MAX_PROBLEMS = 20  # shown of a split
+
+
+@dataclass
+class SplitReport:
+    """What the rows of a split give."""
+
+    name: str
+    num_tokens: list[int] = field(default_factory=list)  # of each prompt; with its completion, if the data has it
+    num_dropped: int = 0
+    problems: list[str] = field(default_factory=list)  # one for each bad row
+    is_cut: bool = False  # there are more rows than were read
+    _times_seen: Counter[int] = field(default_factory=Counter)  # by a hash of the prompt's tokens
+
+    def add(self, made: Sequence[Any], rows: Sequence[int | ValueError | None]) -> None:
+        """Counts some rows: of each the prompt and its tokens, None for a dropped row, ValueError for a bad one."""
+        self.problems += [str(item) for item in rows if isinstance(item, ValueError)]
+        self.num_dropped += sum(item is None for item in rows)
+        self.num_tokens += [item for item in rows if isinstance(item, int)]
+        self._times_seen.update(hash(tuple(item.token_ids or ())) for item in made if isinstance(item, Prompt))
+
+    @property
+    def num_repeated(self) -> int:
+        """Prompts that an earlier row has already."""
+        return self._times_seen.total() - len(self._times_seen)
+
+    def num_shared(self, other: SplitReport) -> int:
+        """Prompts that the other split has too."""
+        return sum(num for key, num in self._times_seen.items() if key in other._times_seen)
+
+    def counts_text(self) -> str:
+        lengths = sorted(self.num_tokens)
+        of = f" of {lengths[0]} to {lengths[-1]} tokens (median {statistics.median(lengths):g})" if lengths else ""
+        return f"{len(lengths)} prompts{of}, {self.num_dropped} rows dropped, {len(self.problems)} bad"
+
+
+def read_all(module: Any, datamodule: Any) -> list[SplitReport]:
+    """Reads and renders every train and validation row; bad rows are noted, all of them."""
+    attach(module, datamodule)
+    if not isinstance(datamodule, PromptDataModule) or not datamodule.makes_prompts_of_rows:
+        raise UsageError(
+            f"lightrl doctor data reads files and hub datasets, but {type(datamodule).__name__} makes its own prompts. "
+            "Those are all checked when a run starts."
+        )
+    return read_splits(datamodule)
+
+
+def read_splits(datamodule: PromptDataModule, *, max_rows: int | None = None) -> list[SplitReport]:
+    """Train and validation; of each at most about `max_rows` rows. Prompts of a subclass's own are taken as made."""
+    reports = []
+    splits: tuple[Literal["train", "validation"], ...] = ("train", "validation")
+    for split in splits:
+        report = SplitReport(split)
+        reports.append(report)
+        if not datamodule.makes_prompts_of_rows:
+            of_split: Any = datamodule.prompts.get(split) or []
+            own = list(itertools.islice(of_split, max_rows))
+            report.add(own, datamodule.num_tokens_of(own))
+            continue
+        prompts = datamodule.prompts_on_reading(split)
+        total = None if isinstance(prompts, StreamedPrompts) else len(prompts)
+        num_read = 0
+        with tqdm(total=total, desc=split, disable=None, leave=False) as bar:
+            try:
+                for made in prompts.one_pass():
+                    if max_rows is not None and num_read >= max_rows:
+                        report.is_cut = True
+                        break
+                    report.add(made, datamodule.num_tokens_of(made))
+                    num_read += len(made)
+                    bar.update(len(made))
+            except ValueError as error:
+                report.problems.append(str(error))  # a stream that cannot be read on
+    return reports
+
+
+def show_data(reports: Sequence[SplitReport]) -> int:
+    lines: list[str] = []
+    for report in reports:
+        lines.append(f"{report.name}: {report.counts_text()}")
+        lines += [f"  {escape_unprintable(problem)}" for problem in report.problems[:_MAX_PROBLEMS]]
+        if len(report.problems) > _MAX_PROBLEMS:
+            lines.append(f"  … and {len(report.problems) - _MAX_PROBLEMS} more")
+    train, validation = reports
+    if train.num_repeated:
+        lines.append(f"{train.num_repeated} train prompts repeat another one")
+    if shared := validation.num_shared(train):
+        lines.append(f"{shared} validation prompts are train prompts too")
+    sys.stdout.write("\n".join(lines) + "\n")
+    return int(any(report.problems for report in reports))
