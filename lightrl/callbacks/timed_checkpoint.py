@@ -38,6 +38,9 @@ class TimedCheckpoint(ModelCheckpoint):
         with _in_background(trainer.strategy):
             super().on_train_batch_end(trainer, *args, **kwargs)
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Saves nothing more, as Lightning's would: the end is the other ModelCheckpoint's."""
+
 
 @contextlib.contextmanager
 def _in_background(strategy: Any) -> Iterator[None]:

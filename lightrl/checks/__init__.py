@@ -6,6 +6,7 @@ Reading order:
     dotted_path.py  functions that a configuration names
     user_code.py    exceptions of user code become ours
     disk_errors.py  why a file could not be written
+    publish.py      files and folders that get their name when they are complete
     printable.py    text of programs, without codes for the terminal
 
 May import: nothing of lightrl but errors. To add one: a function that raises ValueError and says how to fix it.

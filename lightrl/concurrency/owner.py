@@ -1,39 +1,67 @@
 """Marks of processes: who made a file or folder, and whether that process still runs.
 
-A mark is `<process id>-<start time>`, as process ids are used again. The start time is the kernel's, in clock ticks
-since boot, and 0 on systems without /proc.
+A mark is `<process id>-<start time>-<host>`: process ids are used again, and folders are shared between hosts. The
+start time is the kernel's, in clock ticks since boot, and 0 on systems without /proc.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import signal
+import socket
+import tempfile
+import zlib
 from pathlib import Path
+
+_MARK = re.compile(r"(\d+)-(\d+)-([0-9a-f]{8})")
 
 
 def own_mark() -> str:
     """The mark of this process; not cached, since a fork is another one."""
-    return f"{os.getpid()}-{_started(os.getpid()) or 0}"
+    return f"{os.getpid()}-{_started(os.getpid()) or 0}-{_host()}"
 
 
 def may_run(mark: str) -> bool:
-    """False if the process with this mark on this machine is surely gone; a text that is no mark may be anything."""
-    process, _, started = mark.partition("-")
-    if not process.isdigit() or not started.isdigit():
+    """False if the process with this mark is surely gone; one of another host, or a text that is no mark, may run."""
+    match = _MARK.fullmatch(mark)
+    if match is None or match[3] != _host():
         return True
-    if int(started):
-        return _started(int(process)) == int(started)
+    process, started = int(match[1]), int(match[2])
+    if started:
+        return _started(process) == started
     try:
-        os.kill(int(process), 0)
+        os.kill(process, 0)
     except OSError as error:
         return not isinstance(error, ProcessLookupError)
     return True
 
 
+def remove_left_behind(folder: Path, pattern: str) -> None:
+    """Removes the files and folders that match, and whose name has the mark of a process that is gone."""
+    for path in folder.glob(pattern):
+        match = _MARK.search(path.name)
+        if match is None or may_run(match[0]):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def own_prefix(prefix: str, folder: Path | None = None) -> str:
+    """For names in the temporary folder, or another one; removes first what gone processes left there."""
+    remove_left_behind(Path(tempfile.gettempdir()) if folder is None else folder, f"{prefix}*")
+    return f"{prefix}{own_mark()}-"
+
+
 def kill_owner(mark: str) -> None:
-    """SIGKILL for the process that has this mark on this machine, if it runs."""
-    if mark and may_run(mark):
+    """SIGKILL for the process that has this mark, if it runs on this host."""
+    match = _MARK.fullmatch(mark)
+    if match is not None and match[3] == _host() and may_run(mark):
         with contextlib.suppress(OSError):
             os.kill(int(mark.partition("-")[0]), signal.SIGKILL)
 
@@ -45,3 +73,7 @@ def _started(process: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _host() -> str:
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"

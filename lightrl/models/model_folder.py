@@ -9,7 +9,6 @@ import contextlib
 import copy
 import importlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -21,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from lightrl.checks.disk_errors import is_disk_full, write_problem
+from lightrl.checks.publish import publish, restore, sync_files
+from lightrl.concurrency.owner import own_mark, remove_left_behind
 from lightrl.models.lora import LoRA, adapter_config, is_adapter, merged_parameters, save_adapter
 from lightrl.models.model_spec import ModelSpec, names_function, scalar_head
 from lightrl.models.pictures import save_processor, sees_pictures
@@ -267,17 +268,16 @@ def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:
 def replaced_folder(to: Path) -> Iterator[Path]:
     """An empty folder that replaces `to` if the block succeeds; on an exception `to` stays as it was."""
     place = to.absolute()
-    unfinished = place.with_name(f".{place.name}.unfinished-{os.getpid()}")
-    replaced = place.with_name(f".{place.name}.replaced-{os.getpid()}")
+    restore(place)
+    remove_left_behind(place.parent, ".*.unfinished-*")
+    unfinished = place.with_name(f".{place.name}.unfinished-{own_mark()}")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
         with _without_bars():
             yield unfinished
-        # Two renames: a folder cannot be renamed onto a full one. If killed between, the old one is at `replaced`.
-        if place.exists():
-            place.rename(replaced)
-        unfinished.rename(place)
+        sync_files(unfinished)
+        publish(unfinished, place)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if not is_disk_full(error):
@@ -288,7 +288,6 @@ def replaced_folder(to: Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 Models = Mapping[str, tuple["PreTrainedModel", Role]]  # a module's models, by the name of the role

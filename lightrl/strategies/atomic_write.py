@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import logging
 import os
-import shutil
 import sys
 import threading
 from collections import deque
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.checks.disk_errors import write_problem
+from lightrl.checks.publish import remove_path
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ class BackgroundWrites:
         def remove(progress: Progress) -> None:
             if not self._has_failed:
                 with progress.at_disk():
-                    remove_checkpoint(Path(path))
+                    remove_path(Path(path))
 
         if self._pending:
             self._submit(Path(path), remove)
@@ -177,66 +176,8 @@ def write_error(error: BaseException, place: Path, requirement: str, num_bytes: 
     )
 
 
-def publish(part: Path, place: Path) -> None:
-    """Renames a complete file or folder to `place` in one step, so what has that name is always whole.
-
-    The names are on the disk when this returns; the files' contents are synced by their writers.
-    """
-    if part.is_dir():
-        _sync_names(part)
-    _rename(part, place)
-    _sync_names(place.parent)
-
-
-def _sync_names(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # a file system that cannot sync folders
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _rename(part: Path, place: Path) -> None:
-    if place.is_dir() and not place.is_symlink():  # a rename cannot replace a folder that is not empty
-        if not _swap(part, place):
-            # Two steps: if killed between them, the old folder is left beside its place.
-            old = place.with_name(f"{place.name}.replaced")
-            remove_checkpoint(old)
-            place.rename(old)
-            part.rename(place)
-            remove_checkpoint(old)
-            return
-        remove_checkpoint(part)
-    elif part.is_dir() and (place.is_symlink() or place.exists()) and _swap(part, place):
-        remove_checkpoint(part)
-    else:
-        if part.is_dir():
-            place.unlink(missing_ok=True)
-        part.replace(place)
-
-
 def write_whole(place: Path, text: str) -> None:
     """Writes a small file that others may read at any moment."""
     part = place.with_name(f"{place.name}.part")
     part.write_text(text, encoding="utf-8", errors="backslashreplace")
     part.replace(place)
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Removes a file, a folder or a link, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _swap(left: Path, right: Path) -> bool:
-    """Exchanges two names in one step; False if the system cannot."""
-    if not sys.platform.startswith("linux"):
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    with contextlib.suppress(OSError, AttributeError):
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-        return bool(rename(here, os.fsencode(left), here, os.fsencode(right), exchange) == 0)
-    return False

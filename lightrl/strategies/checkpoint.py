@@ -13,8 +13,9 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch.utils._pytree import tree_leaves
 
 from lightrl.checks.disk_errors import cause_to_show
-from lightrl.concurrency.owner import may_run, own_mark
-from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile, publish, write_error
+from lightrl.checks.publish import publish
+from lightrl.concurrency.owner import own_mark, remove_left_behind
+from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile, write_error
 from lightrl.strategies.checkpoint_fit import check_optimizers, check_weights, parameter_of, refusal
 from lightrl.strategies.checkpoint_folder import load_optimizer_state, read_folder
 
@@ -48,12 +49,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         A folder saved by several processes is read whole, with optimizer states by parameter name.
         """
         self._writes.wait()
+        remove_left_behind(Path(path).parent, "*.part")
         if Path(path).is_dir():
             return read_folder(Path(path))
         return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Writes `checkpoint`, and removes leftovers of dead writers of the same name.
+        """Writes `checkpoint`, and removes what dead writers left beside it.
 
         Raises:
             OSError: if it cannot be written; a previous file stays as it is.
@@ -86,7 +88,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _write(target: Path, write: Callable[[Any], Any], num_bytes: int, progress: Progress) -> None:
-    """Writes a file that is whole or absent, and removes leftovers of dead writers of the same name."""
+    """Writes a file that is whole or absent, and removes what dead writers left beside it."""
     part = target.with_name(f"{target.name}.{own_mark()}.part")
     with progress.at_disk():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -101,9 +103,7 @@ def _write(target: Path, write: Callable[[Any], Any], num_bytes: int, progress: 
             raise write_error(error, target, "write permission", num_bytes) from cause_to_show(error)
         finally:
             part.unlink(missing_ok=True)
-        for leftover in target.parent.glob(f"{target.name}.*.part"):
-            if not may_run(leftover.name.split(".")[-2]):
-                leftover.unlink(missing_ok=True)
+        remove_left_behind(target.parent, "*.part")
 
 
 def num_tensor_bytes(tree: Any) -> int:

@@ -31,7 +31,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils._pytree import tree_map_only
 
 from lightrl.checks.disk_errors import cause_to_show
-from lightrl.strategies.atomic_write import Progress, TrackedFile, publish, remove_checkpoint, write_error
+from lightrl.checks.publish import publish, remove_path
+from lightrl.concurrency.owner import remove_left_behind
+from lightrl.strategies.atomic_write import Progress, TrackedFile, write_error
 from lightrl.strategies.checkpoint_fit import check_named_optimizer, check_optimizer_names, check_weights
 from lightrl.strategies.safe_reader import SafeReader, load_parts, load_plain
 
@@ -41,13 +43,20 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def folder_writer(
-    checkpoint: dict[str, Any], place: Path, *, group: dist.ProcessGroup, is_main: bool, copies: bool
+    checkpoint: dict[str, Any],
+    place: Path,
+    *,
+    writer_mark: str,
+    group: dist.ProcessGroup,
+    is_main: bool,
+    copies: bool,
 ) -> Callable[[Progress], None]:
     """A function that writes this rank's part of a checkpoint; the folder gets its name once all ranks have written.
 
     Args:
         checkpoint: Lightning's; loses its weights and optimizer states.
         place: of the folder, the same on all ranks.
+        writer_mark: of rank 0, see owner.py.
         group: all ranks; used only by the thread that writes.
         is_main: whether this is rank 0.
         copies: copy the tensors now, because training continues during the write.
@@ -55,7 +64,7 @@ def folder_writer(
     Raises:
         OSError: by the function, if the folder cannot be written.
     """
-    part = place.with_name(f"{place.name}.part")
+    part = place.with_name(f"{place.name}.{writer_mark}.part")
     state = {"state_dict": checkpoint.pop("state_dict")}
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
@@ -69,8 +78,9 @@ def folder_writer(
         try:
             if is_main:
                 with progress.at_disk():
-                    remove_checkpoint(part)
+                    remove_path(part)
                     part.mkdir(parents=True)
+                    remove_left_behind(place.parent, "*.part")
                     with io.BufferedWriter(TrackedFile(part / META_FILE, progress)) as file:
                         file.write(rest.getbuffer())
                         file.flush()

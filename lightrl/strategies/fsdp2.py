@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.concurrency.owner import own_mark
 from lightrl.models import ParallelModel, RoleMesh
 from lightrl.strategies.atomic_write import BackgroundWrites
 from lightrl.strategies.checkpoint_folder import folder_writer, load_folder, optimizer_state
@@ -301,10 +302,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Writes a folder, which gets its name when every rank has written its part; raises OSError if that fails."""
-        place = Path(self.broadcast(str(filepath)))
+        name, mark = self.broadcast((str(filepath), own_mark()))
+        place = Path(name)
         write = folder_writer(
             checkpoint,
             place,
+            writer_mark=mark,
             group=self._save_group,
             is_main=self.is_global_zero,
             copies=self.save_async and self.root_device.type == "cpu",  # on other devices the state is a copy already

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from lightrl.concurrency.owner import own_prefix
 from lightrl.weights.delta import (
     Bits,
     ChunkDelta,
@@ -263,8 +264,8 @@ class DeltaFolder:
 
 def folder_in_memory(prefix: str) -> Path:
     """A new folder below /dev/shm, or in the temporary folder where this process may not write there."""
-    memory = "/dev/shm"
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=memory if os.access(memory, os.W_OK) else None))
+    memory = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
+    return Path(tempfile.mkdtemp(prefix=own_prefix(prefix, memory), dir=memory))
 
 
 def _mapped(path: Path) -> Iterator[tuple[str, Bits]]:

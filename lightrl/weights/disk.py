@@ -88,7 +88,7 @@ class WeightFolder:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _disk_error(error, self.root, weight_version, 0) from error
-        for left_over in self.root.glob(".unfinished-*"):
+        for left_over in [*self.root.glob(".unfinished-*"), *self.root.glob(".replaced-*")]:
             shutil.rmtree(left_over, ignore_errors=True)
         return VersionWriter(self, weight_version)
 

@@ -1,8 +1,9 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-from lightrl.concurrency.owner import kill_owner, may_run, own_mark
+from lightrl.concurrency.owner import kill_owner, may_run, own_mark, remove_left_behind
 
 
 def test_this_process_runs_and_one_that_ended_does_not() -> None:
@@ -13,10 +14,23 @@ def test_this_process_runs_and_one_that_ended_does_not() -> None:
 
 
 def test_a_process_that_got_the_id_of_another_is_not_taken_for_it() -> None:
-    assert not may_run(f"{os.getpid()}-1")
-    kill_owner(f"{os.getpid()}-1")  # this process goes on
+    process, _, host = own_mark().split("-")
+    assert not may_run(f"{process}-1-{host}")
+    kill_owner(f"{process}-1-{host}")  # this process goes on
 
 
-def test_a_name_that_is_no_mark_may_be_anybodys() -> None:
+def test_a_process_of_another_host_and_a_name_that_is_no_mark_may_run() -> None:
+    assert may_run("1-1-00000000")
     assert may_run("yours")
-    assert may_run("12-b")
+    kill_owner(f"{os.getpid()}-0-00000000")  # this process goes on
+
+
+def test_only_what_gone_processes_of_this_host_left_behind_is_removed(tmp_path: Path) -> None:
+    _, _, host = own_mark().split("-")
+    left, mine, foreign, other = (f"x-{mark}" for mark in (f"1-1-{host}", own_mark(), "1-1-00000000", "notes"))
+    for name in (left, mine, foreign, other):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    (tmp_path / f"{left}.part").touch()
+    remove_left_behind(tmp_path, "x-*")
+    assert {path.name for path in tmp_path.iterdir()} == {mine, foreign, other}

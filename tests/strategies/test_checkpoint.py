@@ -13,9 +13,10 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from tiny import tiny_model
 from torch.optim import SGD, AdamW, Optimizer
 
+from lightrl.checks.publish import publish
 from lightrl.concurrency.owner import own_mark
 from lightrl.strategies import AtomicCheckpointIO, LogprobSettings, SingleModel, check_strategy, parallel_model
-from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile, publish
+from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile
 from lightrl.strategies.checkpoint import load_optimizers
 from lightrl.strategies.checkpoint_folder import optimizer_state
 
@@ -143,7 +144,7 @@ def test_a_folder_takes_the_place_of_what_was_there(
     old: str, can_swap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_swap:
-        monkeypatch.setattr("lightrl.strategies.atomic_write._swap", lambda left, right: False)
+        monkeypatch.setattr("lightrl.checks.publish._swap", lambda left, right: False)
     part, place = tmp_path / "last.ckpt.part", tmp_path / "last.ckpt"
     (tmp_path / "elsewhere").mkdir()
     part.mkdir()

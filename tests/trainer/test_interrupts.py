@@ -189,6 +189,7 @@ def test_kill_9_while_a_checkpoint_is_written_leaves_the_one_before_and_no_worke
     (part,) = run.folder.glob("*.part")
     assert part.name.startswith(f"last.ckpt.{run.process.pid}-")
     assert_goes_on_from(run.folder, whole, 2)
+    assert not part.exists()
 
 
 def test_a_file_size_limit_leaves_the_checkpoint_before(start: Any, whole: dict[str, torch.Tensor]) -> None:

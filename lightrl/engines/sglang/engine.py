@@ -25,6 +25,7 @@ import torch
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.concurrency.call_all import call_all
+from lightrl.concurrency.owner import own_prefix
 from lightrl.engines.abilities import (
     ContinuesCompletions,
     DropsReplicas,
@@ -276,7 +277,7 @@ class SGLangEngine(
         self._pictures = Pictures.of(config)
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
         raise_open_files()
-        self._scratch = tempfile.TemporaryDirectory(prefix="lightrl-engine-", ignore_cleanup_errors=True)
+        self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
         members = _assemble(self, config, Path(self._scratch.name))
         members.registry, members.on_found = registry, lambda entry: self._receivers.add(entry.receiver)
         self._home.open()

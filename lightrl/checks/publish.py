@@ -1,0 +1,86 @@
+"""publish: a file or folder gets its name when it is complete, in one step; and what a power cut leaves of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import sys
+from pathlib import Path
+
+
+def publish(part: Path, place: Path) -> None:
+    """Renames a complete file or folder to `place` in one step, so what has that name is always whole.
+
+    The names are on the disk when this returns; the files' contents are synced by their writers.
+    """
+    if part.is_dir():
+        _sync_names(part)
+    _rename(part, place)
+    _sync_names(place.parent)
+
+
+def restore(place: Path) -> None:
+    """Gives a folder its name back if a `publish` of a system without exchanging renames was killed in the middle."""
+    if not place.exists() and _replaced(place).exists():
+        _replaced(place).rename(place)
+
+
+def sync_files(folder: Path) -> None:
+    """Waits until the contents of all files in a folder are on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _replaced(place: Path) -> Path:
+    return place.with_name(f"{place.name}.replaced")
+
+
+def _sync_names(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # a file system that cannot sync folders
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _rename(part: Path, place: Path) -> None:
+    if place.is_dir() and not place.is_symlink():  # a rename cannot replace a folder that is not empty
+        if not _swap(part, place):
+            # Two steps: if killed between them, the old folder is left beside its place, and `restore` returns it.
+            old = _replaced(place)
+            remove_path(old)
+            place.rename(old)
+            part.rename(place)
+            remove_path(old)
+            return
+        remove_path(part)
+    elif part.is_dir() and (place.is_symlink() or place.exists()) and _swap(part, place):
+        remove_path(part)
+    else:
+        if part.is_dir():
+            place.unlink(missing_ok=True)
+        part.replace(place)
+
+
+def remove_path(path: Path) -> None:
+    """Removes a file, a folder or a link, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _swap(left: Path, right: Path) -> bool:
+    """Exchanges two names in one step; False if the system cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    with contextlib.suppress(OSError, AttributeError):
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+        return bool(rename(here, os.fsencode(left), here, os.fsencode(right), exchange) == 0)
+    return False
