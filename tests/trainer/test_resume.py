@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import os
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightrl import Experience, FakeEngine, Outputs, Sampling, StalenessControl
+from lightrl.concurrency.owner import own_mark
 from lightrl.strategies import AtomicCheckpointIO
 
 pytestmark = [
@@ -278,7 +278,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path) ->
     """/dev/full accepts nothing; the checkpoint before it stays whole."""
     target = tmp_path / "a.ckpt"
     AtomicCheckpointIO().save_checkpoint({"step": 1}, target)
-    (tmp_path / f"a.ckpt.{os.getpid()}.part").symlink_to("/dev/full")
+    (tmp_path / f"a.ckpt.{own_mark()}.part").symlink_to("/dev/full")
     said = rf"^Checkpoint {target} could not be written: the disk of '{tmp_path}' is full \(.*, 391 KiB to write\)\. "
     with pytest.raises(OSError, match=said + "The disk needs space.*Free some") as caught:
         AtomicCheckpointIO().save_checkpoint({"step": 2, "weights": torch.zeros(100_000)}, target)
@@ -288,7 +288,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path) ->
 
 
 def test_what_dead_writers_left_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / "a.ckpt.4194305.part").write_bytes(b"half")  # above the largest process id
+    host = own_mark().rpartition("-")[2]
+    (tmp_path / f"b.ckpt.4194305-1-{host}.part").write_bytes(b"half")  # above the largest process id
     (tmp_path / "b.ckpt.1.part").write_bytes(b"half")
     AtomicCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "a.ckpt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt.1.part"]
