@@ -94,17 +94,17 @@ def play(
 @contextlib.contextmanager
 def slow_main_rank() -> Iterator[None]:
     """Rank 0 takes long before it makes a checkpoint's folder; the others would be at their parts of it long before."""
-    remove = checkpoint_folder.remove_checkpoint
+    remove = checkpoint_folder.remove_path
 
     def remove_slowly(path: Path) -> None:
         remove(path)
         time.sleep(0.5)
 
-    checkpoint_folder.remove_checkpoint = remove_slowly  # type: ignore[attr-defined]
+    checkpoint_folder.remove_path = remove_slowly  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        checkpoint_folder.remove_checkpoint = remove  # type: ignore[attr-defined]
+        checkpoint_folder.remove_path = remove  # type: ignore[attr-defined]
 
 
 def weights_of(module: Any) -> dict[str, Tensor]:
