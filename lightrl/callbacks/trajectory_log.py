@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.disk_errors import write_problem
 from lightrl.checks.printable import escape_unprintable
 from lightrl.dataflow import follows_from_trajectories
+from lightrl.experience import Experience
 from lightrl.strategies import ranks_of
 from lightrl.trajectory import Trajectory
 
 if TYPE_CHECKING:
     import lightning as L
 
-    from lightrl.experience import Experience
     from lightrl.module import RLModule
     from lightrl.rollout.rl_trainer import RLTrainer
     from lightrl.trajectory import Group
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _WIDTH_WITHOUT_TERMINAL = 120  # characters
 _EXCERPT = 120  # characters of a completion in the table of `lightrl inspect`
+_ROWS_AT_ONCE = 256  # of a field per token, when the ranks join their rows
 
 
 class _Tokenizer(Protocol):
@@ -112,46 +114,51 @@ class TrajectoryLog(RLCallback):
             return
         # On all ranks, as these are collectives.
         advantages = _mean_advantages(experience, len(trajectories))
-        scores = self._trainer_logprobs(trainer, module, experience) if is_due else []
-        is_whole = len(experience) == len(trajectories)
-        per_token = _all_rows(experience, "advantages") if is_due and is_whole else None
+        num = len(trajectories) if self.max_per_iteration is None else min(len(trajectories), self.max_per_iteration)
+        per_token: list[list[float]] = []
+        scores: list[list[float]] = []
+        if is_due:
+            keep_answers(module, experience, trajectories)
+            scores = self._trainer_logprobs(trainer, module, experience, trajectories[:num])
+            if len(experience) == len(trajectories) and _varies(experience):
+                per_token = [row.tolist() for row in _rows_of_all(experience, "advantages", num)]
         if not trainer.is_global_zero:
             return
         if is_due and self._folder is not None:
-            keep_answers(module, experience, trajectories)
             stamp = {"iteration": iteration, "weight_version": trainer.weight_version}
             records = [
                 {**stamp, **record}
-                for record in _records(
-                    trajectories,
-                    advantages,
-                    [] if per_token is None else per_token.tolist(),
-                    scores,
-                    trainer.weight_version,
-                )
+                for record in _records(trajectories[:num], advantages[:num], per_token, scores, trainer.weight_version)
             ]
-            self._write(iteration, records[: self.max_per_iteration], getattr(module, "tokenizer", None))
+            self._write(iteration, records, getattr(module, "tokenizer", None))
         if prints:
             tokenizer = getattr(module, "tokenizer", None)
             rows = pick_rows(trajectories, advantages, self.table_rows)
             width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 0)).columns
             module.print(printable_on_stdout(f"iteration {iteration}\n{format_table(rows, tokenizer, width)}"))
 
-    def _trainer_logprobs(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> list[list[float]]:
+    def _trainer_logprobs(
+        self, trainer: RLTrainer, module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]
+    ) -> list[list[float]]:
         """[b][T] of the first trajectories, before the update; empty where none are due. Collective."""
-        num = min(self.score_per_iteration, len(experience))
-        proximal = _all_rows(experience, "proximal_logprobs")
-        if proximal is not None:
-            return cast("list[list[float]]", proximal.tolist())
+        if proximal := _rows_of_all(experience, "proximal_logprobs", len(trajectories)):
+            return [row.tolist() for row in proximal]
+        num = min(self.score_per_iteration, len(trajectories))
         if num == 0:
             return []
         ranks = ranks_of(trainer.strategy)
         holders = ranks.of_role("policy")
+        if ranks.size == 1:
+            experience = experience.select(list(range(num)))
+        else:  # all ranks compute on the same rows, whose tokens are on some
+            written = [item.to_json() for item in trajectories[:num]] if ranks.is_main else None
+            records = ranks.broadcast_json(written)
+            experience = Experience.from_trajectories([Trajectory.from_json(record) for record in records])
         rows: list[list[float]] = [[]] * num
         if holders.is_here:
-            order, parts = experience.select(list(range(num))).microbatch_rows(module.microbatch_tokens)
+            order, parts = experience.microbatch_rows(module.microbatch_tokens)
             with torch.no_grad(), trainer.precision_plugin.forward_context():
-                outputs = module.parallel_models["policy"].forward(parts)
+                outputs = module.parallel_models["policy"].forward([part.to(module.device) for part in parts])
             for numbers, output in zip(order, outputs, strict=True):
                 for row, logprobs in zip(numbers, output.logprobs.float().cpu().tolist(), strict=True):
                     rows[row] = logprobs
@@ -192,14 +199,32 @@ class TrajectoryLog(RLCallback):
             file.writelines(lines)
 
 
-def _all_rows(experience: Experience, name: str) -> torch.Tensor | None:
-    """A field per token of all trajectories, float32 [B, T] on the host; None if it is not set. Collective."""
-    own: torch.Tensor | None = getattr(experience.own, name)
+def _rows_of_all(experience: Experience, name: str, num: int) -> list[Tensor]:
+    """A field per token of the first `num` trajectories, [T, ...] each, whose tokens are on any rank. Collective."""
+    part = experience.own
+    own = part[name] if name in part.tensors() else None
     if own is None:
-        return None
-    rows = torch.zeros(len(experience), int(experience.lengths.max()))
-    rows[experience.own_rows, : own.shape[1]] = own.float().cpu()
-    return experience.total(rows)
+        return []
+    held = experience.own_rows
+    rows: list[Tensor] = []
+    for start in range(0, num, _ROWS_AT_ONCE):
+        end = min(start + _ROWS_AT_ONCE, num)
+        values = own.new_zeros(end - start, int(experience.lengths[start:end].max()), *own.shape[2:], device="cpu")
+        here = (held >= start) & (held < end)
+        width = min(own.shape[1], values.shape[1])
+        values[held[here] - start, :width] = own[here.to(own.device)][:, :width].cpu()
+        rows += experience.total(values)
+    return rows
+
+
+def _varies(experience: Experience) -> bool:
+    """Whether the advantages of a trajectory's tokens differ. Collective."""
+    own = experience.own
+    if own.advantages is None:
+        return False
+    most = own.advantages.where(own.loss_mask, -torch.inf).amax(1)
+    least = own.advantages.where(own.loss_mask, torch.inf).amin(1)
+    return bool(experience.total((most > least).sum().float().cpu()))
 
 
 def _records(
@@ -235,12 +260,16 @@ def _records(
 
 
 def keep_answers(module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]) -> None:
-    """Stores in each trajectory's `call_outputs` what calls outside the trainer returned for it, for a replay."""
+    """Stores in each trajectory's `call_outputs` what calls outside the trainer returned, for a replay. Collective."""
     calls = module.data_flow(from_file=True).of_kind("infer")  # without the reward, which trajectories have anyway
     for key in [key for call in calls if follows_from_trajectories(call) for key in call.outputs]:
-        is_per_token = experience[key].dim() > 1
-        for trajectory, value in zip(trajectories, experience[key].cpu(), strict=True):
-            trajectory.call_outputs[key] = value[: len(trajectory.token_ids)].numpy() if is_per_token else value.item()
+        if experience.own[key].dim() == 1:
+            for trajectory, value in zip(trajectories, experience[key].tolist(), strict=True):
+                trajectory.call_outputs[key] = value
+            continue
+        rows = zip(trajectories, experience.lengths.tolist(), strict=True)
+        for (trajectory, length), values in zip(rows, _rows_of_all(experience, key, len(trajectories)), strict=True):
+            trajectory.call_outputs[key] = values[:length].numpy()
 
 
 def read_trajectories(path: str | Path) -> Iterator[Trajectory]:

@@ -207,6 +207,13 @@ def configure(folder: Path) -> dict[str, Any]:
     return {"settings": differs.settings, "weights": whole_weights(module)}
 
 
+def score_some(folder: Path) -> None:
+    """Logs the trainer's logprobs of three trajectories, which the update does not need."""
+    log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None, max_per_iteration=5, score_per_iteration=3)
+    trainer = make_trainer(folder / "some", devices=2, strategy="FSDP2Strategy", callbacks=[log])
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+
+
 class Failing(TinyGRPO):
     """In its second iteration one rank does what `how` says."""
 
@@ -258,6 +265,7 @@ def main() -> None:
     found = {name: play(name, folder, devices=2) for name in (*CASES, MIXED)}
     found["resume"] = resume(folder)
     found["configured"] = configure(folder)
+    score_some(folder)
     leave(found, folder)
 
 

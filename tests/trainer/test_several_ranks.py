@@ -24,9 +24,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     save_model(folder)
     run(SCRIPT, folder, "compare")
     found = left_by(2, folder)
-    files = (folder / "trajectories").glob("iteration-*.jsonl")
-    lines = [line for path in files for line in path.read_text().splitlines()]
-    found[0]["log"] = [json.loads(line) for line in lines]
+    for name, place in {"log": folder, "log of some": folder / "some"}.items():
+        files = (place / "trajectories").glob("iteration-*.jsonl")
+        found[0][name] = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     found[0]["trace"] = json.loads((folder / "trace" / "trace.json").read_text())
     return found
 
@@ -132,7 +132,10 @@ def test_a_callback_that_decides_otherwise_on_a_rank_does_not_split_them(two_ran
 def test_the_trajectory_log_has_the_trainers_logprobs_of_every_ranks_trajectories(two_ranks: Any) -> None:
     records = two_ranks[0]["log"]
     assert len(records) == 3 * BATCH_SIZE * GROUP_SIZE
-    for record in records:
+    some = two_ranks[0]["log of some"]
+    scored = [record for record in some if "trainer_logprobs" in record]
+    assert (len(some), len(scored)) == (3 * 5, 3 * 3)
+    for record in records + scored:
         trajectory = record["trajectory"]
         mask = torch.tensor(trajectory["loss_mask"])
         engine, trainer = torch.tensor(trajectory["behavior_logprobs"]), torch.tensor(record["trainer_logprobs"])
