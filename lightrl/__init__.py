@@ -26,8 +26,8 @@ The rooms, from the ground up; each imports only from rooms above it in this lis
     trainer       Lightning's Trainer with an engine
     inspect       a run as a page in the browser
     launch        one run on one machine or many: the plan, and who starts it
-    commands      lightrl fit | validate | test | predict | export | plan | doctor | launch | status |
-                  inspect | serve
+    commands      lightrl fit | validate | test | predict | export | plan | convert | doctor | launch |
+                  status | inspect | serve
 
 Public names are loaded when they are first used, so that `import lightrl` costs nothing.
 """

@@ -7,6 +7,7 @@ Reading order:
     earlier_runs.py   which checkpoint ckpt_path=last means
     console.py        log lines and errors on stderr, exit codes
     plan.py           shows what an iteration computes, from what and where
+    convert.py        turns AReaL's configurations into ours: areal_keys.py has a row for each key, with areal_rules.py
     doctor/           checks a run before it starts, its data and its reward
     serve.py          starts SGLang servers in the foreground
     launch.py         starts ranks and servers on one machine or many

@@ -16,6 +16,7 @@ COMMANDS = {
     "predict": "write the policy's judged trajectories on the test prompts to a file",
     "export": "turn a checkpoint into a Hugging Face folder",
     "plan": "show what an iteration of a config computes: models, calls, keys, devices",
+    "convert": "turn a configuration of AReaL into ours, and list what has no counterpart",
     "doctor": "check a run before it starts, or its failures: doctor run, doctor data, doctor reward, doctor replay",
     "launch": "plan a run on one machine or many, and start its ranks and servers there",
     "status": "show what a run and its launch do: phase, iteration, servers, last error",
@@ -24,7 +25,7 @@ COMMANDS = {
 }
 
 # The commands beside Lightning's: each is `run(args) -> exit code` of the module of its name.
-_OWN_MODULES = ("export", "plan", "doctor", "launch", "status", "inspect", "serve")
+_OWN_MODULES = ("export", "plan", "convert", "doctor", "launch", "status", "inspect", "serve")
 
 _HELP = f"""\
 usage: lightrl <command> --config run.yaml [--setting value ...]
