@@ -15,7 +15,7 @@ COMMANDS = {
     "test": "evaluate a policy on the test prompts and print the metrics",
     "predict": "write the policy's judged trajectories on the test prompts to a file",
     "export": "turn a checkpoint into a Hugging Face folder",
-    "plan": "show what an iteration of a config computes: models, calls, keys, devices",
+    "plan": "show what an iteration of a config computes and takes: models, calls, memory, batch sizes",
     "convert": "turn a configuration of AReaL into ours, and list what has no counterpart",
     "doctor": "check a run before it starts, or its failures: doctor run, doctor data, doctor reward, doctor replay",
     "launch": "plan a run on one machine or many, and start its ranks and servers there",

@@ -1,4 +1,5 @@
-"""lightrl plan: shows what an iteration of a configuration computes from what, as text and as a Mermaid drawing.
+"""lightrl plan: what an iteration of a configuration computes from what, as text and as a Mermaid drawing, and what it
+takes: memory of each rank and server, messages, batch sizes.
 
 It parses and builds the configuration as `fit` does, but loads no weights and starts nothing.
 """
@@ -9,9 +10,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from lightning.pytorch.cli import LightningArgumentParser
+
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
+from lightrl.commands.plan_run import planned_run
+from lightrl.commands.plan_tables import costs_text
 from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall
 from lightrl.loops import devices_text
@@ -19,10 +25,12 @@ from lightrl.models import RoleMesh
 from lightrl.module import RLModule
 
 _HELP = """\
-usage: lightrl plan --config run.yaml [--setting value ...]
+usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--setting value ...]
 
-Shows what an iteration computes from what: models, calls, keys and devices, as text and as a Mermaid drawing. Takes
-the settings of lightrl fit (lightrl fit --help), but loads no weights and starts nothing.
+Shows what an iteration computes from what: models, calls, keys and devices, as text and as a Mermaid drawing; and, on
+paper, all batch sizes, the memory of each rank and server by cause, and which setting makes fit what does not. N is a
+GPU's memory in 1e9 bytes; without it, launch.gpu_memory_gb or that of the trainer's GPU. Takes the settings of lightrl
+fit (lightrl fit --help), but loads no weights and starts nothing.
 """
 
 _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
@@ -31,6 +39,10 @@ _WHERE = {"generate": "engine", "train": "trainer, updated"}
 
 class PlanCLI(LightRLCLI):
     """Prints the plan of the run that `fit` would make of the same arguments."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.add_argument("--gpu_memory_gb", type=float | None, default=None, help="of each GPU, in 1e9 bytes")
 
     def before_fit(self) -> None:
         """Needs no checkpoint."""
@@ -42,7 +54,21 @@ class PlanCLI(LightRLCLI):
             raise UsageError(f"lightrl plan needs an RLModule such as GRPO or PPO, got {type(module).__name__}.")
         graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
         devices = f"devices\n  {devices_text(self.trainer)}"
-        sys.stdout.write(f"{plan_text(module, graph)}\n\n{devices}\n\n{_DRAWING}\n\n{plan_mermaid(graph)}\n")
+        try:
+            costs = costs_text(planned_run(module, self.trainer, self.datamodule, graph), self._device_bytes())
+        except (ValueError, OSError) as error:
+            costs = f"memory and batch sizes: not known, because\n  {error}"
+        parts = (plan_text(module, graph), devices, costs, _DRAWING, plan_mermaid(graph))
+        sys.stdout.write("\n\n".join(parts) + "\n")
+
+    def _device_bytes(self) -> float | None:
+        """Of each GPU; None if there is none, and none is given."""
+        settings = self.config_init[self.config.subcommand]
+        given = settings.get("gpu_memory_gb") or getattr(settings.get("launch"), "gpu_memory_gb", None)
+        if given is not None:
+            return float(given) * 1e9
+        device = self.trainer.strategy.root_device
+        return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
     def after_fit(self) -> None:
         """Has no run folder."""

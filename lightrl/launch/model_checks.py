@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from lightrl.launch.run_facts import RunFacts
 from lightrl.launch.settings import Layout
-from lightrl.strategies.costs import Machine, Work, fsdp2_cost, num_parameters, parallel_3d_cost
+from lightrl.strategies.costs import (
+    SERVED_BYTES,
+    USABLE_FRACTION,
+    Machine,
+    Work,
+    fsdp2_cost,
+    num_parameters,
+    parallel_3d_cost,
+)
 from lightrl.strategies.tensor_plans import check_sizes
-
-_SERVED_BYTES = 2  # of a parameter in bfloat16
-_FRACTION = 0.9  # of a GPU's memory that a process may use
 
 
 def check_model(layout: Layout, facts: RunFacts, split: tuple[int, int]) -> None:
@@ -52,8 +57,8 @@ def check_memory(layout: Layout, facts: RunFacts, split: tuple[int, int], gpu_me
     else:
         cost = fsdp2_cost(text, layout.ranks, work, Machine())
     trainer_gb = cost.memory_bytes / 1e9
-    server_gb = _SERVED_BYTES * num_parameters(text) / layout.tp / 1e9 if layout.servers else 0.0
-    room_gb = None if gpu_memory_gb is None else _FRACTION * gpu_memory_gb
+    server_gb = SERVED_BYTES * num_parameters(text) / layout.tp / 1e9 if layout.servers else 0.0
+    room_gb = None if gpu_memory_gb is None else USABLE_FRACTION * gpu_memory_gb
     what = f"{room_gb:.1f} GB are usable of launch.gpu_memory_gb={gpu_memory_gb:g}" if gpu_memory_gb else ""
     if room_gb is not None and trainer_gb > room_gb:
         raise ValueError(

@@ -1,8 +1,9 @@
 """What a strategy costs, on paper: a rank's memory, bytes sent, idle time and microbatches, from a model's config.
 
-`python -m benchmarks.plan` compares layouts with it, and benchmarks.gpu_update predicts memory; training does not use
-it. Rough estimates: bytes are those of one rank in one update, tokens those of one update over all ranks. Parameters,
-gradients and Adam's two moments are float32, activations bfloat16.
+`lightrl plan` and `lightrl launch` check a run with it, `python -m benchmarks.plan` compares layouts, and
+benchmarks.gpu_update predicts memory; training does not use it. Rough estimates: bytes are those of one rank in one
+update, tokens those of one update over all ranks. Parameters, gradients and Adam's two moments are float32, activations
+bfloat16 unless `Work` says otherwise.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightrl.strategies.spread_experience import TOKEN_DTYPES
 from lightrl.strategies.tensor_plans import check_sizes, layer_parameters, split_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+USABLE_FRACTION = 0.9  # of a GPU's memory that a process may use
+SERVED_BYTES = 2  # of a parameter that a server has, in bfloat16
+TRAJECTORY_BYTES = 8  # per token of a trajectory, which rank 0 has as long as the iteration
 
 _STATE_BYTES = 16  # parameter, gradient, two moments
 _WHOLE_BYTES = 8  # a gathered parameter and its gradient
@@ -41,6 +47,7 @@ class Work:
     tokens: int  # of all ranks
     microbatch_tokens: int = 16384
     checkpoint_activations: bool = True
+    compute_bytes: int = _ACTIVATION_BYTES  # of an activation, and of a parameter that FSDP2 gathers
 
 
 @dataclass(frozen=True)
@@ -77,14 +84,30 @@ def num_parameters(config: PretrainedConfig) -> int:
     return int(ends + config.num_hidden_layers * layer_parameters(config))
 
 
-def activation_bytes(config: PretrainedConfig, tokens: int, num_layers: float, *, checkpointed: bool) -> float:
+def key_value_bytes(config: PretrainedConfig, width: int = _ACTIVATION_BYTES) -> int:
+    """What a decoder keeps of one token, in numbers of `width` bytes."""
+    return 2 * int(config.num_hidden_layers * config.num_key_value_heads * _head_size(config)) * width
+
+
+def experience_bytes(num_scores: int) -> int:
+    """What an iteration's SpreadExperience keeps of one token that has so many float32 scores."""
+    return sum(dtype.itemsize for dtype in TOKEN_DTYPES.values()) + 4 * num_scores
+
+
+def activation_bytes(
+    config: PretrainedConfig, tokens: int, num_layers: float, *, checkpointed: bool, width: int = _ACTIVATION_BYTES
+) -> float:
     """What `num_layers` layers keep of one microbatch for its backward; attention keeps no scores."""
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_size = _head_size(config)
     heads = head_size * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
     kept = 4 * config.hidden_size + heads + 4 * config.intermediate_size  # numbers per token and layer
     if not checkpointed:
-        return float(_ACTIVATION_BYTES * tokens * num_layers * kept)
-    return float(_ACTIVATION_BYTES * tokens * (num_layers * config.hidden_size + kept))
+        return float(width * tokens * num_layers * kept)
+    return float(width * tokens * (num_layers * config.hidden_size + kept))
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
 
 
 def fsdp2_cost(
@@ -98,7 +121,7 @@ def fsdp2_cost(
     num = _num_microbatches(work, gpus)
     ends = total - config.num_hidden_layers * layer_parameters(config)
     others = (gpus - 1) / gpus
-    gathers = 2 * 2 * total * num * others  # bfloat16, two gathers of each microbatch
+    gathers = work.compute_bytes * 2 * total * num * others  # two gathers of each microbatch
     sent = gathers + 4 * total * others * (num if reduce_every_microbatch else 1)
     communication = sent / _bandwidth(gpus, machine)
     compute = _compute_s(config, gpus, work, machine)
@@ -111,9 +134,13 @@ def fsdp2_cost(
         tp=1,
         num_microbatches=num,
         state_bytes=_STATE_BYTES * total / gpus,
-        gathered_bytes=2 * (2 * layer_parameters(config) + ends) + waiting,
+        gathered_bytes=work.compute_bytes * (2 * layer_parameters(config) + ends) + waiting,
         activation_bytes=activation_bytes(
-            config, tokens, config.num_hidden_layers, checkpointed=work.checkpoint_activations
+            config,
+            tokens,
+            config.num_hidden_layers,
+            checkpointed=work.checkpoint_activations,
+            width=work.compute_bytes,
         ),
         sent_bytes=sent,
         bubble_fraction=0.0,
@@ -151,7 +178,7 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
         waiting = 4 * largest if num > 1 else 0  # whole gradients
         whole = waiting + _WHOLE_BYTES * (2 * in_layers / layers[0] + largest - in_layers)
     sent_dp *= others
-    hidden = _ACTIVATION_BYTES * tokens * config.hidden_size
+    hidden = work.compute_bytes * tokens * config.hidden_size
     sent_tp = 8 * hidden * (tp - 1) / tp * max(layers) * num
     sent_pp = 2 * hidden / tp * num if pp > 1 else 0.0
     bubble = (pp - 1) / (num + pp - 1)
@@ -168,7 +195,9 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
         state_bytes=_STATE_BYTES * largest / dp,
         gathered_bytes=whole if dp > 1 else 0.0,
         activation_bytes=min(pp, num)
-        * activation_bytes(config, tokens, max(layers), checkpointed=work.checkpoint_activations)
+        * activation_bytes(
+            config, tokens, max(layers), checkpointed=work.checkpoint_activations, width=work.compute_bytes
+        )
         / tp,
         sent_bytes=sent_dp + sent_tp + sent_pp,
         bubble_fraction=bubble,

@@ -1,0 +1,136 @@
+"""Reads a PlannedRun from a run's module, trainer and data; models are built without memory to count them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightrl.callbacks import StalenessControl
+from lightrl.commands.plan_costs import PlannedEngine, PlannedRole, PlannedRun
+from lightrl.dataflow import DataFlowGraph
+from lightrl.engines import LocalEngine, RolloutEngine, SGLangEngine
+from lightrl.engines.local.local_engine import SMALL_MODEL_PARAMETERS
+from lightrl.models import Role
+from lightrl.models.pictures import auto_model, sees_pictures
+from lightrl.module import RLModule
+from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy
+from lightrl.strategies.costs import SERVED_BYTES
+from lightrl.strategies.empty_model import empty_model
+from lightrl.trainer import Trainer
+
+_ASSUMED_PROMPT_TOKENS = 1024  # where the data has no bound
+_SIZES = (  # of a config
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
+_PER_TRAJECTORY = ("bootstrap_values",)  # outputs that are no numbers per token
+
+
+def planned_run(module: RLModule, trainer: Trainer, data: Any, graph: DataFlowGraph) -> PlannedRun:
+    """Raises ValueError or OSError if a model's configuration cannot be read, or does not fit the ranks."""
+    strategy: Any = trainer.strategy
+    is_split = isinstance(strategy, FSDP2Strategy)
+    if is_split:
+        strategy.check_sizes(module)
+    world = trainer.num_devices * trainer.num_nodes
+    is_3d = isinstance(strategy, Parallel3DStrategy)
+    pp, tp = (strategy.pp, strategy.tp) if is_3d else (1, 1)
+    has_bfloat16_weights = trainer.precision in ("bf16-true", "16-true")
+    roles = tuple(
+        _planned_role(module, name, role, world, (pp, tp), is_half=has_bfloat16_weights)
+        for name, role in module.models().items()
+        if role.spec.url is None
+    )
+    prompt_tokens, source = _longest_prompt(module, data)
+    new_tokens = module.sampling.max_new_tokens
+    context = module.context_tokens or prompt_tokens + new_tokens
+    controls = [item.max_staleness for item in trainer.callbacks if isinstance(item, StalenessControl)]
+    is_recorded = "generate" not in {call.name for call in graph.calls}
+    return PlannedRun(
+        roles=roles,
+        world=world,
+        layout="3D" if is_3d else "FSDP2" if is_split else "whole",
+        prompts=getattr(data, "batch_size", None),
+        group_size=module.group_size,
+        num_minibatches=module.num_minibatches,
+        update_epochs=module.update_epochs,
+        microbatch_tokens=module.microbatch_tokens,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        longest=context if module.workflow is not None else min(context, prompt_tokens + new_tokens),
+        prompt_source=source if module.workflow is None else "a workflow may fill the context",
+        max_staleness=controls[0] if controls else 0,
+        num_scores=_num_scores(module),
+        compute_bytes=4 if trainer.precision in ("32-true", "64-true") else 2,
+        checkpoint_activations=is_split and strategy.activation_checkpointing,
+        reduce_every_microbatch=is_split and strategy.reduce_every_microbatch,
+        keeps_gathered=is_split and not is_3d and not strategy.reshard_after_forward,
+        num_replicas=strategy.num_replicas if is_split else 1,
+        offloads=is_split and strategy.offload_to_cpu and strategy.root_device.type != "cpu",
+        engine=None if is_recorded else _planned_engine(trainer, roles[0]),
+    )
+
+
+def _planned_role(
+    module: RLModule, name: str, role: Role, world: int, split: tuple[int, int], *, is_half: bool
+) -> PlannedRole:
+    config = role.spec.load_config()
+    missing = [field for field in _SIZES if getattr(config.get_text_config(), field, None) is None]
+    if missing:
+        raise ValueError(f"the {name}'s config ({config.model_type}) has no {missing[0]}, which the formulas need.")
+    if sees_pictures(config):
+        with torch.device("meta"):
+            model: Any = auto_model(config).from_config(config, dtype=getattr(torch, role.spec.dtype or "float32"))
+    else:
+        model = empty_model(role)
+    parameters = sum(value.numel() for value in model.parameters())
+    trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
+    ranks = range(world) if role.mesh is None else role.mesh.ranks(world)
+    pp, tp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp)
+    return PlannedRole(
+        name=name,
+        config=model.config.get_text_config(),
+        parameters=parameters,
+        trained=trained if name in module.trained_roles() else 0,
+        ranks=ranks,
+        pp=pp,
+        tp=tp,
+        width=2 if is_half else next(model.parameters()).element_size(),
+        waits_on_host=role.offload,
+    )
+
+
+def _planned_engine(trainer: Trainer, policy: PlannedRole) -> PlannedEngine | None:
+    engine: RolloutEngine = trainer.engine or LocalEngine()
+    if isinstance(engine, SGLangEngine):
+        servers = engine.num_servers or len(engine.urls or ()) or 1
+        width = SERVED_BYTES if engine.weights_dtype is None else getattr(torch, engine.weights_dtype).itemsize
+        return PlannedEngine("SGLangEngine", place="servers", servers=servers, tp=engine.tp, width=width)
+    if not isinstance(engine, LocalEngine):
+        return None
+    device = engine.choose_device()
+    dtype = engine.dtype if engine.dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
+    rows = engine.max_batch or (512 if policy.parameters < SMALL_MODEL_PARAMETERS else 256)
+    root = trainer.strategy.root_device
+    is_shared = device == root or device.type == "cpu" == root.type
+    width = getattr(torch, dtype).itemsize
+    return PlannedEngine("LocalEngine", "rank 0" if is_shared else "elsewhere", width=width, max_rows=rows)
+
+
+def _longest_prompt(module: RLModule, data: Any) -> tuple[int, str]:
+    """Tokens, and where the number comes from."""
+    given = getattr(data, "max_prompt_tokens", None)
+    if given is not None:
+        return int(given), "data.max_prompt_tokens"
+    room = module.max_prompt_tokens
+    if room is not None and room <= _ASSUMED_PROMPT_TOKENS:
+        return room, "what the context leaves"
+    return _ASSUMED_PROMPT_TOKENS, "assumed; set data.max_prompt_tokens"
+
+
+def _num_scores(module: RLModule) -> int:
+    """At most: advantages that are one number per trajectory take none per token."""
+    outputs = {key for call in module.score_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
+    topk = int(getattr(module, "teacher_topk", None) or 0)
+    listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64
+    return sum(listed.get(key, 1) for key in outputs) + len(module.advantage_keys)

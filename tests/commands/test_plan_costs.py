@@ -1,0 +1,250 @@
+"""The plan's memory against real models, optimizers, caches and experience; its advice against its own formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import random_trajectories, tiny_spec
+from transformers import DynamicCache
+
+from lightrl import GRPO, PPO, Trainer
+from lightrl.algorithms import ReferenceKL
+from lightrl.commands.plan import run
+from lightrl.commands.plan_costs import (
+    PlannedEngine,
+    PlannedRun,
+    batch_rows,
+    engine_memory,
+    rank_memories,
+    role_cost,
+)
+from lightrl.commands.plan_fit import misfits
+from lightrl.commands.plan_run import planned_run
+from lightrl.models import LoRA, Role, RoleMesh
+from lightrl.module import RLModule
+from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, SpreadExperience
+from lightrl.strategies.costs import TRAJECTORY_BYTES, experience_bytes
+from lightrl.testing.tiny_model import TINY_CONFIG
+from lightrl.trajectory import Sampling
+
+EVEN_CONFIG = {**TINY_CONFIG, "vocab_size": 18}  # that tp 2 divides
+LARGE_CONFIG = {**TINY_CONFIG, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 20_000}
+ROOT = Path(__file__).parents[2]
+
+
+class Data:
+    batch_size = 6
+    max_prompt_tokens = 20
+
+
+def plan_of(module: RLModule, **settings: Any) -> PlannedRun:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **settings)
+    return planned_run(module, trainer, Data(), module.data_flow())
+
+
+@pytest.fixture(scope="module")
+def ppo() -> PlannedRun:
+    sampling = Sampling(max_new_tokens=30)
+    return plan_of(PPO(tiny_spec(), reward=len, group_size=2, microbatch_tokens=64, sampling=sampling))
+
+
+def large(**settings: Any) -> PlannedRun:
+    """A run whose activations, whole gradients and state are all worth counting."""
+    module = GRPO(tiny_spec(config=LARGE_CONFIG), reward=len, group_size=32, microbatch_tokens=4096)
+    return replace(plan_of(module), engine=None, **settings)
+
+
+def spread(planned: PlannedRun, world: int) -> PlannedRun:
+    role = replace(planned.roles[0], ranks=range(world))
+    return replace(planned, world=world, layout="FSDP2", roles=(role,))
+
+
+def test_the_state_is_that_of_real_models_and_their_optimizer(ppo: PlannedRun) -> None:
+    for planned, role in zip(ppo.roles, PPO(tiny_spec(), reward=len).models().values(), strict=True):
+        model: Any = role.load_model()
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        states = optimizer.state.values()
+        moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+        cost = role_cost(ppo, planned)
+        assert planned.parameters == planned.trained == sum(value.numel() for value in parameters)
+        assert cost.weights == sum(value.nbytes for value in parameters)
+        assert cost.gradients == sum(value.grad.nbytes for value in parameters)
+        assert cost.moments == sum(value.nbytes for value in moments)
+
+
+def test_adapters_alone_have_gradients_and_moments() -> None:
+    pytest.importorskip("peft")
+    role = Role(tiny_spec(), lora=LoRA(rank=2))
+    planned = plan_of(GRPO(role, reward=len)).roles[0]
+    model: Any = role.load_model()
+    assert planned.parameters == sum(value.numel() for value in model.parameters())
+    assert 0 < planned.trained == sum(value.numel() for value in model.parameters() if value.requires_grad)
+
+
+def test_a_frozen_reference_has_weights_only() -> None:
+    planned = plan_of(GRPO(tiny_spec(), reward=len, reference=ReferenceKL(0.1, tiny_spec())))
+    cost = role_cost(planned, planned.roles[1])
+    assert planned.roles[1].name == "reference"
+    assert cost.weights == 4 * planned.roles[1].parameters
+    assert cost.gradients == cost.moments == cost.sent == 0
+
+
+def test_experience_is_that_of_an_iteration() -> None:
+    trajectories = random_trajectories(32, 4, prompt_tokens=(20, 20), completion_tokens=(30, 30))
+    shape = (len(trajectories), 50)
+    made = SpreadExperience.from_trajectories(trajectories)
+    scores = {name: torch.zeros(shape) for name in ("values", "advantages", "returns")}
+    made = made.with_tensors(scores)
+    real = sum(rows.nbytes for values in made.tokens.values() for rows in values.rows)
+    numbers = sum(value.nbytes for value in made._rows.values())
+    planned = experience_bytes(3) * shape[0] * shape[1]
+    assert planned == real
+    assert planned <= real + numbers <= 1.1 * planned  # the numbers of each row, of which the plan has none
+    fields = ("token_ids", "behavior_logprobs", "loss_mask", "weight_versions")
+    held = sum(getattr(item, name).nbytes for item in trajectories for name in fields)
+    kept = TRAJECTORY_BYTES * shape[0] * shape[1]
+    assert kept <= held <= 1.1 * kept  # masks and versions are kept as runs
+
+
+def test_the_scores_of_an_iteration_are_counted(ppo: PlannedRun) -> None:
+    assert ppo.num_scores == 3  # values, advantages, returns
+    assert plan_of(PPO(tiny_spec(), reward=len, num_minibatches=2, decoupled=True)).num_scores == 4
+
+
+def test_key_values_are_those_of_a_real_cache(ppo: PlannedRun) -> None:
+    model: Any = tiny_spec().load_model()
+    cache = DynamicCache()
+    model(input_ids=torch.ones(3, ppo.longest, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert ppo.engine is not None
+    weights, key_values = engine_memory(ppo, ppo.engine, rows=3)
+    assert key_values == real
+    assert weights == sum(value.nbytes for value in model.parameters())
+
+
+def test_fsdp2_divides_the_state_and_a_mesh_keeps_it_from_other_ranks() -> None:
+    whole = plan_of(PPO(tiny_spec(), reward=len))
+    split = plan_of(PPO(tiny_spec(), reward=len), devices=4, strategy=FSDP2Strategy())
+    later, one = rank_memories(split)[-1], rank_memories(whole)[0]
+    assert 4 * later.device["moments"] == one.device["moments"]
+    roles = Role(tiny_spec(), mesh=RoleMesh(0, 1)), Role(tiny_spec(), mesh=RoleMesh(1, 2))
+    meshes = plan_of(PPO(roles[0], critic=roles[1], reward=len), devices=3, strategy=FSDP2Strategy())
+    first, others = rank_memories(meshes)
+    assert others.ranks == range(1, 3)
+    assert first.device["weights"] == role_cost(meshes, meshes.roles[0]).weights == 4 * meshes.roles[0].parameters
+    assert others.device["weights"] == 2 * meshes.roles[1].parameters
+    assert "key-values" in first.device
+    assert "key-values" not in others.device
+
+
+def test_parameters_that_stay_gathered_are_counted_whole() -> None:
+    module = GRPO(tiny_spec(), reward=len)
+    freed, kept = (
+        plan_of(module, devices=2, strategy=FSDP2Strategy(reshard_after_forward=frees, reduce_every_microbatch=True))
+        for frees in (True, False)
+    )
+    assert role_cost(kept, kept.roles[0]).gathered == 4 * kept.roles[0].parameters
+    assert role_cost(kept, kept.roles[0]).gathered > role_cost(freed, freed.roles[0]).gathered
+
+
+def test_3d_divides_the_state_over_pp_and_tp() -> None:
+    strategy = Parallel3DStrategy(tp=2)
+    planned = plan_of(GRPO(tiny_spec(config=EVEN_CONFIG), reward=len), devices=2, strategy=strategy)
+    assert role_cost(planned, planned.roles[0]).weights == pytest.approx(2 * planned.roles[0].parameters)
+
+
+def test_the_advised_microbatch_fits_and_a_larger_one_does_not() -> None:
+    planned = large()
+    memory = rank_memories(planned)[0]
+    room = memory.total - 0.7 * memory.device["activations"]
+    found = next(misfits(planned, room))
+    assert found.cause == "activations"
+    assert found.total == memory.total
+    advised = int(found.fix.removeprefix("set model.microbatch_tokens to at most "))
+    assert advised == pytest.approx(0.3 * 4096, rel=0.01)
+    assert rank_memories(replace(planned, microbatch_tokens=advised))[0].total <= room
+    assert rank_memories(replace(planned, microbatch_tokens=advised + 1))[0].total > room
+
+
+def test_a_smaller_microbatch_that_keeps_whole_gradients_is_counted_with_them() -> None:
+    planned = replace(spread(large(), 2), microbatch_tokens=10**6)
+    total = rank_memories(planned)[0].total
+    room = 0.97 * total
+    found = next(misfits(planned, room))
+    advised = int(found.fix.removeprefix("set model.microbatch_tokens to at most "))
+    memory = rank_memories(replace(planned, microbatch_tokens=advised))[0]
+    assert memory.device["gathered"] > rank_memories(planned)[0].device["gathered"]
+    assert memory.total <= room < rank_memories(replace(planned, microbatch_tokens=advised + 1))[0].total
+
+
+def test_the_advised_number_of_ranks_is_the_smallest_that_fits() -> None:
+    planned = large()
+    memory = rank_memories(planned)[0]
+    room = memory.device["moments"]
+    found = next(misfits(replace(planned, microbatch_tokens=64), room))
+    start, _, number = found.fix.rpartition(" ")
+    assert start == "set trainer.strategy to FSDP2Strategy and trainer.devices · trainer.num_nodes to at least"
+    at, before = (spread(replace(planned, microbatch_tokens=64), world) for world in (int(number), int(number) - 1))
+    assert rank_memories(at)[0].total <= room < rank_memories(before)[0].total
+
+
+def test_too_many_key_values_lower_the_engines_batch() -> None:
+    engine = PlannedEngine("LocalEngine", "rank 0", width=4, max_rows=256)
+    planned = replace(large(), engine=engine, microbatch_tokens=64)
+    memory = rank_memories(planned)[0]
+    room = memory.total - memory.device["key-values"] / 2
+    number = int(next(misfits(planned, room)).fix.removeprefix("set trainer.engine's max_batch to at most "))
+    assert rank_memories(replace(planned, engine=replace(engine, max_rows=number)))[0].total <= room
+    assert rank_memories(replace(planned, engine=replace(engine, max_rows=number + 1)))[0].total > room
+
+
+def test_a_server_that_is_too_small_needs_more_gpus() -> None:
+    planned = replace(large(), engine=PlannedEngine("SGLangEngine", "servers"))
+    assert planned.engine is not None
+    room = 0.6 * sum(engine_memory(planned, planned.engine, rows=1))
+    found = list(misfits(planned, room))[-1]
+    assert found.where == "a server's GPU"
+    assert found.fix == "set trainer.engine's tp to at least 2"
+
+
+def test_batch_sizes_follow_from_each_other(ppo: PlannedRun) -> None:
+    numbers = {name.strip(): number for name, number, _ in batch_rows(ppo)}
+    assert numbers["trajectories per iteration"] == "12"
+    assert numbers["tokens per trajectory, at most"] == "50"
+    assert numbers["tokens per microbatch, at most"] == "64"
+    assert numbers["microbatches per rank and update"] == "10"  # 600 tokens of 64
+
+
+def test_the_command_prints_what_does_not_fit_in_lines_of_100_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert run(["--config", "examples/quickstart/grpo.yaml", "--gpu_memory_gb", "0.5"]) == 0
+    out = capsys.readouterr().out
+    tables = out[out.index("batch sizes") : out.index("drawing:")]
+    assert "does not fit\n  activations: 637.5 MB of rank 0's " in tables
+    assert "model.microbatch_tokens to at most" in " ".join(tables.split())
+    assert max(map(len, tables.splitlines())) <= 100
+
+
+def test_a_model_without_formulas_leaves_the_rest_of_the_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    layer = tmp_path / "gpt2.yaml"
+    config = "{model_type: gpt2, vocab_size: 14, n_embd: 16, n_layer: 2, n_head: 4}"
+    layer.write_text(
+        f"model: {{init_args: {{policy: {{tokenizer: examples.quickstart.task.tokenizer, config: {config}}}}}}}\n"
+    )
+    assert run(["--config", "examples/quickstart/grpo.yaml", "--config", str(layer)]) == 0
+    out = capsys.readouterr().out
+    assert "memory and batch sizes: not known, because\n  the policy's config (gpt2) has no" in out
+    assert "flowchart LR" in out
