@@ -192,7 +192,7 @@ def configure_logging() -> None:
         logger.propagate = False
     for name in ("lightning.pytorch", "lightning.fabric"):
         for lightning_handler in logging.getLogger(name).handlers:
-            if isinstance(lightning_handler, logging.StreamHandler):
+            if type(lightning_handler) is logging.StreamHandler:  # its own, not one that writes elsewhere
                 lightning_handler.setStream(_AboveProgressBar())
 
 
