@@ -1,6 +1,7 @@
 """RewardPool with real processes: what it gives back, whom it blames, and that nothing survives it."""
 
 import asyncio
+import errno
 import os
 import re
 import signal
@@ -256,10 +257,14 @@ def test_a_worker_that_was_killed_while_idle_costs_no_trajectory():
 
 
 @pytest.mark.parametrize("num_failures", [2, 1000], ids=["for a while", "for ever"])
-def test_a_machine_that_starts_no_processes_costs_no_trajectory_or_says_so(num_failures, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EAGAIN, "no process"), OSError(errno.ENOSPC, "disk full"), MemoryError("no memory")],
+    ids=["EAGAIN", "a full disk", "MemoryError"],
+)  # fmt: skip
+def test_a_machine_that_starts_no_processes_costs_no_trajectory_or_says_so(error, num_failures, monkeypatch):
     monkeypatch.setattr(supervisor, "_RESTART_WAIT_S", 0.01)
     with pool_of("obey") as pool:
-        make_worker, failures = pool._make_worker, [BlockingIOError(11, "no more processes")] * num_failures
+        make_worker, failures = pool._make_worker, [error] * num_failures
 
         def make_later():
             if failures:
@@ -276,7 +281,7 @@ def test_a_machine_that_starts_no_processes_costs_no_trajectory_or_says_so(num_f
         else:
             results = outcomes(pool, trajectory_that(), trajectory_that())
             assert all("has no worker left: its worker could not be started" in str(result) for result in results)
-            assert all("no more processes" in str(result) for result in results)
+            assert all(str(error.args[-1]) in str(result) for result in results)
 
 
 def test_kill_9_of_the_trainer_ends_workers_and_what_they_started(tmp_path):
