@@ -45,8 +45,9 @@ def test_a_good_run_is_checked_from_environment_to_hours_and_nothing_is_kept(set
         "trial", "logprobs", "completions", "reward", "time", "run",
     }  # fmt: skip
     assert "fails" not in set.union(*verdicts(text).values())
-    assert "HuggingFaceExport, ModelCheckpoint" in text
-    assert "200 iterations take about" in text
+    words = " ".join(text.split())  # where lines break depends on the folder's name
+    assert "HuggingFaceExport, ModelCheckpoint" in words
+    assert "200 iterations take about" in words
     assert files() == before
 
 

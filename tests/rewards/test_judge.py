@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import reward_functions
-from reward_functions import trajectory_that
 
 from lightrl.rewards import RewardHook, RewardPool, make_judge, math_answer
 
@@ -42,9 +41,14 @@ def nested():
     return reward
 
 
+class Scale:
+    def score(self, trajectory):
+        return 1.0
+
+
 @pytest.mark.parametrize(
     "function",
-    [lambda trajectory: 1.0, nested(), functools.partial(math.copysign, 1.0), trajectory_that().to_json, math.sqrt],
+    [lambda trajectory: 1.0, nested(), functools.partial(math.copysign, 1.0), Scale().score, math.sqrt],
     ids=["lambda", "closure", "partial", "method", "builtin"],
 )
 def test_other_callables_stay_in_this_process(function):
