@@ -147,6 +147,7 @@ class RankWatch:
         self._closed = threading.Event()
         self._end_lock = threading.Lock()
         self._has_reported = False
+        self._is_printed = threading.Event()
         self.failed_before: str | None = None  # the other rank that failed first, and its error
         self._threads = [
             threading.Thread(target=target, name=f"lightrl-watch-{rank}", daemon=True)
@@ -189,13 +190,17 @@ class RankWatch:
     def fail(self, error: BaseException, timeout_s: float = 3.0) -> None:
         """Tells the others that this rank failed, and waits briefly until they know: the store may end with us.
 
-        Does nothing if another rank failed first: this error then follows from that one.
+        If another rank failed first, this error follows from that one: waits until it is printed.
         """
-        if self.failed_before is None and not self._closed.is_set():
+        if self._closed.is_set():
+            return
+        if self.failed_before is None:
             self._error = error
             self._changed.set()
             self._is_told.wait((ROLL_CALL_POLLS + 2) * POLL_S)
             self._is_known.wait(timeout_s)
+        if self.failed_before is not None:
+            self._is_printed.wait(timeout_s)
 
     def close(self) -> None:
         """Stops watching: this rank has ended as planned, or is about to."""
@@ -342,6 +347,7 @@ class RankWatch:
         phase = self._phases[-1][0]
         sys.stderr.write(f"\nRank {self._rank} is here:\n{stack}\n[rank {self._rank}, in {phase!r}] {failure}\n")
         sys.stderr.flush()
+        self._is_printed.set()
         for state in (self._heard[rank][0] for rank in gone if rank in self._heard):
             if state is not None and state.host == socket.gethostname():
                 kill_owner(state.process)  # a stopped process would outlive the run, and keep its memory
