@@ -140,14 +140,13 @@ class RankWatch:
         self._heard: dict[int, tuple[RankState | None, float]] = {}  # by rank: its last state, and when that was new
         self._error: BaseException | None = None  # of this rank, which the others have not heard of yet
         self._is_told = threading.Event()  # the error is in the store, or nobody can be told
-        self._is_known = threading.Event()  # to all ranks
+        self._is_known = threading.Event()  # to all ranks; an error of another rank: printed
         self._roll_call: dict[int, RankState | None] = {}  # the states at the error, of those not heard of since
         self._roll_call_s: float | None = None  # when it began
         self._changed = threading.Event()
         self._closed = threading.Event()
         self._end_lock = threading.Lock()
         self._has_reported = False
-        self._is_printed = threading.Event()
         self.failed_before: str | None = None  # the other rank that failed first, and its error
         self._threads = [
             threading.Thread(target=target, name=f"lightrl-watch-{rank}", daemon=True)
@@ -190,7 +189,7 @@ class RankWatch:
     def fail(self, error: BaseException, timeout_s: float = 3.0) -> None:
         """Tells the others that this rank failed, and waits briefly until they know: the store may end with us.
 
-        If another rank failed first, this error follows from that one: waits until it is printed.
+        If another rank failed first, this error follows from that one: only waits, until that one is printed.
         """
         if self._closed.is_set():
             return
@@ -198,9 +197,7 @@ class RankWatch:
             self._error = error
             self._changed.set()
             self._is_told.wait((ROLL_CALL_POLLS + 2) * POLL_S)
-            self._is_known.wait(timeout_s)
-        if self.failed_before is not None:
-            self._is_printed.wait(timeout_s)
+        self._is_known.wait(timeout_s)
 
     def close(self) -> None:
         """Stops watching: this rank has ended as planned, or is about to."""
@@ -282,7 +279,7 @@ class RankWatch:
         self._is_told.set()
         with contextlib.suppress(*_STORE_IS_GONE):  # rank 0 was told and has ended
             self._store.set(f"knows/{self._rank}", "yes")
-            if self._store.check([f"knows/{other}" for other in range(self._size)]):
+            if rank == self._rank and self._store.check([f"knows/{other}" for other in range(self._size)]):
                 self._is_known.set()
         return None if rank == self._rank else (text, gone)
 
@@ -341,18 +338,26 @@ class RankWatch:
                 return
             self._has_reported = True
         self._is_told.set()
-        self._is_known.set()
         frame = sys._current_frames().get(self._main_thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         phase = self._phases[-1][0]
         sys.stderr.write(f"\nRank {self._rank} is here:\n{stack}\n[rank {self._rank}, in {phase!r}] {failure}\n")
         sys.stderr.flush()
-        self._is_printed.set()
+        if self._rank == 0 and threading.current_thread() is self._threads[0]:  # the store's
+            self._wait_until_known(gone)
+        self._is_known.set()
         for state in (self._heard[rank][0] for rank in gone if rank in self._heard):
             if state is not None and state.host == socket.gethostname():
                 kill_owner(state.process)  # a stopped process would outlive the run, and keep its memory
         if not self._closed.wait(GRACE_S):
             self._end_process()
+
+    def _wait_until_known(self, gone: list[int], timeout_s: float = 3.0) -> None:
+        """The store ends with rank 0: the others read the failure first."""
+        keys = [f"knows/{rank}" for rank in range(1, self._size) if rank not in gone]
+        deadline = time.monotonic() + timeout_s
+        while keys and not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(POLL_S / 5)
 
 
 def _may_be_a_broken_connection(error: BaseException | None) -> bool:
