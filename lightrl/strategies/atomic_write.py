@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -17,6 +16,7 @@ from typing import Any
 
 from lightrl.checks.disk_errors import write_problem
 from lightrl.checks.publish import remove_path
+from lightrl.concurrency.daemon_future import submit
 
 log = logging.getLogger(__name__)
 
@@ -119,22 +119,19 @@ class BackgroundWrites:
     def _submit(self, place: Path, task: Callable[[Progress], None]) -> None:
         if self._hung is not None and not self._hung.done.done():
             raise _stall_error(place, f"an earlier write to {self._hung.place} still hangs")
-        write, before = _Write(place, Progress(), Future()), self._last
+        progress, before = Progress(), self._last
 
         def work() -> None:
             if before is not None:
                 wait([before])
             try:
-                task(write.progress)
-            except BaseException as error:  # noqa: BLE001  # the thread ends here; whoever waits gets the error
+                task(progress)
+            except BaseException:  # raised again: whoever waits for this write gets it
                 self._has_failed = True
-                write.done.set_exception(error)
-            else:
-                write.done.set_result(None)
+                raise
 
-        self._last = write.done
-        self._pending.append(write)
-        threading.Thread(target=work, name="lightrl-checkpoint", daemon=True).start()
+        self._last = submit(work, name="lightrl-checkpoint")
+        self._pending.append(_Write(place, progress, self._last))
 
     def _finish_first(self) -> None:
         """Waits for the first write, which stays pending if Ctrl-C interrupts that; raises its error."""
