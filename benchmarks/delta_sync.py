@@ -43,11 +43,11 @@ from benchmarks.report import Report
 from benchmarks.sync_growth import grown
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.held_port import HeldPort
-from lightrl.engines.sglang.relay import FAN_OUT
-from lightrl.engines.sglang.sync import ServerSync
-from lightrl.engines.sglang.sync_report import Fleet, SyncReport
-from lightrl.engines.sglang.transports import DeltaTransport
+from lightrl.engines.sglang.servers.held_port import HeldPort
+from lightrl.engines.sglang.sync.relay import FAN_OUT
+from lightrl.engines.sglang.sync.report import Fleet, SyncReport
+from lightrl.engines.sglang.sync.server_sync import ServerSync
+from lightrl.engines.sglang.sync.transports import DeltaTransport
 from lightrl.weights import Bucket, Digests, ServerForm, ServerLayout, bucketed
 from lightrl.weights.delta_folder import NOTHING
 
@@ -108,7 +108,7 @@ class Side:
         self._held = [] if link.prefix else [HeldPort(link.host), HeldPort(link.host)]
         ports = [port.number for port in self._held] or list(_PORTS.values())
         self.receiver, self.server = (f"http://{link.host}:{port}" for port in ports)
-        receiver = ["lightrl.engines.sglang.receiver", "--host", link.host, "--port", str(ports[0])]
+        receiver = ["lightrl.engines.sglang.sync.receiver", "--host", link.host, "--port", str(ports[0])]
         commands = [[*receiver, "--folder", str(self.folder)], ["benchmarks.delta_sync", link.host, str(ports[1])]]
         environment = {**os.environ, "LIGHTRL_SERVER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
         self._processes = [
@@ -254,7 +254,15 @@ def measure_growth(report: Report, options: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def _lone_receiver() -> Iterator[str]:
     held, folder = HeldPort("127.0.0.1"), tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
-    command = [sys.executable, "-m", "lightrl.engines.sglang.receiver", "--port", str(held.number), "--folder", folder]
+    command = [
+        sys.executable,
+        "-m",
+        "lightrl.engines.sglang.sync.receiver",
+        "--port",
+        str(held.number),
+        "--folder",
+        folder,
+    ]
     process = subprocess.Popen(command, env={**os.environ, "LIGHTRL_SERVER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"})
     try:
         yield f"http://127.0.0.1:{held.number}"

@@ -30,7 +30,7 @@ from transformers import Qwen3Config
 from benchmarks.report import Report
 from lightrl import SGLangEngine
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang.registry import Announcement, ServerEntry
+from lightrl.engines.sglang.servers.registry import Announcement, ServerEntry
 from lightrl.errors import EngineError
 from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling

@@ -56,7 +56,7 @@ from lightrl import (
 from lightrl.callbacks import RLCallback
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.engines.sglang.servers.held_port import HeldPort
 from lightrl.errors import LightRLError
 from lightrl.testing import QUIET, FakeServerProcess
 
@@ -337,7 +337,7 @@ class DeltaReceiver:
         self.root = root
         self._held = HeldPort("127.0.0.1")
         self.url = f"http://127.0.0.1:{self._held.number}"
-        command = [sys.executable, "-m", "lightrl.engines.sglang.receiver", "--port", str(self._held.number)]
+        command = [sys.executable, "-m", "lightrl.engines.sglang.sync.receiver", "--port", str(self._held.number)]
         self._process = subprocess.Popen(
             [*command, "--folder", str(root)], env=os.environ | {TOKEN_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1"}
         )

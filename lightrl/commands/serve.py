@@ -25,11 +25,11 @@ from lightrl.commands.config_layers import UsageError, Written
 from lightrl.commands.console import reported
 from lightrl.concurrency.owner import own_prefix
 from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
-from lightrl.engines.sglang.command import usable_token
-from lightrl.engines.sglang.fleet import ServerFleet
-from lightrl.engines.sglang.receivers import Receivers
-from lightrl.engines.sglang.registry import Announcement, ServerEntry
-from lightrl.engines.sglang.server import SGLangServer, make_servers, write_model_folder
+from lightrl.engines.sglang.servers.command import usable_token
+from lightrl.engines.sglang.servers.fleet import ServerFleet
+from lightrl.engines.sglang.servers.registry import Announcement, ServerEntry
+from lightrl.engines.sglang.servers.server import SGLangServer, make_servers, write_model_folder
+from lightrl.engines.sglang.sync.receivers import Receivers
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec
 

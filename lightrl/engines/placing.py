@@ -9,7 +9,7 @@ import torch
 from lightrl.engines.engine import RolloutEngine
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.own_fleet import started_on
+from lightrl.engines.sglang.servers.own_fleet import started_on
 
 
 def choose_devices(engine: RolloutEngine, trainer_devices: Sequence[torch.device]) -> str:

@@ -13,10 +13,10 @@ Reading order:
     broadcast.py      a process group of trainer and servers, outside the default one
     shared_memory.py  a bucket for servers of the same host
 
-Within a process a bucket needs no carrier. engines/sglang/sync.py has the requests to servers around a transfer.
+Within a process a bucket needs no carrier. engines/sglang/sync/server_sync.py has the requests around a transfer.
 
 May import: errors, trajectory, experience, functional. To add a transport: its sender here, which takes buckets one by
-one and needs at most one more bucket of memory; its requests in engines/sglang/transports/.
+one and needs at most one more bucket of memory; its requests in engines/sglang/sync/transports/.
 """
 
 from lightrl.weights.broadcast import BroadcastGroup

@@ -18,7 +18,7 @@ from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.commands.earlier_runs import last_checkpoint
 from lightrl.commands.main import COMMANDS, main
-from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.engines.sglang.servers.held_port import HeldPort
 from lightrl.errors import OtherRankFailed
 
 

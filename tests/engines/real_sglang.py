@@ -22,7 +22,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from lightrl.engines.sglang.server import SGLangServer, write_model_folder
+from lightrl.engines.sglang.servers.server import SGLangServer, write_model_folder
 
 BUILD = Path(__file__).parents[2] / "scripts/sglang_cpu/build.py"
 NOT_BUILT = f"SGLang for this machine's CPU is not built. Build it: {sys.executable} {BUILD}"

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.sync import ServerSync
-from lightrl.engines.sglang.sync_report import SyncReport
+from lightrl.engines.sglang.sync.report import SyncReport
+from lightrl.engines.sglang.sync.server_sync import ServerSync
+from lightrl.engines.sglang.sync.transports import WeightTransport
 from lightrl.engines.sglang.timeouts import Timeouts
-from lightrl.engines.sglang.transports import WeightTransport
 from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.weights import Bucket, bucketed
 

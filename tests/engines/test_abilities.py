@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig
 
 from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine, abilities
-from lightrl.engines.sglang.command import dtype_of_auto
+from lightrl.engines.sglang.servers.command import dtype_of_auto
 from lightrl.testing import FakeServerProcess
 
 ALL = {

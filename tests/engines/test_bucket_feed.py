@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightrl.engines.sglang import bucket_feed
-from lightrl.engines.sglang.bucket_feed import BucketFeed
+from lightrl.engines.sglang.sync.bucket_feed import BucketFeed
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, bucketed
 

@@ -24,11 +24,11 @@ from transformers import Qwen3Config
 
 from lightrl.engines import SGLangEngine, Timeouts
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.held_port import HeldPort
-from lightrl.engines.sglang.receivers import Receivers
-from lightrl.engines.sglang.relay import PROTOCOL, spread
-from lightrl.engines.sglang.sync_report import SyncFailed
-from lightrl.engines.sglang.transports import DeltaTransport
+from lightrl.engines.sglang.servers.held_port import HeldPort
+from lightrl.engines.sglang.sync.receivers import Receivers
+from lightrl.engines.sglang.sync.relay import PROTOCOL, spread
+from lightrl.engines.sglang.sync.report import SyncFailed
+from lightrl.engines.sglang.sync.transports import DeltaTransport
 from lightrl.testing import tiny_policy
 from lightrl.weights import ServerForm, bucketed
 
@@ -45,7 +45,7 @@ class ReceiverProcess:
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "lightrl.engines.sglang.receiver", "--port", str(self.held.number)]
+        command = [sys.executable, "-m", "lightrl.engines.sglang.sync.receiver", "--port", str(self.held.number)]
         self.process = forked.Popen(
             [*command, "--folder", str(self.folder)], env=os.environ | {"LIGHTRL_SERVER_TOKEN": TOKEN}
         )
@@ -228,7 +228,7 @@ TRAINER = """
 import asyncio, os, signal
 from lightrl.weights.delta import checksum
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.relay import spread
+from lightrl.engines.sglang.sync.relay import spread
 
 async def main():
     ask = lambda path, body, fields=None: spread(
@@ -248,7 +248,7 @@ def test_a_receiver_that_does_not_answer_is_named_with_the_command_that_starts_i
             sync(servers, transport_to([lone], servers, wait_s=0.5), parameters(0), 1, previous_version=0)
         assert caught.value.report.versions == {servers[0].url: 0}  # it goes on with what it has
         assert lone.url in str(caught.value)
-        assert "python -m lightrl.engines.sglang.receiver --host" in str(caught.value)
+        assert "python -m lightrl.engines.sglang.sync.receiver --host" in str(caught.value)
         assert "/pause_generation" not in servers[0].stats()["requests"]
     lone.held.close()
 
@@ -391,7 +391,7 @@ def test_servers_without_a_receiver_on_their_host_are_refused_at_the_start(monke
 
 
 def test_a_receiver_ends_with_the_program_that_started_it():
-    code = "import sys, time; from lightrl.engines.sglang.receivers import Receivers; r = Receivers();"
+    code = "import sys, time; from lightrl.engines.sglang.sync.receivers import Receivers; r = Receivers();"
     code += "r.start('127.0.0.1', 't'); print(r._fleet.servers[0].pid, r._folder, flush=True); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     guard, folder = process.stdout.readline().split()

@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from lightrl.engines.sglang.memory import PARTS, EngineMemory
+from lightrl.engines.sglang.sync.memory import PARTS, EngineMemory
 
 
 class Server:

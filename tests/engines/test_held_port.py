@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.distributed import TCPStore
 
-from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.engines.sglang.servers.held_port import HeldPort
 from lightrl.errors import EngineError
 
 HOST = "127.0.0.1"

@@ -71,7 +71,7 @@ def serve(hosts: Hosts, number: int, model_folder: str) -> str:
 def receive(hosts: Hosts, number: int, folder: Path) -> None:
     """Starts a weight receiver beside a host's server; returns when it listens."""
     address = hosts.address(number)
-    command = [sys.executable, "-m", "lightrl.engines.sglang.receiver", "--host", address, "--port", "31000"]
+    command = [sys.executable, "-m", "lightrl.engines.sglang.sync.receiver", "--host", address, "--port", "31000"]
     hosts.popen(number, [*command, "--folder", str(folder / f"receiver-{number}")], env=TOKEN)
     reached = hosts.popen(number, [sys.executable, "-c", CONNECT, address, "31000"])
     assert reached.wait(60) == 0

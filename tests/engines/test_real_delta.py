@@ -13,10 +13,10 @@ from sync_cases import fed
 
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.receivers import Receivers
-from lightrl.engines.sglang.sync import ServerSync
-from lightrl.engines.sglang.sync_report import SyncReport
-from lightrl.engines.sglang.transports import DeltaTransport, DiskTransport, WeightTransport
+from lightrl.engines.sglang.sync.receivers import Receivers
+from lightrl.engines.sglang.sync.report import SyncReport
+from lightrl.engines.sglang.sync.server_sync import ServerSync
+from lightrl.engines.sglang.sync.transports import DeltaTransport, DiskTransport, WeightTransport
 from lightrl.weights import ServerForm, WeightFolder, bucketed
 
 pytestmark = pytest.mark.real_sglang

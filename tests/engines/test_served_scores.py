@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 from lightrl import GRPO, PPO, Distillation, ModelSpec, Sampling
 from lightrl.commands.plan import plan_text
 from lightrl.engines.sglang.scoring import ServedRewards, ServedScores
-from lightrl.engines.sglang.server import SGLangServer
+from lightrl.engines.sglang.servers.server import SGLangServer
 from lightrl.errors import EngineError
 from lightrl.experience import Experience
 from lightrl.loops.score import score

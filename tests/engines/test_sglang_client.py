@@ -14,7 +14,7 @@ import pytest
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
-from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.engines.sglang.servers.held_port import HeldPort
 from lightrl.errors import EngineTimeout, EngineUnreachable
 from lightrl.testing.fake_server_process import FakeServerProcess
 

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from transformers import GPT2Config, Qwen3Config
 
-from lightrl.engines.sglang.command import (
+from lightrl.engines.sglang.servers.command import (
     SGLangPython,
     command_line,
     context_args,
@@ -30,8 +30,8 @@ from lightrl.engines.sglang.command import (
     find_python,
     flags,
 )
-from lightrl.engines.sglang.fleet import RestartPolicy, ServerFleet
-from lightrl.engines.sglang.server import SGLangServer, write_model_folder
+from lightrl.engines.sglang.servers.fleet import RestartPolicy, ServerFleet
+from lightrl.engines.sglang.servers.server import SGLangServer, write_model_folder
 from lightrl.errors import EngineError, EngineTimeout
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems hold no port for somebody else")
@@ -207,7 +207,7 @@ def test_a_port_is_kept_from_the_first_start_on_where_zero_was_given(small_serve
 
 _TRAINER = """
 import os, signal, sys, time
-from lightrl.engines.sglang.server import SGLangServer
+from lightrl.engines.sglang.servers.server import SGLangServer
 how, log = sys.argv[1:3]
 server = SGLangServer(".", command=sys.argv[3:], log_file=log, stop_timeout_s=1)
 server.start()

@@ -13,10 +13,10 @@ from tiny import tiny_model
 from transformers import Qwen3Config
 
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.memory import EngineMemory
-from lightrl.engines.sglang.sync import ServerSync
-from lightrl.engines.sglang.sync_report import SyncFailed, SyncReport
-from lightrl.engines.sglang.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
+from lightrl.engines.sglang.sync.memory import EngineMemory
+from lightrl.engines.sglang.sync.report import SyncFailed, SyncReport
+from lightrl.engines.sglang.sync.server_sync import ServerSync
+from lightrl.engines.sglang.sync.transports import BroadcastTransport, DiskTransport, SharedMemoryTransport
 from lightrl.errors import WeightSyncError
 from lightrl.weights import ServerForm, WeightFolder, bucketed
 from lightrl.weights import disk as disk_module

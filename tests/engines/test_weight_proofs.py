@@ -17,11 +17,11 @@ from waits import until as until_true
 
 from lightrl.engines import Timeouts
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.draft_models import DraftModels, target_digests
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.sglang.server_process import ServerProcess, other_model
-from lightrl.engines.sglang.sync_report import Fleet
-from lightrl.engines.sglang.weight_proofs import WeightProofs
+from lightrl.engines.sglang.servers.server_process import ServerProcess, other_model
+from lightrl.engines.sglang.sync.draft_models import DraftModels, target_digests
+from lightrl.engines.sglang.sync.report import Fleet
+from lightrl.engines.sglang.sync.weight_proofs import WeightProofs
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling

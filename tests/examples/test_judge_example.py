@@ -8,7 +8,7 @@ import pytest
 from test_make_model import make_folder
 
 from lightrl.commands.cli import run
-from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.engines.sglang.servers.held_port import HeldPort
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "judge"
 

@@ -9,7 +9,7 @@ RECEIVER_VARIABLE = "LIGHTRL_RECEIVER_ADDRS"  # of the delta transport
 TOKEN_VARIABLE = "LIGHTRL_SERVER_TOKEN"
 RECEIVER_HELP = (
     "`lightrl serve` starts a weight receiver beside its servers and prints its address. Beside other servers run "
-    f"`{TOKEN_VARIABLE}=… python -m lightrl.engines.sglang.receiver --host HOST --port PORT`, and set "
+    f"`{TOKEN_VARIABLE}=… python -m lightrl.engines.sglang.sync.receiver --host HOST --port PORT`, and set "
     f"{RECEIVER_VARIABLE}."
 )
 

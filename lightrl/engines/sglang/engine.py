@@ -41,27 +41,27 @@ from lightrl.engines.abilities import (
 )
 from lightrl.engines.engine import Completion, RolloutEngine, check_request
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
-from lightrl.engines.sglang.cache_canary import CacheCanary
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.command import dtype_of_auto, usable_token
 from lightrl.engines.sglang.connection import Connection
 from lightrl.engines.sglang.home_loop import HomeLoop
-from lightrl.engines.sglang.loading import Loading
 from lightrl.engines.sglang.members import Members
-from lightrl.engines.sglang.memory import EngineMemory
 from lightrl.engines.sglang.open_files import raise_open_files
-from lightrl.engines.sglang.own_fleet import fleet_of
 from lightrl.engines.sglang.pool import ServerPool
-from lightrl.engines.sglang.receivers import Receivers
-from lightrl.engines.sglang.registry import ServerEntry, registry_at
 from lightrl.engines.sglang.request import RequestPictures
 from lightrl.engines.sglang.routes import check_routes
-from lightrl.engines.sglang.served_adapters import ServedAdapters
-from lightrl.engines.sglang.sync import ServerSync
-from lightrl.engines.sglang.sync_report import SyncReport
+from lightrl.engines.sglang.servers.command import dtype_of_auto, usable_token
+from lightrl.engines.sglang.servers.own_fleet import fleet_of
+from lightrl.engines.sglang.servers.registry import ServerEntry, registry_at
+from lightrl.engines.sglang.sync.cache_canary import CacheCanary
+from lightrl.engines.sglang.sync.loading import Loading
+from lightrl.engines.sglang.sync.memory import EngineMemory
+from lightrl.engines.sglang.sync.receivers import Receivers
+from lightrl.engines.sglang.sync.report import SyncReport
+from lightrl.engines.sglang.sync.served_adapters import ServedAdapters
+from lightrl.engines.sglang.sync.server_sync import ServerSync
+from lightrl.engines.sglang.sync.transports import TransportName, make_transport
+from lightrl.engines.sglang.sync.weight_proofs import WeightProofs
 from lightrl.engines.sglang.timeouts import Timeouts
-from lightrl.engines.sglang.transports import TransportName, make_transport
-from lightrl.engines.sglang.weight_proofs import WeightProofs
 from lightrl.engines.sglang.writer import Writer
 from lightrl.errors import EngineError
 from lightrl.models.lora import AdapterShape
@@ -72,7 +72,7 @@ from lightrl.weights import Bucket, ServerForm, SharedFolder
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from lightrl.engines.sglang.fleet import ServerFleet
+    from lightrl.engines.sglang.servers.fleet import ServerFleet
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class SGLangEngine(
         placement: `separate` from the trainer's devices, or `colocated` on them: servers release their memory while the
             trainer updates. This needs `enable_memory_saver: true` and `StalenessControl(0)`.
         adapters: with LoRA, `merged` sends whole weights with the adapters in them; `served` sends the base once and
-            then only adapters, one per version, which a request keeps until its end; see served_adapters.py.
+            then only adapters, one per version, which a request keeps until its end; see sync/served_adapters.py.
         interrupt: how requests in flight stop for a sync: `retract` (the server continues them) or `abort` (the engine
             sends them again with what was written).
         verify_sync: compares models at the start, and after a sync each server's version and parameters with the

@@ -19,13 +19,13 @@ from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.pool import ServerPool
-from lightrl.engines.sglang.registry import LOOK_EVERY_S, Registry, ServerEntry
-from lightrl.engines.sglang.server_process import ServerProcess
+from lightrl.engines.sglang.servers.registry import LOOK_EVERY_S, Registry, ServerEntry
+from lightrl.engines.sglang.servers.server_process import ServerProcess
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, LightRLError
 
 if TYPE_CHECKING:
-    from lightrl.engines.sglang.fleet import ServerFleet
+    from lightrl.engines.sglang.servers.fleet import ServerFleet
 
 log = logging.getLogger(__name__)
 

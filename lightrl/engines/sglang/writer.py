@@ -29,7 +29,7 @@ from lightrl.trace import span
 from lightrl.trajectory import Sampling, token_array
 
 if TYPE_CHECKING:
-    from lightrl.engines.sglang.served_adapters import ServedAdapters
+    from lightrl.engines.sglang.sync.served_adapters import ServedAdapters
 
 ABORT_TIMEOUT_S = 5.0
 MAX_BACKOFF_S = 5.0

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.engines.sglang.sync_report import Fleet
-from lightrl.engines.sglang.transports.transport import WeightTransport
+from lightrl.engines.sglang.sync.report import Fleet
+from lightrl.engines.sglang.sync.transports.transport import WeightTransport
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, WeightFolder
 from lightrl.weights.disk import is_whole

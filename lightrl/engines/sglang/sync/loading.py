@@ -1,6 +1,6 @@
 """Loading: the trainer's weights, checked, to all servers of an engine, and to one that comes back.
 
-The calling thread holds `lock` during a load; sync.py pauses, loads and resumes servers on the home loop. With a
+The calling thread holds `lock` during a load; server_sync.py pauses, loads and resumes servers on the home loop. With a
 colocated engine, `make_room` gives the servers' memory to the trainer until the next load.
 """
 
@@ -18,13 +18,13 @@ import torch
 
 from lightrl.engines.abilities import Proof
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.draft_models import target_digests
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
-from lightrl.engines.sglang.memory import EngineMemory
-from lightrl.engines.sglang.server_process import other_model
-from lightrl.engines.sglang.sync import ServerSync, checksums
-from lightrl.engines.sglang.sync_report import Fleet, SyncFailed, SyncReport
+from lightrl.engines.sglang.servers.server_process import other_model
+from lightrl.engines.sglang.sync.draft_models import target_digests
+from lightrl.engines.sglang.sync.memory import EngineMemory
+from lightrl.engines.sglang.sync.report import Fleet, SyncFailed, SyncReport
+from lightrl.engines.sglang.sync.server_sync import ServerSync, checksums
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.engines.sglang.writer import Writer
 from lightrl.errors import EngineError, WeightSyncError

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightrl.concurrency.in_thread import in_thread
-from lightrl.engines.sglang.sync_report import Fleet
-from lightrl.engines.sglang.transports.streaming import Streaming, num_ranks
+from lightrl.engines.sglang.sync.report import Fleet
+from lightrl.engines.sglang.sync.transports.streaming import Streaming, num_ranks
 from lightrl.weights import Bucket, ServerForm, SharedBucket, bucketed
 from lightrl.weights.shared_memory import PART_BYTES
 

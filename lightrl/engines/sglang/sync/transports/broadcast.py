@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.routes import interface_of, trainer_address
-from lightrl.engines.sglang.sync_report import Fleet
-from lightrl.engines.sglang.transports.streaming import Streaming, num_ranks
+from lightrl.engines.sglang.sync.report import Fleet
+from lightrl.engines.sglang.sync.transports.streaming import Streaming, num_ranks
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.weights import BroadcastGroup, Bucket, ServerForm
 from lightrl.weights.broadcast import listen

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightrl.engines.sglang.fleet import ServerFleet
-from lightrl.engines.sglang.gpus import gpus_of_servers, visible
-from lightrl.engines.sglang.server import make_servers, write_model_folder
+from lightrl.engines.sglang.servers.fleet import ServerFleet
+from lightrl.engines.sglang.servers.gpus import gpus_of_servers, visible
+from lightrl.engines.sglang.servers.server import make_servers, write_model_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from lightrl.checks.printable import end_of_log
 from lightrl.concurrency import parent_guard
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
-from lightrl.engines.sglang.command import (
+from lightrl.engines.sglang.servers.command import (
     SGLangPython,
     command_line,
     context_args,
@@ -31,7 +31,7 @@ from lightrl.engines.sglang.command import (
     find_python,
     usable_token,
 )
-from lightrl.engines.sglang.held_port import HeldPort
+from lightrl.engines.sglang.servers.held_port import HeldPort
 from lightrl.errors import EngineError, EngineTimeout
 from lightrl.models.pictures import auto_model
 

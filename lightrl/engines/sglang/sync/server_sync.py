@@ -25,15 +25,15 @@ from typing import Any
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.abilities import Proof
-from lightrl.engines.sglang.bucket_feed import LOOP_ENDED, BucketFeed, wait_while_running
-from lightrl.engines.sglang.cache_canary import CacheCanary
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
-from lightrl.engines.sglang.draft_models import target_digests
-from lightrl.engines.sglang.memory import EngineMemory
-from lightrl.engines.sglang.sync_report import Fleet, SyncFailed, SyncReport
-from lightrl.engines.sglang.transports import WeightTransport
-from lightrl.engines.sglang.weight_proofs import WeightProofs
+from lightrl.engines.sglang.sync.bucket_feed import LOOP_ENDED, BucketFeed, wait_while_running
+from lightrl.engines.sglang.sync.cache_canary import CacheCanary
+from lightrl.engines.sglang.sync.draft_models import target_digests
+from lightrl.engines.sglang.sync.memory import EngineMemory
+from lightrl.engines.sglang.sync.report import Fleet, SyncFailed, SyncReport
+from lightrl.engines.sglang.sync.transports import WeightTransport
+from lightrl.engines.sglang.sync.weight_proofs import WeightProofs
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trace import span
 from lightrl.weights import Bucket

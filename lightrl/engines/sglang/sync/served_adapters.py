@@ -29,12 +29,12 @@ from torch import Tensor
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.home_loop import HomeLoop
-from lightrl.engines.sglang.loading import Loading
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.request import AdapterVersion
-from lightrl.engines.sglang.sync_report import Fleet, SyncReport
+from lightrl.engines.sglang.sync.loading import Loading
+from lightrl.engines.sglang.sync.report import Fleet, SyncReport
+from lightrl.engines.sglang.sync.transports.streaming import num_ranks
 from lightrl.engines.sglang.timeouts import Timeouts
-from lightrl.engines.sglang.transports.streaming import num_ranks
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models.lora import AdapterShape, is_adapter, peft_name
 from lightrl.weights import Bucket, ServerForm

@@ -1,6 +1,6 @@
 """The weight receiver: keeps, beside SGLang servers, the weights that they load; takes full versions and deltas.
 
-    LIGHTRL_SERVER_TOKEN=… python -m lightrl.engines.sglang.receiver --host HOST --port PORT [--folder FOLDER]
+    LIGHTRL_SERVER_TOKEN=… python -m lightrl.engines.sglang.sync.receiver --host HOST --port PORT [--folder FOLDER]
 
 It knows nothing of the servers: the trainer sends it a version while they generate, and tells them which folder of
 theirs to load. weights/delta_folder.py says what is refused and what survives. Every route but /ready requires the
@@ -24,7 +24,7 @@ from aiohttp import web
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.relay import PROTOCOL, spread
+from lightrl.engines.sglang.sync.relay import PROTOCOL, spread
 from lightrl.weights.delta_folder import DeltaFolder, NotTheBase, Version, folder_in_memory
 
 _MAX_PART_BYTES = 2**36  # of a request: a part is larger than its bound if one tensor is

@@ -15,9 +15,9 @@ from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.addresses import RECEIVER_HELP
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.relay import FAN_OUT, PROTOCOL, Answers, spread
-from lightrl.engines.sglang.sync_report import Fleet
-from lightrl.engines.sglang.transports.transport import WeightTransport
+from lightrl.engines.sglang.sync.relay import FAN_OUT, PROTOCOL, Answers, spread
+from lightrl.engines.sglang.sync.report import Fleet
+from lightrl.engines.sglang.sync.transports.transport import WeightTransport
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable, WeightSyncError
 from lightrl.weights import Bucket, ServerForm
 from lightrl.weights.delta import checksum, version_digest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightrl.engines.sglang.transports.shared_memory import SharedMemoryTransport
+from lightrl.engines.sglang.sync.transports.shared_memory import SharedMemoryTransport
 from lightrl.weights import ServerForm, SharedBucket
 
 PART_BYTES = 2**29  # of a block in GPU memory

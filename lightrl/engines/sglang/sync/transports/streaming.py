@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterable
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.sglang.client import SGLangClient
-from lightrl.engines.sglang.sync_report import Fleet
-from lightrl.engines.sglang.transports.transport import WeightTransport
+from lightrl.engines.sglang.sync.report import Fleet
+from lightrl.engines.sglang.sync.transports.transport import WeightTransport
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, HostCopy, ServerForm
 

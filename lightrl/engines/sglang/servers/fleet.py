@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from lightrl.engines.sglang.server import SGLangServer
+from lightrl.engines.sglang.servers.server import SGLangServer
 from lightrl.errors import EngineError, LightRLError
 
 log = logging.getLogger(__name__)

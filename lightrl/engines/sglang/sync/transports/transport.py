@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from lightrl.engines.sglang.sync_report import Fleet
+from lightrl.engines.sglang.sync.report import Fleet
 from lightrl.weights import Bucket, WeightFolder
 
 

@@ -13,7 +13,7 @@ from lightrl.engines.sglang.addresses import RECEIVER_HELP, as_url, receivers_fr
 from lightrl.weights.delta_folder import folder_in_memory
 
 if TYPE_CHECKING:
-    from lightrl.engines.sglang.fleet import ServerFleet
+    from lightrl.engines.sglang.servers.fleet import ServerFleet
 
 STOP_GRACE_S = 5.0
 
@@ -39,11 +39,11 @@ class Receivers:
 
     def start(self, host: str, token: str | None, *, port: int = 0, log_folder: Path | None = None) -> None:
         """Starts one that listens on `host`. Its folder outlives it, so that the next one takes the weights over."""
-        from lightrl.engines.sglang.fleet import ServerFleet
-        from lightrl.engines.sglang.server import SGLangServer
+        from lightrl.engines.sglang.servers.fleet import ServerFleet
+        from lightrl.engines.sglang.servers.server import SGLangServer
 
         self._folder = folder_in_memory("lightrl-weights-")
-        command = [sys.executable, "-m", "lightrl.engines.sglang.receiver", "--host", host, "--port", "{port}"]
+        command = [sys.executable, "-m", "lightrl.engines.sglang.sync.receiver", "--host", host, "--port", "{port}"]
         process = SGLangServer(
             self._folder,
             name="the weight receiver",

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from lightrl.engines.sglang.connection import Connection
-from lightrl.engines.sglang.transports.broadcast import BroadcastTransport
-from lightrl.engines.sglang.transports.cuda_ipc import CudaIpcTransport
-from lightrl.engines.sglang.transports.delta import DeltaTransport
-from lightrl.engines.sglang.transports.disk import DiskTransport
-from lightrl.engines.sglang.transports.shared_memory import SharedMemoryTransport
-from lightrl.engines.sglang.transports.transport import WeightTransport
+from lightrl.engines.sglang.sync.transports.broadcast import BroadcastTransport
+from lightrl.engines.sglang.sync.transports.cuda_ipc import CudaIpcTransport
+from lightrl.engines.sglang.sync.transports.delta import DeltaTransport
+from lightrl.engines.sglang.sync.transports.disk import DiskTransport
+from lightrl.engines.sglang.sync.transports.shared_memory import SharedMemoryTransport
+from lightrl.engines.sglang.sync.transports.transport import WeightTransport
 from lightrl.weights import ServerForm, WeightFolder
 
 if TYPE_CHECKING:

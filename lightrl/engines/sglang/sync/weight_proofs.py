@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightrl.engines.abilities import Proof
-from lightrl.engines.sglang.draft_models import DraftModels, target_digests
-from lightrl.engines.sglang.server_process import ServerProcess
+from lightrl.engines.sglang.servers.server_process import ServerProcess
+from lightrl.engines.sglang.sync.draft_models import DraftModels, target_digests
 from lightrl.weights import Digests, ServerForm, ServerLayout
 from lightrl.weights.digests import RankDigests, unknown_layout
 from lightrl.weights.server_form import OUTPUT_HEAD
