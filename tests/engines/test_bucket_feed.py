@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightrl.engines.sglang import bucket_feed
+from lightrl.engines.sglang.sync import bucket_feed
 from lightrl.engines.sglang.sync.bucket_feed import BucketFeed
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket, bucketed

@@ -12,9 +12,9 @@ from test_server_faults import DEADLINES, weights
 from transformers import Qwen3Config
 from waits import until
 
-from lightrl.engines.sglang import registry
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.engines.sglang.request import request_seed
+from lightrl.engines.sglang.servers import registry
 from lightrl.engines.sglang.servers.registry import Announcement, Registry, ServerEntry, registry_at
 from lightrl.errors import EngineTimeout
 from lightrl.testing.fake_server_process import FakeServerProcess

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import until
 
 from lightrl.engines import Timeouts
-from lightrl.engines.sglang import command, server
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.engines.sglang.servers import command, server
 from lightrl.engines.sglang.servers.command import flags
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models.lora import AdapterShape, LoRA, exported_parameters, merge, peft_name
