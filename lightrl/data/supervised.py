@@ -74,13 +74,7 @@ class SFTDataModule(CompletionDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            train,
-            validation,
-            test,
-            batch_size=batch_size,
-            answer_column=answer_column,
-            max_tokens=max_tokens,
-            **kwargs,
+            train, validation, test, batch_size=batch_size, answer_column=answer_column, max_tokens=max_tokens, **kwargs
         )
         try:
             self.answer_pattern_remove = re.compile(answer_pattern_remove) if answer_pattern_remove else None
