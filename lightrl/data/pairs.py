@@ -91,15 +91,9 @@ class PreferenceDataModule(CompletionDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            train,
-            validation,
-            test,
-            batch_size=batch_size,
-            prompt_column=prompt_column,
-            answer_column=answer_column,
-            max_tokens=max_tokens,
-            **kwargs,
-        )
+            train, validation, test, batch_size=batch_size, prompt_column=prompt_column, answer_column=answer_column,
+            max_tokens=max_tokens, **kwargs,
+        )  # fmt: skip
         self.chosen_column = chosen_column
         self.rejected_column = rejected_column
 
