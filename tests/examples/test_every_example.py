@@ -38,6 +38,14 @@ def configs_of(name: str) -> list[str]:
     return [word if word == "--config" else str(ROOT / word) for word in str(command).split()[1:]]
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_example_says_at_its_top_what_it_needs_takes_and_reaches(name: str) -> None:
+    first, *lines = (ROOT / name).read_text().splitlines()
+    assert re.fullmatch(r"# [A-Z0-9].*\S", first)
+    assert [re.match(r"# (\w+): .+\.?$", line)[1] for line in lines[:3]] == ["Needs", "Takes", "Reaches"]  # type: ignore[index]
+    assert lines[3].startswith("#   ")  # a command
+
+
 class _BuiltError(Exception):
     pass
 

@@ -1,0 +1,387 @@
+"""What the examples reach: a record of each run, and every sentence and table about it made from the records.
+
+    python -m benchmarks.records --run quickstart/grpo --seeds 0,1,2,3,4 [--threads 1] [--work runs/records]
+    python -m benchmarks.records
+
+The first runs the command at the top of examples/quickstart/grpo.yaml with each seed, in a process of its own, and
+writes `benchmarks/records/quickstart-grpo-0.json` and so on: command, commit, settings, machine, load, seed, seconds,
+memory and the curve. Examples that it starts from run before, in the same working folder, unless their exports are
+there. It refuses a checkout with changed code, whose commit would say nothing.
+
+The second writes everything that is said about results, from the records alone: the lines `# Takes:` and `# Reaches:`
+at the top of each example; in README.md, examples/README.md and docs/algorithms.md what stands between
+`<!-- records: … -->` and `<!-- end -->`. An example without a record says `not measured`. A record counts only while
+the settings of its example are those it was made with, so one who changes an example runs it again. The table of
+`benchmarks.lag` comes from its own records, `benchmarks/lag/runs.jsonl`. `tests/test_records.py` checks that nothing
+differs from the records, and that no result is claimed without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import yaml
+
+from benchmarks import lag
+from benchmarks.report import machine
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
+PAGES = ("README.md", "examples/README.md", "docs/algorithms.md")
+# Runs of an example with further options, by the name of their records.
+VARIANTS = {
+    "quickstart/async": (
+        "quickstart/grpo",
+        "--model.decoupled true --trainer.callbacks+=StalenessControl --trainer.callbacks.max_staleness=2",
+    ),
+}
+CODE = ("lightrl", ":(glob)examples/**/*.py")  # what a run's commit is about
+# What a record keeps, and how it is told; the first that a run logs is its result.
+HELD_OUT = {
+    "val/accuracy_fraction": "of held-out prompts",
+    "val/token_accuracy_fraction": "of the tokens of held-out answers",
+    "val/reward": "as held-out reward",
+}
+SAMPLED = ("rollout/accuracy_fraction", "rollout/reward")
+LAST = 10  # iterations
+QUICK = "--trainer.max_steps=2 --trainer.val_check_interval=2 --trainer.limit_val_batches=1"
+NOT_MEASURED = "not measured"
+
+
+class Recorder(L.Callback):
+    """Keeps the curve of a run, and writes it as JSON when the run ends: metric → [[iteration, value], …].
+
+    Iteration i means: by the weights after i iterations; 0 is there if the whole held-out data is judged before them.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.curve: dict[str, list[list[float]]] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self._add(trainer, SAMPLED, trainer.global_step - 1)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf"):
+            self._add(trainer, HELD_OUT, trainer.global_step)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            Path(self.path).write_text(json.dumps(self.curve))
+
+    def _add(self, trainer: L.Trainer, names: Sequence[str] | dict[str, str], iteration: int) -> None:
+        for name in names:
+            if name in trainer.callback_metrics:
+                value = round(float(trainer.callback_metrics[name]), 5)
+                self.curve.setdefault(name, []).append([iteration, value])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--run", default="", help="examples without .yaml, or variants, separated by commas")
+    parser.add_argument("--seeds", default="0", help="separated by commas")
+    parser.add_argument("--threads", type=int, help="of torch; all cores if not given")
+    parser.add_argument("--work", type=Path, default=Path("runs/records"), help="for the runs' own files")
+    parser.add_argument("--out", type=Path, default=RECORDS)
+    parser.add_argument("--quick", action="store_true", help="two iterations; the numbers mean nothing")
+    options = parser.parse_args(arguments)
+    names = [name for name in options.run.split(",") if name]
+    unknown = [name for name in names if name not in (*examples(), *VARIANTS)]
+    if unknown:
+        parser.error(f"unknown example {unknown[0]!r}; choose from {', '.join((*examples(), *VARIANTS))}")
+    if names and not options.quick and git("status", "--porcelain", "--", *CODE):
+        parser.error("The code has changes that are not committed. Commit them first: a record names its commit.")
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        for seed in options.seeds.split(","):
+            record = run(name, int(seed), options)
+            path = options.out / f"{name.replace('/', '-')}-{seed}.json"
+            lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+            path.write_text(f"{{\n{lines}\n}}\n")
+            print(f"{path}: {reaches([record])}", flush=True)
+    if options.out == RECORDS:
+        for path, text in rewritten().items():
+            path.write_text(text)
+
+
+def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The record of one run; what it starts from is made before."""
+    work = options.work.absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "examples").exists():
+        (work / "examples").symlink_to(ROOT / "examples")  # so that the command is what a reader types
+    before = [command_of(stage) for stage in stages_before(name)]
+    for stage, command in zip(stages_before(name), before, strict=True):
+        if not all((work / folder / "config.json").exists() for folder in exports_of(stage)):
+            started(command, work, options)
+    command = f"{command_of(name)} --seed_everything {seed}"
+    curve = work / "curve.json"
+    curve.unlink(missing_ok=True)
+    begun = {"date": datetime.date.today().isoformat(), "machine": machine(), "threads": options.threads}
+    recorder = f"--trainer.callbacks+=benchmarks.records.Recorder --trainer.callbacks.path={curve}"
+    used = started(f"{command} {recorder}", work, options)
+    return {
+        "example": name,
+        "seed": seed,
+        "command": command,
+        "after": before,
+        "commit": git("log", "-1", "--format=%H", "--", *CODE),
+        "settings": settings_digest(name),
+        **begun,
+        **used,
+        "curve": json.loads(curve.read_text()),
+    }
+
+
+def started(command: str, work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Runs a command to its end; what it took."""
+    words = shlex.split(f"{command} {QUICK}" if options.quick else command)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment |= {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
+    begun_s = time.perf_counter()
+    with (work / "output.txt").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words], cwd=work, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            _, status, used = os.wait4(process.pid, 0)  # with the processor time of the processes that it started
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{command} ended with {process.returncode}: {(work / 'output.txt').read_text()[-3000:]}")
+    return {
+        "seconds": round(time.perf_counter() - begun_s, 1),
+        "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
+        "peak_rss_gb": round(used.ru_maxrss * 1024 / 1e9, 2),
+        "load_at_end": round(os.getloadavg()[0], 2),
+    }
+
+
+def examples() -> list[str]:
+    folder = ROOT / "examples"
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+
+
+def example_file(name: str) -> Path:
+    return ROOT / "examples" / f"{VARIANTS.get(name, (name,))[0]}.yaml"
+
+
+def header_of(name: str) -> list[str]:
+    """The comment at the top of an example."""
+    lines = example_file(name).read_text().splitlines()
+    return lines[: next(index for index, line in enumerate(lines) if not line.startswith("#"))]
+
+
+def command_of(name: str) -> str:
+    """What is typed to run it: the command at the top of the example, with the options of a variant."""
+    path = example_file(name).relative_to(ROOT)
+    found = re.search(rf"lightrl fit (--config \S+ )*--config {path}$", "\n".join(header_of(name)), re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{path} must have a line at its top that ends in `lightrl fit … --config {path}`.")
+    return " ".join([found[0], *VARIANTS.get(name, ())[1:]])
+
+
+def configs_of(name: str) -> list[Path]:
+    return [ROOT / path for path in re.findall(r"--config (\S+)", command_of(name))]
+
+
+def exports_of(name: str) -> set[str]:
+    """The folders that an example exports models to."""
+    return set(re.findall(r"\bto: (runs/[\w/]+)", example_file(name).read_text()))
+
+
+def stages_before(name: str) -> list[str]:
+    """The examples that must have run, first ones first."""
+    folders = {folder for path in configs_of(name) for folder in re.findall(r": (runs/[\w/]+)", path.read_text())}
+    makers = [other for other in examples() if other != name and exports_of(other) & folders]
+    return list(dict.fromkeys(stage for maker in makers for stage in (*stages_before(maker), maker)))
+
+
+def settings_digest(name: str) -> str:
+    """Of all settings of the command, and of the stages before; comments do not count."""
+    trees = [yaml.safe_load(path.read_text()) for one in (*stages_before(name), name) for path in configs_of(one)]
+    text = json.dumps([trees, VARIANTS.get(name, ())[1:]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def records_of(name: str) -> list[dict[str, Any]]:
+    """The records of an example as it is now, by seed."""
+    records = [json.loads(path.read_text()) for path in RECORDS.glob(f"{name.replace('/', '-')}-*.json")]
+    now = settings_digest(name)
+    valid = [record for record in records if record["example"] == name and record["settings"] == now]
+    return sorted(valid, key=lambda record: int(record["seed"]))
+
+
+def result_of(record: dict[str, Any]) -> str:
+    """The metric that is its result."""
+    return next((metric for metric in (*HELD_OUT, *SAMPLED) if metric in record["curve"]), "")
+
+
+def number_text(metric: str, value: float) -> str:
+    return f"{value:.1%}"[:-1] if metric.endswith("_fraction") else f"{value:.2f}"
+
+
+def last_samples(record: dict[str, Any], metric: str, place: slice = slice(-LAST, None)) -> float | None:
+    values = [value for _, value in record["curve"].get(metric, [])][place]
+    return statistics.fmean(values) if values else None
+
+
+def label_of(name: str, metric: str) -> str:
+    """What is counted; the example's LearningCurve may have a word for it."""
+    label = re.search(r"held_out_label: ([\w -]+)", example_file(name).read_text())
+    return f"of {label[1]}" if label else HELD_OUT[metric]
+
+
+def reaches(records: Sequence[dict[str, Any]]) -> str:
+    """The held-out result of each seed at the end, and before if it was measured."""
+    if not records:
+        return NOT_MEASURED
+    name, metric = records[0]["example"], result_of(records[0])
+    if metric not in HELD_OUT:
+        values = [(last_samples(one, metric, slice(0, LAST)), last_samples(one, metric)) for one in records if metric]
+        texts = [f"{number_text(metric, first or 0)} to {number_text(metric, last or 0)}" for first, last in values]
+        unit = " %" if metric.endswith("_fraction") else ""
+        return f"samples {', '.join(texts)}{unit} right, {seeds_text(records)}" if values else "no curve"
+    unit = " %" if metric.endswith("_fraction") else ""
+    ends = [record["curve"][metric][-1] for record in records]
+    text = f"{', '.join(number_text(metric, value) for _, value in ends)}{unit} {label_of(name, metric)}"
+    text += f" after {ends[0][0]} iterations, {seeds_text(records)}"
+    firsts = [record["curve"][metric][0] for record in records]
+    if all(iteration == 0 for iteration, _ in firsts):
+        texts = sorted({number_text(metric, value) for _, value in firsts}, key=float)
+        text += f" ({' to '.join(dict.fromkeys([texts[0], texts[-1]]))}{unit} before)"
+    return text
+
+
+def seeds_text(records: Sequence[dict[str, Any]]) -> str:
+    seeds = [record["seed"] for record in records]
+    if len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1)):
+        return f"seeds {seeds[0]} to {seeds[-1]}"
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+
+
+def takes(records: Sequence[dict[str, Any]]) -> str:
+    """Processor time and memory, the median over seeds."""
+    if not records:
+        return NOT_MEASURED
+    seconds, memory = (statistics.median(one[key] for one in records) for key in ("cpu_seconds", "peak_rss_gb"))
+    return f"{seconds:.0f} CPU-seconds and {memory:.1f} GB of memory, on {machine_text(records[0])}"
+
+
+def machine_text(record: dict[str, Any]) -> str:
+    threads = record["threads"]
+    on = record["machine"]["gpu"] or " ".join(record["machine"]["processor"].split()[:2])
+    return f"an {on}" + ("" if threads is None else f" with {threads} thread{'s' if threads > 1 else ''}")
+
+
+def rewritten() -> dict[Path, str]:
+    """Each file that says something of results, as the records have it."""
+    texts = {path: (ROOT / path).read_text() for path in PAGES}
+    result = {ROOT / path: page_text(text) for path, text in texts.items()}
+    for name in examples():
+        records = records_of(name)
+        text = example_file(name).read_text()
+        for word, value in (("Takes", takes(records)), ("Reaches", reaches(records))):
+            text = re.sub(rf"^# {word}: .*$", f"# {word}: {value}.", text, count=1, flags=re.MULTILINE)
+        result[example_file(name)] = text
+    return result
+
+
+def page_text(text: str) -> str:
+    kinds = {"table": seeds_table, "rows": example_rows, "line": line, "lag": lag_table}
+
+    def written(found: re.Match[str]) -> str:
+        kind, _, name = found[1].partition(" ")
+        return f"<!-- records: {found[1]} -->{kinds[kind](name.strip(), found[2])}<!-- end -->"
+
+    return re.sub(r"<!-- records: ([\w/ ]+?) -->(.*?)<!-- end -->", written, text, flags=re.DOTALL)
+
+
+def line(name: str, _: str) -> str:
+    return reaches(records_of(name))
+
+
+def seeds_table(name: str, _: str) -> str:
+    """A column per seed, with what the runs took."""
+    records = records_of(name)
+    if not records:
+        return f"\n{NOT_MEASURED}\n"
+    metric = result_of(records[0])
+    count, num = label_of(name, metric), records[0]["curve"][metric][-1][0]
+    percent = " %" if metric.endswith("_fraction") else ""
+    rows = [("`--seed_everything`", [str(record["seed"]) for record in records])]
+    for title, place in (("before training", 0), (f"after {num} iterations", -1)):
+        values = [number_text(metric, record["curve"][metric][place][1]) + percent for record in records]
+        rows.append((f"right {count}, greedy, {title}", values))
+    sampled = [last_samples(record, SAMPLED[0]) or 0.0 for record in records]
+    values = [f"{number_text(SAMPLED[0], value)} %" for value in sampled]
+    rows.append((f"right of the last {LAST} iterations' samples", values))
+    rows.append((f"CPU seconds, on {machine_text(records[0])}", [f"{one['cpu_seconds']:.0f}" for one in records]))
+    loads = [max(one["machine"]["load_1min"], one["load_at_end"]) for one in records]
+    seconds = [f"{one['seconds']:.0f} ({load:.1f})" for one, load in zip(records, loads, strict=True)]
+    rows.append((f"wall seconds, start to end (load of the {records[0]['machine']['cores']} cores)", seconds))
+    rows.append(("GB of memory at the peak", [f"{one['peak_rss_gb']:.1f}" for one in records]))
+    first, *others = (f"| {title} | {' | '.join(cells)} |" for title, cells in rows)
+    return "\n" + "\n".join([first, "|---|" + "--:|" * len(records), *others]) + "\n"
+
+
+def example_rows(_: str, text: str) -> str:
+    """A table whose rows have the example's file in their second cell: its third and fourth are written."""
+    lines = text.splitlines()
+    for index, row in enumerate(lines):
+        files = re.findall(r"([\w/]+)\.yaml", row.split("|")[2]) if row.count("|") > 4 else []
+        if files:
+            name = next(one for one in (files[-1], files[-1].removeprefix("examples/")) if one in examples())
+            cells, records = row.split("|"), records_of(name)
+            minutes = statistics.median(one["cpu_seconds"] for one in records) / 60 if records else None
+            cells[3] = f" {minutes:.1f} " if minutes is not None else " "
+            cells[4] = f" {reaches(records)} "
+            lines[index] = "|".join(cells)
+    return "\n".join(lines) + "\n"
+
+
+def lag_table(_: str, __: str) -> str:
+    """A row for each loss, lag and learning rate of benchmarks/lag/runs.jsonl."""
+    records = lag.read_records(ROOT / "benchmarks" / "lag")
+    order = {name: index for index, name in enumerate(lag.LOSSES)}
+    settings = sorted({key[:3] for key in records}, key=lambda key: (key[2], key[1], order[key[0]]))
+    lines = []
+    for loss, eta, lr in settings:
+        seeds = sorted(key[3] for key in records if key[:3] == (loss, eta, lr))
+        row = lag.row_of(records, loss, eta, lr, seeds)
+        kind, arguments = lag.LOSSES[loss]
+        name = ", ".join([f"`{kind}`", *(f"`{key}: {json.dumps(value)}`" for key, value in arguments.items())])
+        lead = row["ess_warning_lead_iterations"]
+        cells = [name, eta, f"{lr:g}", row["seeds"], f"{row['fraction_of_on_policy']:.3f}"]
+        cells += [", ".join(f"{reward:.2f}" for reward in row["last_rewards"]), row["collapsed"]]
+        cells += ["" if lead is None else lead, row["warned_without_collapse"]]
+        cells += [f"{row['lowest_ess_fraction']:.2f}", f"{row['highest_kl_nats']:.2f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    head = "| loss | η | lr | seeds | of on-policy | last rewards | collapsed | lead | warned without collapse |"
+    head += " lowest `ess_fraction` | highest `kl_behavior_nats` |"
+    return "\n".join(["", head, "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|", *lines, ""])
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

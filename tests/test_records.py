@@ -1,0 +1,129 @@
+"""What is said about results: made from records, and nowhere without one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import records
+
+ROOT = Path(__file__).parents[1]
+# Sentences with a percentage that are no result of a run.
+FACTS = (
+    "The best constant answer, 9, is right for 32.6 % of the held-out prompts",
+    "At 97 % the policy has learned the frequent answers 4 to 9",
+    "The rare answers 0 to 3 make up 3 % of the prompts",
+    "Always answering `9` is right for 33 % of them",
+    "so a change is small against noise where accuracy is 50 %",
+)
+
+
+def make_record(seed: int, curve: dict[str, Any], **values: Any) -> dict[str, Any]:
+    digest = records.settings_digest("quickstart/grpo")
+    machine = {"processor": "AMD EPYC 9B14", "cores": 2, "gpu": None, "load_1min": 0.5}
+    own = {"example": "quickstart/grpo", "seed": seed, "settings": digest, "machine": machine, "threads": 1}
+    took = {"seconds": 90.0, "cpu_seconds": 120.0, "peak_rss_gb": 0.7, "load_at_end": 1.1}
+    return {**own, **took, "curve": curve, **values}
+
+
+def keep(folder: Path, record: dict[str, Any]) -> None:
+    (folder / f"quickstart-grpo-{record['seed']}.json").write_text(json.dumps(record))
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(records, "RECORDS", tmp_path)
+    return tmp_path
+
+
+def claims(text: str) -> list[str]:
+    """Sentences that tell a share of right answers outside of what is written from records."""
+    text = re.sub(r"<!-- records: .*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^# (Takes|Reaches): .*$", "", text, flags=re.MULTILINE)
+    sentences = re.split(r"(?<=[.:;|])\s+|\n\s*\n", re.sub(r"\n#?\s*(?=\S)", " ", text))
+    shares = [one for one in sentences if re.search(r"\d ?%", one)]
+    results = [one for one in shares if re.search(r"held-out|greedy|\bright\b|accuracy|of (the )?samples", one)]
+    return [one for one in results if "no record" not in one and not any(fact in one for fact in FACTS)]
+
+
+def test_what_is_said_of_results_is_what_the_records_give() -> None:
+    differing = [str(path) for path, text in records.rewritten().items() if path.read_text() != text]
+    assert not differing, "run: python -m benchmarks.records"
+
+
+def test_no_result_is_claimed_without_a_record() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages += [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".md", ".yaml", ".py")]
+    found = {str(page.relative_to(ROOT)): claims(page.read_text()) for page in pages}
+    assert not {page: sentences for page, sentences in found.items() if sentences}
+
+
+@pytest.mark.parametrize(
+    ("text", "num"),
+    [
+        ("It reaches 97 % of held-out prompts. Yes.", 1),
+        ("# 19 % of samples are\n# right. Fast.", 1),
+        ("<!-- records: line x -->97.0 % of held-out prompts<!-- end --> after that.", 0),
+        ("# Reaches: 97.0 % of held-out prompts.\n", 0),
+        ("The trainer idles 41 % of its time.", 0),
+    ],
+)
+def test_a_claim_is_a_share_of_right_answers_outside_of_what_is_written(text: str, num: int) -> None:
+    assert len(claims(text)) == num
+
+
+def test_a_record_gives_the_line_the_rows_and_the_table(kept: Path) -> None:
+    for seed, end in ((0, 0.97121), (1, 0.5)):
+        held_out = [[0, 0.0], [20, 0.4], [300, end]]
+        sampled = [[iteration, 0.2 if iteration < 290 else 0.9] for iteration in range(300)]
+        curve = {"val/accuracy_fraction": held_out, "rollout/accuracy_fraction": sampled}
+        keep(kept, make_record(seed, curve, cpu_seconds=120.0 + 60 * seed))
+    line = "97.1, 50.0 % of held-out prompts after 300 iterations, seeds 0, 1 (0.0 % before)"
+    empty = "<!-- records: {} -->{}<!-- end -->"
+    assert line in records.page_text(empty.format("line quickstart/grpo", ""))
+    row = "| a | `quickstart/grpo.yaml` | 7 | 99 % | yes |"
+    rows = records.page_text(empty.format("rows", f"\n{row}\n"))
+    assert f"| a | `quickstart/grpo.yaml` | 2.5 | {line} | yes |" in rows
+    table = records.page_text(empty.format("table quickstart/grpo", ""))
+    assert "| right of held-out prompts, greedy, after 300 iterations | 97.1 % | 50.0 % |" in table
+    assert "| right of the last 10 iterations' samples | 90.0 % | 90.0 % |" in table
+    assert "| wall seconds, start to end (load of the 2 cores) | 90 (1.1) | 90 (1.1) |" in table
+    header = records.rewritten()[ROOT / "examples/quickstart/grpo.yaml"]
+    assert f"# Takes: 150 CPU-seconds and 0.7 GB of memory, on an AMD EPYC with 1 thread.\n# Reaches: {line}." in header
+
+
+def test_a_record_of_other_settings_does_not_count(kept: Path) -> None:
+    curve = {"val/accuracy_fraction": [[300, 0.9]]}
+    keep(kept, make_record(0, curve, settings="of an earlier file"))
+    keep(kept, make_record(1, curve))
+    assert [record["seed"] for record in records.records_of("quickstart/grpo")] == [1]
+    (kept / "quickstart-grpo-1.json").unlink()
+    assert records.reaches(records.records_of("quickstart/grpo")) == "not measured"
+
+
+def test_stages_before_are_those_whose_exports_an_example_starts_from() -> None:
+    assert records.stages_before("quickstart/grpo") == []
+    assert records.stages_before("countdown/grpo") == ["countdown/sft"]
+    assert records.stages_before("distillation/topk") == ["sft/sft", "sft/grpo"]
+    before = records.stages_before("ppo/from_export")
+    assert set(before) == {"sft/sft", "sft/grpo", "reward_model/reward_model"}
+    assert before.index("sft/sft") < before.index("sft/grpo")
+
+
+@pytest.mark.slow
+def test_a_run_leaves_its_record(tmp_path: Path) -> None:
+    arguments = ["--run", "quickstart/grpo", "--seeds", "7", "--quick", "--threads", "1"]
+    records.main([*arguments, "--work", str(tmp_path / "work"), "--out", str(tmp_path)])
+    record = json.loads((tmp_path / "quickstart-grpo-7.json").read_text())
+    assert record["command"] == "lightrl fit --config examples/quickstart/grpo.yaml --seed_everything 7"
+    assert re.fullmatch(r"[0-9a-f]{40}", record["commit"])
+    assert record["settings"] == records.settings_digest("quickstart/grpo")
+    assert records.result_of(record) == "val/accuracy_fraction"
+    assert [iteration for iteration, _ in record["curve"]["val/accuracy_fraction"]] == [0, 2]
+    assert [iteration for iteration, _ in record["curve"]["rollout/accuracy_fraction"]] == [0, 1]
+    assert record["cpu_seconds"] > 0
+    assert 0.1 < record["peak_rss_gb"] < 20
