@@ -5,6 +5,7 @@ A prompt is `3719=`; the only right completion is `9` and the end token. A hash 
 """
 
 import hashlib
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -31,10 +32,11 @@ class LargestDigit(PromptDataModule):
     Args:
         batch_size: prompts, and so groups, per iteration.
         num_validation: maximum number of held-out prompts to validate on.
+        kwargs: other arguments of PromptDataModule, such as `schedule`.
     """
 
-    def __init__(self, batch_size: int, num_validation: int = 2000) -> None:
-        super().__init__(train=None, batch_size=batch_size, validation_batch_size=num_validation)
+    def __init__(self, batch_size: int, num_validation: int = 2000, **kwargs: Any) -> None:
+        super().__init__(train=None, batch_size=batch_size, validation_batch_size=num_validation, **kwargs)
         self.num_validation = num_validation
 
     def make_prompts(self, split: str) -> list[Prompt]:
