@@ -73,6 +73,9 @@ class DPO(SupervisedModule):
             self.reference = self.reference_role.load_model()
             self.reference.requires_grad_(False)
 
+    def planned_roles(self) -> dict[str, Role]:
+        return super().planned_roles() | ({"reference": self.reference_role} if self.has_own_reference else {})
+
     def loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
         reference = {"reference": (self.reference, self.reference_role)} if self.has_own_reference else {}
         return {**super().loaded_models(), **reference}

@@ -144,6 +144,10 @@ class SupervisedModule(L.LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._lr_factor(step, num_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def planned_roles(self) -> dict[str, Role]:
+        """The models of a step by name, before any is loaded."""
+        return {self.trained_role: self.policy_role}
+
     def loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
         """The models and their roles by name; checkpoints leave out all but `trained_role`."""
         return {self.trained_role: (getattr(self, self.trained_role), self.policy_role)}

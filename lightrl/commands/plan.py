@@ -7,30 +7,38 @@ It parses and builds the configuration as `fit` does, but loads no weights and s
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
-from lightrl.commands.plan_run import planned_run
+from lightrl.commands.launch import plan_of
+from lightrl.commands.plan_costs import PlannedRun
+from lightrl.commands.plan_run import planned_run, planned_training
 from lightrl.commands.plan_tables import costs_text
 from lightrl.data import TrajectoryDataModule
 from lightrl.dataflow import DataFlowGraph, ModelCall
+from lightrl.launch import Plan
+from lightrl.launch.picture import picture
 from lightrl.loops import devices_text
-from lightrl.models import RoleMesh
+from lightrl.models import Role, RoleMesh
 from lightrl.module import RLModule
 
 _HELP = """\
 usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--setting value ...]
 
 Shows what an iteration computes from what: models, calls, keys and devices, as text and as a Mermaid drawing; and, on
-paper, all batch sizes, the memory of each rank and server by cause, and which setting makes fit what does not. N is a
-GPU's memory in 1e9 bytes; without it, launch.gpu_memory_gb or that of the trainer's GPU. Takes the settings of lightrl
-fit (lightrl fit --help), but loads no weights and starts nothing.
+paper, all batch sizes, the memory of each rank and server by cause, and which setting makes fit what does not. A
+section `launch:` says how many ranks and servers there are, and the plan where they are. N is a GPU's memory in 1e9
+bytes; without it, launch.gpu_memory_gb or that of the trainer's GPU. Takes the settings of lightrl fit (lightrl fit
+--help), but loads no weights and starts nothing.
 """
 
 _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
@@ -44,22 +52,45 @@ class PlanCLI(LightRLCLI):
         super().add_arguments_to_parser(parser)
         parser.add_argument("--gpu_memory_gb", type=float | None, default=None, help="of each GPU, in 1e9 bytes")
 
+    def before_instantiate_classes(self) -> None:
+        """Takes ranks, servers and strategy from the launch; what does not fit a GPU is in the tables."""
+        settings = self.config[self.config.subcommand]
+        self._launched: Plan | None = None
+        if settings.get("launch") is not None:
+            values = settings.as_dict()
+            values["launch"]["gpu_memory_gb"] = None
+            self._launched = plan_of(values, folder="launch-N", is_shown=True)
+            parser = self._subcommand_parsers[self.config.subcommand]
+            self.config[self.config.subcommand] = parser.parse_object(dict(self._launched.settings), settings)
+
     def before_fit(self) -> None:
         """Needs no checkpoint."""
 
     def fit(self, **kwargs: Any) -> None:
         """Prints instead of training."""
-        module = self.model
-        if not isinstance(module, RLModule):
-            raise UsageError(f"lightrl plan needs an RLModule such as GRPO or PPO, got {type(module).__name__}.")
-        graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
-        devices = f"devices\n  {devices_text(self.trainer)}"
+        module, launched = self.model, self._launched
+        if isinstance(module, RLModule):
+            graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
+            text, drawing = plan_text(module, graph), [_DRAWING, plan_mermaid(graph)]
+            devices = "devices\n  " + devices_text(self.trainer)
+            plan: Callable[[], PlannedRun] = partial(planned_run, module, self.trainer, self.datamodule, graph)
+        elif isinstance(module, SupervisedModule):
+            roles = role_lines(module.planned_roles(), {module.trained_role: module.lr})
+            text, drawing = "\n".join([f"{type(module).__name__}: batches of data, no rollouts", "", *roles]), []
+            devices = f"devices\n  trainer {self.trainer.strategy.root_device}"
+            plan = partial(planned_training, module, self.trainer, self.datamodule)
+        else:
+            raise UsageError(f"lightrl plan needs an RLModule or SFT, DPO, RewardModel, got {type(module).__name__}.")
         try:
-            costs = costs_text(planned_run(module, self.trainer, self.datamodule, graph), self._device_bytes())
+            run = plan()
+            if launched is not None and run.engine is not None and launched.layout.servers:
+                layout = launched.layout
+                run = replace(run, engine=replace(run.engine, servers=layout.servers, tp=layout.tp))
+            costs = costs_text(run, self._device_bytes())
         except (ValueError, OSError) as error:
             costs = f"memory and batch sizes: not known, because\n  {error}"
-        parts = (plan_text(module, graph), devices, costs, _DRAWING, plan_mermaid(graph))
-        sys.stdout.write("\n\n".join(parts) + "\n")
+        where = devices if launched is None else "\n".join(["launch", picture(launched), *launched.notes])
+        sys.stdout.write("\n\n".join([text, where, costs, *drawing]) + "\n")
 
     def _device_bytes(self) -> float | None:
         """Of each GPU; None if there is none, and none is given."""
@@ -76,17 +107,8 @@ class PlanCLI(LightRLCLI):
 
 def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
     """The roles with their models, and the calls in an order in which they can run."""
-    trained = module.trained_roles()
-    lines = [f"{type(module).__name__}: {len(graph.calls)} calls per iteration", "", "roles"]
-    for name, role in module.models().items():
-        spec = role.spec
-        source = spec.path or spec.url or f"random {(spec.config or {}).get('model_type')}"
-        state = "follows the policy" if name in module.saved_roles() else "frozen"
-        state = f"trained, lr {module.lr if role.lr is None else role.lr:g}" if name in trained else state
-        notes = [state, *(["one number per position"] if spec.head == "scalar" else [])]
-        notes += ["waits in CPU memory between uses"] if role.offload else []
-        notes += [_mesh_text(role.mesh)] if role.mesh is not None else []
-        lines.append(f"  {name:<14} {source}: {', '.join(notes)}")
+    lines = [f"{type(module).__name__}: {len(graph.calls)} calls per iteration", ""]
+    lines += role_lines(module.models(), dict.fromkeys(module.trained_roles(), module.lr), module.saved_roles())
     rows = [("call", "on", "role", "needs", "gives")]
     rows += [
         (call.name, where(call), call.role or "-", ", ".join(call.inputs) or "-", ", ".join(call.outputs) or "-")
@@ -98,6 +120,21 @@ def plan_text(module: RLModule, graph: DataFlowGraph) -> str:
         start = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
         lines.append(f"  {start}  {row[3]} -> {row[4]}")
     return "\n".join(lines)
+
+
+def role_lines(roles: Mapping[str, Role], trained: Mapping[str, float], saved: Collection[str] = ()) -> list[str]:
+    """A line per model; `trained` has the learning rates of those that are."""
+    lines = ["roles"]
+    for name, role in roles.items():
+        spec = role.spec
+        source = spec.path or spec.url or f"random {(spec.config or {}).get('model_type')}"
+        state = "follows the policy" if name in saved else "frozen"
+        state = f"trained, lr {trained[name] if role.lr is None else role.lr:g}" if name in trained else state
+        notes = [state, *(["one number per position"] if spec.head == "scalar" else [])]
+        notes += ["waits in CPU memory between uses"] if role.offload else []
+        notes += [_mesh_text(role.mesh)] if role.mesh is not None else []
+        lines.append(f"  {name:<14} {source}: {', '.join(notes)}")
+    return lines
 
 
 def plan_mermaid(graph: DataFlowGraph) -> str:

@@ -89,6 +89,7 @@ class PlannedRun:
     num_replicas: int = 1
     offloads: bool = False  # parameters, gradients and moments wait on the host
     engine: PlannedEngine | None = None
+    batches_per_update: int | None = None  # of data; None if trajectories are rolled out
 
     @property
     def trajectories(self) -> int:
@@ -200,9 +201,10 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
         device |= {"engine weights": weights, "key-values": key_values}
     most_dp = min((role.dp for role in here), default=1)
     tokens = run.trajectories * run.longest
-    host = {"experience": experience_bytes(run.num_scores) * tokens / most_dp}
-    if ranks.start == 0:
-        host["trajectories, rank 0 alone"] = float(TRAJECTORY_BYTES * tokens)
+    host: dict[str, float] = {}
+    if run.batches_per_update is None:
+        host["experience"] = experience_bytes(run.num_scores) * tokens / most_dp
+        host |= {"trajectories, rank 0 alone": float(TRAJECTORY_BYTES * tokens)} if ranks.start == 0 else {}
     if run.offloads:
         host |= state
     return RankMemory(ranks, device, host)
@@ -220,6 +222,20 @@ def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = Non
     tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
     key_values = key_value_bytes(policy.config, engine.width) * tokens / engine.key_value_share(policy.config)
     return engine.width * policy.parameters / engine.tp, key_values
+
+
+def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
+    """As `batch_rows`, of a run that trains on data."""
+    rows, dp = run.trajectories, run.roles[0].dp
+    name = "pairs" if run.group_size == 2 else "chats"
+    numbers = [
+        (f"{name} per batch", run.prompts or 1, "data.batch_size" if run.prompts else "not stated by the data: 1"),
+        ("batches per update", run.batches_per_update or 1, "trainer.accumulate_grad_batches"),
+        ("tokens per row, at most", run.longest, run.prompt_source),
+        ("tokens per batch, at most", rows * run.longest, f"{rows:,} · {run.longest:,}, padded to the longest"),
+        ("  on each of the dp ranks", run.microbatch, f"{rows:,} rows / {dp}; one forward and backward"),
+    ]
+    return [(name, f"{number:,}", origin) for name, number, origin in numbers]
 
 
 def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:

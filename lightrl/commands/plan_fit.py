@@ -51,11 +51,17 @@ def misfits(run: PlannedRun, room: float) -> Iterator[Misfit]:
 def _fix(run: PlannedRun, index: int, room: float) -> str:
     """The first of these changes after which the ranks of `rank_memories(run)[index]` have room."""
     start = rank_memories(run)[index].ranks.start
+    is_data = run.batches_per_update is not None
+    tokens = "data.batch_size" if is_data else "model.microbatch_tokens"
     for settings, changed in _changes(run):
-        for name, text in (("key-values", "trainer.engine's max_batch"), ("activations", "model.microbatch_tokens")):
+        for name, text in (("key-values", "trainer.engine's max_batch"), ("activations", tokens)):
             smaller = _less_of(changed, name, start, room)
             if smaller is not None:
                 number, is_less = smaller
+                if is_less and is_data:
+                    number = number // (run.longest * run.group_size) * run.roles[0].dp
+                if is_less and not number:
+                    continue
                 texts = [*settings, *([f"{text} to at most {number}"] if is_less else [])]
                 return f"set {' and '.join(texts)}"
     for world in range(2 * run.world, _MAX_RANKS + 1, run.world):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
+from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import StalenessControl
 from lightrl.commands.plan_costs import PlannedEngine, PlannedRole, PlannedRun
+from lightrl.data import PairBatch
 from lightrl.dataflow import DataFlowGraph
 from lightrl.engines import LocalEngine, RolloutEngine, SGLangEngine
 from lightrl.engines.local.local_engine import SMALL_MODEL_PARAMETERS
@@ -19,7 +23,7 @@ from lightrl.strategies.costs import SERVED_BYTES
 from lightrl.strategies.empty_model import empty_model
 from lightrl.trainer import Trainer
 
-_ASSUMED_PROMPT_TOKENS = 1024  # where the data has no bound
+_ASSUMED_TOKENS = 1024  # where the data has no bound
 _SIZES = (  # of a config
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
@@ -28,28 +32,17 @@ _PER_TRAJECTORY = ("bootstrap_values",)  # outputs that are no numbers per token
 
 def planned_run(module: RLModule, trainer: Trainer, data: Any, graph: DataFlowGraph) -> PlannedRun:
     """Raises ValueError or OSError if a model's configuration cannot be read, or does not fit the ranks."""
-    strategy: Any = trainer.strategy
-    is_split = isinstance(strategy, FSDP2Strategy)
-    if is_split:
-        strategy.check_sizes(module)
-    world = trainer.num_devices * trainer.num_nodes
-    is_3d = isinstance(strategy, Parallel3DStrategy)
-    pp, tp = (strategy.pp, strategy.tp) if is_3d else (1, 1)
-    has_bfloat16_weights = trainer.precision in ("bf16-true", "16-true")
-    roles = tuple(
-        _planned_role(module, name, role, world, (pp, tp), is_half=has_bfloat16_weights)
-        for name, role in module.models().items()
-        if role.spec.url is None
-    )
-    prompt_tokens, source = _longest_prompt(module, data)
+    if isinstance(trainer.strategy, FSDP2Strategy):
+        trainer.strategy.check_sizes(module)
+    models = {name: role for name, role in module.models().items() if role.spec.url is None}
+    settings = _of_trainer(trainer, models, module.trained_roles())
+    prompt_tokens, source = _bound(data, "max_prompt_tokens", module)
     new_tokens = module.sampling.max_new_tokens
     context = module.context_tokens or prompt_tokens + new_tokens
     controls = [item.max_staleness for item in trainer.callbacks if isinstance(item, StalenessControl)]
     is_recorded = "generate" not in {call.name for call in graph.calls}
     return PlannedRun(
-        roles=roles,
-        world=world,
-        layout="3D" if is_3d else "FSDP2" if is_split else "whole",
+        **settings,
         prompts=getattr(data, "batch_size", None),
         group_size=module.group_size,
         num_minibatches=module.num_minibatches,
@@ -61,18 +54,57 @@ def planned_run(module: RLModule, trainer: Trainer, data: Any, graph: DataFlowGr
         prompt_source=source if module.workflow is None else "a workflow may fill the context",
         max_staleness=controls[0] if controls else 0,
         num_scores=_num_scores(module),
-        compute_bytes=4 if trainer.precision in ("32-true", "64-true") else 2,
-        checkpoint_activations=is_split and strategy.activation_checkpointing,
-        reduce_every_microbatch=is_split and strategy.reduce_every_microbatch,
-        keeps_gathered=is_split and not is_3d and not strategy.reshard_after_forward,
-        num_replicas=strategy.num_replicas if is_split else 1,
-        offloads=is_split and strategy.offload_to_cpu and strategy.root_device.type != "cpu",
-        engine=None if is_recorded else _planned_engine(trainer, roles[0]),
+        engine=None if is_recorded else _planned_engine(trainer, settings["roles"][0]),
     )
 
 
+def planned_training(module: SupervisedModule, trainer: Trainer, data: Any) -> PlannedRun:
+    """Of a module that is trained on data: each batch is one microbatch, padded to its longest row."""
+    settings = _of_trainer(trainer, module.planned_roles(), [module.trained_role])
+    longest, source = _bound(data, "max_tokens", module)
+    rows, size = (2 if module.batch_type is PairBatch else 1), getattr(data, "batch_size", None)
+    share = math.ceil((size or 1) / settings["roles"][0].dp) * rows
+    batches = trainer.accumulate_grad_batches
+    return PlannedRun(
+        **settings,
+        prompts=size,
+        group_size=rows,
+        num_minibatches=1,
+        update_epochs=1,
+        microbatch_tokens=share * longest,
+        prompt_tokens=longest,
+        new_tokens=0,
+        longest=longest,
+        prompt_source=source,
+        batches_per_update=batches,
+    )
+
+
+def _of_trainer(trainer: Trainer, models: Mapping[str, Role], trained: Collection[str]) -> dict[str, Any]:
+    """What the strategy says, and the models' sizes."""
+    strategy: Any = trainer.strategy
+    is_split, is_3d = isinstance(strategy, FSDP2Strategy), isinstance(strategy, Parallel3DStrategy)
+    world = trainer.num_devices * trainer.num_nodes
+    split = (strategy.pp, strategy.tp) if is_3d else (1, 1)
+    is_half = trainer.precision in ("bf16-true", "16-true")
+    return {
+        "roles": tuple(
+            _planned_role(name, role, world, split, is_trained=name in trained, is_half=is_half)
+            for name, role in models.items()
+        ),
+        "world": world,
+        "layout": "3D" if is_3d else "FSDP2" if is_split else "whole",
+        "compute_bytes": 4 if trainer.precision in ("32-true", "64-true") else 2,
+        "checkpoint_activations": is_split and strategy.activation_checkpointing,
+        "reduce_every_microbatch": is_split and strategy.reduce_every_microbatch,
+        "keeps_gathered": is_split and not is_3d and not strategy.reshard_after_forward,
+        "num_replicas": strategy.num_replicas if is_split else 1,
+        "offloads": is_split and strategy.offload_to_cpu and strategy.root_device.type != "cpu",
+    }
+
+
 def _planned_role(
-    module: RLModule, name: str, role: Role, world: int, split: tuple[int, int], *, is_half: bool
+    name: str, role: Role, world: int, split: tuple[int, int], *, is_trained: bool, is_half: bool
 ) -> PlannedRole:
     config = role.spec.load_config()
     missing = [field for field in _SIZES if getattr(config.get_text_config(), field, None) is None]
@@ -91,7 +123,7 @@ def _planned_role(
         name=name,
         config=model.config.get_text_config(),
         parameters=parameters,
-        trained=trained if name in module.trained_roles() else 0,
+        trained=trained if is_trained else 0,
         ranks=ranks,
         pp=pp,
         tp=tp,
@@ -117,15 +149,15 @@ def _planned_engine(trainer: Trainer, policy: PlannedRole) -> PlannedEngine | No
     return PlannedEngine("LocalEngine", "rank 0" if is_shared else "elsewhere", width=width, max_rows=rows)
 
 
-def _longest_prompt(module: RLModule, data: Any) -> tuple[int, str]:
-    """Tokens, and where the number comes from."""
-    given = getattr(data, "max_prompt_tokens", None)
+def _bound(data: Any, setting: str, module: RLModule | SupervisedModule) -> tuple[int, str]:
+    """Tokens of the longest prompt or row, and where the number comes from."""
+    given = getattr(data, setting, None)
     if given is not None:
-        return int(given), "data.max_prompt_tokens"
+        return int(given), f"data.{setting}"
     room = module.max_prompt_tokens
-    if room is not None and room <= _ASSUMED_PROMPT_TOKENS:
+    if room is not None and room <= _ASSUMED_TOKENS:
         return room, "what the context leaves"
-    return _ASSUMED_PROMPT_TOKENS, "assumed; set data.max_prompt_tokens"
+    return _ASSUMED_TOKENS, f"assumed; set data.{setting}"
 
 
 def _num_scores(module: RLModule) -> int:

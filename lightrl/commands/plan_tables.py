@@ -9,6 +9,7 @@ from lightrl.commands.plan_costs import (
     PlannedRun,
     RankMemory,
     batch_rows,
+    data_rows,
     engine_memory,
     rank_memories,
     ranks_text,
@@ -36,7 +37,7 @@ def bytes_text(number: float) -> str:
 
 
 def _batch_text(run: PlannedRun) -> str:
-    return _titled("batch sizes", batch_rows(run), right=(1,))
+    return _titled("batch sizes", (batch_rows if run.batches_per_update is None else data_rows)(run), right=(1,))
 
 
 def _roles_text(run: PlannedRun) -> str:
@@ -54,6 +55,8 @@ def _memory_text(run: PlannedRun) -> str:
     for place, name in (("device", "memory of a rank's device"), ("host", "memory of a rank in the host")):
         used = [getattr(memory, place) for memory in memories]
         causes = list(dict.fromkeys(cause for parts in used for cause in parts))
+        if not causes:
+            continue
         rows = [("", *(ranks_text(memory.ranks) for memory in memories))]
         rows += [(cause, *(bytes_text(parts.get(cause, 0.0)) for parts in used)) for cause in causes]
         rows.append(("total", *(bytes_text(sum(parts.values())) for parts in used)))

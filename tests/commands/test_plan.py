@@ -77,6 +77,87 @@ def test_the_command_prints_the_plan_of_an_example(
     assert "flowchart LR" in out
 
 
+def printed_plan(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert run([*args]) == 0
+    return capsys.readouterr().out
+
+
+SECTION = ["--launch.nodes=2", "--launch.gpus_per_node=4", "--launch.launcher=slurm"]
+
+
+def test_ranks_servers_and_strategy_come_from_the_launch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    settings = ["--config", "examples/quickstart/grpo.yaml", *SECTION]
+    out = printed_plan(capsys, *settings, "--launch.ranks=4", "--launch.servers=2", "--launch.tp=2")
+    assert "node1 | rank 0   | rank 1   | rank 2   | rank 3\nnode2 | server 0 | server 0 | server 1 | server 1" in out
+    assert "trainer.strategy is FSDP2Strategy" in out
+    assert "  policy     789,632  789,632  ranks 0 to 3  1 · 4 · 1" in out
+    assert "engine: SGLangEngine, servers: 2, tp 2; each device" in out
+    assert "of 256 trajectories of 64 tokens at once" in out  # 512 over two servers
+    split = printed_plan(capsys, *settings, "--launch.allocation=sglang.d1t2+d2p2t1")
+    assert "1 servers" not in split
+    assert "ranks 0 to 3  2 · 2 · 1" in split
+
+
+def test_a_launch_that_does_not_fit_is_told_with_what_would_change_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    gpus = ["--launch.ranks=2", "--launch.servers=2", "--launch.gpu_memory_gb=0.0005"]
+    out = printed_plan(capsys, "--config", "examples/quickstart/grpo.yaml", *SECTION, *gpus)
+    assert "does not fit" in out
+    assert "a server's GPU" in out
+
+
+def test_a_launch_that_is_impossible_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert run(["--config", "examples/quickstart/grpo.yaml", *SECTION, "--launch.ranks=9"]) == 2
+    assert "9 trainer ranks need 9 GPUs" in capsys.readouterr().err
+
+
+def test_the_servers_example_has_all_tables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    configs = ["--config", "examples/quickstart/grpo.yaml", "--config", "examples/quickstart/sglang_cpu.yaml"]
+    out = printed_plan(capsys, *configs)
+    for title in ("batch sizes", "models", "memory of a rank's device", "memory of a rank in the host"):
+        assert f"\n{title}" in out
+    assert "engine: SGLangEngine, servers: 1, tp 1; each device" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "rows"),
+    [
+        (
+            "sft/sft",
+            "SFT: batches of data, no rollouts\n\nroles\n  policy         random qwen3: trained, lr 0.0005",
+            128,
+        ),
+        (
+            "reward_model/reward_model",
+            "  reward_model   random qwen3: trained, lr 0.0005, one number per position",
+            128,
+        ),
+    ],
+)
+def test_a_module_that_trains_on_data_has_its_batches_and_memory(
+    name: str, head: str, rows: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    out = printed_plan(capsys, "--config", f"examples/{name}.yaml")
+    assert head in out
+    assert f"{rows * 64:,}  {rows} · 64, padded to the longest" in out
+    assert "memory of a rank's device" in out
+    assert "experience" not in out
+    assert "engine" not in out
+    assert "flowchart" not in out
+
+
 def test_a_run_from_a_trajectory_file_generates_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from tiny import random_trajectories, tiny_spec
 from transformers import DynamicCache
 
-from lightrl import GRPO, PPO, Trainer
+from lightrl import DPO, GRPO, PPO, SFT, RewardModel, Trainer
 from lightrl.algorithms import ReferenceKL
+from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.commands.plan import run
 from lightrl.commands.plan_costs import (
     PlannedEngine,
@@ -23,7 +25,7 @@ from lightrl.commands.plan_costs import (
     role_cost,
 )
 from lightrl.commands.plan_fit import misfits
-from lightrl.commands.plan_run import planned_run
+from lightrl.commands.plan_run import planned_run, planned_training
 from lightrl.models import LoRA, Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, SpreadExperience
@@ -248,3 +250,34 @@ def test_a_model_without_formulas_leaves_the_rest_of_the_plan(
     out = capsys.readouterr().out
     assert "memory and batch sizes: not known, because\n  the policy's config (gpt2) has no" in out
     assert "flowchart LR" in out
+
+
+@pytest.mark.parametrize("kind", [SFT, DPO, RewardModel])
+def test_a_module_that_trains_on_data_has_the_state_of_its_real_models(kind: type[SupervisedModule]) -> None:
+    module = kind(tiny_spec(), **({"reference": tiny_spec(seed=1)} if kind is DPO else {}))
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, accumulate_grad_batches=3)
+    planned = planned_training(module, trainer, Data())
+    module.configure_model()
+    for role, (model, _) in zip(planned.roles, module.loaded_models().values(), strict=True):
+        assert role.parameters == sum(value.numel() for value in model.parameters())
+        assert role.trained == sum(value.numel() for value in model.parameters() if value.requires_grad)
+    assert planned.trajectories == (6 if kind is SFT else 12)
+    assert planned.batches_per_update == 3
+    (memory,) = rank_memories(planned)
+    assert not memory.host
+    cost = role_cost(planned, planned.roles[0])
+    assert memory.device["weights"] == 4 * sum(role.parameters for role in planned.roles)
+    assert memory.device["moments"] == cost.moments == 8 * planned.roles[0].trained
+
+
+def test_the_batch_that_fits_is_a_number_of_rows() -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    planned = planned_training(SFT(tiny_spec(config=LARGE_CONFIG)), trainer, Data())
+    planned = replace(planned, prompts=512, microbatch_tokens=512 * planned.longest)
+    (memory,) = rank_memories(planned)
+    room = memory.total - memory.device["activations"] / 2
+    (misfit,) = misfits(planned, room)
+    (number,) = re.findall(r"set data.batch_size to at most (\d+)", misfit.fix)
+    assert 200 < int(number) < 257
+    smaller = replace(planned, prompts=int(number), microbatch_tokens=int(number) * planned.longest)
+    assert rank_memories(smaller)[0].total <= room
