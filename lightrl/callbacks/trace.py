@@ -38,7 +38,7 @@ class Trace(RLCallback):
     generation and request with its server, rewards, forwards and backwards of microbatches, collectives, the parts of a
     weight sync, what the rollout waits for, callbacks above 1 ms, and memory. While a fit runs the files are readable
     too. At its end `summary.json` is written and printed: the mean time by area, the area to look at first, what an
-    iteration without it would gain, and the largest memory of each phase and role.
+    iteration without it would gain, the largest memory of each phase, and what each role's model takes.
 
     It measures its own time, and leaves out as many iterations as it must to stay within `max_cost`: long iterations
     are all there, of short ones some, over the whole run.

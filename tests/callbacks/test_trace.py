@@ -11,9 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 
-from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
+from digit_reward import token_reward
+from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, are_equal, make_trainer, weights
 
-from lightrl import Trace
+from lightrl import PPO, Sampling, Trace
 from lightrl.trace.spans import _tape
 
 
@@ -38,9 +39,30 @@ def test_a_traced_run_has_every_phase_generation_reward_and_microbatch(tmp_path:
     summary = json.loads((tmp_path / "trace" / "summary.json").read_text())
     assert summary["iterations"] == 2
     assert summary["look_first_at"] in summary["gain"]
+    assert summary["gain"].keys() == {"rollout", "reward", "score", "update", "sync", "data"}
+    first = summary["look_first_at"]
+    assert summary["areas_s"][first] == max(summary["areas_s"][name] for name in summary["gain"])
+    assert summary["gain"][first] == pytest.approx(
+        summary["total_s"] / (summary["total_s"] - summary["areas_s"][first])
+    )
+    printed = capsys.readouterr().out
+    assert f"Look first at {first}: without it an iteration would be {summary['gain'][first]:.2f}x as fast." in printed
     assert summary["memory_peak_mib"].keys() == {"rollout", "score", "update", "sync"}
-    assert summary["memory_of_roles_mib"]["policy"]["parameters"] > 0
-    assert f"Look first at {summary['look_first_at']}" in capsys.readouterr().out
+    assert all(peaks["host"] > 100 for peaks in summary["memory_peak_mib"].values())  # torch alone takes more
+    assert "Memory of rank 0 in MiB, the peak of each phase: " in printed
+    assert "models: policy parameters " in printed
+
+
+def test_the_memory_of_roles_is_that_of_their_tensors(tmp_path: Path) -> None:
+    module = PPO(POLICY, reward=token_reward, group_size=2, sampling=Sampling(max_new_tokens=2))
+    trainer = make_trainer(tmp_path, callbacks=[Trace(max_cost=1.0)])
+    trainer.fit(module, datamodule=Digits())
+    sizes = json.loads((tmp_path / "trace" / "summary.json").read_text())["memory_of_roles_mib"]
+    assert sizes.keys() == {"policy", "critic"}
+    for role, kinds in sizes.items():
+        held = sum(parameter.nbytes for parameter in getattr(module, role).parameters()) / 2**20
+        assert kinds["parameters"] == pytest.approx(held, abs=0.01)
+        assert kinds["optimizer"] == pytest.approx(2 * held, abs=0.01)  # AdamW's two moments
 
 
 def test_tracing_changes_no_number(tmp_path: Path) -> None:
