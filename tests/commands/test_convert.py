@@ -1,5 +1,6 @@
 """`lightrl convert`: AReaL's settings under our names, and nothing lost on the way."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,11 @@ import pytest
 import yaml
 from parsed import parsed
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from test_make_model import make_folder
+
+from lightrl.commands import cli
 from lightrl.commands.convert import convert
 from lightrl.commands.main import main
 
@@ -97,6 +103,21 @@ def test_ppo_in_three_directions_with_areals_own_defaults(tmp_path):
     assert strategy.class_path.endswith("Parallel3DStrategy")
     assert (strategy.init_args.pp, strategy.init_args.tp, strategy.init_args.activation_checkpointing) == (2, 2, True)
     assert (run.launch.nodes, run.launch.launcher) == (2, "slurm")
+
+
+@pytest.mark.slow
+def test_a_converted_file_trains_where_only_the_hub_the_gpus_and_the_sizes_are_others(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # so that what the run seeds is undone with it
+    folder, out = make_folder(tmp_path), tmp_path / "run.yaml"
+    main(["convert", str(GSM8K), "--out", str(out)])
+    rows = tmp_path / "train.jsonl"
+    here = [f"--model.policy={folder}", f"--data.train={rows}", f"--data.validation={rows}", "--data.name=null"]
+    here += ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.engine=LocalEngine"]
+    here += ["--model.sampling.max_new_tokens=8", "--data.batch_size=4", "--data.validation_batch_size=4"]
+    here += [f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false"]
+    assert cli.run(["fit", "--config", str(out), *here, "--trainer.fast_dev_run=true"]) == 0
+    printed = "".join(capfd.readouterr())
+    assert "iteration: 4 groups x 6 = 24 trajectories, 2 updates, max_staleness 3" in printed
 
 
 def test_what_is_left_is_listed_with_its_reason_and_without_its_value(capsys):

@@ -183,7 +183,8 @@ def _rewards(measured: Measured, module: RLModule) -> Iterator[Finding]:
     num_differing = sum(not row.is_deterministic for row in rows)
     yield judged(
         "reward",
-        f"{len(rows)} completions judged twice: {num_differing} got another result; a call takes {latency}.",
+        f"{len(rows)} of {len(measured.trajectories)} completions judged twice: {num_differing} got another result; a "
+        f"call takes {latency}.",
         "warning",
         "Make the reward deterministic, or a resumed run will differ.",
         is_wrong=num_differing > 0,
