@@ -1,4 +1,4 @@
-"""What MkDocs cannot do alone: the page of settings, links to files outside of docs/, Mermaid without a network."""
+"""What MkDocs cannot do alone: generated pages, links to files outside of docs/, Mermaid without a network."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mkdocs.structure.pages import Page
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
+import notebook_page  # noqa: E402
 import settings_page  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,8 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "settings.md", content=settings_page.page()))
+    notebook = notebook_page.page(ROOT / "examples/quickstart/quickstart.ipynb")
+    files.append(File.generated(config, "notebook.md", content=notebook))
     if MERMAID.is_file():
         files.append(File.generated(config, "mermaid.min.js", abs_src_path=str(MERMAID)))
     return files
