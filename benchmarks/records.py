@@ -287,7 +287,7 @@ def takes(records: Sequence[dict[str, Any]]) -> str:
 
 def machine_text(record: dict[str, Any]) -> str:
     threads = record["threads"]
-    on = record["machine"]["gpu"] or " ".join(record["machine"]["processor"].split()[:2])
+    on = record["machine"]["gpu"] or " ".join(record["machine"]["processor"].replace("(R)", "").split()[:2])
     return f"an {on}" + ("" if threads is None else f" with {threads} thread{'s' if threads > 1 else ''}")
 
 
