@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from lightrl.errors import RolloutError
 
@@ -23,6 +24,8 @@ _T = TypeVar("_T")
 
 _LAST_TASKS_S = 5.0  # for the tasks that are left when the loop ends; one may ignore its cancellation
 WAIT_S = 0.1  # between two checks of a waiting main thread for signals, deadlines and progress
+
+deaths: WeakKeyDictionary[asyncio.AbstractEventLoop, BaseException] = WeakKeyDictionary()  # what ended their threads
 
 
 class LoopThread(threading.Thread):
@@ -39,13 +42,12 @@ class LoopThread(threading.Thread):
         self.loop_timeout_s = loop_timeout_s
         self._on_exit = on_exit
         self._closing: concurrent.futures.Future[None] | None = None
-        self._death: BaseException | None = None  # what ended the thread, if `close` did not
 
     def run(self) -> None:
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001  # above is nobody; those who wait raise it
-            self._death = error
+            deaths[self.loop] = error
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -138,10 +140,11 @@ class LoopThread(threading.Thread):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def _ended_error(self) -> RolloutError:
-        if self._death is None:
+        death = deaths.get(self.loop)
+        if death is None:
             return RolloutError("The rollout controller is closed. Start a new run.")
-        error = RolloutError(f"The thread of the rollouts died: {self._death!r}. Resume the run from its checkpoint.")
-        error.__cause__ = self._death
+        error = RolloutError(f"The thread of the rollouts died: {death!r}. Resume the run from its checkpoint.")
+        error.__cause__ = death
         return error
 
     def _blocked_error(self) -> RolloutError:

@@ -66,8 +66,9 @@ class SharedRollout:
         self._progress: dict[str, float] = collections.defaultdict(int)
         self._taken: SpreadExperience | None = None
         self.has_token_rewards = False  # of the last `wait_for_rewards`
+        ranks.step()  # a rank that does not come here has made fewer
         if ranks.is_main:
-            with self._errors_to_all():
+            with self._errors_to_all(), ranks.own_deadline():  # the engine's
                 self.controller = start()
             ranks.send(Message("data", done=self.controller.engine.weight_version))
         else:

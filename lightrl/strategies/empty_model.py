@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightrl.models import ModelSpec, Role, models_made_by
 from lightrl.models.lora import adapter_reader, base_name, is_adapter
 from lightrl.models.pictures import sees_pictures
+from lightrl.strategies.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,18 +72,18 @@ def take_role(model: torch.nn.Module) -> Role | None:
     return role
 
 
-def fill_model(model: torch.nn.Module, role: Role, device: torch.device, *, is_main: bool) -> None:
+def fill_model(model: torch.nn.Module, role: Role, device: torch.device, ranks: Ranks) -> None:
     """Gives a sharded model of `empty_model` its weights: one rank reads, every rank keeps its shards; collective.
 
     Args:
         device: of the shards.
-        is_main: whether this is the first rank of the model's mesh, which reads.
+        ranks: of the model's mesh, the first of which reads.
     """
     give_memory(model, device)
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
     names = [base_name(name) for name, _ in model.named_parameters() if not is_adapter(name)]
-    read = parameter_reader(role.spec, names) if is_main else None
+    read = parameter_reader(role.spec, names) if ranks.is_main else None
     read_adapter = None if role.lora is None else adapter_reader(role.lora, role.spec.random_seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -93,6 +94,7 @@ def fill_model(model: torch.nn.Module, role: Role, device: torch.device, *, is_m
             else:
                 whole = read(base_name(name))
             _fill(parameter, whole)
+            ranks.step()
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:

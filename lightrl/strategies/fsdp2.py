@@ -73,7 +73,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch: less memory,
             because no rank keeps whole gradients, and more communication.
         compile_layers: `torch.compile` each decoder layer.
-        hang_timeout_s: end the run if a rank waits this long for another; the error names the other.
+        hang_timeout_s: end the run if a rank waits this long for another; the error names the other. Before training,
+            while models are read, it is 25 minutes unless this is longer.
         save_async: train on while a checkpoint is written, from a copy in CPU memory. The next save, or the end of the
             run, raises any error.
     """
@@ -145,12 +146,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._data_parallel_size = self.num_processes * self.num_nodes
         super().setup_environment()
         destroy_groups_at_exit()
-        self._save_group = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
-        dp_group = self._make_mesh()
         control_group = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
         assert self.cluster_environment is not None
         address = self.cluster_environment.main_address
         watch = watch_all(control_group, main_address=address, hang_timeout_s=self.hang_timeout_s)
+        self._save_group = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
+        dp_group = self._make_mesh()
         for group in (self._save_group, control_group):
             allow_long_waits(group)
         self.ranks = ProcessRanks(
@@ -167,6 +168,10 @@ class FSDP2Strategy(ModelParallelStrategy):
             sizes = (self.num_replicas, self.world_size // self.num_replicas)
             self._mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replica", "shard"))
         return dp_mesh.get_group()
+
+    def barrier(self, name: str | None = None) -> None:
+        self.ranks.step()  # a rank that does not come has made fewer
+        super().barrier(name)
 
     def on_exception(self, exception: BaseException) -> None:
         self.ranks.fail(exception)
@@ -249,7 +254,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         role = take_role(model)
         if role is not None:
             home = torch.device("cpu") if self._offloads else self.root_device
-            fill_model(model, role, home, is_main=ranks.is_main)
+            fill_model(model, role, home, ranks)
 
     @property
     def _offloads(self) -> bool:

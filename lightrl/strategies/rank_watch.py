@@ -32,8 +32,10 @@ from lightrl.concurrency.owner import kill_owner, own_mark
 
 POLL_S = 0.5  # between two checks of the store
 GRACE_S = 10.0  # for a main thread to end by itself after another rank failed
+START_S = 1500.0  # without a step at the start, while models are read or downloaded; collectives there end after 1800 s
 ROLL_CALL_POLLS = 10  # a rank that has published nothing for so long after a connection broke is gone
 
+START = "start"  # the phase before training
 _FAILURE = "failure"
 # The rank that failed, or -1 if none raised it and all report it; the text; its last line; ranks that are gone.
 Failure = tuple[int, str, str, list[int]]
@@ -70,7 +72,8 @@ class RankState:
     num_published: int = 0  # states so far; the next one differs
 
     def is_late(self, timeout_s: float) -> bool:
-        return self.idle_s > timeout_s and not self.has_own_deadline
+        limit_s = max(timeout_s, START_S) if self.phase == START else timeout_s
+        return self.idle_s > limit_s and not self.has_own_deadline
 
     @property
     def place(self) -> str:
@@ -87,9 +90,12 @@ def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float
     """The error of rank `waiting`, which waited too long: who is behind, and the states of all."""
     behind = find_behind(states)
     where = "; ".join(f"rank {rank} {state.place} for {state.idle_s:.0f} s" for rank, state in sorted(states.items()))
+    limit = f"hang_timeout_s={timeout_s:g}"
+    if states[waiting].phase == START:
+        limit = f"{max(timeout_s, START_S):g} s at the start"
     culprits = "all ranks, at the same place" if len(behind) == len(states) else "rank " + ", ".join(map(str, behind))
     return (
-        f"Rank {waiting} made no progress for hang_timeout_s={timeout_s:g}. It waits for {culprits}. States: {where}. "
+        f"Rank {waiting} made no progress for {limit}. It waits for {culprits}. States: {where}. "
         "See the ranks' stacks above, or increase hang_timeout_s if such a phase is normal."
     )
 
@@ -111,7 +117,8 @@ class RankWatch:
     Args:
         store: shared by all ranks; used by one thread only.
         rank, size: of this process, and of the world.
-        hang_timeout_s: how long a phase may go without a step, and a rank without publishing its state.
+        hang_timeout_s: how long a phase may go without a step (the start: START_S, if that is longer), and a rank
+            without publishing its state.
         end_process: ends this process at once; for tests.
     """
 
@@ -131,7 +138,7 @@ class RankWatch:
         self._end_process = end_process or _end_process
         self._main_thread = threading.get_ident()
         self._now_s = 0.0  # of the clock that stands still with this process
-        self._phases: list[tuple[str, bool]] = [("start", True)]
+        self._phases: list[tuple[str, bool]] = [(START, False)]
         self._num_phases = 0
         self._num_steps = 0
         self._stepped_s = 0.0
@@ -144,6 +151,7 @@ class RankWatch:
         self._roll_call: dict[int, RankState | None] = {}  # the states at the error, of those not heard of since
         self._roll_call_s: float | None = None  # when it began
         self._changed = threading.Event()
+        self._is_published = threading.Event()  # the present phase
         self._closed = threading.Event()
         self._end_lock = threading.Lock()
         self._has_reported = False
@@ -219,7 +227,10 @@ class RankWatch:
         self._num_phases += 1
         self._num_steps = 0
         self._stepped_s = self._now_s
-        self._changed.set()  # published at once: a rank that stops now is found in this phase, not in the last one
+        self._is_published.clear()
+        self._changed.set()
+        if self._threads[0].is_alive():
+            self._is_published.wait(POLL_S)  # a rank that stops from here on is found in this phase
 
     # ------------------------------------------------------------------ the threads
 
@@ -260,7 +271,10 @@ class RankWatch:
 
     def _publish(self) -> None:
         self._num_published += 1
-        self._store.set(f"state/{self._rank}", json.dumps(asdict(self.state())))
+        state = self.state()
+        self._store.set(f"state/{self._rank}", json.dumps(asdict(state)))
+        if state.num_phases == self._num_phases:
+            self._is_published.set()
 
     def _check(self) -> tuple[str, list[int]] | None:
         """The failure that ends this rank, if there is one, and the ranks that are gone or stand still."""

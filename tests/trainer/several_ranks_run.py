@@ -36,7 +36,7 @@ from lightrl import (
 )
 from lightrl.models.lora import merged_parameters
 from lightrl.rollout import RolloutSettings
-from lightrl.strategies import whole
+from lightrl.strategies import rank_watch, whole
 
 # Name → settings of the module, and of FSDP2Strategy.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -221,6 +221,10 @@ class Failing(TinyGRPO):
         super().__init__(num_minibatches=2)
         self.rank, self.how = rank, how
 
+    def on_fit_start(self) -> None:
+        if self.how == "hang at the start" and self.trainer.global_rank == self.rank:
+            time.sleep(600)
+
     def on_minibatch_start(self, minibatch: Experience, index: int, total: int) -> None:
         if self.trainer.global_step != 1 or index != 0 or self.trainer.global_rank != self.rank:
             return
@@ -248,7 +252,8 @@ class TerminatedAtStart(LocalEngine):
 def fail(folder: Path, rank: int, how: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     checkpoint = ModelCheckpoint(folder / how, save_on_exception=True, every_n_train_steps=100)
-    strategy = FSDP2Strategy(hang_timeout_s=5 if how == "hang" else 600)
+    rank_watch.START_S = 5.0
+    strategy = FSDP2Strategy(hang_timeout_s=5 if how.startswith("hang") else 600)
     engine = TerminatedAtStart() if how == "terminate" else LocalEngine()
     trainer = make_trainer(
         folder, engine=engine, devices=2, strategy=strategy, callbacks=[checkpoint], enable_checkpointing=True

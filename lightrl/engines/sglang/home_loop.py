@@ -6,10 +6,12 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from lightrl.concurrency.loop_thread import LoopThread
+from lightrl.concurrency.in_thread import in_thread
+from lightrl.concurrency.loop_thread import WAIT_S, LoopThread, deaths
 from lightrl.concurrency.wake_up import wake_up
 from lightrl.errors import EngineError, EngineTimeout
 
@@ -57,7 +59,7 @@ class HomeLoop:
         if old is not None and thread is not None:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(leave(), old))
             self._own_thread = None
-            await asyncio.to_thread(thread.close, lambda: asyncio.sleep(0), self.timeout_s)
+            await in_thread(thread.close, lambda: asyncio.sleep(0), self.timeout_s)
         self._enter(here)
 
     def forget(self) -> None:
@@ -100,13 +102,16 @@ class HomeLoop:
 
     def call(self, coroutine: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
         """From another thread: the coroutine's result; EngineError if the loop ends meanwhile."""
-        future = self._submit(coroutine)
+        future, loop, deadline_s = self._submit(coroutine), self._loop, time.monotonic() + timeout_s
         try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError as error:
-            raise EngineTimeout(
-                f"The event loop did not answer SGLangEngine within {timeout_s:g} s. {self._describe()}."
-            ) from error
+            while not concurrent.futures.wait([future], WAIT_S).done:
+                if loop is not None and loop in deaths:
+                    raise EngineError(f"The thread of SGLangEngine's event loop died: {deaths[loop]!r}.")
+                if time.monotonic() > deadline_s:
+                    raise EngineTimeout(
+                        f"The event loop did not answer SGLangEngine within {timeout_s:g} s. {self._describe()}."
+                    )
+            return future.result()
         except concurrent.futures.CancelledError as error:
             raise EngineError(_ENDED) from error
         finally:

@@ -7,16 +7,13 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from lightrl.concurrency.loop_thread import deaths
 from lightrl.concurrency.wake_up import wake_up
 from lightrl.errors import WeightSyncError
 from lightrl.weights import Bucket
 
 LOOK_S = 1.0  # a waiting thread checks this often that the loop still runs
 BLOCKED_S = 60.0  # a loop that runs nothing for this long is blocked
-LOOP_ENDED = (
-    "The event loop of the engine's requests ended during a weight sync. The log says why; resume from the last "
-    "checkpoint."
-)
 
 
 class BucketFeed:
@@ -92,10 +89,10 @@ def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], 
     has_answered = threading.Event()
     has_answered.set()
     num_ended = num_silent = 0  # waits, not seconds: a stopped process is not a blocked loop
-    while not wait(LOOK_S):
+    while not wait(0.0 if loop in deaths else LOOK_S):
         num_ended = 0 if loop.is_running() else num_ended + 1
-        if num_ended > 1:  # a loop that an exception has left may be restarting
-            raise WeightSyncError(LOOP_ENDED)
+        if num_ended > 1 or loop in deaths:  # a loop that an exception has left may be restarting
+            raise loop_ended(loop)
         num_silent = 0 if has_answered.is_set() else num_silent + 1
         if num_silent * LOOK_S >= BLOCKED_S:
             raise WeightSyncError(
@@ -105,3 +102,11 @@ def wait_while_running(loop: asyncio.AbstractEventLoop, wait: Callable[[float], 
         if has_answered.is_set():
             has_answered.clear()
             wake_up(loop, has_answered.set)
+
+
+def loop_ended(loop: asyncio.AbstractEventLoop) -> WeightSyncError:
+    """The error of a sync whose loop no longer runs."""
+    why = f"The thread of the rollouts died: {deaths[loop]!r}" if loop in deaths else "The log says why"
+    return WeightSyncError(
+        f"The event loop of the engine's requests ended during a weight sync. {why}. Resume from the last checkpoint."
+    )

@@ -27,7 +27,7 @@ from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.abilities import Proof
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import ServerRefused
-from lightrl.engines.sglang.sync.bucket_feed import LOOP_ENDED, BucketFeed, wait_while_running
+from lightrl.engines.sglang.sync.bucket_feed import BucketFeed, loop_ended, wait_while_running
 from lightrl.engines.sglang.sync.cache_canary import CacheCanary
 from lightrl.engines.sglang.sync.draft_models import target_digests
 from lightrl.engines.sglang.sync.memory import EngineMemory
@@ -143,7 +143,7 @@ class ServerSync:
         try:
             return future.result()
         except concurrent.futures.CancelledError as error:
-            raise WeightSyncError(LOOP_ENDED) from error
+            raise loop_ended(loop) from error
 
     async def _load(self, fleet: Fleet, buckets: AsyncIterator[Bucket] | None, report: SyncReport) -> None:
         """All steps; raises WeightSyncError when no server is left."""
