@@ -22,6 +22,7 @@ from lightning.pytorch.utilities import rank_zero_only
 import lightrl
 from lightrl.checks.disk_errors import is_disk_full
 from lightrl.commands.config_layers import UsageError
+from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.errors import EngineUnreachable, LightRLError, OtherRankFailed
 from lightrl.strategies import is_on_all_ranks
 
@@ -139,7 +140,7 @@ def keep_traceback(folder: Path | None) -> str:
     text = traceback.format_exc()
     for place in (folder, None):
         with contextlib.suppress(OSError):
-            place = place or Path(tempfile.mkdtemp(prefix="lightrl-"))
+            place = place or Path(tempfile.mkdtemp(prefix=own_prefix("lightrl-traceback-", kept_s=LOGS_KEPT_S)))
             place.mkdir(parents=True, exist_ok=True)
             path = place / "traceback.txt"
             path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -23,7 +23,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from lightrl.commands.config_errors import explain
 from lightrl.commands.config_layers import UsageError, Written
 from lightrl.commands.console import reported
-from lightrl.concurrency.owner import own_prefix
+from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.engines.sglang.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
 from lightrl.engines.sglang.servers.command import usable_token
 from lightrl.engines.sglang.servers.fleet import ServerFleet
@@ -97,7 +97,7 @@ def serve(
     token = usable_token(token or os.environ.get(TOKEN_VARIABLE))
     gpus = devices.split(",") if isinstance(devices, str) and devices else devices
     with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-serve-"), ignore_cleanup_errors=True) as scratch:
-        logs = log_folder or Path(tempfile.mkdtemp(prefix="lightrl-serve-logs-"))
+        logs = log_folder or Path(tempfile.mkdtemp(prefix=own_prefix("lightrl-logs-", kept_s=LOGS_KEPT_S)))
         processes = make_servers(
             served_folder(model, Path(scratch) / "model"), servers, tp=tp, devices=gpus or None, seed=seed,
             port=port or 0, args={**({} if model.path else {"load_format": "dummy"}), **(server_args or {})},

@@ -13,9 +13,11 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 import zlib
 from pathlib import Path
 
+LOGS_KEPT_S = 86400.0  # to be read after a crash
 _MARK = re.compile(r"(\d+)-(\d+)-([0-9a-f]{8})")
 
 
@@ -39,22 +41,24 @@ def may_run(mark: str) -> bool:
     return True
 
 
-def remove_left_behind(folder: Path, pattern: str) -> None:
-    """Removes the files and folders that match, and whose name has the mark of a process that is gone."""
+def remove_left_behind(folder: Path, pattern: str, *, kept_s: float = 0.0) -> None:
+    """Removes what matches, has the mark of a gone process in its name, and was changed `kept_s` ago or earlier."""
     for path in folder.glob(pattern):
         match = _MARK.search(path.name)
         if match is None or may_run(match[0]):
             continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another process was faster
+            if kept_s and path.lstat().st_mtime > time.time() - kept_s:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
                 path.unlink()
 
 
-def own_prefix(prefix: str, folder: Path | None = None) -> str:
+def own_prefix(prefix: str, folder: Path | None = None, *, kept_s: float = 0.0) -> str:
     """For names in the temporary folder, or another one; removes first what gone processes left there."""
-    remove_left_behind(Path(tempfile.gettempdir()) if folder is None else folder, f"{prefix}*")
+    remove_left_behind(Path(tempfile.gettempdir()) if folder is None else folder, f"{prefix}*", kept_s=kept_s)
     return f"{prefix}{own_mark()}-"
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import LightRLError
 from lightrl.loops.rollout_loop import RolloutLoop
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -77,7 +78,9 @@ class ResumeCheck:
             return
         state = self._checkpoint()
         before = tree_map_only(torch.Tensor, torch.clone, state)  # not the memory that is loaded into
-        folder = Path(ranks.broadcast_json(tempfile.mkdtemp() if ranks.is_main else None))
+        folder = Path(
+            ranks.broadcast_json(tempfile.mkdtemp(prefix=own_prefix("lightrl-resume-")) if ranks.is_main else None)
+        )
         try:
             trainer.strategy.save_checkpoint(state, folder / "check.ckpt")
             loaded = trainer.strategy.load_checkpoint(folder / "check.ckpt")

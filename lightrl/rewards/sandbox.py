@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from lightrl.checks.bounds import check_positive
+from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import RewardError
 from lightrl.rewards.sandbox_guard.layers import is_root
 
@@ -168,8 +169,9 @@ class LocalSandbox:
         with self._lock:
             if self._guard is None or self._guard.poll() is not None:
                 self._end_guard()
+                command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)]
                 self._guard = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)],
+                    [*command, own_prefix("lightrl-sandbox-")],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     bufsize=0,
@@ -177,11 +179,13 @@ class LocalSandbox:
                 )
             assert self._guard.stdin is not None
             assert self._guard.stdout is not None
+            os.set_blocking(self._guard.stdin.fileno(), False)
             try:
+                deadline = time.monotonic() + timeout_s
                 left = memoryview(json.dumps(request).encode() + b"\n")
-                while left:
+                while left and select.select([], [self._guard.stdin], [], max(0.0, deadline - time.monotonic()))[1]:
                     left = left[os.write(self._guard.stdin.fileno(), left) :]
-                reply = _line(self._guard.stdout.fileno(), timeout_s)
+                reply = None if left else _line(self._guard.stdout.fileno(), deadline)
             except OSError as error:
                 self._end_guard()
                 raise RewardError(f"The guard of the sandbox died: {error!r}.") from error
@@ -244,9 +248,8 @@ def what_to_allow(settings_folder: Path = Path("/proc/sys")) -> str:
     )
 
 
-def _line(descriptor: int, timeout_s: float) -> bytes | None:
+def _line(descriptor: int, deadline: float) -> bytes | None:
     """The next line, or None at the end or after the deadline."""
-    deadline = time.monotonic() + timeout_s
     line = bytearray()
     while not line.endswith(b"\n"):
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))

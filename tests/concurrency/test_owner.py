@@ -32,5 +32,10 @@ def test_only_what_gone_processes_of_this_host_left_behind_is_removed(tmp_path: 
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     (tmp_path / f"{left}.part").touch()
+    remove_left_behind(tmp_path, "x-*", kept_s=3600)  # logs, to be read after a crash
+    assert (tmp_path / left).exists()
+    os.utime(tmp_path / left, (0, 0))
+    remove_left_behind(tmp_path, "x-*", kept_s=3600)
+    assert not (tmp_path / left).exists()
     remove_left_behind(tmp_path, "x-*")
     assert {path.name for path in tmp_path.iterdir()} == {mine, foreign, other}

@@ -22,6 +22,7 @@ import psutil
 import pytest
 from transformers import GPT2Config, Qwen3Config
 
+from lightrl.concurrency.owner import own_mark
 from lightrl.engines.sglang.servers.command import (
     SGLangPython,
     command_line,
@@ -47,8 +48,13 @@ def small_server(tmp_path: Path) -> Iterator[Callable[..., SGLangServer]]:
         server = SGLangServer(
             tmp_path,
             command=[sys.executable, SMALL_SERVER, "{port}", *words],
-            log_file=tmp_path / f"{name}.log",
-            **{"name": name, "startup_timeout_s": 30, "stop_timeout_s": 5, **settings},
+            **{
+                "name": name,
+                "log_file": tmp_path / f"{name}.log",
+                "startup_timeout_s": 30,
+                "stop_timeout_s": 5,
+                **settings,
+            },
         )
         made.append(server)
         return server
@@ -305,6 +311,23 @@ def test_the_token_is_in_no_command_line_and_in_files_of_this_user_only(tmp_path
     server.stop(grace_s=0)
     assert set(modes) == {0o600}
     assert not list(tmp_path.glob("*.yaml"))
+
+
+def test_the_log_of_a_gone_run_is_cleared_a_day_later_and_its_token_at_once(tmp_path, monkeypatch, small_server):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gone = f"1-1-{own_mark().rpartition('-')[2]}"  # process 1 started at another time
+    old, new = (tmp_path / f"lightrl-server-{gone}-{name}" for name in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    (tmp_path / f"lightrl-secrets-{gone}-a.yaml").touch()
+    server = small_server(log_file=None)
+    server.start()
+    server.stop(grace_s=0)
+    assert not old.exists()
+    assert new.exists()
+    assert server.log_file.parent.name.startswith(f"lightrl-server-{own_mark()}-")
+    assert not list(tmp_path.glob("lightrl-secrets-*"))
 
 
 def test_no_shell_reads_an_argument():

@@ -34,6 +34,7 @@ from lightrl.commands.doctor import inputs, machine, trial
 from lightrl.commands.doctor.findings import Finding, findings_text, ok, totals_text
 from lightrl.commands.doctor.forecast import Forecast, RunLength, forecast
 from lightrl.commands.doctor.machine import bytes_text
+from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import LightRLError, OtherRankFailed
 from lightrl.module import RLModule
 
@@ -65,7 +66,7 @@ def check_run(args: Sequence[str], callbacks: Sequence[Any]) -> int:
     for name in ("lightning.pytorch", "lightning.fabric"):  # their lines about devices and stages mean nothing here
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("lightrl").setLevel(logging.WARNING)
-    with tempfile.TemporaryDirectory(prefix="lightrl-doctor-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-doctor-"), ignore_cleanup_errors=True) as folder:
         return _RunCheck(Path(folder), args, callbacks).code
 
 
@@ -98,7 +99,8 @@ class _RunCheck(LightRLCLI):
         folder = _field(trainer.get("engine"), "weight_folder")
         if folder is not None:  # servers elsewhere see it too; what other runs have there stays
             Path(folder).mkdir(parents=True, exist_ok=True)
-            own = tempfile.TemporaryDirectory(prefix="lightrl-doctor-", dir=folder, ignore_cleanup_errors=True)
+            prefix = own_prefix("lightrl-doctor-", Path(folder))
+            own = tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True)
             self._weights = own
             trainer.engine.init_args.weight_folder = own.name
 

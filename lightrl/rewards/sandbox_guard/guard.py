@@ -45,7 +45,7 @@ class _Execution:
         self.keeper = 0  # its process id while it lives
 
     def run(self) -> dict[str, Any]:
-        folder = tempfile.mkdtemp(prefix="lightrl-sandbox-")
+        folder = tempfile.mkdtemp(prefix=sys.argv[2])  # with the mark of the process that asks
         try:
             return self._run_in(folder)
         finally:

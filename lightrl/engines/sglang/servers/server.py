@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.printable import end_of_log
 from lightrl.concurrency import parent_guard
+from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.servers.command import (
     SGLangPython,
@@ -133,7 +134,8 @@ class SGLangServer:
             self._release_port()  # only now, so that the new one differs
             self._held_port, self.port = held_port, held_port.number
             if self.log_file is None:
-                self.log_file = Path(tempfile.mkdtemp(prefix="lightrl-server-")) / "server.log"
+                prefix = own_prefix("lightrl-server-", kept_s=LOGS_KEPT_S)
+                self.log_file = Path(tempfile.mkdtemp(prefix=prefix)) / "server.log"
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             secrets_file = self._write_secrets()
             self._last_command = self._command(str(secrets_file))
@@ -254,7 +256,7 @@ class SGLangServer:
 
     def _write_secrets(self) -> Path:
         """SGLang also reads arguments from a file: every user of the machine can see a command line."""
-        descriptor, name = tempfile.mkstemp(prefix="lightrl-server-", suffix=".yaml")  # readable by this user only
+        descriptor, name = tempfile.mkstemp(prefix=own_prefix("lightrl-secrets-"), suffix=".yaml")  # this user's alone
         with os.fdopen(descriptor, "w") as file:
             json.dump({"api-key": self.token, "admin-api-key": self.token}, file)  # JSON is YAML
         return Path(name)
