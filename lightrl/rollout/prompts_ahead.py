@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from lightrl.concurrency.in_thread import in_thread
 from lightrl.errors import RolloutError
 from lightrl.rollout.prompt_cursor import PromptCursor
 from lightrl.rollout.tasks import Tasks
@@ -52,6 +53,6 @@ class PromptsAhead:
 
     async def _make(self, first: int) -> None:
         with span("make prompts", "data", "prompts", first=first):
-            await asyncio.to_thread(self._cursor.prepare, first)
+            await in_thread(self._cursor.prepare, first)
         self._making = None
         await self._then()

@@ -8,7 +8,6 @@ Between `begin` and `end` nobody can know after a kill whether `step` has acted:
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import threading
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt
@@ -58,7 +58,7 @@ class Journal:
         Raises:
             RolloutError: if it cannot be written.
         """
-        await asyncio.to_thread(self._append, json.dumps({"session": session, **record}) + "\n")
+        await in_thread(self._append, json.dumps({"session": session, **record}) + "\n")
 
     def _append(self, line: str) -> None:
         try:
