@@ -17,6 +17,15 @@ def check_bounds(low: float, high: float = math.inf, /, **settings: float | None
             raise ValueError(f"{name} must be {bounds}, got {value}.")
 
 
+def finite_number(value: object, largest: float = 1e15) -> float | None:
+    """What user code returned as a number; None if it is none, not finite, or larger."""
+    try:
+        number = float(value) if hasattr(type(value), "__float__") else math.nan  # type: ignore[arg-type]
+    except (OverflowError, TypeError, ValueError):  # an array of several numbers
+        return None
+    return number if abs(number) <= largest else None
+
+
 def check_positive(**settings: float | None) -> None:
     """Accepts finite numbers above 0, and None.
 

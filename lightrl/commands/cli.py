@@ -36,7 +36,7 @@ from lightrl.callbacks.status_file import StatusFile
 from lightrl.commands.config_errors import check_empty_sections, explain
 from lightrl.commands.config_layers import UsageError, Written, nearest_files
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
-from lightrl.commands.earlier_runs import last_checkpoint
+from lightrl.commands.earlier_runs import check_links, last_checkpoint
 from lightrl.launch import Launch
 from lightrl.module import RLModule
 from lightrl.trainer import Trainer
@@ -180,8 +180,10 @@ class LightRLCLI(LightningCLI):
         if ckpt_path is None:
             return
         if ckpt_path == "last":
-            if any(isinstance(item, ModelCheckpoint) and item.dirpath for item in self.trainer.callbacks):
-                return  # one folder for all runs, where Lightning looks itself
+            for item in self.trainer.callbacks:
+                if isinstance(item, ModelCheckpoint) and item.dirpath:
+                    check_links(list(Path(item.dirpath).glob(f"{item.CHECKPOINT_NAME_LAST}*.ckpt")))
+                    return  # one folder for all runs, where Lightning looks itself
             own = _plain(self.config[self.config.subcommand].as_dict())
             newest = last_checkpoint(run_folder(self.trainer), own, is_fit=self.config.subcommand == "fit")
             if newest is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightrl.commands.config_layers import UsageError
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +29,16 @@ def last_checkpoint(folder: Path | None, settings: Mapping[str, Any], *, is_fit:
     if folder is None:
         return None
     found = folder.parent.glob(f"*/checkpoints/{ModelCheckpoint.CHECKPOINT_NAME_LAST}*.ckpt")
-    checkpoints = [path for path in found if path.exists()]  # not a link to one that was removed
-    others = []
-    for checkpoint in sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True):
+    others, same = [], []
+    for checkpoint in sorted(found, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
         difference = _difference(checkpoint.parent.parent / "config.yaml", settings, is_fit=is_fit)
-        if difference is None:
+        if difference is None and checkpoint.exists():
             return checkpoint
-        others.append(f"{checkpoint} ({difference})")
+        if difference is None:
+            same.append(checkpoint)
+        else:
+            others.append(f"{checkpoint} ({difference})")
+    check_links(same)
     if others:
         log.warning(
             "ckpt_path=last: no earlier run of this experiment has a checkpoint. %d of other experiments were passed "
@@ -42,6 +47,15 @@ def last_checkpoint(folder: Path | None, settings: Mapping[str, Any], *, is_fit:
             others[0],
         )
     return None
+
+
+def check_links(checkpoints: Sequence[Path]) -> None:
+    """Raises UsageError if there are last checkpoints, but all are links to files that are gone."""
+    if checkpoints and not any(path.exists() for path in checkpoints):
+        raise UsageError(
+            f"ckpt_path=last: {checkpoints[0]} is a link to {checkpoints[0].readlink()}, which does not exist. Pass "
+            "the path of another checkpoint, or remove the link to start anew."
+        )
 
 
 def _difference(config: Path, settings: Mapping[str, Any], *, is_fit: bool) -> str | None:

@@ -6,6 +6,7 @@ Reading order:
     in_thread.py     a blocking function in a thread, awaited
     daemon_future.py  the same for a caller that blocks, with a deadline
     call_within.py   user code with a deadline, which never blocks the loop
+    body.py          an HTTP answer, as much of it as may be in memory
     call_all.py      every step of an end, whatever the others raise
     owner.py         whose a file is, and whether that process still runs
     parent_guard.py  child processes that end with their parent, whatever happens to it

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
-from lightrl.concurrency.in_thread import outcome_in_thread
+from lightrl.concurrency.in_thread import end_if_forked, outcome_in_thread
 from lightrl.errors import RolloutError
 
 
@@ -55,6 +56,7 @@ async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float
 
 
 async def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
+    process = os.getpid()
     # SystemExit would leave the task through the event loop instead of through its result.
     try:
         if inspect.iscoroutinefunction(function):
@@ -65,3 +67,5 @@ async def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple
         return value, error
     except (Exception, SystemExit) as raised:  # noqa: BLE001  # user code raises anything
         return None, raised
+    finally:
+        end_if_forked(process)

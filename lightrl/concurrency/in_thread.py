@@ -7,6 +7,7 @@ it. How many are abandoned at a time is bounded.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -39,12 +40,15 @@ async def outcome_in_thread(
     _check_abandoned(name)
     done: asyncio.Future[tuple[T | None, BaseException | None]] = asyncio.get_running_loop().create_future()
 
+    process = os.getpid()
+
     def work() -> None:
         outcome: tuple[T | None, BaseException | None]
         try:
             outcome = (function(*args), None)
         except BaseException as error:  # noqa: BLE001  # this thread ends here; the awaiting task gets the error
             outcome = (None, error)
+        end_if_forked(process)
         wake_ups = WakeUps()
         wake_ups.settle(done, outcome)
         wake_ups.send()
@@ -56,6 +60,12 @@ async def outcome_in_thread(
     except asyncio.CancelledError:
         _abandoned[thread] = getattr(function, "__qualname__", repr(function))
         raise
+
+
+def end_if_forked(process: int) -> None:
+    """Ends a copy of `process` that a fork in user code made: it would go on with the run beside the original."""
+    if os.getpid() != process:
+        os._exit(0)
 
 
 def _check_abandoned(name: str) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # Vision towers whose pictures are a fixed number of tokens, and how many tokens each adds to its patches.
 _EXTRA_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 SUPPORTED = "models of type 'llava' with a vision tower of type clip_vision_model or siglip_vision_model"
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of others, EPS runs Ghostscript
 _CACHE_BYTES = 256 * 2**20  # of pixel values: the samples of a group have the same picture
 
 
@@ -142,18 +143,18 @@ def read_image(image: str) -> Image:
     """The picture of a path or a `data:` URL, in RGB.
 
     Raises:
-        ValueError: if there is none, or it is not a picture.
+        ValueError: if there is none, it is not a picture, or it has more pixels than Pillow reads (179 million).
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         source: Any = io.BytesIO(_bytes_of(image)) if image.startswith("data:") else Path(image).expanduser()
-        with Image.open(source) as opened:
+        with Image.open(source, formats=_FORMATS) as opened:
             return opened.convert("RGB")
-    except (OSError, UnidentifiedImageError, binascii.Error) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
             f"Picture {image[:80]!r} cannot be read ({error}). It must be the path of a picture or a data: URL with "
-            "base64."
+            f"base64: {', '.join(_FORMATS)}."
         ) from error
 
 

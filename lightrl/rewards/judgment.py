@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import inspect
 import math
+import os
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightrl.checks.user_code import user_code
+from lightrl.concurrency.in_thread import end_if_forked
 from lightrl.errors import RewardError
 from lightrl.trajectory import Trajectory
 
@@ -122,18 +124,22 @@ class Runner:
         self.runs_together = is_async(function)
         self._function = function
         self._timeout_s = timeout_s
+        self._process = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def outcomes(self, trajectories: Iterable[Trajectory]) -> Iterator[tuple[int, Outcome]]:
         """(position, outcome) of each trajectory as soon as it is there; positions in order for a sync function."""
         if not self.runs_together:
             for index, trajectory in enumerate(trajectories):
-                yield index, self._judge(trajectory)
+                outcome = self._judge(trajectory)
+                end_if_forked(self._process)
+                yield index, outcome
             return
         loop = self._event_loop()
         pending = {loop.create_task(self._judge_async(index, item)) for index, item in enumerate(trajectories)}
         while pending:
             done, pending = loop.run_until_complete(asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED))
+            end_if_forked(self._process)
             for task in done:
                 yield task.result()
 

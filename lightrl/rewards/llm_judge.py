@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import random
 import re
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.concurrency.body import body_of
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import label
 from lightrl.trajectory import Trajectory
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 _FIRST_WAIT_S = 0.5
 _MAX_WAIT_S = 8.0
 _MAX_SHOWN = 300
+_MAX_ANSWER_BYTES = 64 * 2**20
 
 
 class LLMJudge:
@@ -168,13 +171,16 @@ class LLMJudge:
         body = {**self._request, "messages": [*self._messages, {"role": "user", "content": question}]}
         try:
             async with self._session.post(self._url, json=body) as response:
+                content = await body_of(response, _MAX_ANSWER_BYTES)
                 if response.status != 200:
-                    return response.status, await response.text(errors="replace"), _seconds(response.headers)
-                answer = await response.json(content_type=None)
+                    text = (content or b"").decode(errors="replace")
+                    return response.status, text, _seconds(response.headers)
+                answer = json.loads(content or b"")
         except aiohttp.ClientError as error:
             raise OSError(repr(error)) from error
-        except ValueError as error:
-            raise RewardError(f"The answer of the judge at {self._url} is not JSON: {error}. Check its url.") from error
+        except (ValueError, RecursionError) as error:
+            size = f"has more than {_MAX_ANSWER_BYTES >> 20} MiB" if content is None else f"is not JSON: {error}"
+            raise RewardError(f"The answer of the judge at {self._url} {size}. Check its url.") from error
         try:
             return 200, answer["choices"][0]["message"]["content"] or "", None
         except (KeyError, IndexError, TypeError) as error:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
 _METADATA_FILE = ".metadata"
+# A damaged or crafted pickle fails in as many ways as there are operations.
+_DAMAGE = (pickle.UnpicklingError, ValueError, TypeError, AttributeError, LookupError, EOFError, ImportError,
+           RuntimeError, MemoryError)  # fmt: skip
 _CLASSES: tuple[type, ...] = (
     metadata.Metadata,
     metadata.StorageMeta,
@@ -40,11 +43,20 @@ _CLASSES: tuple[type, ...] = (
 
 def load_plain(file: Path, **options: Any) -> dict[str, Any]:
     """The content of a checkpoint's file, on the CPU; raises ValueError if it is damaged or more than plain data."""
-    try:
+    with named(file):
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, **options)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{str(file)!r} is not a checkpoint of lightrl ({error}). Use an earlier one.") from error
     return content
+
+
+@contextlib.contextmanager
+def named(file: str | Path) -> Iterator[None]:
+    """Inside, what torch raises for a file that is damaged, or more than plain data, is a ValueError with its name."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (*_DAMAGE, OSError) as error:
+        raise ValueError(f"{str(file)!r} is not a checkpoint of lightrl ({error}). Use an earlier one.") from error
 
 
 def load_parts(state: dict[str, Any], folder: Path, **options: Any) -> None:
@@ -76,9 +88,7 @@ class SafeReader(FileSystemReader):
             with file.open("rb") as stream, _unchanged_classes():
                 unpickled = _MetadataUnpickler(stream).load()
             read = _checked(unpickled)
-        # A damaged or crafted pickle fails in as many ways as there are operations.
-        except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, LookupError, EOFError, ImportError,
-                RuntimeError, MemoryError) as error:  # fmt: skip
+        except _DAMAGE as error:
             raise ValueError(
                 f"{str(file)!r} is not what torch.distributed.checkpoint writes ({error}). The checkpoint is damaged, "
                 "or was made to run code. Use an earlier one."

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightrl.checks.bounds import check_bounds, check_positive
+from lightrl.checks.bounds import check_bounds, check_positive, finite_number
 from lightrl.checks.dotted_path import function_of
 from lightrl.concurrency.call_within import CallTimeout, call_within
 from lightrl.errors import RolloutError
@@ -122,8 +121,9 @@ class AgentWorkflow(Workflow):
             raise
         if returned is None:
             return None
-        if not hasattr(type(returned), "__float__") or not math.isfinite(float(returned)):
+        number = finite_number(returned)
+        if number is None:
             raise RolloutError(
                 f"{name} must return a finite number or None, got {returned!r:.80} for prompt {session.prompt.id!r}."
             )
-        return float(returned)
+        return number

@@ -14,12 +14,12 @@ class GuessNumber(Environment):
 from __future__ import annotations
 
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from lightrl.checks.bounds import finite_number
 from lightrl.checks.dotted_path import function_of
 from lightrl.concurrency.call_within import call_within
 from lightrl.errors import RolloutError
@@ -30,6 +30,7 @@ from lightrl.trajectory import Prompt, Trajectory
 Observation: TypeAlias = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 # observation, reward of the turn, done
 Step: TypeAlias = tuple[Observation, float, bool]
+_MAX_CHARS = 4_000_000  # of an observation: it is encoded on the rollouts' event loop
 
 
 class Environment(ABC):
@@ -108,18 +109,29 @@ class CheckedStep:
         if not isinstance(value, tuple | list) or len(value) != 3:
             raise RolloutError(f"{name}.step must return (observation, reward, done), got {value!r:.200}.")
         observation, reward, done = value
-        is_number = hasattr(type(reward), "__float__") and math.isfinite(float(reward))
-        if not is_number or isinstance(done, str):
+        number = finite_number(reward)
+        if number is None or not hasattr(type(done), "__bool__"):
             raise RolloutError(
-                f"{name}.step must return (observation, reward, done) with a finite number and True or False, got "
-                f"reward={reward!r} and done={done!r}."
+                f"{name}.step must return (observation, reward, done) with a finite number up to 1e15 and True or "
+                f"False, got reward={reward!r:.200} and done={done!r:.200}."
             )
         messages = as_messages(observation, f"{name}.step")
         if not messages and not done:
             raise RolloutError(
                 f"{name}.step returned no observation and done=False. Return some text for the policy, or done=True."
             )
-        return cls(messages, float(reward), bool(done))
+        return cls(messages, number, bool(done))
+
+
+def checked_metrics(value: object, name: str) -> dict[str, float]:
+    """What `metrics` returned; raises RolloutError if it is not some finite numbers by name."""
+    numbers = {str(key): finite_number(item) for key, item in value.items()} if isinstance(value, Mapping) else None
+    found = {key: item for key, item in (numbers or {}).items() if item is not None}
+    if found != numbers or len(found) > 1000:
+        raise RolloutError(
+            f"{name}.metrics must return at most 1,000 numbers up to 1e15 in a dict by name, got {value!r:.200}."
+        )
+    return found
 
 
 def as_messages(observation: object, name: str) -> list[dict[str, Any]]:
@@ -131,6 +143,10 @@ def as_messages(observation: object, name: str) -> list[dict[str, Any]]:
     if observation is None:
         return []
     if isinstance(observation, str):
+        if len(observation) > _MAX_CHARS:
+            raise RolloutError(
+                f"The observation from {name} has {len(observation):,} characters. Return at most {_MAX_CHARS:,}."
+            )
         return [{"role": "user", "content": observation}]
     messages = [observation] if isinstance(observation, Mapping) else observation
     if not isinstance(messages, Sequence) or not all(

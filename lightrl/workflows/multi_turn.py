@@ -18,7 +18,7 @@ from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.conversation import Conversation, TurnRenderer, read_template
-from lightrl.workflows.environment import CheckedStep, Environment, as_messages, call_environment
+from lightrl.workflows.environment import CheckedStep, Environment, as_messages, call_environment, checked_metrics
 from lightrl.workflows.turn_log import TurnLog
 from lightrl.workflows.workflow import Generate, Workflow, wait_or_abandon
 
@@ -143,8 +143,8 @@ class MultiTurn(Workflow):
                 f"max_tokens={self.max_tokens} (the prompt has {len(conversation.token_ids)}). Increase a limit, or "
                 "shorten the prompt."
             )
-        numbers = await self._ask(environment, "metrics")
-        metrics = {"turns": float(len(rewards))} | {str(key): float(value) for key, value in numbers.items()}
+        numbers = checked_metrics(await self._ask(environment, "metrics"), name)
+        metrics = {"turns": float(len(rewards)), **numbers}
         discounted = [reward * self.discount**turn for turn, reward in enumerate(rewards)]
         return conversation.trajectory(discounted, is_truncated=is_truncated, metrics=metrics)
 

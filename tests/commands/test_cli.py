@@ -172,6 +172,17 @@ def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_p
     assert last_checkpoint(tmp_path / "else" / "version_0", {}) is None
 
 
+def test_a_last_checkpoint_that_is_a_link_to_nothing_is_refused_unless_there_is_another(tmp_path):
+    link, other = (tmp_path / f"version_{version}/checkpoints/last.ckpt" for version in (0, 1))
+    link.parent.mkdir(parents=True)
+    link.symlink_to("gone.ckpt")
+    with pytest.raises(UsageError, match=r"version_0/checkpoints/last.ckpt is a link to gone.ckpt, which"):
+        last_checkpoint(tmp_path / "version_2", {})
+    other.parent.mkdir(parents=True)
+    other.touch()
+    assert last_checkpoint(tmp_path / "version_2", {}) == other
+
+
 def test_last_is_of_the_same_experiment_and_a_newer_neighbor_is_named(tmp_path, caplog):
     import os
 

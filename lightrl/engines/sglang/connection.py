@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from lightrl.concurrency.body import body_of
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
@@ -173,7 +174,7 @@ class Connection:
             return None
         try:
             return read(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineUnreachable(
                 f"{self.url} answered {name} with {_short(content.decode(errors='replace'))!r}, which is not JSON. "
                 "Check that it is an SGLang server."
@@ -181,18 +182,13 @@ class Connection:
 
     async def _content(self, response: aiohttp.ClientResponse, name: str) -> bytes:
         """What it answered; refused before it fills the memory."""
-        if response.content_length is not None and response.content_length <= _MAX_ANSWER_BYTES:
-            return await response.read()
-        parts, num_bytes = [], response.content_length or 0
-        while num_bytes <= _MAX_ANSWER_BYTES and (part := await response.content.readany()):
-            parts.append(part)
-            num_bytes += len(part)
-        if num_bytes > _MAX_ANSWER_BYTES:
+        content = await body_of(response, _MAX_ANSWER_BYTES)
+        if content is None:
             raise EngineUnreachable(
                 f"{self.url} answered {name} with more than {_MAX_ANSWER_BYTES >> 20} MiB. Check that it is an SGLang "
                 "server."
             )
-        return b"".join(parts)
+        return content
 
     def _hint(self, status: int, path: str) -> str:
         """What to do about an HTTP error."""

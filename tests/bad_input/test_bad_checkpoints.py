@@ -1,0 +1,74 @@
+"""Checkpoints with an error: one message with the path, before a run trains."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from bad_input_rows import each, row
+
+from lightrl.strategies.checkpoint import AtomicCheckpointIO
+
+pytestmark = pytest.mark.bad_input
+
+
+def written(content, name="a.ckpt"):
+    return lambda: Path(name).write_bytes(content)
+
+
+def saved(value):
+    return lambda: torch.save(value, "a.ckpt")
+
+
+def folder(meta=b"", metadata=b""):
+    def make():
+        Path("a.ckpt").mkdir()
+        for name, content in (("meta.pt", meta), (".metadata", metadata)):
+            if content is not None:
+                (Path("a.ckpt") / name).write_bytes(content)
+
+    return make
+
+
+def cut():
+    torch.save({"state_dict": {"policy.weight": torch.ones(1000)}}, "a.ckpt")
+    Path("a.ckpt").write_bytes(Path("a.ckpt").read_bytes()[:-1000])
+
+
+def link():
+    Path("a.ckpt").symlink_to("gone.ckpt")
+
+
+NONE = "'a.ckpt' is not a checkpoint of"
+
+CHECKPOINTS = [
+    row("checkpoint: an empty file", written(b""), NONE, "Use an earlier one"),
+    row("checkpoint: a text", written(b"a checkpoint"), NONE, "Use an earlier one"),
+    row("checkpoint: a pointer of Git LFS", written(b"version https://git-lfs.github.com/spec/v1\n"), NONE),
+    row("checkpoint: cut short", cut, NONE, "Use an earlier one"),
+    row("checkpoint: a pickle that names a function", written(pickle.dumps(print, protocol=2)), NONE),
+    row("checkpoint: JSON", written(json.dumps({"state_dict": {}}).encode()), NONE),
+    row("checkpoint: a list", saved([1]), NONE, "set model.policy"),
+    row("checkpoint: a tensor", saved(torch.ones(3)), NONE, "set model.policy"),
+    row("checkpoint: an empty dict", saved({}), NONE, "set model.policy"),
+    row("checkpoint: weights alone", saved({"policy.weight": torch.ones(3)}), NONE, "set model.policy"),
+    row("checkpoint: an empty folder", folder(None, None), "a.ckpt lacks meta.pt or .metadata"),
+    row("checkpoint: a folder without meta.pt", folder(None, b""), "a.ckpt lacks meta.pt or .metadata"),
+    row("checkpoint: a folder with an empty meta.pt", folder(b"", b""), "'a.ckpt/meta.pt' is not a checkpoint of"),
+    row("checkpoint: a folder without .metadata", folder(b"", None), "a.ckpt lacks meta.pt or .metadata"),
+    row("checkpoint: a link to nothing", link, "a.ckpt"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@each(CHECKPOINTS)
+def test_a_checkpoint_is_refused(case):
+    case.given()
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        AtomicCheckpointIO().load_checkpoint("a.ckpt")
+    case.check(str(caught.value))
