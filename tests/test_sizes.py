@@ -28,7 +28,7 @@ MAX_PACKAGE_LINES = sum({
     "top-p and top-k trained exactly": 650,
     "asynchronous runs that resume and repeat": 1_450,
     "a run as a page, a trace of it": 2_150,
-    "bad input named with file, line and setting": 661,
+    "bad input named with file, line and setting": 665,
     "nothing waits for ever: stopped and killed processes, disks that hang, one table of all waits": 892,
     "a terminal that is read: lines that stay, files explained": 160,
     "a run checked before it starts": 1_000,
