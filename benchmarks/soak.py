@@ -5,8 +5,9 @@
 A tiny policy, two fake servers that the run starts, reward workers, and every callback that keeps state. Five in a
 hundred rewards fail: most raise, some hang until their worker is killed; one of the servers is killed every 500
 iterations. A row for each max_staleness has the slopes of a line through the samples after the first tenth, with the
-standard error of the memory's. The metrics' CSV is read at the end: numbers
-that are not finite are counted.
+standard errors of the two for memory: what is resident, and how many blocks Python's allocator holds, which shows an
+object that is kept before it shows in pages. The metrics' CSV is read at the end: numbers that are not finite are
+counted.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ KILL_EVERY = 500  # iterations, a server
 NUM_SERVERS = 2
 CHECKPOINTS = 20  # of a run
 SAMPLES = "samples.csv"  # in a run's folder
-COLUMNS = ("iteration", "seconds", "rss_kib", "threads", "open_files", "processes", "checkpoint_bytes", "killed")
+COLUMNS = (
+    "iteration", "seconds", "rss_kib", "python_blocks", "threads", "open_files", "processes", "checkpoint_bytes",
+    "killed",
+)  # fmt: skip
+MEASURED = ("rss_kib", "python_blocks", "threads", "open_files", "processes")  # of COLUMNS: should stay as they are
 SERVER = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
 SERVER += ["--vocab-size", str(len(LETTERS)), "--context-length", "64"]
 
@@ -110,7 +115,8 @@ class Watch(RLCallback):
         own = Path("/proc/self")
         row = [
             iteration, round(time.monotonic() - self._started_s, 2), pages * os.sysconf("SC_PAGE_SIZE") // 1024,
-            _num_entries(own / "task"), _num_entries(own / "fd"), _num_children(), num_bytes, self._num_killed,
+            sys.getallocatedblocks(), _num_entries(own / "task"), _num_entries(own / "fd"), _num_children(),
+            num_bytes, self._num_killed,
         ]  # fmt: skip
         self._file.write(",".join(map(str, row)) + "\n")
 
@@ -154,11 +160,18 @@ def read_samples(folder: Path) -> dict[str, np.ndarray]:
 
 
 def slope(iterations: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-    """Of the line of least squares, per iteration, and its standard error."""
+    """Of the line of least squares, per iteration, and its standard error.
+
+    What is left after the line comes in steps: neighbors are alike, and count as fewer samples. The error is that of
+    independent ones times sqrt((1 + r) / (1 - r)), r their correlation with the one before.
+    """
     x, y = iterations - iterations.mean(), values - values.mean()
     found = float((x * y).sum() / (x * x).sum())
     rest = y - found * x
-    return found, float(math.sqrt((rest * rest).sum() / max(1, len(x) - 2) / (x * x).sum()))
+    square = float((rest * rest).sum())
+    correlation = max(0.0, float((rest[1:] * rest[:-1]).sum()) / square) if square else 0.0
+    error = math.sqrt(square / max(1, len(x) - 2) / float((x * x).sum()))
+    return found, error * math.sqrt((1 + correlation) / (1 - correlation))
 
 
 def num_not_finite(folder: Path) -> tuple[int, int]:
@@ -181,12 +194,14 @@ def summary(folder: Path, max_staleness: int) -> dict[str, Any]:
     kept = {name: values[counts] for name, values in samples.items()}
     sizes = samples["checkpoint_bytes"][~np.isnan(samples["checkpoint_bytes"])]
     warm_sizes = kept["checkpoint_bytes"][~np.isnan(kept["checkpoint_bytes"])]
-    slopes = {name: slope(kept["iteration"], kept[name]) for name in ("rss_kib", "threads", "open_files", "processes")}
+    slopes = {name: slope(kept["iteration"], kept[name]) for name in MEASURED}
     num, bad = num_not_finite(folder)
     return {
         "max_staleness": max_staleness, "iterations": last, "seconds": float(samples["seconds"][-1]),
         "rss_slope_kib_per_iteration": round(slopes["rss_kib"][0], 4),
         "rss_slope_error": round(slopes["rss_kib"][1], 4),
+        "python_blocks_slope": round(slopes["python_blocks"][0], 4),
+        "python_blocks_slope_error": round(slopes["python_blocks"][1], 4),
         "rss_mib_first": round(kept["rss_kib"][0] / 1024, 1), "rss_mib_last": round(kept["rss_kib"][-1] / 1024, 1),
         **{f"{name}_slope": round(slopes[name][0], 6) for name in ("threads", "open_files", "processes")},
         **{f"{name}_last": int(kept[name][-1]) for name in ("threads", "open_files", "processes")},

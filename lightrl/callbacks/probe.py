@@ -188,6 +188,7 @@ class Probe:
                 self._drop(engine, wrong, serving)
             serving -= set(wrong)
             scored = {name: rows for name, rows in scored.items() if name not in wrong}
+            self._replicas = {name: self._replicas[name] for name in scored}  # others may come back as other processes
             self._dropped -= set(scored)
             proven |= {name for name in scored if self._replicas[name].verdict.has_version}
         self._log_checks(trainer, weight_version, proofs, scored)
@@ -245,7 +246,6 @@ class Probe:
         for name, problem in wrong.items():
             log.warning("Dropping %s after the weight sync: %s. It gets the weights again.", name, problem)
             engine.drop_replica(name, problem)
-            del self._replicas[name]  # it may come back as another process
 
     def _log_checks(
         self, trainer: RLTrainer, weight_version: int, proofs: dict[str, Any], scored: dict[str, Any]

@@ -83,11 +83,12 @@ def test_a_held_server_gets_nothing_until_it_is_admitted_again() -> None:
     assert pool.choose("s") == "a"
 
 
-def test_sessions_are_forgotten_oldest_first() -> None:
+def test_a_run_without_loads_remembers_a_bounded_number_of_sessions() -> None:
     pool = pool_of("a")
     for number in range(MAX_SESSIONS + 10):
         pool.choose(str(number))
-    assert len(pool._sessions) == MAX_SESSIONS
+        assert len(pool.sessions) <= MAX_SESSIONS
+    assert pool.sessions[str(MAX_SESSIONS + 9)] == "a"
 
 
 def test_a_server_that_leaves_gets_no_new_request_and_finishes_those_it_has() -> None:

@@ -98,6 +98,21 @@ def test_each_token_is_that_of_its_version_on_two_servers(
         case.engine.close()
 
 
+def test_a_load_after_which_no_server_has_a_prefix_forgets_all_sessions(
+    scripted: Callable[..., FakeServerProcess],
+) -> None:
+    engine = engine_on([scripted(), scripted()])
+    try:
+        for version in (1, 2, 3):
+            for number in range(5):
+                run(engine.generate([1, 2], Sampling(max_new_tokens=2), session=f"{version}/{number}"))
+            assert set(engine.pool.sessions) == {f"{version}/{number}" for number in range(5)}
+            engine.load_weights(iter(WEIGHTS), weight_version=version)
+            assert not engine.pool.sessions
+    finally:
+        engine.close()
+
+
 def test_many_requests_at_once_are_shared_by_the_servers(scripted: Callable[..., FakeServerProcess]) -> None:
     servers = [scripted(**SLOWLY), scripted(**SLOWLY)]
     engine = engine_on(servers)

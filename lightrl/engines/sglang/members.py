@@ -320,6 +320,7 @@ class Members:
         for old in self.pool.urls("restarting"):
             if self.fleet is not None and old not in self.fleet.urls:
                 self.pool.forget(old)
+                self.processes.pop(old, None)
                 await self.clients.pop(old).close()
         await self.join(url)
 

@@ -7,13 +7,12 @@ join ─► starting ──(has the weights)──► routable ◄──► sync
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["starting", "routable", "syncing", "draining", "restarting", "lost", "retired"]
-MAX_SESSIONS = 65536  # remembered; the least recently used is forgotten first
+MAX_SESSIONS = 65536  # remembered; then all are forgotten
 # A server that is lost so often within so many weight versions is retired.
 MAX_LOSSES, WITHIN_VERSIONS = 4, 8
 
@@ -42,7 +41,7 @@ class ServerPool:
     def __init__(self, *, max_lead_tokens: int = 65536) -> None:
         self.servers: dict[str, PooledServer] = {}
         self.max_lead_tokens = max_lead_tokens
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self.sessions: dict[str, str] = {}  # and where their prefixes are; a load empties the caches, and clears this
 
     def join(self, url: str) -> PooledServer:
         """Adds a server that is up but does not have our weights, in place of an earlier one at this address."""
@@ -106,13 +105,12 @@ class ServerPool:
         if not candidates:
             return None
         best = min(candidates, key=lambda item: (item.outstanding_tokens, item.num_requests))
-        home = self.servers.get(self._sessions.get(session, ""))
+        home = self.servers.get(self.sessions.get(session, ""))
         if home in candidates and home.outstanding_tokens <= best.outstanding_tokens + self.max_lead_tokens:
             best = home
-        self._sessions[session] = best.url
-        self._sessions.move_to_end(session)
-        if len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+        if len(self.sessions) >= MAX_SESSIONS:
+            self.sessions.clear()
+        self.sessions[session] = best.url
         return best.url
 
     def start_request(self, url: str, tokens: int) -> PooledServer:

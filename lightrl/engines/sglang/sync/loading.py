@@ -202,6 +202,7 @@ class Loading:
         if self._is_aborting:
             await self._writer.hold(urls, is_aborting=True)
         self._members.is_loading = True
+        self._members.pool.sessions.clear()
         return urls, {url: item.reason for url, item in self._members.pool.servers.items() if url not in urls}
 
     async def _identify(self, url: str) -> None:

@@ -161,6 +161,7 @@ class ServedAdapters:
         self._kept.pop(weight_version, None)  # from before this run was resumed from an older checkpoint
         self._kept[weight_version] = adapter
         self.weight_version = weight_version
+        self._members.pool.sessions.clear()
         old = list(self._kept)[: -self._num_versions]
         for version in old:
             del self._kept[version]
