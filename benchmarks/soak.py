@@ -236,37 +236,36 @@ def draw(folders: dict[int, Path], picture: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.split("\n")[0])
     parser.add_argument("--iterations", type=int, default=10_000)
-    parser.add_argument("--staleness", default="0,2", help="max_staleness of the runs")
+    parser.add_argument("--staleness", default="0,2", help="max_staleness of the runs, which play at the same time")
     parser.add_argument("--kill-every", type=int, default=KILL_EVERY, help="iterations, a server")
-    parser.add_argument("--max-minutes", type=float, default=55.0, help="of all runs together; what is done counts")
+    parser.add_argument("--max-minutes", type=float, default=55.0, help="of each run; what is done counts")
     parser.add_argument("--plot", type=Path, help="a PNG file")
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which are kept")
     options = parser.parse_args(argv)
     numbers = [int(word) for word in options.staleness.split(",")]
     report = Report("soak", hang_fraction=HANG_FRACTION, raise_fraction=RAISE_FRACTION, kill_every=options.kill_every)
-    failed = False
     with tempfile.TemporaryDirectory() as temporary:
         folders = {number: (options.keep or Path(temporary)) / f"staleness-{number}" for number in numbers}
-        all_end_at = time.monotonic() + 60 * options.max_minutes
-        for done, (number, folder) in enumerate(folders.items()):
+        ends_at = time.monotonic() + 60 * options.max_minutes
+        children: dict[int, int] = {}
+        for number, folder in folders.items():  # side by side: each waits for its servers most of the time
             folder.mkdir(parents=True)
-            now = time.monotonic()
-            ends_at = now + (all_end_at - now) / (len(numbers) - done)
-            settings = (number, options.iterations, options.kill_every, ends_at)
-            child = in_fork(lambda folder=folder, settings=settings: play(folder, *settings), folder / "output.txt")
-            try:
-                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            except KeyboardInterrupt:
+            settings = (folder, number, options.iterations, options.kill_every, ends_at)
+            children[number] = in_fork(lambda settings=settings: play(*settings), folder / "output.txt")
+        try:
+            codes = {number: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for number, child in children.items()}
+        except KeyboardInterrupt:
+            for child in children.values():
                 os.kill(child, signal.SIGKILL)
-                raise
-            failed = failed or code != 0
-            if code:
+            raise
+        for number, folder in folders.items():
+            if codes[number]:
                 sys.stderr.write((folder / "output.txt").read_text()[-5000:])
-            report.add("soak", **summary(folder, number), exit_code=code)
+            report.add("soak", **summary(folder, number), exit_code=codes[number])
         if options.plot:
             draw(folders, options.plot)
     report.finish()
-    if failed:
+    if any(codes.values()):
         raise SystemExit("A run failed; its output is above.")
 
 
