@@ -70,7 +70,8 @@ class SavedState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Before anything starts."""
         self.book.load_state_dict(state)
-        self.player.written.load_state_dict(state, goes_on=bool(self.book.begun))
+        first = min([int(state["next_position"]), *state["in_flight"], *self.book.finished])  # these may be redrawn
+        self.player.written.load_state_dict(state, goes_on=bool(self.book.begun), first=first)
         if self.record is not None:
             self.record.continues = state.get("schedule")
         before, now = state["prompts"], self.cursor.fingerprint

@@ -68,13 +68,14 @@ class Written:
         whole = {**self.begun, **{seed: item or unfinished.get(seed) for seed, item in written.items()}}
         return [[seed, item.state_dict()] for seed, item in whole.items() if item is not None and len(item.token_ids)]
 
-    def load_state_dict(self, state: Mapping[str, Any], *, goes_on: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, goes_on: bool, first: int) -> None:
         """
         Args:
+            first: position of the prompt stream from which on groups may be played.
             goes_on: False starts all groups again; what a journal has is not repeated even so.
         """
         if goes_on:
             self.begun = {seed: Completion.from_state(item) for seed, item in state["written"]}
             self._answers = dict(state["answers"])
         if self.journal is not None and state.get("journal"):
-            self.journal = Journal(Path(state["journal"]))
+            self.journal = Journal(Path(state["journal"]), first=first)

@@ -27,30 +27,31 @@ class Journal:
 
     Args:
         path: created with the first line; of an earlier run, it is read, and continued.
+        first: position of the prompt stream; what earlier groups wrote is left out.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, first: int = 0) -> None:
         self.path = path
         self.logs: dict[str, TurnLog] = {}  # by session, of the earlier run
         self._lock = threading.Lock()
         if path.exists():
-            self._read()
+            self._read(first)
 
-    def _read(self) -> None:
-        text = self.path.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            record = json.loads(line)
-            log = self.logs.setdefault(record["session"], TurnLog(record["session"], self))
-            if "completion" in record:
-                log.completions.append(Completion.from_state(record["completion"]))
-            elif "begin" in record:
-                log.is_in_doubt = True
-            else:
-                log.is_in_doubt = False
-                log.answers.append((record["end"], record["answer"], record["state"]))
-        if len(whole) < len(text):  # half a line of a killed run: what it announced has not begun
-            os.truncate(self.path, len(whole))
+    def _read(self, first: int) -> None:
+        with self.path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):  # half a line of a killed run: what it announced has not begun
+                    os.truncate(self.path, file.tell() - len(line))
+                elif int(line.split(b'"', 4)[3].partition(b":")[0]) >= first:  # a session begins with its position
+                    self._take(json.loads(line))
+
+    def _take(self, record: dict[str, Any]) -> None:
+        log = self.logs.setdefault(record["session"], TurnLog(record["session"], self))
+        if "completion" in record:
+            log.completions.append(Completion.from_state(record["completion"]))
+        elif "end" in record:
+            log.answers.append((record["end"], record["answer"], record["state"]))
+        log.is_in_doubt = "begin" in record
 
     async def add(self, session: str, **record: Any) -> None:
         """Returns when the line is on the disk.
