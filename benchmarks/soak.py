@@ -5,9 +5,9 @@
 A tiny policy, two fake servers that the run starts, reward workers, and every callback that keeps state. Five in a
 hundred rewards fail: most raise, some hang until their worker is killed; one of the servers is killed every 500
 iterations. A row for each max_staleness has the slopes of a line through the samples after the first tenth, with the
-standard errors of the three for memory: what is resident; of that the process's own, without pages of files, which the
-kernel drops and reads again as it likes; and how many blocks Python's allocator holds, which shows an object that is
-kept before it shows in pages. The metrics' CSV is read at the end: numbers that are not finite are counted.
+standard errors of the two for memory: what is resident, and how many blocks Python's allocator holds, which shows an
+object that is kept before it shows in pages. The metrics' CSV is read at the end: numbers that are not finite are
+counted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ KILL_EVERY = 500  # iterations, a server
 NUM_SERVERS = 2
 CHECKPOINTS = 20  # of a run
 SAMPLES = "samples.csv"  # in a run's folder
-MEASURED = ("rss_kib", "own_kib", "python_blocks", "threads", "open_files", "processes")  # should stay as they are
+MEASURED = ("rss_kib", "python_blocks", "threads", "open_files", "processes")  # should stay as they are
 COLUMNS = ("iteration", "seconds", *MEASURED, "checkpoint_bytes", "killed")
 SERVER = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
 SERVER += ["--vocab-size", str(len(LETTERS)), "--context-length", "64"]
@@ -109,13 +109,10 @@ class Watch(RLCallback):
             path = self.folder / "soak.ckpt"
             trainer.save_checkpoint(path)
             num_bytes = path.stat().st_size
-        resident, of_files = (
-            int(pages) * os.sysconf("SC_PAGE_SIZE") // 1024
-            for pages in Path("/proc/self/statm").read_text().split()[1:3]
-        )
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
         own = Path("/proc/self")
         row = [
-            iteration, round(time.monotonic() - self._started_s, 2), resident, resident - of_files,
+            iteration, round(time.monotonic() - self._started_s, 2), pages * os.sysconf("SC_PAGE_SIZE") // 1024,
             sys.getallocatedblocks(), _num_entries(own / "task"), _num_entries(own / "fd"), _num_children(),
             num_bytes, self._num_killed,
         ]  # fmt: skip
@@ -205,9 +202,6 @@ def summary(folder: Path, max_staleness: int) -> dict[str, Any]:
         "max_staleness": max_staleness, "iterations": last, "seconds": float(samples["seconds"][-1]),
         "rss_slope_kib_per_iteration": round(slopes["rss_kib"][0], 4),
         "rss_slope_error": round(slopes["rss_kib"][1], 4),
-        "own_slope_kib_per_iteration": round(slopes["own_kib"][0], 4),
-        "own_slope_error": round(slopes["own_kib"][1], 4),
-        "own_mib_first": round(kept["own_kib"][0] / 1024, 1), "own_mib_last": round(kept["own_kib"][-1] / 1024, 1),
         "python_blocks_slope": round(slopes["python_blocks"][0], 4),
         "python_blocks_slope_error": round(slopes["python_blocks"][1], 4),
         "rss_mib_first": round(kept["rss_kib"][0] / 1024, 1), "rss_mib_last": round(kept["rss_kib"][-1] / 1024, 1),
@@ -224,17 +218,15 @@ def draw(folders: dict[int, Path], picture: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = {"rss_kib": "resident memory, MiB (dotted: without pages of files)", "threads": "threads",
-              "open_files": "open files and sockets", "processes": "child processes"}  # fmt: skip
+    panels = {"rss_kib": "resident memory, MiB", "threads": "threads", "open_files": "open files and sockets",
+              "processes": "child processes"}  # fmt: skip
     figure = Figure(figsize=(9, 4.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     for axis, (name, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         for max_staleness, folder in folders.items():
             samples = read_samples(folder)
             values = samples[name] / (1024 if name == "rss_kib" else 1)
-            (line,) = axis.plot(samples["iteration"], values, lw=0.8, label=f"max_staleness={max_staleness}")
-            if name == "rss_kib":
-                axis.plot(samples["iteration"], samples["own_kib"] / 1024, lw=0.8, ls=":", color=line.get_color())
+            axis.plot(samples["iteration"], values, lw=0.8, label=f"max_staleness={max_staleness}")
         axis.set_title(f"{title} over iterations", fontsize=9, loc="left")
         axis.set_ylim(bottom=0)
         axis.tick_params(labelsize=7)
