@@ -19,9 +19,7 @@ class Written:
 
     begun: dict[int, Completion] = field(default_factory=dict)  # by seed: what a checkpoint has, whole or in part
     journal: Journal | None = None  # of workflows with side effects
-    _completions: dict[str, dict[int, Completion | None]] = field(
-        default_factory=dict
-    )  # by seed; None: it is written now
+    _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # by seed; None: in progress
     _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # of a checkpoint, by session
     _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # by session
 

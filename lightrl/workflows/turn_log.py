@@ -129,9 +129,7 @@ class TurnLog:
 
 def turn_log_of(journal: Journal | None, session: str, saved: dict[str, list[list[Any]]]) -> TurnLog:
     """The log of a conversation that starts or continues: the journal's, which knows more than the checkpoint."""
-    log = None if journal is None else journal.logs.pop(session, None)
-    answers = saved.pop(session, None)
-    if log is None:
-        log = TurnLog(session) if answers is None else TurnLog.from_state(session, answers)
+    log = TurnLog.from_state(session, saved.pop(session, []))
+    log = log if journal is None else journal.logs.pop(session, log)
     log.journal = journal
     return log

@@ -100,8 +100,7 @@ class ServerPool:
         fitting = [
             item for item in self.servers.values() if item.state == "routable" and item.weight_version >= min_version
         ]
-        others = [item for item in fitting if item.url not in excluded]
-        candidates = others or fitting
+        candidates = [item for item in fitting if item.url not in excluded] or fitting
         if not candidates:
             return None
         best = min(candidates, key=lambda item: (item.outstanding_tokens, item.num_requests))
