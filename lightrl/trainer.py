@@ -67,8 +67,15 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
     # The loader only counts iterations: prompts are read by position.
     (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
+    # Nor has a batch rows of a data set, which a prediction writer may ask for.
+    (r"Couldn't infer the batch indices", UserWarning),
     # An RLModule can validate, but need not.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
+)
+
+ONE_OPTIMIZER = (
+    "{}.configure_optimizers must return one optimizer, with a parameter group for each learning rate; "
+    "`parameter_groups` gives one for each trained model."
 )
 
 
@@ -166,17 +173,20 @@ class Trainer(RLTrainer):
 
         Lightning's is the folder of all runs if the first logger is neither TensorBoard's nor CSV: with Weights and
         Biases or MLflow a second run would write into the first one's. So it is the folder of the first logger that has
-        one per run, or else save_dir/name/version, as for ModelCheckpoint.
+        one per run, or else save_dir/name/version, as for ModelCheckpoint, where an MLflow on a server has no save_dir.
         """
-        loggers = [*self.loggers]
+        loggers: list[Any] = [*self.loggers]
         own = next((one for one in loggers if isinstance(one, CSVLogger | TensorBoardLogger)), None)
-        if own is not None or not loggers or loggers[0].save_dir is None:
-            return super().log_dir if own is None else self.strategy.broadcast(own.log_dir)
-        first: Any = loggers[0]
-        if self.is_global_zero:
-            _ = first.experiment  # which gives the version
-        version = first.version if isinstance(first.version, str) else f"version_{first.version}"
-        return self.strategy.broadcast(str(Path(first.save_dir, str(first.name), version)))
+        folder = None
+        if own is not None:
+            folder = own.log_dir
+        elif loggers and self.is_global_zero:
+            _ = loggers[0].experiment  # which gives the version
+            name, version = str(loggers[0].name), loggers[0].version
+            if version not in (None, ""):
+                version = version if isinstance(version, str) else f"version_{version}"
+                folder = str(Path(loggers[0].save_dir or self.default_root_dir, name, version))
+        return self.strategy.broadcast(folder) or super().log_dir
 
     # ------------------------------------------------------------------ Lightning's stages
 
@@ -221,6 +231,10 @@ class Trainer(RLTrainer):
                 if isinstance(module, RLModule) and has_judge and vars(rank_zero_only)["rank"] == 0:
                     self._stage.start_judge(module)
                 yield
+            except RuntimeError as error:
+                if isinstance(module, RLModule) and str(error).startswith("Training with multiple optimizers"):
+                    raise ValueError(ONE_OPTIMIZER.format(type(module).__name__)) from error
+                raise
             finally:
                 self._stage.close()  # again, if the stage did not start, or a second Ctrl-C cut its own close short
                 self._checkpoint_connector._loaded_checkpoint = {}  # one that was refused; the next stage would read it

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from lightrl.callbacks.loggers import log_model, takers_of_models
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.models import ParallelModel, Role
 from lightrl.models.lora import has_adapters
@@ -52,6 +53,9 @@ class HuggingFaceExport(RLCallback):
     The policy's folder leaves out a critic that is a head on the policy's body; `role="critic"` writes body and head as
     a separate model, for a later run's `critic` or `reward_model`.
 
+    Weights & Biases and MLflow get the folder as an artifact if they take models: the last with `log_model: true`, each
+    with `all`.
+
     The folder is always complete: an export replaces it when it is written (model_folder.py). Ctrl-C, an exception and
     `fast_dev_run` leave the earlier export as it is.
 
@@ -95,19 +99,28 @@ class HuggingFaceExport(RLCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.every_n_iterations is not None and trainer.global_step % self.every_n_iterations == 0:
-            self._export(trainer, pl_module)
+            self._export(trainer, pl_module, is_last=False)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.interrupted:
-            self._export(trainer, pl_module)
+            self._export(trainer, pl_module, is_last=True)
             if self._role_of(pl_module) == "policy" and getattr(pl_module, "value_head", None) is not None:
                 log.info(HEAD_STAYS_BEHIND)
 
-    def _export(self, trainer: L.Trainer, module: Any) -> None:
+    def _export(self, trainer: L.Trainer, module: Any, *, is_last: bool) -> None:
         if cast("RLTrainer", trainer).fast_dev_run:
             return
+        ranks = ranks_of(trainer.strategy)
+        self._write(trainer, module, ranks)
+        takers = takers_of_models(trainer.loggers, is_last=is_last)
+        if takers:
+            ranks.max_each([0])  # another rank than 0 may have written it
+            if trainer.is_global_zero:
+                log_model(takers, self._role_of(module), self.to, trainer.global_step)
+
+    def _write(self, trainer: L.Trainer, module: Any, ranks: Ranks) -> None:
         role, body = self._role_of(module), self._body_of(module)
-        holders = ranks_of(trainer.strategy).of_role(body)
+        holders = ranks.of_role(body)
         model: PreTrainedModel = getattr(module, body)
         tensors = self._gathered(trainer, module, body)
         head = self._whole_head(module, holders) if self._is_head(module) and holders.is_here else None

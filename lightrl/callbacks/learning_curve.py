@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
+from lightrl.callbacks.loggers import log_picture
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.run_files import contents
 from lightrl.checks.disk_errors import write_problem
@@ -77,7 +78,8 @@ class LearningCurve(RLCallback):
     """Draws reward, sampled and held-out accuracy over the iterations, and prints where everything is.
 
     When `fit` ends, by itself or by Ctrl-C, it writes `learning_curve.png` to the run's folder and, if no CSVLogger
-    keeps the metrics, the plotted numbers to `learning_curve.csv`. Then it prints the folder and its contents. The
+    keeps the metrics, the plotted numbers to `learning_curve.csv`; Weights & Biases, MLflow and TensorBoard get the
+    picture. Then it prints the folder and its contents. The
     numbers are part of the checkpoint, so a resumed run draws the whole curve: of more than 1,000 iterations the means
     over 2, 4, 8, … of them, so that checkpoints stop growing.
 
@@ -162,6 +164,7 @@ class LearningCurve(RLCallback):
                     constant_label=self.constant_label,
                     held_out_label=self.held_out_label,
                 )
+                log_picture(trainer.loggers, run_folder / "learning_curve.png", trainer.global_step)
             except ImportError as error:
                 log.warning("No learning curve was drawn: matplotlib cannot be imported (%s). Install it.", error)
             except OSError as error:

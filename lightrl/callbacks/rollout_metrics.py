@@ -7,6 +7,7 @@ accumulate and nothing to reduce. `metrics` adds torchmetrics of yours, which ma
 
 from __future__ import annotations
 
+import difflib
 import logging
 import statistics
 import time
@@ -128,6 +129,15 @@ class RolloutMetrics(RLCallback):
         self._overlapped_s = None if self._rollout_ended_s is None else now - self._rollout_ended_s
         self._rollout_ended_s = now
 
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._rollout_ended_s is not None:
+            check_monitors(trainer, "rollout/", "policy/")  # of the first iteration
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        check_monitors(trainer, "val/")
+
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         values = reward_metrics(groups)
         values["rollout/dropped_trajectories"] = float(sum(self._num_dropped.values()))
@@ -145,7 +155,8 @@ class RolloutMetrics(RLCallback):
             metric.update(groups)
             values[name] = float(metric.compute())
             metric.reset()
-        _log(module, values)
+        gives_accuracy = any("accuracy" in item.metrics for group in groups for item in group.trajectories)
+        _log(module, values, in_bar=PROGRESS_BAR_METRICS - (set() if gives_accuracy else {"rollout/accuracy_fraction"}))
         self._groups = groups
 
     def _warn_of_failures(self, trainer: RLTrainer) -> None:
@@ -217,6 +228,26 @@ class MeansSince:
         added = {name: sums.get(name, 0) - self._before.get(name, 0) for name in (count, *names)}
         self._before |= {name: sums.get(name, 0) for name in added}
         return {new: added[name] / added[count] for name, new in names.items()} if added[count] else {}
+
+
+def check_monitors(trainer: L.Trainer, *rooms: str) -> None:
+    """Finds a mistyped name before the run has done anything that is lost with it.
+
+    Raises:
+        ValueError: if a callback or a scheduler waits for a metric of these rooms that is not logged.
+    """
+    logged = trainer.callback_metrics
+    waiting: list[Any] = [
+        *trainer.callbacks,
+        *(config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau),
+    ]
+    for one in waiting:
+        monitor = getattr(one, "monitor", None) if getattr(one, "strict", True) else None
+        if isinstance(monitor, str) and monitor.startswith(rooms) and monitor not in logged:
+            name = type(getattr(one, "scheduler", one)).__name__
+            near = "".join(f" Did you mean {other}?" for other in difflib.get_close_matches(monitor, logged, n=1))
+            own = ", ".join(sorted(other for other in logged if other.startswith(rooms)))
+            raise ValueError(f"{name} monitors {monitor}, which is not logged.{near} There are: {own}.")
 
 
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
@@ -302,9 +333,9 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
     return f"{what}. {effect}{advice}"
 
 
-def _log(module: L.LightningModule, values: Mapping[str, float]) -> None:
+def _log(module: L.LightningModule, values: Mapping[str, float], in_bar: frozenset[str] = PROGRESS_BAR_METRICS) -> None:
     for name, value in values.items():
-        module.log(name, value, prog_bar=name in PROGRESS_BAR_METRICS, on_step=True, on_epoch=False)
+        module.log(name, value, prog_bar=name in in_bar, on_step=True, on_epoch=False)
 
 
 def _reward(trajectory: Trajectory) -> float:

@@ -1,4 +1,4 @@
-"""TrajectoryLog: what the policy wrote, as JSONL to read and replay, and sometimes as a table on the console."""
+"""TrajectoryLog: what the policy wrote, as JSONL to read and replay, and now and then as a table."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from lightrl.callbacks.loggers import log_table
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.disk_errors import write_problem
 from lightrl.checks.printable import escape_unprintable
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _WIDTH_WITHOUT_TERMINAL = 120  # characters
 _EXCERPT = 120  # characters of a completion in the table of `lightrl inspect`
+_CELL = 4000  # characters of a prompt or completion in a logger's table
 _ROWS_AT_ONCE = 256  # of a field per token, when the ranks join their rows
 
 
@@ -63,7 +65,8 @@ class TrajectoryLog(RLCallback):
         every_n_iterations: 1 keeps everything that a run trained on. The default is 10 because writing 512 short
             trajectories takes about 10 ms and an iteration of a small model 60 ms.
         max_per_iteration: only this many trajectories of an iteration; None for all, which a replay needs.
-        table_every_n_iterations: how often a table is printed; None for never.
+        table_every_n_iterations: how often a table is printed, and given to Weights & Biases, MLflow and TensorBoard
+            as `samples`, with what each part of the reward gave; None for never.
         table_rows: trajectories in the table, from the highest advantage to the lowest.
         score_per_iteration: the trainer's logprobs of so many of an iteration's first trajectories, by one more forward
             over them on every rank; those that the update needs anyway are written without it.
@@ -136,6 +139,8 @@ class TrajectoryLog(RLCallback):
             rows = pick_rows(trajectories, advantages, self.table_rows)
             width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 0)).columns
             module.print(printable_on_stdout(f"iteration {iteration}\n{format_table(rows, tokenizer, width)}"))
+            samples = [_sample(*row, tokenizer, trainer.weight_version) for row in rows]
+            log_table(trainer.loggers, "samples", samples, iteration)
 
     def _trainer_logprobs(
         self, trainer: RLTrainer, module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]
@@ -236,12 +241,8 @@ def _records(
 ) -> Iterator[dict[str, Any]]:
     """A record for each trajectory: the columns of a table first, the trajectory, and what is known of each token."""
     for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
-        oldest = trajectory.oldest_version
         record: dict[str, Any] = {
-            "advantage": advantage,
-            "reward": trajectory.reward,
-            "length": trajectory.num_loss_tokens,
-            "staleness": weight_version - oldest if oldest >= 0 else None,
+            **_numbers(trajectory, advantage, weight_version),
             "group": trajectory.group_id,
             "sample": trajectory.sample,
             "prompt": trajectory.prompt.id,
@@ -257,6 +258,26 @@ def _records(
         if row < len(trainer_logprobs):
             record["trainer_logprobs"] = [round(value, 6) for value in trainer_logprobs[row][:num]]
         yield record
+
+
+def _numbers(trajectory: Trajectory, advantage: float | None, weight_version: int) -> dict[str, float | None]:
+    oldest = trajectory.oldest_version
+    return {
+        "advantage": advantage,
+        "reward": trajectory.reward,
+        "length": trajectory.num_loss_tokens,
+        "staleness": weight_version - oldest if oldest >= 0 else None,
+    }
+
+
+def _sample(
+    trajectory: Trajectory, advantage: float | None, tokenizer: _Tokenizer | None, weight_version: int
+) -> dict[str, Any]:
+    """A row of a logger's table; a lone surrogate, which UTF-8 cannot hold, is escaped."""
+    texts = {"prompt": _prompt_text(trajectory, tokenizer), "completion": _completion_text(trajectory, tokenizer)}
+    cells = {name: shorten(text, _CELL, keep_start=0.5) for name, text in texts.items()}
+    printable = {name: text.encode("utf-8", "backslashreplace").decode() for name, text in cells.items()}
+    return {**printable, **trajectory.metrics, **_numbers(trajectory, advantage, weight_version)}
 
 
 def keep_answers(module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]) -> None:

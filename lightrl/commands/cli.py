@@ -31,6 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightrl
 from lightrl.callbacks.complaints import ComplaintLog
+from lightrl.callbacks.loggers import log_settings
 from lightrl.callbacks.run_files import RunFiles
 from lightrl.callbacks.status_file import StatusFile
 from lightrl.commands.config_errors import check_empty_sections, explain
@@ -219,20 +220,19 @@ class LightRLCLI(LightningCLI):
 class SaveRunConfig(SaveConfigCallback):
     """Saves the configuration as config.yaml in the run's folder, but never over a file it was read from.
 
-    Every logger gets it as hyper-parameters, as CSVLogger's hparams.yaml.
+    Every logger gets it as hyper-parameters, CSVLogger as hparams.yaml.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not trainer.loggers or trainer.log_dir is None:
             return
         target = (Path(trainer.log_dir) / self.config_filename).absolute()
+        self.config = without_secrets(self.config)
         if target not in [Path(str(source)).absolute() for source in self.config.get("config") or []]:
-            self.config = without_secrets(self.config)
             super().setup(trainer, pl_module, stage)
-        if trainer.is_global_zero:
-            settings = without_secrets(self.config).as_dict()
-            for logger in trainer.loggers:
-                logger.log_hyperparams(_plain(settings))
+        if trainer.is_global_zero and trainer.enable_autolog_hparams:
+            text = self.parser.dump(self.config, skip_none=False)
+            log_settings(trainer.loggers, _plain(self.config.as_dict()), text)
 
 
 def _plain(value: Any) -> Any:

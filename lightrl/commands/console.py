@@ -216,6 +216,8 @@ def silence_irrelevant() -> None:
     warnings.filterwarnings("ignore", r"The dirpath has changed from", UserWarning)
     # Lightning 2.6.6 calls jsonargparse by names that its version 4.49 renamed
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    # MLflow has one for each table that it appends to
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     # a progress bar for each load of a model's weights, some of milliseconds
     from transformers.utils import logging as transformers_logging
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     Callback,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelPruning,
+    SpikeDetection,
     StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
+
+_AVERAGES = (
+    "it puts averaged weights into the policy when training ends, after the last sync with the engine and the last "
+    "validation. Average exported checkpoints instead."
 )
 
 _INSTEAD: dict[type[Callback], str] = {
@@ -25,9 +35,22 @@ _INSTEAD: dict[type[Callback], str] = {
         "an update accumulates its microbatches' gradients already. Set model.microbatch_tokens, and "
         "model.num_minibatches for updates per iteration."
     ),
-    StochasticWeightAveraging: (
-        "it replaces the weights when training ends, after the last sync with the engine and the last validation. "
-        "Average exported checkpoints instead."
+    StochasticWeightAveraging: _AVERAGES,
+    WeightAveraging: _AVERAGES,
+    ThroughputMonitor: (
+        "it counts the samples of a batch, but an iteration's batch is only its number. `rollout/tokens_per_s` and "
+        "`update/tokens_per_s` are logged anyway."
+    ),
+    SpikeDetection: (
+        "it compares the loss with earlier ones, but a policy's loss has no level of its own. Set "
+        "trainer.gradient_clip_val; an update without a finite gradient is skipped anyway."
+    ),
+    ModelPruning: (
+        "it renames the parameters, which the engine would look for in vain. Prune the exported model instead."
+    ),
+    BaseFinetuning: (
+        "it freezes layers before the models are loaded. Override configure_model: call super's, then requires_grad_ "
+        "of what stays as it is."
     ),
 }
 
@@ -37,4 +60,4 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
     for callback in callbacks:
         for kind, reason in _INSTEAD.items():
             if isinstance(callback, kind):
-                raise ValueError(f"{kind.__name__} cannot be used with an RLModule: {reason}")
+                raise ValueError(f"{type(callback).__name__} cannot be used with an RLModule: {reason}")

@@ -66,7 +66,8 @@ class RolloutLoop(_AutomaticOptimization):
         groups = self._take_groups()
         with self.gate.held_back(), self._own_randomness(module):
             self._learn(module, groups, batch_idx)
-        return {}
+        loss = self.trainer.callback_metrics.get("policy/loss")
+        return {} if loss is None else {"loss": loss}
 
     @contextlib.contextmanager
     def _own_randomness(self, module: RLModule) -> Iterator[None]:

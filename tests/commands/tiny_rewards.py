@@ -11,3 +11,8 @@ def exact(trajectory: Trajectory) -> float:
 
 def broken(trajectory: Trajectory) -> float:
     raise RuntimeError("this reward is broken")
+
+
+def in_parts(trajectory: Trajectory) -> dict[str, float]:
+    accuracy, is_long = exact(trajectory), len(trajectory.completion_ids) > 1
+    return {"reward": accuracy + is_long / 2, "accuracy": accuracy, "format": is_long / 2}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import inspect
 import math
 import os
 import subprocess
@@ -12,391 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import lightning.pytorch
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Callback,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    Timer,
-)
+from habits import MARKS, ROOT, all_habits, habit, refused, tables
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.profilers import SimpleProfiler
-from lightning.pytorch.tuner import Tuner
-from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
+from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, Logged, TinyGRPO, are_equal, make_trainer, weights
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightrl
-from lightrl import Prompt, RolloutMetrics, Sampling, StalenessControl, WeightSync
-from lightrl.errors import LightRLError
+from lightrl import Prompt, Sampling
+from lightrl.module import NEEDS_OUR_TRAINER
 from lightrl.trajectory import Group
-
-# ---------------------------------------------------------------------- how long a run is
-
-
-def test_max_steps_counts_iterations(tmp_path: Path) -> None:
-    module, trainer = TinyGRPO(), make_trainer(tmp_path, max_steps=4)
-    trainer.fit(module, datamodule=Digits())
-    assert trainer.global_step == trainer.weight_version == len(module.trained) == 4
-    assert trainer.engine is not None
-    assert [set(seen.weight_versions[seen.loss_mask].tolist()) for seen in module.experiences] == [{0}, {1}, {2}, {3}]
-
-
-def test_max_epochs_gives_each_prompt_once_per_epoch(tmp_path: Path) -> None:
-    module, trainer = TinyGRPO(num_minibatches=2, update_epochs=2), make_trainer(tmp_path, max_epochs=2)
-    trainer.fit(module, datamodule=Digits())
-    assert trainer.global_step == 6
-    assert trainer.rollout_loop.num_updates == 6 * 4
-    assert trainer.current_epoch == 2
-    assert sorted(position for batch in module.trained for position in batch) == list(range(12))
-
-
-def test_max_time_ends_the_run_between_two_iterations(tmp_path: Path) -> None:
-    module, trainer = TinyGRPO(), make_trainer(tmp_path, max_time={"seconds": 1})
-    trainer.fit(module, datamodule=Digits())
-    assert trainer.global_step == len(module.trained) >= 1
-
-
-def test_limits_shorten_epochs_and_validation(tmp_path: Path) -> None:
-    module, counts = TinyGRPO(), CountValidations()
-    trainer = make_trainer(
-        tmp_path, max_epochs=2, limit_train_batches=2, limit_val_batches=1, callbacks=[counts], num_sanity_val_steps=1
-    )
-    trainer.fit(module, datamodule=Digits(validation_batch_size=2))
-    assert trainer.global_step == 4
-    assert module.trained == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert counts.steps == [0, 2, 4]
-    assert trainer.callback_metrics["val/prompts"] == 2
-
-
-def test_overfit_batches_trains_on_the_same_prompts(tmp_path: Path) -> None:
-    module, trainer = TinyGRPO(), make_trainer(tmp_path, overfit_batches=1, max_epochs=3)
-    trainer.fit(module, datamodule=Digits())
-    prompts = [seen.token_ids[::GROUP_SIZE, :3].tolist() for seen in module.experiences]
-    assert prompts == [[[2, 2, 2], [3, 2, 2]]] * 3
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({"val_check_interval": 2, "check_val_every_n_epoch": None, "max_steps": 6}, [2, 4, 6]),
-        ({"val_check_interval": 1.0, "max_epochs": 2}, [3, 6]),
-        ({"val_check_interval": 1 / 3, "max_epochs": 1}, [1, 2, 3]),
-        ({"check_val_every_n_epoch": 2, "max_epochs": 4}, [6, 12]),
-    ],
-    ids=["every second iteration", "every epoch", "thrice per epoch", "every second epoch"],
-)
-def test_validation_comes_when_lightning_says(flags: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
-    counts = CountValidations()
-    make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[counts], **flags).fit(TinyGRPO(), datamodule=Digits())
-    assert counts.steps == expected
-
-
-class CountValidations(Callback):
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.steps.append(trainer.global_step)
-
-
-# ---------------------------------------------------------------------- fast_dev_run
-
-
-def test_fast_dev_run_does_everything_once_and_checks_the_resume(tmp_path: Path, caplog: Any) -> None:
-    caplog.set_level("INFO", logger="lightrl")
-    module, counts = TinyGRPO(num_minibatches=2, update_epochs=2), CountValidations()
-    trainer = make_trainer(tmp_path, fast_dev_run=True, limit_val_batches=1.0, callbacks=[counts])
-    trainer.fit(module, datamodule=Digits())
-    assert trainer.global_step == 1
-    assert counts.steps == [1]
-    assert trainer.callback_metrics["rollout/reward"] >= 0
-    assert "restores this state exactly" in caplog.text
-
-
-class Counter(Callback):
-    """A callback with state; subclasses lose some of it."""
-
-    def __init__(self) -> None:
-        self.num: Any = 0
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.num += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num": self.num}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.num = state_dict["num"]
-
-
-class ForgetsToLoad(Counter):
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
-
-
-class LoadsSomethingElse(Counter):
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.num = state_dict["num"] + 1
-
-
-class SavesAnObject(Counter):
-    def state_dict(self) -> dict[str, Any]:
-        return {"num": [SavesAnObject]}
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (ForgetsToLoad, r"'ForgetsToLoad'\]\['num'\] differs after a resume\. Restore in load_state_dict"),
-        (LoadsSomethingElse, r"'LoadsSomethingElse'\]\['num'\] differs after a resume\. Restore in load_state_dict"),
-        (SavesAnObject, r"because of checkpoint\['callbacks'\]\['SavesAnObject'\]\['num'\]\[0\].*Convert it there"),
-    ],
-)
-def test_fast_dev_run_fails_if_state_would_not_survive(
-    kind: Callable[[], Callback], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(LightRLError, match=f"(?s){message}"):
-        make_trainer(tmp_path, fast_dev_run=True, callbacks=[kind()]).fit(TinyGRPO(), datamodule=Digits())
-
-
-def test_fast_dev_run_accepts_a_callback_that_keeps_its_state(tmp_path: Path) -> None:
-    callback = Counter()
-    make_trainer(tmp_path, fast_dev_run=2, callbacks=[callback]).fit(TinyGRPO(), datamodule=Digits())
-    assert callback.num == 2
-
-
-# ---------------------------------------------------------------------- the update
-
-
-class GradientNorms(Callback):
-    """Seen by the optimizer: after clipping."""
-
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-        self.largest: list[float] = []
-
-    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-        if gradients:
-            self.norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
-            self.largest.append(max(float(gradient.abs().max()) for gradient in gradients))
-
-
-def test_gradients_are_clipped_by_norm(tmp_path: Path) -> None:
-    seen, logged = GradientNorms(), Logged("policy/grad_norm")
-    trainer = make_trainer(tmp_path, gradient_clip_val=0.01, callbacks=[seen, logged], max_steps=4)
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert seen.norms == pytest.approx([0.01] * 3, rel=1e-3)
-    assert min(logged.values) > 0.1  # of the gradient before clipping
-
-
-def test_gradients_are_clipped_by_value(tmp_path: Path) -> None:
-    seen = GradientNorms()
-    trainer = make_trainer(
-        tmp_path, gradient_clip_val=0.001, gradient_clip_algorithm="value", callbacks=[seen], max_steps=4
-    )
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert seen.largest == pytest.approx([0.001] * 3)
-
-
-class Logged(Callback):
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        self.values.append(float(trainer.callback_metrics[self.name]))
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_every_precision_trains_validates_and_predicts(precision: Any, tmp_path: Path) -> None:
-    module, before = TinyGRPO(), None
-    trainer = make_trainer(tmp_path, precision=precision, limit_val_batches=1.0, limit_predict_batches=1)
-    module.configure_model()
-    before = weights(module)
-    trainer.fit(module, datamodule=Digits())
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    after = weights(module)
-    assert {value.dtype for value in after.values()} == {dtype}
-    assert any(not torch.equal(before[name].to(dtype), after[name]) for name in after)
-    assert 0 <= trainer.callback_metrics["val/reward"] <= 1
-    assert trainer.callback_metrics["policy/kl_behavior_nats"] < (1e-9 if precision == "32-true" else 0.1)
-    assert trainer.predict(module, datamodule=Digits())
-
-
-def test_the_learning_rate_changes_per_iteration_not_per_update(tmp_path: Path) -> None:
-    rates = Rates()
-    module = TinyGRPO(lr=0.4, warmup_iterations=2, lr_decay="linear", num_minibatches=2)
-    make_trainer(tmp_path, max_steps=4, callbacks=[rates]).fit(module, datamodule=Digits())
-    # warm-up (i + 1) / 2 up to 1, times the decay 1 - i / 4
-    assert rates.seen == pytest.approx([0.4 * 0.5, 0.4 * 0.75, 0.4 * 0.5, 0.4 * 0.25])
-
-
-class Rates(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-
-def test_anomalies_are_detected(tmp_path: Path) -> None:
-    class Wrong(TinyGRPO):
-        def loss(self, experience: Any, outputs: Any) -> dict[str, torch.Tensor]:
-            result = super().loss(experience, outputs)
-            return {"loss": result["loss"] + 0.0 * (outputs.logprobs - outputs.logprobs.detach()).sqrt()}
-
-    with pytest.warns(UserWarning, match="Error detected in"):
-        with pytest.raises(RuntimeError, match="returned nan values"):
-            make_trainer(tmp_path, detect_anomaly=True).fit(Wrong(), datamodule=Digits())
-
-
-# ---------------------------------------------------------------------- callbacks and loggers
-
-
-def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(
-        tmp_path, monitor="rollout/reward", mode="max", every_n_train_steps=2, save_last=True, filename="{step}"
-    )
-    logged = Logged("rollout/reward")
-    trainer = make_trainer(tmp_path, max_steps=6, enable_checkpointing=True, callbacks=[checkpoint, logged])
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    best = max((reward, step) for step, reward in enumerate(logged.values, 1) if step % 2 == 0)
-    assert checkpoint.best_model_score == pytest.approx(best[0])
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", f"step={best[1]}.ckpt"]
-    assert torch.load(tmp_path / "last.ckpt")["global_step"] == 6
-
-
-def test_the_default_checkpoint_has_a_last_one(tmp_path: Path) -> None:
-    make_trainer(tmp_path, enable_checkpointing=True).fit(TinyGRPO(), datamodule=Digits())
-    assert {path.name for path in tmp_path.rglob("*.ckpt")} == {"last.ckpt", "epoch=0-step=3.ckpt"}
-
-
-def test_early_stopping_ends_the_run(tmp_path: Path) -> None:
-    stop = EarlyStopping("val/reward", mode="max", stopping_threshold=-1.0)
-    trainer = make_trainer(tmp_path, max_epochs=5, limit_val_batches=1.0, callbacks=[stop])
-    trainer.fit(TinyGRPO(), datamodule=Digits())
-    assert trainer.global_step == 3
-
-
-def test_a_timer_and_a_learning_rate_monitor_run_along(tmp_path: Path) -> None:
-    timer = Timer()
-    logger = CSVLogger(tmp_path)
-    trainer = make_trainer(tmp_path, logger=logger, callbacks=[timer, LearningRateMonitor("step")])
-    trainer.fit(TinyGRPO(lr=0.5), datamodule=Digits())
-    assert timer.time_elapsed("train") > 0
-    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
-    assert [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]] == [0.5] * 3
-    assert [row["step"] for row in rows if row["rollout/reward"]] == ["0", "1", "2"]
-
-
-def test_tensorboard_gets_every_iteration(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = TensorBoardLogger(tmp_path)
-    make_trainer(tmp_path, logger=logger).fit(TinyGRPO(), datamodule=Digits())
-    events = EventAccumulator(logger.log_dir).Reload()
-    assert [event.step for event in events.Scalars("policy/loss")] == [0, 1, 2]
-
-
-def test_a_profiler_sees_the_phases(tmp_path: Path) -> None:
-    profiler = SimpleProfiler()
-    make_trainer(tmp_path, profiler=profiler).fit(TinyGRPO(), datamodule=Digits())
-    for phase in ("rollout", "score", "update", "sync"):
-        assert len(profiler.recorded_durations[f"rl/{phase}"]) == 3
-
-
-# ---------------------------------------------------------------------- default callbacks and refusals
-
-
-def test_default_callbacks_are_added_once(tmp_path: Path) -> None:
-    given = StalenessControl(2)
-    trainer = make_trainer(tmp_path, callbacks=given)
-    found = {
-        kind: [item for item in trainer.callbacks if isinstance(item, kind)]
-        for kind in (StalenessControl, WeightSync, RolloutMetrics)
-    }
-    assert [len(items) for items in found.values()] == [1, 1, 1]
-    assert found[StalenessControl] == [given]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"callbacks": [WeightSync(), WeightSync()]}, "A trainer takes one WeightSync callback, got 2"),
-        ({"callbacks": [WeightSync(2)]}, r"every_n_iterations=2.*has max_staleness=0\. Increase"),
-        (
-            {"accumulate_grad_batches": 2},
-            r"accumulate_grad_batches must be 1 .*got 2.*Set model\.microbatch_tokens",
-        ),
-        (
-            {"callbacks": [GradientAccumulationScheduler({1: 2})]},
-            "GradientAccumulationScheduler cannot be used with an RLModule: .*Set model.microbatch_tokens",
-        ),
-        ({"callbacks": [LearningRateFinder()]}, "LearningRateFinder cannot be used .*several values of model.lr"),
-        ({"callbacks": [BatchSizeFinder()]}, "BatchSizeFinder cannot be used .*`lightrl plan`"),
-        ({"callbacks": [StochasticWeightAveraging(1e-3)]}, "StochasticWeightAveraging cannot be used .*exported"),
-        ({"strategy": "ddp"}, "DDPStrategy cannot train an RLModule. .*FSDP2Strategy.*trainer.devices to 1"),
-        ({"devices": 2}, "DDPStrategy cannot train an RLModule. .*FSDP2Strategy.*trainer.devices to 1"),
-    ],
-    ids=[
-        "two of a kind",
-        "sync rarer than staleness allows",
-        "accumulation",
-        "accumulation later",
-        "learning rate finder",
-        "batch size finder",
-        "weight averaging",
-        "ddp",
-        "two devices",
-    ],
-)
-def test_what_cannot_train_is_refused_before_anything_starts(
-    flags: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    module = TinyGRPO()
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, **flags).fit(module, datamodule=Digits())
-    assert not hasattr(module, "policy")
-
-
-@pytest.mark.parametrize("method", ["lr_find", "scale_batch_size"])
-def test_a_tuner_is_answered_with_what_to_do_instead(method: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Finder cannot be used with an RLModule"):
-        getattr(Tuner(make_trainer(tmp_path)), method)(TinyGRPO(), datamodule=Digits())
-
-
-def test_manual_optimization_is_refused(tmp_path: Path) -> None:
-    module = TinyGRPO()
-    module.automatic_optimization = False
-    with pytest.raises(ValueError, match="automatic_optimization must be True"):
-        make_trainer(tmp_path).fit(module, datamodule=Digits())
-
-
-def test_weights_may_be_synced_every_second_iteration(tmp_path: Path) -> None:
-    module, engine = TinyGRPO(), lightrl.FakeEngine()
-    trainer = make_trainer(tmp_path, engine=engine, callbacks=[WeightSync(2), StalenessControl(1)], max_steps=6)
-    trainer.fit(module, datamodule=Digits())
-    assert engine.loaded_versions == [0, 2, 4, 6]
-    assert trainer.global_step == 6
-
-
-def test_lightnings_own_trainer_says_which_one_is_needed(tmp_path: Path) -> None:
-    trainer = L.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False)
-    with pytest.raises(RuntimeError, match=r"Use lightrl\.Trainer instead of lightning\.Trainer"):
-        trainer.fit(TinyGRPO(), datamodule=Digits())
-
 
 # ---------------------------------------------------------------------- stages
 
 
+@habit(
+    "trainer.validate(module), trainer.test(module)",
+    "reward, accuracy and pass@k of the prompts",
+)
+@habit("trainer.predict(module)", "judged groups of trajectories")
 def test_validate_test_and_predict_need_no_training(tmp_path: Path) -> None:
     module = TinyGRPO(validation_group_size=2, validation_sampling=Sampling(max_new_tokens=3))
     trainer = make_trainer(tmp_path, limit_val_batches=1.0)
@@ -411,6 +47,7 @@ def test_validate_test_and_predict_need_no_training(tmp_path: Path) -> None:
     assert all(trajectory.reward is not None for group in groups for trajectory in group.trajectories)
 
 
+@habit('trainer.validate(module, ckpt_path="a.ckpt")', "measures what the run measured")
 def test_a_checkpoint_is_measured_as_the_run_that_saved_it(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, limit_val_batches=1.0, max_epochs=1)
     trainer.fit(TinyGRPO(lr=0.1), datamodule=Digits())
@@ -426,6 +63,7 @@ def test_a_checkpoint_is_measured_as_the_run_that_saved_it(tmp_path: Path) -> No
     assert (fresh["val/reward"], fresh["val/length_tokens"]) != pytest.approx((reward, length))
 
 
+@habit("trainer.fit(module); trainer.test(module)", "with one trainer and one engine")
 @pytest.mark.parametrize("engine", [None, lightrl.LocalEngine(), lightrl.FakeEngine()], ids=["default", "own", "fake"])
 def test_one_trainer_does_one_stage_after_the_other(engine: Any, tmp_path: Path) -> None:
     module, trainer = TinyGRPO(), make_trainer(tmp_path, engine=engine, limit_val_batches=1.0)
@@ -437,6 +75,7 @@ def test_one_trainer_does_one_stage_after_the_other(engine: Any, tmp_path: Path)
     assert trainer.test(module, datamodule=Digits(), verbose=False)[0]["test/prompts"] == 4
 
 
+@habit("trainer.fit(module); trainer.fit(module)", "the second goes on where the first ended")
 def test_two_fits_are_as_one(tmp_path: Path) -> None:
     module, trainer = TinyGRPO(), make_trainer(tmp_path, max_steps=2)
     trainer.fit(module, datamodule=Digits())
@@ -452,6 +91,7 @@ def test_two_fits_are_as_one(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- other modules, other loaders
 
 
+@habit("lightrl.Trainer().fit(any LightningModule)", "bit for bit as with Lightning's Trainer")
 def test_a_plain_module_trains_as_with_lightnings_trainer(tmp_path: Path) -> None:
     final = []
     for kind in (L.Trainer, lightrl.Trainer):
@@ -507,6 +147,10 @@ def test_srun_on_the_path_is_mentioned_in_a_slurm_job_only(job: str | None, tmp_
 QUESTIONS = ["0 1", "1 2", "2 3", "3 4", "4 5"]
 
 
+@habit(
+    "trainer.fit(module, DataLoader(...), DataLoader(...))",
+    "items are texts, or dicts with `prompt`, `messages` or `token_ids`",
+)
 @pytest.mark.parametrize(
     "make_item",
     [
@@ -526,6 +170,11 @@ def test_a_users_own_loaders_train_and_validate(make_item: Callable[[int], Any],
     assert trainer.callback_metrics["val/prompts"] == 4
 
 
+@habit("def train_dataloader(self), def val_dataloader(self)", "in the module")
+@habit(
+    "def validation_step(self, batch, batch_idx)",
+    "`batch` has judged groups; `self.log` as ever",
+)
 def test_a_users_module_may_give_the_loaders_and_log_in_its_own_validation(tmp_path: Path) -> None:
     class Own(TinyGRPO):
         def train_dataloader(self) -> Any:
@@ -543,6 +192,7 @@ def test_a_users_module_may_give_the_loaders_and_log_in_its_own_validation(tmp_p
     assert 0 <= trainer.callback_metrics["val/highest"] <= 1
 
 
+@habit("IterableDataset", "with `max_steps`")
 def test_an_iterable_dataset_trains(tmp_path: Path) -> None:
     class Endless(IterableDataset[str]):
         def __iter__(self) -> Any:
@@ -567,6 +217,7 @@ def test_validation_draws_the_same_each_time_without_ids(tmp_path: Path) -> None
     assert drawn[0] == drawn[1]
 
 
+@habit("lightrl.SFT, DPO, RewardModel", "plain LightningModules: every habit of theirs")
 def test_sft_trains_through_the_same_trainer(tmp_path: Path) -> None:
     rows = [{"question": QUESTIONS[index], "answer": str(index)} for index in range(4)]
     file = tmp_path / "chats.jsonl"
@@ -578,9 +229,110 @@ def test_sft_trains_through_the_same_trainer(tmp_path: Path) -> None:
     assert logged.values[-1] < logged.values[0] < 2 * math.log(8)
 
 
+@habit("DataLoader of lightrl.Prompt", "with `collate_fn=list`")
 def test_prompts_that_are_prompts_need_no_data_module(tmp_path: Path) -> None:
     prompts = [Prompt(f"p{index}", token_ids=[2 + index]) for index in range(4)]
     module, trainer = TinyGRPO(), make_trainer(tmp_path, max_epochs=1, limit_val_batches=1.0, precision="bf16-true")
     loader = DataLoader(prompts, batch_size=BATCH_SIZE, collate_fn=list)  # type: ignore[arg-type]
     trainer.fit(module, loader, loader)
     assert trainer.callback_metrics["val/prompts"] == 4
+
+
+# ---------------------------------------------------------------------- the module's optimizer
+
+
+class TwoOptimizers(TinyGRPO):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.policy.parameters(), lr=lr) for lr in (0.1, 0.2)]
+
+
+class Manual(TinyGRPO):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+REFUSED = refused(
+    "test_lightning_habits",
+    [
+        (
+            "def configure_optimizers(self): return [one, another]",
+            lambda: {"trainer": lightrl.Trainer, "module": TwoOptimizers()},
+            "TwoOptimizers.configure_optimizers must return one optimizer, with a parameter group for each learning "
+            "rate; `parameter_groups` gives one for each trained model.",
+        ),
+        (
+            "self.automatic_optimization = False",
+            lambda: {"trainer": lightrl.Trainer, "module": Manual()},
+            "Manual.automatic_optimization must be True: the loop updates the policy with what `loss` returns.",
+        ),
+        (
+            "lightning.Trainer().fit(RLModule)",
+            lambda: {"trainer": L.Trainer, "module": TinyGRPO()},
+            NEEDS_OUR_TRAINER,
+        ),
+    ],
+)
+
+
+@pytest.mark.parametrize(("make", "sentence"), REFUSED)
+def test_what_a_module_cannot_do_is_refused(make: Any, sentence: str, tmp_path: Path) -> None:
+    made = make()
+    flags = {"accelerator": "cpu", "max_steps": 1, "logger": False, "enable_checkpointing": False}
+    trainer = made["trainer"](**flags, enable_progress_bar=False, default_root_dir=tmp_path)
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        trainer.fit(made["module"], datamodule=Digits())
+    assert str(error.value) == sentence
+
+
+@habit(
+    "def configure_optimizers(self)",
+    "one optimizer, with or without a scheduler, which steps once per iteration",
+)
+@habit("ReduceLROnPlateau with a monitor", "as ever")
+def test_a_module_has_its_own_optimizer_and_scheduler(tmp_path: Path) -> None:
+    class Own(TinyGRPO):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameter_groups(), lr=0.5)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
+            config = {"scheduler": scheduler, "monitor": "policy/flat", "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.log("policy/flat", 1.0)
+
+    trainer = make_trainer(tmp_path, max_steps=4)
+    trainer.fit(Own(), datamodule=Digits())
+    assert trainer.optimizers[0].param_groups[0]["lr"] < 0.5
+
+
+@habit("def configure_model(self)", "call `super()`'s, then freeze or change what it loaded")
+def test_layers_that_are_frozen_after_loading_stay_as_they_are(tmp_path: Path) -> None:
+    class Frozen(TinyGRPO):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.policy.get_input_embeddings().requires_grad_(False)
+
+    module = Frozen()
+    module.configure_model()
+    before = weights(module)
+    make_trainer(tmp_path).fit(module, datamodule=Digits())
+    changed = {name for name, value in weights(module).items() if not torch.equal(value, before[name])}
+    assert changed
+    assert not [name for name in changed if "embed_tokens" in name or "lm_head" in name]
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_every_flag_and_callback_of_lightning_has_a_row() -> None:
+    written = " ".join(row.written for row in all_habits())
+    flags = set(inspect.signature(L.Trainer.__init__).parameters) - {"self", "callbacks"}
+    assert [name for name in sorted(flags) if f"{name}=" not in written] == []
+    base = {"Callback", "Checkpoint", "ProgressBar", "BaseFinetuning"}
+    assert [name for name in lightning.pytorch.callbacks.__all__ if name not in base and name not in written] == []
+
+
+def test_the_page_has_the_tables() -> None:
+    page = (ROOT / "docs" / "lightning-habits.md").read_text()
+    assert page.partition(f"{MARKS[0]}\n\n")[2].partition(MARKS[1])[0] == tables()

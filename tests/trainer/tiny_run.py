@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from digit_reward import token_reward
+from lightning.pytorch.callbacks import Callback
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -113,3 +115,24 @@ def are_equal(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor
 def our_threads() -> list[str]:
     names = ("lightrl", "reward")
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(names) and thread.is_alive()]
+
+
+class Logged(Callback):
+    """The values of a metric, by iteration."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        self.values.append(float(trainer.callback_metrics[self.name]))
+
+
+class CountValidations(Callback):
+    """The iterations after which there was a validation."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.steps.append(trainer.global_step)

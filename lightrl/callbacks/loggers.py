@@ -1,0 +1,119 @@
+"""What Lightning's Logger has no call for: tables, pictures, models, and settings that MLflow takes.
+
+Weights & Biases, MLflow and TensorBoard each have their own; CSVLogger has none. To be called on rank 0, whose loggers
+are real. All of it is in the run's folder too, so a logger that fails is warned of and the run continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+log = logging.getLogger(__name__)
+
+_MLFLOW_NAME_CHARS = 250  # of a parameter
+
+
+def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Rows as a table with every column that occurs; MLflow appends them to the run's table of that name."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    for logger in loggers:
+        with _warned_of(logger, f"the table {name}"):
+            if isinstance(logger, WandbLogger):
+                logger.log_table(name, columns, [[row.get(column) for column in columns] for row in rows], step=step)
+            elif isinstance(logger, MLFlowLogger):
+                data = {"iteration": [step] * len(rows)} | {key: [row.get(key) for row in rows] for key in columns}
+                logger.experiment.log_table(logger.run_id, data, f"{name}.json")
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text(name, _html_table(columns, rows), step)
+
+
+def log_picture(loggers: Iterable[Logger], path: Path, step: int) -> None:
+    """A PNG file, under its name."""
+    for logger in loggers:
+        with _warned_of(logger, path.name):
+            if isinstance(logger, WandbLogger):
+                logger.log_image(path.stem, [str(path)], step=step)
+            elif isinstance(logger, MLFlowLogger):
+                logger.experiment.log_artifact(logger.run_id, str(path))
+            elif isinstance(logger, TensorBoardLogger):
+                from matplotlib.image import imread
+
+                logger.experiment.add_image(path.stem, imread(path), step, dataformats="HWC")
+
+
+def takers_of_models(loggers: Iterable[Logger], *, is_last: bool) -> list[Logger]:
+    """Those that want this model: with `log_model: all` each one, with `log_model: true` a run's last."""
+    return [one for one in loggers if getattr(one, "_log_model", False) in (("all", True) if is_last else ("all",))]
+
+
+def log_model(loggers: Iterable[Logger], name: str, folder: Path, step: int) -> None:
+    """The files of an exported model, as an artifact."""
+    for logger in loggers:
+        with _warned_of(logger, f"the exported {name}"):
+            if isinstance(logger, WandbLogger):
+                from wandb import Artifact
+
+                artifact = Artifact(f"{name}-{logger.version}", type="model", metadata={"iteration": step})
+                artifact.add_dir(str(folder), policy=logger.add_file_policy)
+                logger.experiment.log_artifact(artifact, aliases=["latest", f"iteration-{step}"])
+            elif isinstance(logger, MLFlowLogger):
+                logger.experiment.log_artifacts(logger.run_id, str(folder), f"{name}/iteration-{step:06d}")
+
+
+def log_settings(loggers: Iterable[Logger], settings: Mapping[str, Any], as_yaml: str) -> None:
+    """All settings as hyper-parameters; MLflow gets one for each number and text, and the YAML as `config.yaml`.
+
+    MLflow's parameters never change: of a run that is continued by its `run_id`, the first ones stay.
+    """
+    for logger in loggers:
+        if not isinstance(logger, MLFlowLogger):
+            logger.log_hyperparams(dict(settings))
+            continue
+        before = logger.experiment.get_run(logger.run_id).data.params
+        logger.log_hyperparams({name: value for name, value in _leaves(settings) if name not in before})
+        logger.experiment.log_text(logger.run_id, as_yaml, "config.yaml")
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings with names that MLflow takes; a list of numbers is one."""
+    if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping) or not value:
+        yield name[-_MLFLOW_NAME_CHARS:].lstrip("/"), value
+        return
+    for key, item in value.items():
+        part = re.sub(r"[^\w. -]|^\.+$", "_", str(key)) or "_"
+        yield from _leaves(item, f"{name}/{part}" if name else part)
+
+
+def _html_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """For TensorBoard, which shows HTML, and which would take what a model wrote for Markdown."""
+    cells = [columns, *([_text(row.get(column)) for column in columns] for row in rows)]
+    lines = ["".join(f"<td><pre>{html.escape(cell)}</pre></td>" for cell in row) for row in cells]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@contextlib.contextmanager
+def _warned_of(logger: Logger, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # each logger and store has its own, and none is worth a run
+        log.warning(
+            "%s could not take %s: %s: %s. The run continues; its folder has it.",
+            type(logger).__name__,
+            what,
+            type(error).__name__,
+            error,
+        )

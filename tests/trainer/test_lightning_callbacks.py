@@ -1,0 +1,384 @@
+"""What a Lightning user does by habit works with an RLModule: flags, callbacks, loggers, stages, loaders."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from habits import habit, refused
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BasePredictionWriter,
+    BatchSizeFinder,
+    Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    RichModelSummary,
+    RichProgressBar,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.tuner import Tuner
+from tiny_run import Digits, Logged, TinyGRPO, are_equal, make_trainer, weights
+
+import lightrl
+from lightrl import RolloutMetrics, StalenessControl, WeightSync
+
+# ---------------------------------------------------------------------- callbacks and loggers
+
+
+@habit(
+    'ModelCheckpoint(monitor="rollout/reward", mode="max", every_n_train_steps=2)',
+    "every logged metric can be monitored; `save_top_k`, `save_last` and `filename` as ever",
+)
+def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(
+        tmp_path, monitor="rollout/reward", mode="max", every_n_train_steps=2, save_last=True, filename="{step}"
+    )
+    logged = Logged("rollout/reward")
+    trainer = make_trainer(tmp_path, max_steps=6, enable_checkpointing=True, callbacks=[checkpoint, logged])
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    best = max((reward, step) for step, reward in enumerate(logged.values, 1) if step % 2 == 0)
+    assert checkpoint.best_model_score == pytest.approx(best[0])
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", f"step={best[1]}.ckpt"]
+    assert torch.load(tmp_path / "last.ckpt")["global_step"] == 6
+
+
+@habit(
+    "Trainer(enable_checkpointing=True)",
+    "the default one keeps `last.ckpt` too, on Ctrl-C and every 10 minutes as well",
+)
+def test_the_default_checkpoint_has_a_last_one(tmp_path: Path) -> None:
+    make_trainer(tmp_path, enable_checkpointing=True).fit(TinyGRPO(), datamodule=Digits())
+    assert {path.name for path in tmp_path.rglob("*.ckpt")} == {"last.ckpt", "epoch=0-step=3.ckpt"}
+
+
+@habit(
+    'EarlyStopping("val/reward", mode="max")',
+    "after a validation; a mistyped name is found before training, by the sanity check",
+)
+def test_early_stopping_ends_the_run(tmp_path: Path) -> None:
+    stop = EarlyStopping("val/reward", mode="max", stopping_threshold=-1.0)
+    trainer = make_trainer(tmp_path, max_epochs=5, limit_val_batches=1.0, callbacks=[stop])
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert trainer.global_step == 3
+
+
+@habit("Timer()", "as ever")
+@habit('LearningRateMonitor("step")', "a row per iteration")
+@habit('CSVLogger("runs")', "a row per iteration")
+def test_a_timer_and_a_learning_rate_monitor_run_along(tmp_path: Path) -> None:
+    timer = Timer()
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(tmp_path, logger=logger, callbacks=[timer, LearningRateMonitor("step")])
+    trainer.fit(TinyGRPO(lr=0.5), datamodule=Digits())
+    assert timer.time_elapsed("train") > 0
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    assert [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]] == [0.5] * 3
+    assert [row["step"] for row in rows if row["rollout/reward"]] == ["0", "1", "2"]
+
+
+@habit('TensorBoardLogger("runs")', "every iteration is a step")
+def test_tensorboard_gets_every_iteration(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path)
+    make_trainer(tmp_path, logger=logger).fit(TinyGRPO(), datamodule=Digits())
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert [event.step for event in events.Scalars("policy/loss")] == [0, 1, 2]
+
+
+@habit(
+    'Trainer(profiler="simple")',
+    "has the phases too: `rl/rollout`, `rl/score`, `rl/update`, `rl/sync`",
+)
+def test_a_profiler_sees_the_phases(tmp_path: Path) -> None:
+    profiler = SimpleProfiler()
+    make_trainer(tmp_path, profiler=profiler).fit(TinyGRPO(), datamodule=Digits())
+    for phase in ("rollout", "score", "update", "sync"):
+        assert len(profiler.recorded_durations[f"rl/{phase}"]) == 3
+
+
+# ---------------------------------------------------------------------- default callbacks and refusals
+
+
+def test_default_callbacks_are_added_once(tmp_path: Path) -> None:
+    given = StalenessControl(2)
+    trainer = make_trainer(tmp_path, callbacks=given)
+    found = {
+        kind: [item for item in trainer.callbacks if isinstance(item, kind)]
+        for kind in (StalenessControl, WeightSync, RolloutMetrics)
+    }
+    assert [len(items) for items in found.values()] == [1, 1, 1]
+    assert found[StalenessControl] == [given]
+
+
+CANNOT = "{} cannot be used with an RLModule: "
+FASTEST = (
+    "it looks for the fastest fall of the loss, but a policy's loss does not measure its progress. Compare short runs "
+    "with several values of model.lr."
+)
+MEMORY = (
+    "it grows the batch until memory runs out, but microbatches are cut by tokens. Set model.microbatch_tokens; "
+    "`lightrl plan` estimates the memory."
+)
+AVERAGES = (
+    "it puts averaged weights into the policy when training ends, after the last sync with the engine and the last "
+    "validation. Average exported checkpoints instead."
+)
+FREEZES = (
+    "it freezes layers before the models are loaded. Override configure_model: call super's, then requires_grad_ of "
+    "what stays as it is."
+)
+
+
+def callback(make: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
+    return lambda: {"callbacks": [make()]}
+
+
+REFUSED = refused(
+    "test_lightning_callbacks",
+    [
+        ("LearningRateFinder()", callback(LearningRateFinder), CANNOT.format("LearningRateFinder") + FASTEST),
+        ("BatchSizeFinder()", callback(BatchSizeFinder), CANNOT.format("BatchSizeFinder") + MEMORY),
+        (
+            "GradientAccumulationScheduler({1: 2})",
+            callback(lambda: GradientAccumulationScheduler({1: 2})),
+            CANNOT.format("GradientAccumulationScheduler")
+            + "an update accumulates its microbatches' gradients already. Set model.microbatch_tokens, and "
+            "model.num_minibatches for updates per iteration.",
+        ),
+        (
+            "StochasticWeightAveraging(1e-3)",
+            callback(lambda: StochasticWeightAveraging(1e-3)),
+            CANNOT.format("StochasticWeightAveraging") + AVERAGES,
+        ),
+        ("WeightAveraging()", callback(WeightAveraging), CANNOT.format("WeightAveraging") + AVERAGES),
+        ("EMAWeightAveraging()", callback(EMAWeightAveraging), CANNOT.format("EMAWeightAveraging") + AVERAGES),
+        (
+            "ThroughputMonitor(len)",
+            callback(lambda: ThroughputMonitor(len)),
+            CANNOT.format("ThroughputMonitor")
+            + "it counts the samples of a batch, but an iteration's batch is only its number. `rollout/tokens_per_s` "
+            "and `update/tokens_per_s` are logged anyway.",
+        ),
+        (
+            "SpikeDetection()",
+            callback(SpikeDetection),
+            CANNOT.format("SpikeDetection")
+            + "it compares the loss with earlier ones, but a policy's loss has no level of its own. Set "
+            "trainer.gradient_clip_val; an update without a finite gradient is skipped anyway.",
+        ),
+        (
+            'ModelPruning("l1_unstructured")',
+            callback(lambda: ModelPruning("l1_unstructured")),
+            CANNOT.format("ModelPruning")
+            + "it renames the parameters, which the engine would look for in vain. Prune the exported model instead.",
+        ),
+        ("BackboneFinetuning()", callback(BackboneFinetuning), CANNOT.format("BackboneFinetuning") + FREEZES),
+        (
+            "WeightSync(2) and max_staleness=0",
+            callback(lambda: WeightSync(2)),
+            "WeightSync(every_n_iterations=2) makes trajectories up to 1 versions old, but StalenessControl has "
+            "max_staleness=0. Increase it to 1, or sync more often.",
+        ),
+        (
+            "[WeightSync(), WeightSync()]",
+            lambda: {"callbacks": [WeightSync(), WeightSync()]},
+            "A trainer takes one WeightSync callback, got 2.",
+        ),
+    ],
+)
+
+
+@pytest.mark.parametrize(("flags", "sentence"), REFUSED)
+def test_what_cannot_train_is_refused_before_anything_starts(flags: Any, sentence: str, tmp_path: Path) -> None:
+    module = TinyGRPO()
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # compared whole
+        make_trainer(tmp_path, **flags()).fit(module, datamodule=Digits())
+    assert str(error.value) == sentence
+    assert not hasattr(module, "policy")
+
+
+TUNERS = refused(
+    "test_lightning_callbacks",
+    [
+        (
+            "Tuner(trainer).lr_find(module)",
+            lambda: {"method": "lr_find"},
+            CANNOT.format("LearningRateFinder") + FASTEST,
+        ),
+        (
+            "Tuner(trainer).scale_batch_size(module)",
+            lambda: {"method": "scale_batch_size"},
+            CANNOT.format("BatchSizeFinder") + MEMORY,
+        ),
+    ],
+)
+
+
+@pytest.mark.parametrize(("method", "sentence"), TUNERS)
+def test_a_tuner_is_answered_with_what_to_do_instead(method: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # compared whole
+        getattr(Tuner(make_trainer(tmp_path)), method()["method"])(TinyGRPO(), datamodule=Digits())
+    assert str(error.value) == sentence
+
+
+def test_weights_may_be_synced_every_second_iteration(tmp_path: Path) -> None:
+    module, engine = TinyGRPO(), lightrl.FakeEngine()
+    trainer = make_trainer(tmp_path, engine=engine, callbacks=[WeightSync(2), StalenessControl(1)], max_steps=6)
+    trainer.fit(module, datamodule=Digits())
+    assert engine.loaded_versions == [0, 2, 4, 6]
+    assert trainer.global_step == 6
+
+
+# ---------------------------------------------------------------------- a mistyped monitor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: EarlyStopping("val/rewrad", mode="max"),
+        lambda: ModelCheckpoint(monitor="val/rewrad", mode="max"),
+    ],
+)
+def test_a_mistyped_monitor_is_found_before_training(make: Any, tmp_path: Path) -> None:
+    module, given = TinyGRPO(), make()
+    trainer = make_trainer(
+        tmp_path, limit_val_batches=1.0, num_sanity_val_steps=1, enable_checkpointing=True, callbacks=[given]
+    )
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # compared whole
+        trainer.fit(module, datamodule=Digits())
+    assert str(error.value).startswith(
+        f"{type(given).__name__} monitors val/rewrad, which is not logged. Did you mean val/reward? There are: val/"
+    )
+    assert module.trained == []
+
+
+def test_a_mistyped_monitor_of_training_is_found_after_one_iteration(tmp_path: Path) -> None:
+    module = TinyGRPO()
+    trainer = make_trainer(tmp_path, callbacks=[EarlyStopping("rollout/rewrad", mode="max")])
+    with pytest.raises(
+        ValueError, match=r"monitors rollout/rewrad, which is not logged\. Did you mean rollout/reward\?"
+    ):
+        trainer.fit(module, datamodule=Digits())
+    assert module.trained == [[0, 1]]
+
+
+def test_a_monitor_that_need_not_be_there_is_left_alone(tmp_path: Path) -> None:
+    stop = EarlyStopping("val/sometimes", mode="max", strict=False)
+    trainer = make_trainer(tmp_path, limit_val_batches=1.0, num_sanity_val_steps=1, callbacks=[stop])
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert trainer.global_step == 3
+
+
+# ---------------------------------------------------------------------- the other callbacks
+
+
+@habit(
+    "LambdaCallback(on_train_batch_end=...)", "every hook of Lightning's; `outputs[\"loss\"]` is the iteration's mean"
+)
+def test_callbacks_made_of_functions_get_the_loss(tmp_path: Path) -> None:
+    losses, logged = [], Logged("policy/loss")
+    own = LambdaCallback(
+        on_train_batch_end=lambda trainer, module, outputs, batch, index: losses.append(outputs["loss"])
+    )
+    make_trainer(tmp_path, callbacks=[own, logged]).fit(TinyGRPO(), datamodule=Digits())
+    assert [float(loss) for loss in losses] == logged.values
+
+
+@habit("DeviceStatsMonitor()", "rows beside the iteration's")
+def test_devices_are_watched(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(tmp_path, logger=logger, callbacks=[DeviceStatsMonitor(cpu_stats=True)])
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0]
+    assert "DeviceStatsMonitor.on_train_batch_end/cpu_percent" in header
+
+
+@habit("ModelSummary(max_depth=2)", "Lightning's table instead of a line for each model")
+@habit("RichModelSummary()", "the same, with `rich`")
+@pytest.mark.parametrize("make", [lambda: ModelSummary(max_depth=2), lambda: RichModelSummary(max_depth=2)])
+def test_a_summary_has_the_policy(make: Any, tmp_path: Path, capsys: Any, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    make_trainer(tmp_path, enable_model_summary=True, callbacks=[make()]).fit(TinyGRPO(), datamodule=Digits())
+    assert "policy.model" in capsys.readouterr().out + caplog.text
+
+
+@habit("TQDMProgressBar()", "one line; the default `RolloutProgressBar` has the phases beside it")
+@habit("RichProgressBar()", "one line, with `rich`")
+@pytest.mark.parametrize("make", [TQDMProgressBar, RichProgressBar])
+def test_progress_bars_of_lightning_show_the_reward(make: Any, tmp_path: Path, capsys: Any) -> None:
+    trainer = make_trainer(tmp_path, enable_progress_bar=True, callbacks=[make()])
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    shown = capsys.readouterr()
+    assert "reward" in shown.out + shown.err
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[Any] = []
+        self.epoch: Any = None
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *args: Any) -> None:
+        self.batches.append(prediction)
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.epoch = predictions
+
+
+@habit("BasePredictionWriter", "gets the judged groups of each batch")
+def test_a_prediction_writer_gets_the_groups(tmp_path: Path) -> None:
+    writer = Writer()
+    make_trainer(tmp_path, callbacks=[writer]).predict(TinyGRPO(), datamodule=Digits(validation_batch_size=2))
+    assert [len(groups) for groups in writer.batches] == [2, 2]
+    assert writer.epoch == writer.batches
+    assert all(item.reward is not None for groups in writer.batches for group in groups for item in group.trajectories)
+
+
+class Fails(Callback):
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 2:
+            raise RuntimeError("on request")
+
+
+@habit(
+    "OnExceptionCheckpoint(FOLDER)",
+    "saves between iterations; within one nothing that could repeat or skip groups",
+)
+def test_an_exception_leaves_a_checkpoint_that_resumes(tmp_path: Path) -> None:
+    callbacks = [OnExceptionCheckpoint(tmp_path), Fails()]
+    OnExceptionCheckpoint.teardown, before = Callback.teardown, OnExceptionCheckpoint.teardown
+    try:
+        with pytest.raises(RuntimeError, match="on request"):
+            make_trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True).fit(TinyGRPO(), datamodule=Digits())
+    finally:
+        OnExceptionCheckpoint.teardown = before
+    resumed, whole = TinyGRPO(), TinyGRPO()
+    make_trainer(tmp_path).fit(resumed, datamodule=Digits(), ckpt_path=tmp_path / "on_exception.ckpt")
+    make_trainer(tmp_path).fit(whole, datamodule=Digits())
+    assert resumed.trained == [[4, 5]]
+    assert are_equal(weights(resumed), weights(whole))

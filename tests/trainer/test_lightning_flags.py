@@ -1,0 +1,424 @@
+"""What a Lightning user does by habit works with an RLModule: flags, callbacks, loggers, stages, loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from habits import habit, refused
+from lightning.pytorch.callbacks import (
+    Callback,
+    ModelCheckpoint,
+)
+from lightning.pytorch.loggers import CSVLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_run import GROUP_SIZE, CountValidations, Digits, Logged, TinyGRPO, are_equal, make_trainer, weights
+
+import lightrl
+from lightrl.errors import LightRLError
+
+# ---------------------------------------------------------------------- how long a run is
+
+
+@habit("Trainer(max_steps=4)", "counts iterations; `global_step` is the weight version too")
+def test_max_steps_counts_iterations(tmp_path: Path) -> None:
+    module, trainer = TinyGRPO(), make_trainer(tmp_path, max_steps=4)
+    trainer.fit(module, datamodule=Digits())
+    assert trainer.global_step == trainer.weight_version == len(module.trained) == 4
+    assert trainer.engine is not None
+    assert [set(seen.weight_versions[seen.loss_mask].tolist()) for seen in module.experiences] == [{0}, {1}, {2}, {3}]
+
+
+@habit("Trainer(max_epochs=2)", "an epoch gives each prompt once")
+def test_max_epochs_gives_each_prompt_once_per_epoch(tmp_path: Path) -> None:
+    module, trainer = TinyGRPO(num_minibatches=2, update_epochs=2), make_trainer(tmp_path, max_epochs=2)
+    trainer.fit(module, datamodule=Digits())
+    assert trainer.global_step == 6
+    assert trainer.rollout_loop.num_updates == 6 * 4
+    assert trainer.current_epoch == 2
+    assert sorted(position for batch in module.trained for position in batch) == list(range(12))
+
+
+@habit('Trainer(max_time={"seconds": 1})', "ends the run between two iterations")
+def test_max_time_ends_the_run_between_two_iterations(tmp_path: Path) -> None:
+    module, trainer = TinyGRPO(), make_trainer(tmp_path, max_time={"seconds": 1})
+    trainer.fit(module, datamodule=Digits())
+    assert trainer.global_step == len(module.trained) >= 1
+
+
+@habit("Trainer(limit_train_batches=2)", "iterations per epoch")
+@habit("Trainer(limit_val_batches=1)", "validation batches")
+@habit("Trainer(num_sanity_val_steps=1)", "validates before the first iteration")
+def test_limits_shorten_epochs_and_validation(tmp_path: Path) -> None:
+    module, counts = TinyGRPO(), CountValidations()
+    trainer = make_trainer(
+        tmp_path, max_epochs=2, limit_train_batches=2, limit_val_batches=1, callbacks=[counts], num_sanity_val_steps=1
+    )
+    trainer.fit(module, datamodule=Digits(validation_batch_size=2))
+    assert trainer.global_step == 4
+    assert module.trained == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert counts.steps == [0, 2, 4]
+    assert trainer.callback_metrics["val/prompts"] == 2
+
+
+@habit("Trainer(overfit_batches=1)", "the same prompts in each epoch")
+def test_overfit_batches_trains_on_the_same_prompts(tmp_path: Path) -> None:
+    module, trainer = TinyGRPO(), make_trainer(tmp_path, overfit_batches=1, max_epochs=3)
+    trainer.fit(module, datamodule=Digits())
+    prompts = [seen.token_ids[::GROUP_SIZE, :3].tolist() for seen in module.experiences]
+    assert prompts == [[[2, 2, 2], [3, 2, 2]]] * 3
+
+
+@habit(
+    "Trainer(val_check_interval=2, check_val_every_n_epoch=None)",
+    "an int counts iterations, a float is a part of an epoch",
+)
+@habit("Trainer(check_val_every_n_epoch=2)", "validates after every second epoch")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"val_check_interval": 2, "check_val_every_n_epoch": None, "max_steps": 6}, [2, 4, 6]),
+        ({"val_check_interval": 1.0, "max_epochs": 2}, [3, 6]),
+        ({"val_check_interval": 1 / 3, "max_epochs": 1}, [1, 2, 3]),
+        ({"check_val_every_n_epoch": 2, "max_epochs": 4}, [6, 12]),
+    ],
+    ids=["every second iteration", "every epoch", "thrice per epoch", "every second epoch"],
+)
+def test_validation_comes_when_lightning_says(flags: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
+    counts = CountValidations()
+    make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[counts], **flags).fit(TinyGRPO(), datamodule=Digits())
+    assert counts.steps == expected
+
+
+# ---------------------------------------------------------------------- fast_dev_run
+
+
+@habit(
+    "Trainer(fast_dev_run=True)",
+    "one iteration and one validation batch; nothing is written; checks that a checkpoint would restore all state",
+)
+def test_fast_dev_run_does_everything_once_and_checks_the_resume(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO", logger="lightrl")
+    module, counts = TinyGRPO(num_minibatches=2, update_epochs=2), CountValidations()
+    trainer = make_trainer(tmp_path, fast_dev_run=True, limit_val_batches=1.0, callbacks=[counts])
+    trainer.fit(module, datamodule=Digits())
+    assert trainer.global_step == 1
+    assert counts.steps == [1]
+    assert trainer.callback_metrics["rollout/reward"] >= 0
+    assert "restores this state exactly" in caplog.text
+
+
+class Counter(Callback):
+    """A callback with state; subclasses lose some of it."""
+
+    def __init__(self) -> None:
+        self.num: Any = 0
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.num += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num": self.num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num = state_dict["num"]
+
+
+class ForgetsToLoad(Counter):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+class LoadsSomethingElse(Counter):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num = state_dict["num"] + 1
+
+
+class SavesAnObject(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        return {"num": [SavesAnObject]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ForgetsToLoad, r"'ForgetsToLoad'\]\['num'\] differs after a resume\. Restore in load_state_dict"),
+        (LoadsSomethingElse, r"'LoadsSomethingElse'\]\['num'\] differs after a resume\. Restore in load_state_dict"),
+        (SavesAnObject, r"because of checkpoint\['callbacks'\]\['SavesAnObject'\]\['num'\]\[0\].*Convert it there"),
+    ],
+)
+def test_fast_dev_run_fails_if_state_would_not_survive(
+    kind: Callable[[], Callback], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(LightRLError, match=f"(?s){message}"):
+        make_trainer(tmp_path, fast_dev_run=True, callbacks=[kind()]).fit(TinyGRPO(), datamodule=Digits())
+
+
+def test_fast_dev_run_accepts_a_callback_that_keeps_its_state(tmp_path: Path) -> None:
+    callback = Counter()
+    make_trainer(tmp_path, fast_dev_run=2, callbacks=[callback]).fit(TinyGRPO(), datamodule=Digits())
+    assert callback.num == 2
+
+
+# ---------------------------------------------------------------------- the update
+
+
+class GradientNorms(Callback):
+    """Seen by the optimizer: after clipping."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.largest: list[float] = []
+
+    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+        if gradients:
+            self.norms.append(float(torch.stack([gradient.norm() for gradient in gradients]).norm()))
+            self.largest.append(max(float(gradient.abs().max()) for gradient in gradients))
+
+
+@habit("Trainer(gradient_clip_val=0.01)", "in each update; `policy/grad_norm` is the norm before")
+def test_gradients_are_clipped_by_norm(tmp_path: Path) -> None:
+    seen, logged = GradientNorms(), Logged("policy/grad_norm")
+    trainer = make_trainer(tmp_path, gradient_clip_val=0.01, callbacks=[seen, logged], max_steps=4)
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert seen.norms == pytest.approx([0.01] * 3, rel=1e-3)
+    assert min(logged.values) > 0.1  # of the gradient before clipping
+
+
+@habit('Trainer(gradient_clip_algorithm="value")', "each entry, in each update")
+def test_gradients_are_clipped_by_value(tmp_path: Path) -> None:
+    seen = GradientNorms()
+    trainer = make_trainer(
+        tmp_path, gradient_clip_val=0.001, gradient_clip_algorithm="value", callbacks=[seen], max_steps=4
+    )
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert seen.largest == pytest.approx([0.001] * 3)
+
+
+@habit(
+    'Trainer(precision="bf16-mixed")',
+    "so do `32-true` and `bf16-true`; the engine gets the same weights",
+)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_every_precision_trains_validates_and_predicts(precision: Any, tmp_path: Path) -> None:
+    module, before = TinyGRPO(), None
+    trainer = make_trainer(tmp_path, precision=precision, limit_val_batches=1.0, limit_predict_batches=1)
+    module.configure_model()
+    before = weights(module)
+    trainer.fit(module, datamodule=Digits())
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    after = weights(module)
+    assert {value.dtype for value in after.values()} == {dtype}
+    assert any(not torch.equal(before[name].to(dtype), after[name]) for name in after)
+    assert 0 <= trainer.callback_metrics["val/reward"] <= 1
+    assert trainer.callback_metrics["policy/kl_behavior_nats"] < (1e-9 if precision == "32-true" else 0.1)
+    assert trainer.predict(module, datamodule=Digits())
+
+
+def test_the_learning_rate_changes_per_iteration_not_per_update(tmp_path: Path) -> None:
+    rates = Rates()
+    module = TinyGRPO(lr=0.4, warmup_iterations=2, lr_decay="linear", num_minibatches=2)
+    make_trainer(tmp_path, max_steps=4, callbacks=[rates]).fit(module, datamodule=Digits())
+    # warm-up (i + 1) / 2 up to 1, times the decay 1 - i / 4
+    assert rates.seen == pytest.approx([0.4 * 0.5, 0.4 * 0.75, 0.4 * 0.5, 0.4 * 0.25])
+
+
+class Rates(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@habit("Trainer(detect_anomaly=True)", "names the operation whose gradient is not a number")
+def test_anomalies_are_detected(tmp_path: Path) -> None:
+    class Wrong(TinyGRPO):
+        def loss(self, experience: Any, outputs: Any) -> dict[str, torch.Tensor]:
+            result = super().loss(experience, outputs)
+            return {"loss": result["loss"] + 0.0 * (outputs.logprobs - outputs.logprobs.detach()).sqrt()}
+
+    with pytest.warns(UserWarning, match="Error detected in"):
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            make_trainer(tmp_path, detect_anomaly=True).fit(Wrong(), datamodule=Digits())
+
+
+# ---------------------------------------------------------------------- and all other flags
+
+
+class Stopping(Callback):
+    """Asks for the end after each batch."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.should_stop = True
+
+
+@habit("trainer.should_stop = True", "ends the run after the iteration")
+@habit("Trainer(min_steps=3)", "at least as many iterations, whatever asks for the end")
+@habit("Trainer(min_epochs=2)", "at least as many epochs")
+@pytest.mark.parametrize(
+    ("flags", "num"), [({}, 1), ({"min_steps": 3}, 3), ({"min_epochs": 2, "max_epochs": 3, "max_steps": -1}, 6)]
+)
+def test_a_run_ends_when_it_is_asked_to_but_not_before_its_minimum(
+    flags: dict[str, Any], num: int, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, **({"max_steps": 9} | flags), callbacks=[Stopping()])
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert trainer.global_step == num
+
+
+@habit('Trainer(val_check_interval="00:00:10:00")', "validates by time, between two iterations")
+def test_validation_may_come_by_time(tmp_path: Path) -> None:
+    counts = CountValidations()
+    every = {"val_check_interval": timedelta(microseconds=1), "check_val_every_n_epoch": None}
+    trainer = make_trainer(tmp_path, limit_val_batches=1, callbacks=[counts], **every)
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert counts.steps == [1, 2, 3]
+
+
+@habit("Trainer(limit_test_batches=1)", "of `trainer.test`")
+@habit("Trainer(limit_predict_batches=1)", "of `trainer.predict`")
+def test_test_and_predict_may_be_shortened(tmp_path: Path) -> None:
+    data = Digits(validation_batch_size=2)
+    trainer = make_trainer(tmp_path, limit_test_batches=1, limit_predict_batches=1)
+    (tested,) = trainer.test(TinyGRPO(), datamodule=data, verbose=False)
+    assert tested["test/prompts"] == 2
+    assert len(trainer.predict(TinyGRPO(), datamodule=data) or []) == 1
+
+
+@habit(
+    "Trainer(log_every_n_steps=2)",
+    "rows of every second iteration; without it every iteration has one",
+)
+@habit("Trainer(default_root_dir=FOLDER)", "the run's folder is in it")
+@habit("Trainer(logger=True)", "TensorBoard; `lightrl fit` has CSV beside it")
+def test_the_default_logger_writes_into_the_root_folder(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, logger=True, log_every_n_steps=2, max_steps=4)
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    events = EventAccumulator(str(tmp_path / "lightning_logs" / "version_0")).Reload()
+    assert [event.step for event in events.Scalars("policy/loss")] == [1, 3]
+
+
+@habit("Trainer(logger=False)", "metrics are only in `trainer.callback_metrics`")
+@habit("Trainer(enable_checkpointing=False)", "no checkpoints")
+@habit("Trainer(enable_progress_bar=False)", "nothing is printed")
+@habit("Trainer(enable_model_summary=False)", "no lines about the models")
+def test_a_run_without_any_output_writes_and_prints_nothing(tmp_path: Path, capsys: Any) -> None:
+    trainer = make_trainer(tmp_path)  # these four flags
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
+    assert trainer.callback_metrics["rollout/reward"] >= 0
+
+
+class Hyperparameters(TinyGRPO):
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__(lr=lr)
+        self.save_hyperparameters()
+
+
+@habit(
+    "Trainer(enable_autolog_hparams=False)",
+    "loggers get no hyper-parameters, those of YAML neither",
+)
+@habit("self.save_hyperparameters()", "loggers get them; with `lightrl fit` the whole YAML")
+@pytest.mark.parametrize("is_on", [True, False])
+def test_hyperparameters_reach_the_logger(is_on: bool, tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = make_trainer(tmp_path, logger=logger, enable_autolog_hparams=is_on)
+    trainer.fit(Hyperparameters(0.5), datamodule=Digits())
+    assert logger.experiment.hparams == ({"lr": 0.5} if is_on else {})
+
+
+@habit("Trainer(deterministic=True)", "as ever: an operation that cannot repeat raises an error")
+@habit("Trainer(benchmark=True)", "cuDNN's, for convolutions, which language models do not have")
+@habit("Trainer(inference_mode=False)", "no effect: validation never uses it, as weights are later loaded in place")
+@habit("Trainer(use_distributed_sampler=False)", "no effect: all ranks count the same iterations and share their work")
+@habit("Trainer(sync_batchnorm=True)", "no effect: language models have no batch norm")
+@habit("Trainer(reload_dataloaders_every_n_epochs=1)", "goes on with the next prompts")
+@habit('Trainer(accelerator="cpu", devices=1, num_nodes=1)', "as ever; more of them with `FSDP2Strategy`")
+@habit('Trainer(model_registry="name")', "no effect without litmodels, as in Lightning")
+def test_these_flags_change_no_result(tmp_path: Path) -> None:
+    flags = {
+        "deterministic": True,
+        "benchmark": False,
+        "inference_mode": False,
+        "use_distributed_sampler": False,
+        "sync_batchnorm": True,
+        "reload_dataloaders_every_n_epochs": 1,
+        "num_nodes": 1,
+        "devices": 1,
+        "model_registry": "name",
+    }
+    results = []
+    for given in ({}, flags):
+        module, trainer = TinyGRPO(), make_trainer(tmp_path, max_epochs=2, limit_val_batches=1.0, **given)
+        try:
+            trainer.fit(module, datamodule=Digits())
+        finally:
+            torch.use_deterministic_algorithms(False)
+        results.append((module.trained, weights(module)))
+    assert results[0][0] == results[1][0]
+    assert are_equal(results[0][1], results[1][1])
+
+
+@habit("Trainer(plugins=[AsyncCheckpointIO()])", "checkpoints are written in the background")
+def test_a_checkpoint_plugin_writes_checkpoints_that_resume(tmp_path: Path) -> None:
+    from lightning.pytorch.plugins import AsyncCheckpointIO
+
+    saved = ModelCheckpoint(tmp_path, save_last=True)
+    flags = {"enable_checkpointing": True, "callbacks": [saved], "plugins": [AsyncCheckpointIO()]}
+    make_trainer(tmp_path, max_steps=2, **flags).fit(TinyGRPO(), datamodule=Digits())
+    resumed, whole = TinyGRPO(), TinyGRPO()
+    make_trainer(tmp_path, max_steps=4).fit(resumed, datamodule=Digits(), ckpt_path=tmp_path / "last.ckpt")
+    make_trainer(tmp_path, max_steps=4).fit(whole, datamodule=Digits())
+    assert are_equal(weights(resumed), weights(whole))
+
+
+@habit("Trainer(barebones=True)", "nothing is logged, saved or shown")
+def test_a_bare_run_trains(tmp_path: Path) -> None:
+    module = TinyGRPO()
+    trainer = lightrl.Trainer(accelerator="cpu", barebones=True, max_steps=2, default_root_dir=tmp_path)
+    with pytest.warns(UserWarning, match="barebones"):
+        trainer.fit(module, datamodule=Digits())
+    assert module.trained == [[0, 1], [2, 3]]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])
+def test_every_profiler_by_name(name: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, profiler=name, limit_val_batches=1.0, max_epochs=2)
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert trainer.global_step == 6
+    assert "rl/rollout" in trainer.profiler.summary() or name == "pytorch"
+
+
+REFUSED = refused(
+    "test_lightning_flags",
+    [
+        (
+            "Trainer(accumulate_grad_batches=2)",
+            lambda: {"accumulate_grad_batches": 2},
+            "accumulate_grad_batches must be 1 with an RLModule, got 2: microbatches are cut by tokens. Set "
+            "model.microbatch_tokens instead.",
+        ),
+        ('Trainer(strategy="ddp")', lambda: {"strategy": "ddp"}, "x"),
+        ("Trainer(devices=2)", lambda: {"devices": 2}, "x"),
+        ("Trainer(num_nodes=2)", lambda: {"num_nodes": 2}, "x"),
+    ],
+)
+
+
+@pytest.mark.parametrize(("flags", "sentence"), REFUSED)
+def test_these_flags_are_refused_before_anything_starts(flags: Any, sentence: str, tmp_path: Path) -> None:
+    module = TinyGRPO()
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # compared whole
+        make_trainer(tmp_path, **flags()).fit(module, datamodule=Digits())
+    assert str(error.value) == sentence
+    assert not hasattr(module, "policy")
