@@ -305,6 +305,9 @@ class Trainer(RLTrainer):
         if self.rollout_loop.resume.why_no_checkpoint is not None:
             self._warn_of_no_checkpoint(filepath)
             return
+        if isinstance(self.lightning_module, RLModule) and not hasattr(self.lightning_module, "policy"):
+            log.warning("No checkpoint was saved at %s: the run failed before its models were loaded.", filepath)
+            return
         super().save_checkpoint(filepath, weights_only, storage_options)
 
     def _warn_of_no_checkpoint(self, path: Any) -> None:

@@ -230,7 +230,7 @@ class MeansSince:
         return {new: added[name] / added[count] for name, new in names.items()} if added[count] else {}
 
 
-def check_monitors(trainer: L.Trainer, *rooms: str) -> None:
+def check_monitors(trainer: Any, *rooms: str) -> None:
     """Finds a mistyped name before the run has done anything that is lost with it.
 
     Raises:

@@ -50,8 +50,9 @@ class RunFiles(RLCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         folder = trainer.log_dir  # on all ranks: it comes from rank 0
-        for saves in [one for one in trainer.checkpoint_callbacks if folder and getattr(one, "dirpath", "") is None]:
-            saves.dirpath = str(Path(folder) / "checkpoints")  # as Lightning's is, unless CSVLogger is not the first
+        for saves in trainer.checkpoint_callbacks if folder else []:
+            if getattr(saves, "dirpath", "") is None:  # where Lightning's are too, unless CSVLogger is not the first
+                vars(saves)["dirpath"] = str(Path(str(folder)) / "checkpoints")
         if not (folder and trainer.is_global_zero and trainer.loggers) or getattr(trainer, "fast_dev_run", False):
             return
         log.info("run folder: %s", folder)

@@ -277,7 +277,8 @@ def _sample(
     texts = {"prompt": _prompt_text(trajectory, tokenizer), "completion": _completion_text(trajectory, tokenizer)}
     cells = {name: shorten(text, _CELL, keep_start=0.5) for name, text in texts.items()}
     printable = {name: text.encode("utf-8", "backslashreplace").decode() for name, text in cells.items()}
-    return {**printable, **trajectory.metrics, **_numbers(trajectory, advantage, weight_version)}
+    numbers = _numbers(trajectory, advantage, weight_version)
+    return {**printable, "reward": numbers["reward"], **trajectory.metrics, **numbers}
 
 
 def keep_answers(module: RLModule, experience: Experience, trajectories: Sequence[Trajectory]) -> None:

@@ -367,18 +367,28 @@ class Fails(Callback):
 
 @habit(
     "OnExceptionCheckpoint(FOLDER)",
-    "saves between iterations; within one nothing that could repeat or skip groups",
+    "between iterations; within one it saves nothing, as it would repeat or skip groups",
 )
-def test_an_exception_leaves_a_checkpoint_that_resumes(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:`.fit.ckpt_path=None.` was called")
+def test_an_exception_leaves_a_checkpoint_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnExceptionCheckpoint, "teardown", Callback.teardown)  # which removes it after a good end
     callbacks = [OnExceptionCheckpoint(tmp_path), Fails()]
-    OnExceptionCheckpoint.teardown, before = Callback.teardown, OnExceptionCheckpoint.teardown
-    try:
-        with pytest.raises(RuntimeError, match="on request"):
-            make_trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True).fit(TinyGRPO(), datamodule=Digits())
-    finally:
-        OnExceptionCheckpoint.teardown = before
+    with pytest.raises(RuntimeError, match="on request"):
+        make_trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True).fit(TinyGRPO(), datamodule=Digits())
     resumed, whole = TinyGRPO(), TinyGRPO()
     make_trainer(tmp_path).fit(resumed, datamodule=Digits(), ckpt_path=tmp_path / "on_exception.ckpt")
     make_trainer(tmp_path).fit(whole, datamodule=Digits())
     assert resumed.trained == [[4, 5]]
     assert are_equal(weights(resumed), weights(whole))
+
+
+@pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called")
+def test_an_exception_before_the_models_are_there_is_not_hidden_by_a_checkpoint(tmp_path: Path, caplog: Any) -> None:
+    class FailsToLoad(TinyGRPO):
+        def configure_model(self) -> None:
+            raise OSError("no such model")
+
+    saves = OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(OSError, match="no such model"):
+        make_trainer(tmp_path, callbacks=[saves], enable_checkpointing=True).fit(FailsToLoad(), datamodule=Digits())
+    assert "No checkpoint was saved at" in caplog.text
