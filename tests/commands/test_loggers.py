@@ -156,7 +156,17 @@ def records_of(run_folder: Path) -> list[Any]:
 
 def history_of(records: list[Any]) -> list[dict[str, Any]]:
     rows = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
-    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
+    return [nested({tuple(item.nested_key) or (item.key,): item.value_json for item in row}) for row in rows]
+
+
+def nested(values: dict[tuple[str, ...], str]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for (*folders, name), value in values.items():
+        place = made
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[name] = json.loads(value)
+    return made
 
 
 def config_of(records: list[Any]) -> dict[str, Any]:

@@ -337,7 +337,7 @@ def test_hyperparameters_reach_the_logger(is_on: bool, tmp_path: Path) -> None:
 
 
 @habit("Trainer(deterministic=True)", "as ever: an operation that cannot repeat raises an error")
-@habit("Trainer(benchmark=True)", "cuDNN's, for convolutions, which language models do not have")
+@habit("Trainer(benchmark=False)", "cuDNN's, for convolutions, which language models do not have")
 @habit("Trainer(inference_mode=False)", "no effect: validation never uses it, as weights are later loaded in place")
 @habit("Trainer(use_distributed_sampler=False)", "no effect: all ranks count the same iterations and share their work")
 @habit("Trainer(sync_batchnorm=True)", "no effect: language models have no batch norm")
@@ -395,11 +395,9 @@ def test_a_bare_run_trains(tmp_path: Path) -> None:
 @habit('Trainer(profiler="pytorch")', "every operator, and kernels on a GPU")
 @pytest.mark.parametrize("name", ["advanced", "pytorch"])
 def test_every_profiler_by_name(name: str, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, profiler=name, limit_val_batches=1.0, max_epochs=2)
-    data = Digits(num_prompts=12, validation_batch_size=1)  # PyTorch's profiler wants five batches
-    trainer.fit(TinyGRPO(), datamodule=data)
-    assert trainer.global_step == 12
-    assert trainer.validate(TinyGRPO(), datamodule=data, verbose=False)
+    trainer = make_trainer(tmp_path, profiler=name, max_epochs=1)
+    trainer.fit(TinyGRPO(), datamodule=Digits(num_prompts=12))  # PyTorch's profiler wants five batches
+    assert trainer.global_step == 6
 
 
 DDP = (
