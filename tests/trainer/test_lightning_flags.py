@@ -392,12 +392,10 @@ def test_a_bare_run_trains(tmp_path: Path) -> None:
 
 
 @habit('Trainer(profiler="advanced")', "every function")
-@habit('Trainer(profiler="pytorch")', "every operator, and kernels on a GPU")
-@pytest.mark.parametrize("name", ["advanced", "pytorch"])
-def test_every_profiler_by_name(name: str, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, profiler=name, max_epochs=1)
-    trainer.fit(TinyGRPO(), datamodule=Digits(num_prompts=12))  # PyTorch's profiler wants five batches
-    assert trainer.global_step == 6
+def test_the_advanced_profiler_runs_along(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, profiler="advanced")
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert trainer.global_step == 3
 
 
 DDP = (
