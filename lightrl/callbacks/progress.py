@@ -54,11 +54,11 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
           rollout:  58%|█████▊    | 300/512, tokens/s=12.3k, sync_s=0.004
 
     The second line says what the run waits for: `rollout, waits for 2 slow` groups, `rewards`, `scores`, `update`,
-    `weight sync`. Above the two stays a line of at most 100 characters for every `print_every_n_iterations`, and
-    for each iteration that ends ten seconds after the last line or later, and for each validation; what does not
-    fit is in the metrics. The accuracy is left out where it is the reward or the reward gives none, and staleness
-    and waits where they are 0. If standard output is no terminal (a log file, a pipe), there are only these lines,
-    with the time left. Color is for terminals, unless NO_COLOR is set.
+    `weight sync`. Above the two stays a line of at most 100 characters for every `print_every_n_iterations`, and for
+    each iteration that ends ten seconds after the last line or later, and for each validation; what does not fit is in
+    the metrics. The accuracy is left out where it is the reward, and staleness and waits where they are 0. If standard
+    output is no terminal (a log file, a pipe), there are only these lines, with the time left. Color is for terminals,
+    unless NO_COLOR is set.
 
     The first line counts the run's batches, of which an RL run has one per iteration: up to `max_steps` or the end of
     `max_epochs`, whichever comes first, over all epochs, and on from where a resumed run starts. A plain
@@ -192,8 +192,6 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             self._show_metrics(trainer, pl_module)
             self._redraw()
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-        if not _has_accuracy(trainer):
-            values.pop("val/accuracy_fraction", None)
         if self.is_enabled and values:
             names = sorted(values, key=lambda name: (name not in _LEARNING, name))  # held-out accuracy first
             shown = {name.removeprefix("val/"): values[name] for name in names}
@@ -204,10 +202,10 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """As in Lightning, with short names, without the logger's version, with the last held-out value."""
+        """As in Lightning, with short names, without the logger's version, with the last held-out accuracy."""
         values = dict(super().get_metrics(trainer, pl_module))
         values.pop("v_num", None)
-        held_out = trainer.callback_metrics.get("val/accuracy_fraction" if _has_accuracy(trainer) else "val/reward")
+        held_out = trainer.callback_metrics.get("val/accuracy_fraction")
         if held_out is not None:
             values["val/accuracy_fraction"] = float(held_out)
         names = {**_LEARNING, **_SPEED}
@@ -311,12 +309,6 @@ def _telling(values: Mapping[str, object]) -> dict[str, object]:
         if other in telling and telling.get(name) == telling[other]:
             del telling[name]
     return telling
-
-
-def _has_accuracy(trainer: L.Trainer) -> bool:
-    """False if the run's reward gives none: then only a reward of 1 counts as accurate."""
-    metrics = trainer.progress_bar_metrics
-    return "rollout/accuracy_fraction" in metrics or "rollout/reward" not in metrics
 
 
 def _num_batches_done(trainer: L.Trainer) -> int:

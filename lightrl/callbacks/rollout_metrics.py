@@ -155,8 +155,7 @@ class RolloutMetrics(RLCallback):
             metric.update(groups)
             values[name] = float(metric.compute())
             metric.reset()
-        gives_accuracy = any("accuracy" in item.metrics for group in groups for item in group.trajectories)
-        _log(module, values, in_bar=PROGRESS_BAR_METRICS - (set() if gives_accuracy else {"rollout/accuracy_fraction"}))
+        _log(module, values)
         self._groups = groups
 
     def _warn_of_failures(self, trainer: RLTrainer) -> None:
@@ -333,9 +332,9 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
     return f"{what}. {effect}{advice}"
 
 
-def _log(module: L.LightningModule, values: Mapping[str, float], in_bar: frozenset[str] = PROGRESS_BAR_METRICS) -> None:
+def _log(module: L.LightningModule, values: Mapping[str, float]) -> None:
     for name, value in values.items():
-        module.log(name, value, prog_bar=name in in_bar, on_step=True, on_epoch=False)
+        module.log(name, value, prog_bar=name in PROGRESS_BAR_METRICS, on_step=True, on_epoch=False)
 
 
 def _reward(trajectory: Trajectory) -> float:
