@@ -315,7 +315,8 @@ def page_text(text: str) -> str:
 
 
 def line(name: str, _: str) -> str:
-    return reaches(records_of(name))
+    records = records_of(name)
+    return reaches(records) if records else "no record yet"
 
 
 def seeds_table(name: str, _: str) -> str:
