@@ -41,8 +41,8 @@ ALL_TOKENS = 2**30  # SGLang's top_k without a bound
 class EmbeddedModel(ScriptedModel):
     """A tiny model, decoded in pieces of a few tokens: an abort takes effect between two pieces.
 
-    The seed of a piece follows from the request's seed and the piece's position, so tokens do not depend on other
-    requests. As with SGLang, a request that is aborted while paused loses the tokens of its current piece.
+    The seed of a piece follows from the request's seed and the piece's place in prompt and completion, so tokens do not
+    depend on other requests. As with SGLang, a request that is aborted while paused loses the tokens of its current piece.
 
     Args:
         folder: a Hugging Face model folder; random weights if it has none.
@@ -187,7 +187,7 @@ class EmbeddedModel(ScriptedModel):
                 sampling,
                 max_new_tokens=size,
                 min_new_tokens=max(0, min(size, int(params["min_new_tokens"]) - written)),
-                seed=_mixed(seed, written),
+                seed=_mixed(seed, len(run.prompt) + written),
             )
             engine = self._stale if run.is_stale and self._stale is not None else self._engine_of(run.lora)
             (completion,) = await engine.generate(run.prompt + run.token_ids, piece, session=run.rid)
@@ -371,8 +371,6 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def _mixed(seed: int, offset: int) -> int:
-    """int64; offset 0 keeps the seed."""
-    if offset == 0:
-        return seed
+    """int64."""
     digest = hashlib.blake2b(f"{seed}/{offset}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)

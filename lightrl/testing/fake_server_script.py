@@ -1,7 +1,8 @@
 """The fake server's answers without a model: tokens and logprobs by rule, at a given pace.
 
-Imports no torch, so a server starts in a fraction of a second. Token i is a hash of (seed, i), uniform over the
-vocabulary, with logprob -log V: a policy that gives every token the same logit.
+Imports no torch, so a server starts in a fraction of a second. A token is a hash of the seed
+and of its place in prompt and completion, uniform over the vocabulary, with logprob -log V: a policy that gives every
+token the same logit.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class ScriptedModel:
                 await self._running.wait()
             if run.is_aborted:
                 return "abort"
-            token = self._token(run.prompt, seed, position, params["temperature"] == 0)
+            token = self._token(run.prompt, seed, len(run.prompt) + position, params["temperature"] == 0)
             if position < params["min_new_tokens"]:
                 while token in stops:
                     token = (token + 1) % self.vocab_size

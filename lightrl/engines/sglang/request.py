@@ -104,7 +104,7 @@ class CompletionDraft:
             "top_k": sampling.max_support,
             "max_new_tokens": sampling.max_new_tokens - written,
             "min_new_tokens": max(0, sampling.min_new_tokens - written),
-            "sampling_seed": request_seed(sampling.seed, self.sample, written),
+            "sampling_seed": request_seed(sampling.seed, self.sample),
         }
         if sampling.stop_token_ids:
             params["stop_token_ids"] = list(sampling.stop_token_ids)
@@ -183,11 +183,15 @@ class CompletionDraft:
         return token in self.sampling.stop_token_ids and len(self.token_ids) >= self.sampling.min_new_tokens
 
 
-def request_seed(seed: int, sample: int, written: int) -> int:
-    """The seed of one request, 0 to 2**63 - 1; that of the first request of completion 0 is the sampling's own."""
-    if sample == 0 and written == 0 and seed >= 0:
+def request_seed(seed: int, sample: int) -> int:
+    """The seed of a completion's requests, 0 to 2**63 - 1; that of completion 0 is the sampling's own.
+
+    All requests of a completion have one seed: SGLang hashes it with a token's place in prompt and completion together,
+    so it draws the same tokens wherever a completion is interrupted.
+    """
+    if sample == 0 and seed >= 0:
         return seed
-    digest = hashlib.blake2b(f"{seed}/{sample}/{written}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 

@@ -1,0 +1,116 @@
+"""Asynchronous runs against the real SGLang on this machine's CPU: a recorded one repeats, a resumed one goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from real_sglang import tiny_config
+
+import lightrl
+from lightrl import GRPO, ModelSpec, Prompt, PromptDataModule, RLCallback, SGLangEngine, StalenessControl, Trajectory
+from lightrl.engines import Timeouts
+from lightrl.engines.engine import Completion
+from lightrl.loops.resume_check import ROLLOUT_LOOP_KEY
+from lightrl.trajectory import Sampling
+
+pytestmark = [
+    pytest.mark.real_sglang,
+    pytest.mark.replay,
+    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path., callbacks:UserWarning"),
+]
+CHANCE = random.SystemRandom()
+
+
+class Jittery(GRPO):
+    """Its rewards take times that nobody can repeat; learns to write tokens below 20 of 61."""
+
+    def __init__(self) -> None:
+        policy = ModelSpec(config=tiny_config().to_dict(), tokenizer="tiny.char_tokenizer", seed=1)
+        sampling = Sampling(max_new_tokens=60, min_new_tokens=50)
+        super().__init__(policy, lr=1e-3, group_size=4, sampling=sampling, decoupled=True)
+        self.trained: list[list[int]] = []
+        self.rows: list[tuple[list[int], list[int], list[float]]] = []  # token ids, versions, logprobs
+        self.losses: list[float] = []
+
+    async def reward(self, trajectory: Trajectory) -> float:
+        await asyncio.sleep(CHANCE.uniform(0, 0.02))
+        return sum(token < 20 for token in trajectory.completion_ids) / len(trajectory.completion_ids)
+
+    def on_experience_ready(self, experience: lightrl.Experience) -> None:
+        self.trained.append(list(dict.fromkeys(experience.group_ids.tolist())))
+        for index, mask in enumerate(experience.loss_mask):
+            fields = (experience.token_ids, experience.weight_versions, experience.behavior_logprobs)
+            self.rows.append(tuple(values[index][mask].tolist() for values in fields))  # type: ignore[arg-type]
+
+    def on_minibatch_end(self, metrics: dict[str, float], index: int, total: int) -> None:
+        self.losses.append(metrics["loss"])
+
+
+class Prompts(PromptDataModule):
+    def make_prompts(self, split: str) -> list[Prompt]:
+        return [Prompt(f"p{number}", token_ids=[number + 3, 5, 8]) for number in range(8)]
+
+
+class Slow(RLCallback):
+    """An update takes a while, so that weights change within completions."""
+
+    def on_minibatch_start(self, *args: Any) -> None:
+        time.sleep(CHANCE.uniform(0, 0.1))
+
+
+def fit(
+    server: dict[str, Any], folder: Path, *, schedule: Path | None = None, ckpt_path: Path | None = None, **flags: Any
+) -> Jittery:
+    engine = SGLangEngine(
+        urls=[server["url"]], token=server["token"], interrupt=flags.pop("interrupt", "retract"),
+        timeouts=Timeouts(sync_s=60),
+    )  # fmt: skip
+    callbacks = [StalenessControl(2, rollout_timeout_s=60), Slow(), *flags.pop("callbacks", ())]
+    module = Jittery()
+    trainer = lightrl.Trainer(
+        engine=engine, callbacks=callbacks, accelerator="cpu", default_root_dir=folder, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0, logger=False,
+        **{"max_steps": 4, "enable_checkpointing": False, **flags},
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Prompts(None, batch_size=2, schedule=schedule), ckpt_path=ckpt_path)
+    return module
+
+
+@pytest.mark.parametrize("interrupt", ["retract", "abort"])
+def test_a_recorded_run_repeats_its_tokens_versions_and_losses(interrupt: str, real_server: Any, tmp_path: Path) -> None:
+    """Its numbers for a token depend a little on what else is in a batch, so logprobs are not bit-equal."""
+    first = fit(real_server, tmp_path / "first", interrupt=interrupt)
+    assert any(len(set(versions)) > 1 for _, versions, _ in first.rows)  # or no weights changed amid a completion
+    again = fit(real_server, tmp_path / "again", interrupt=interrupt, schedule=tmp_path / "first")
+    assert again.trained == first.trained
+    for (tokens, versions, logprobs), (other_tokens, other_versions, other_logprobs) in zip(
+        first.rows, again.rows, strict=True
+    ):
+        assert (tokens, versions) == (other_tokens, other_versions)
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(other_logprobs), rtol=0, atol=1e-4)
+    assert again.losses == pytest.approx(first.losses, abs=1e-4)
+
+
+def test_a_resumed_run_continues_what_was_in_flight(real_server: Any, tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    first = fit(real_server, tmp_path / "first", max_steps=2, callbacks=[save], enable_checkpointing=True)
+    assert first.trained == [[0, 1], [2, 3]]
+    checkpoint = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    written = checkpoint["loops"]["fit_loop"][ROLLOUT_LOOP_KEY]["rollout"]["written"]
+    parts = [Completion.from_state(item) for _, item in written]
+    assert "abort" in {part.finish_reason for part in parts}  # begun and not done
+    resumed = fit(real_server, tmp_path / "resumed", max_steps=5, ckpt_path=tmp_path / "step=2.ckpt")
+    assert resumed.trained == [[4, 5], [6, 7], [8, 9]]
+    for part in parts:
+        begun = tuple(list(values) for values in (part.token_ids, part.weight_versions, part.logprobs))
+        length = len(part.token_ids)
+        (row,) = (row for row in resumed.rows if tuple(values[:length] for values in row) == begun)
+        assert all(version >= 2 for version in row[1][length:])
+        assert len(row[0]) >= 50 or part.finish_reason == "stop"
