@@ -17,7 +17,8 @@ iterations, falls by `COLLAPSE` below its best. `ess_warning_lead_iterations` is
 run's first warning to its collapse: null if no run collapsed, and negative or "missed" where the warning was late.
 
 `runs.jsonl` in the output folder has a line per run; rows are made from it, with as many of the seeds as it has.
-`--run` does the runs that it lacks and appends them; remove a line to repeat its run.
+`--run` does the runs that it lacks and appends them; remove a line to repeat its run. New runs also record KL(before ‖
+after) of each iteration's updates, as the 13 runs of `step_kl.jsonl` do; the warning does not use it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ GROUPS = GROUP_SIZE = 16
 MAX_NEW_TOKENS = 4
 POLICY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 16}
 
-COLUMNS = ("reward", "ess_fraction", "kl_behavior_nats", "entropy_nats", "grad_norm")
+COLUMNS = ("reward", "ess_fraction", "kl_behavior_nats", "entropy_nats", "grad_norm", "step_kl_nats")
 
 # Class and settings, besides the shared ones.
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -144,7 +145,11 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
             norm = torch.nn.utils.clip_grad_norm_(module.policy.parameters(), 1.0)
             optimizer.step()
             metrics.add({**losses.parts, "grad_norm": torch.stack([norm, torch.ones(())])})
-        values = {"reward": float(fresh.rewards.mean()), **metrics.values()}
+        values = {
+            "reward": float(fresh.rewards.mean()),
+            "step_kl_nats": step_kl(module.policy, fresh),
+            **metrics.values(),
+        }
         for name, column in columns.items():
             column.append(float(f"{values[name]:.3g}"))
     return {**record, "cpu_s": round(time.process_time() - start_s, 1), **columns}
@@ -188,6 +193,18 @@ def sample(policy: Module, prompts: list[Prompt], version: int) -> Experience:
         is_truncated=is_going,
         lengths=width + mask.sum(1),
     )
+
+
+def step_kl(policy: Module, fresh: Experience) -> float:
+    """How far the updates of an iteration have moved the policy: k3 of KL(before ‖ after), on what it sampled before."""
+    import torch
+
+    from lightrl.functional import kl, token_logprobs
+
+    with torch.no_grad():
+        logits = policy(input_ids=fresh.token_ids, use_cache=False).logits
+        logprobs, _ = token_logprobs(logits, fresh.token_ids)
+    return float(kl(fresh.behavior_logprobs, logprobs, estimator="k3")[fresh.loss_mask].mean())
 
 
 def row_of(

@@ -376,8 +376,8 @@ def test_a_collapse_is_a_fall_of_the_mean_and_its_warning_comes_before():
     rewards = [0.3] * 10 + [0.9] * 30 + [0.5] * 10  # the mean of 10 is below 0.7 when more than half are of the last
     assert lag.collapse_of(rewards) == 45
     assert lag.collapse_of([0.9] * 40 + [0.8] * 40) is None
-    ess = [1.0] * 20 + [0.2] * 30
-    assert lag.warning_of(ess, [0.0] * 50) == 28  # 0.2 · 9 + 1 = 2.8, below 0.3 · 10
+    ess = [1.0] * 20 + [0.1] * 30
+    assert lag.warning_of(ess, [0.0] * 50) == 28  # 0.1 · 9 + 1 = 1.9, below 0.2 · 10
     assert lag.warning_of([1.0] * 50, [0.0] * 20 + [3.0] * 30) == 29  # 3 · 9 = 27 is not above 2.7 · 10
     records = {
         ("GRPO", 0, lag.LR, 0): {"reward": [0.8] * 50, "ess_fraction": [1.0] * 50},

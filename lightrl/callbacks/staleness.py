@@ -26,7 +26,7 @@ MIN_BIAS = 0.01  # of the groups drawn again, to warn
 MIN_GROUPS = 100  # drawn until then
 
 ESS, KL = "policy/ess_fraction", "policy/kl_behavior_nats"
-LOW_ESS_FRACTION = 0.3
+LOW_ESS_FRACTION = 0.2
 HIGH_KL_NATS = 2.7  # per token
 LAG_ITERATIONS = 10
 
@@ -69,9 +69,8 @@ class StalenessControl(RLCallback):
     trainer waits for it (`time/straggler_wait_s`). So trained lengths are distributed as sampled ones; see
     docs/async.md.
 
-    It also watches `policy/ess_fraction`, the effective sample size: (Σw)² / (N Σw²) over the N tokens that learn, with
-    w what the loss multiplies a token's policy gradient by, and `policy/kl_behavior_nats`. A warning comes where a few
-    tokens have most of the weight, or the policy has left what it learns from, usually long before the reward falls.
+    It warns where a few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py) or the policy has
+    left what it learns from (`policy/kl_behavior_nats`), often long before the reward falls.
 
     Args:
         max_staleness: η, in versions.

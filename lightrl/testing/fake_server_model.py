@@ -42,7 +42,7 @@ class EmbeddedModel(ScriptedModel):
     """A tiny model, decoded in pieces of a few tokens: an abort takes effect between two pieces.
 
     The seed of a piece follows from the request's seed and the piece's place in prompt and completion, so tokens do not
-    depend on other requests. As with SGLang, a request that is aborted while paused loses the tokens of its current piece.
+    depend on other requests. As with SGLang, a request aborted while paused loses the tokens of its current piece.
 
     Args:
         folder: a Hugging Face model folder; random weights if it has none.

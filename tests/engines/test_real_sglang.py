@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from pathlib import Path
 from statistics import mean
@@ -167,6 +168,23 @@ def test_the_seed_of_a_request_decides_its_tokens(real_server, tmp_path):
     answers = [answer["output_ids"] for answer in asked(real_server, *bodies)]
     assert answers[0] == answers[1] != answers[2]
     assert answers[3] == answers[4] != answers[5]
+
+
+def test_a_seed_draws_the_same_tokens_wherever_a_completion_is_interrupted_and_beside_others(real_server, tmp_path):
+    load(real_server, tmp_path, 0, tiny_models(1)[0])
+    bodies = [body([3, 1, 4], sampling_seed=seed) for seed in range(8)]
+
+    async def together() -> list[Any]:
+        client = SGLangClient(real_server["url"], token=real_server["token"], timeouts=Timeouts(request_s=30))
+        try:
+            return list(await asyncio.gather(*(client.generate(one) for one in bodies)))
+        finally:
+            await client.close()
+
+    alone = [answer["output_ids"] for answer in asked(real_server, *bodies)]
+    assert [answer["output_ids"] for answer in run(together())] == alone
+    rest = body([3, 1, 4, *alone[5][:7]], sampling_seed=5, max_new_tokens=5)
+    assert asked(real_server, rest)[0]["output_ids"] == alone[5][7:]
 
 
 def test_a_request_without_the_token_is_refused(real_server):

@@ -33,7 +33,7 @@ class Jittery(GRPO):
 
     def __init__(self) -> None:
         policy = ModelSpec(config=tiny_config().to_dict(), tokenizer="tiny.char_tokenizer", seed=1)
-        sampling = Sampling(max_new_tokens=60, min_new_tokens=50)
+        sampling = Sampling(max_new_tokens=200, min_new_tokens=200)  # long enough for weights to change meanwhile
         super().__init__(policy, lr=1e-3, group_size=4, sampling=sampling, decoupled=True)
         self.trained: list[list[int]] = []
         self.rows: list[tuple[list[int], list[int], list[float]]] = []  # token ids, versions, logprobs
@@ -62,7 +62,7 @@ class Slow(RLCallback):
     """An update takes a while, so that weights change within completions."""
 
     def on_minibatch_start(self, *args: Any) -> None:
-        time.sleep(CHANCE.uniform(0, 0.1))
+        time.sleep(CHANCE.uniform(0, 0.05))
 
 
 def fit(
@@ -84,7 +84,9 @@ def fit(
 
 
 @pytest.mark.parametrize("interrupt", ["retract", "abort"])
-def test_a_recorded_run_repeats_its_tokens_versions_and_losses(interrupt: str, real_server: Any, tmp_path: Path) -> None:
+def test_a_recorded_run_repeats_its_tokens_versions_and_losses(
+    interrupt: str, real_server: Any, tmp_path: Path
+) -> None:
     """Its numbers for a token depend a little on what else is in a batch, so logprobs are not bit-equal."""
     first = fit(real_server, tmp_path / "first", interrupt=interrupt)
     assert any(len(set(versions)) > 1 for _, versions, _ in first.rows)  # or no weights changed amid a completion
@@ -100,8 +102,7 @@ def test_a_recorded_run_repeats_its_tokens_versions_and_losses(interrupt: str, r
 
 def test_a_resumed_run_continues_what_was_in_flight(real_server: Any, tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    first = fit(real_server, tmp_path / "first", max_steps=2, callbacks=[save], enable_checkpointing=True)
-    assert first.trained == [[0, 1], [2, 3]]
+    fit(real_server, tmp_path / "first", callbacks=[save], enable_checkpointing=True)
     checkpoint = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
     written = checkpoint["loops"]["fit_loop"][ROLLOUT_LOOP_KEY]["rollout"]["written"]
     parts = [Completion.from_state(item) for _, item in written]
@@ -112,5 +113,5 @@ def test_a_resumed_run_continues_what_was_in_flight(real_server: Any, tmp_path: 
         begun = tuple(list(values) for values in (part.token_ids, part.weight_versions, part.logprobs))
         length = len(part.token_ids)
         (row,) = (row for row in resumed.rows if tuple(values[:length] for values in row) == begun)
+        assert len(row[0]) > length if part.finish_reason == "abort" else len(row[0]) == length
         assert all(version >= 2 for version in row[1][length:])
-        assert len(row[0]) >= 50 or part.finish_reason == "stop"

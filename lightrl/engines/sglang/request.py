@@ -186,13 +186,11 @@ class CompletionDraft:
 def request_seed(seed: int, sample: int) -> int:
     """The seed of a completion's requests, 0 to 2**63 - 1; that of completion 0 is the sampling's own.
 
-    All requests of a completion have one seed: SGLang hashes it with a token's place in prompt and completion together,
-    so it draws the same tokens wherever a completion is interrupted.
+    SGLang hashes it with a token's place in the sequence, so it does not matter where a completion is interrupted.
     """
     if sample == 0 and seed >= 0:
         return seed
-    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def read_answer(content: bytes) -> Answer:

@@ -96,7 +96,8 @@ class CacheCanary:
         body = {
             "rid": rid,
             "input_ids": [(7 * index + 3) % self._vocab_size for index in range(length)],
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            # Drawn as most requests are: one greedy request in a batch makes SGLang draw other tokens for all of it.
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "extra_key": self._cache_key(weight_version),
         }
         try:
