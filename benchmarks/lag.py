@@ -196,7 +196,7 @@ def sample(policy: Module, prompts: list[Prompt], version: int) -> Experience:
 
 
 def step_kl(policy: Module, fresh: Experience) -> float:
-    """How far the updates of an iteration have moved the policy: k3 of KL(before ‖ after), on what it sampled before."""
+    """How far the updates of an iteration moved the policy: k3 of KL(before ‖ after), on what it sampled before."""
     import torch
 
     from lightrl.functional import kl, token_logprobs

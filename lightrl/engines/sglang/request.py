@@ -184,10 +184,8 @@ class CompletionDraft:
 
 
 def request_seed(seed: int, sample: int) -> int:
-    """The seed of a completion's requests, 0 to 2**63 - 1; that of completion 0 is the sampling's own.
-
-    SGLang hashes it with a token's place in the sequence, so it does not matter where a completion is interrupted.
-    """
+    """Of all requests of a completion, 0 to 2**63 - 1: SGLang hashes it with each token's place in the sequence."""
+    # So a completion has the same tokens wherever it is interrupted.
     if sample == 0 and seed >= 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big") >> 1
