@@ -4,8 +4,9 @@
 
 The decisions are lightrl's own: GroupBook says which groups start and which are trained on, ServerPool which server a
 request goes to and which may serve, the launch planner which GPUs are whose, and costs.py what an update takes. Time is
-a number; nobody sleeps. What takes time comes from the tables here: data sheets, and published workloads. Constants
-that nobody has published are marked as assumed, and printed; none is fitted to the results.
+a number; nobody sleeps. What takes time comes from the tables here: data sheets, published speeds of single requests,
+and published workloads. Constants that nobody has published are marked as assumed, and printed; none is fitted to what
+the command is compared with.
 
     synchronous     η = 0, ranks and servers on the same GPUs: all of them decode, then all of them train
     asynchronous    a quarter of the GPUs train, the others decode, as in AReaL's experiments
@@ -95,14 +96,21 @@ def hardware(workload: Workload, machine: Machine) -> Hardware:
 
 
 @functools.lru_cache(maxsize=256)
-def update_s(name: str, gpus: int, tokens: int) -> float:
-    """An iteration's score and update of so many tokens, by the formulas of `benchmarks.plan`."""
+def update_s(name: str, gpus: int, tokens: int, context: float = 0.0) -> float:
+    """An iteration's score and update of so many tokens, by the formulas of `benchmarks.plan` and attention's scores.
+
+    Args:
+        context: length of the sequence that a token is in, on average over tokens.
+    """
     workload, machine = WORKLOADS[name], Machine()
     config = workload.config()
     work = Work(tokens // workload.num_minibatches)
     costs = [best_fsdp2_cost(config, gpus, work, machine), best_3d_cost(config, gpus, work, machine)]
     fitting = [cost for cost in costs if cost.memory_bytes <= machine.memory_bytes] or costs
     best = min(cost.step_s for cost in fitting)
+    # Two products with half of the sequence, for two directions of backward and two forwards: layers are recomputed.
+    scores = 4 * 2 * context * config.hidden_size * config.num_hidden_layers * work.tokens
+    best += scores / (gpus * machine.flops * machine.mfu)
     return best * workload.num_minibatches * (1 + SCORE_OF_UPDATE)
 
 
@@ -128,14 +136,16 @@ def simulate(
     workload = WORKLOADS[name]
     planned = layout(workload, gpus, staleness)
     _, servers = place(planned, gpus // GPUS_PER_HOST, GPUS_PER_HOST)
+    lengths = lengths or workload.lengths
+    context = lengths.prompt + lengths.mean_of_tokens
     cluster = SimulatedCluster(
         hardware(workload, Machine()),
-        lengths or workload.lengths,
+        lengths,
         servers=[host for host, groups in servers.items() for _ in groups],
         ranks=planned.ranks,
         is_colocated=planned.placement == "colocated",
         # tokens rounded, so that the plan is computed once
-        update_s=lambda tokens: update_s(name, planned.ranks, max(1, round(tokens / 1e7)) * 10_000_000),
+        update_s=lambda tokens: update_s(name, planned.ranks, max(1, round(tokens / 1e7)) * 10_000_000, context),
         prompts=workload.prompts,
         group_size=workload.group_size,
         max_staleness=staleness,
@@ -205,7 +215,7 @@ def small_run(report: Report, iterations: int) -> None:
     measured = {1: 1.92, 2: 2.67, 4: 2.51, 8: 3.30}  # benchmarks/README.md
     cap = 10_750  # steps of 1 ms
     lengths = Lengths(median=cap / 8.4, sigma=0.8, cap=cap, prompt=1)  # as lognormal_lengths: of 128 one has the cap
-    free = Hardware(1.0, 1e-6, 1, 1e12, 1e30, 1.0, 1e30)  # steps take their overhead alone
+    free = Hardware(1.0, 1e-6, 1, 1e12, 1e30, 1.0, 1e30, step_overhead_s=0.001)  # steps take their overhead alone
     sync: Outcome | None = None
     for staleness in (0, *measured):
         cluster = SimulatedCluster(

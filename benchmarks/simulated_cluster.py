@@ -7,6 +7,7 @@ Weights arrive over the network; a server that is interrupted then computes the 
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 import random
@@ -18,11 +19,14 @@ from typing import Any, NamedTuple
 from benchmarks.stream_order import OrderOfBook
 from lightrl.engines.sglang.pool import PooledServer, ServerPool
 
-# Assumed: the parts of a data sheet's figures that are reached, and times that depend on the software.
 MEMORY_BYTES_PER_S = 3.35e12  # an H100's or H800's data sheet
-MEMORY_EFFICIENCY = 0.6
+# A line through published speeds of one request (vLLM, bf16, an A100 of 2.039e12 bytes/s): seconds of a step, by bytes
+# of parameters that it reads. https://qwen.readthedocs.io/en/v2.5/benchmark/speed_benchmark.html
+PUBLISHED_TOKENS_PER_S = {0.99e9: 311.55, 3.09e9: 183.33, 14.14e9: 84.28, 27.98e9: 46.30, 63.97e9: 22.13}
+MEMORY_EFFICIENCY = 0.74
+STEP_OVERHEAD_S = 0.0029
+# Assumed
 MEMORY_FRACTION = 0.85  # of the GPU's for weights and key-values
-STEP_OVERHEAD_S = 0.001
 SYNC_OVERHEAD_S = 1.0  # pauses, checks and probes around the bytes
 RESTART_S = 600.0  # of a host, or of the run from its checkpoint
 CAUSES = ("rollout", "tail", "sync", "lost")
@@ -45,6 +49,12 @@ class Lengths:
         """Without the cap, which lowers it a little."""
         return self.median * math.exp(self.sigma**2 / 2)
 
+    @functools.cached_property
+    def mean_of_tokens(self) -> float:
+        """The length of the completion that a token is in, on average over tokens."""
+        lengths = [self.draw(f"token/{number}") for number in range(4096)]
+        return sum(length**2 for length in lengths) / sum(lengths)
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -57,6 +67,7 @@ class Hardware:
     flops: float
     prefill_mfu: float
     link_bytes_per_s: float
+    step_overhead_s: float = STEP_OVERHEAD_S
 
     @staticmethod
     def assumed() -> dict[str, float]:
@@ -70,7 +81,7 @@ class Hardware:
         """Time of one token of each of `num` completions with `context` tokens together."""
         read = (self.weight_bytes + self.kv_bytes * context) / (MEMORY_BYTES_PER_S * MEMORY_EFFICIENCY)
         computed = self.weight_bytes * num / (self.flops * self.prefill_mfu)  # 2 operations per parameter of 2 bytes
-        return STEP_OVERHEAD_S + max(read, computed) / self.tp
+        return self.step_overhead_s + max(read, computed) / self.tp
 
     def prefill_s(self, tokens: float) -> float:
         return self.weight_bytes * tokens / (self.flops * self.prefill_mfu) / self.tp

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from benchmarks import cluster_sim
+from benchmarks import cluster_sim, simulated_cluster
 from benchmarks.simulated_cluster import RESTART_S, SYNC_OVERHEAD_S, Hardware, Lengths, SimulatedCluster
 
-FREE = Hardware(1.0, 1e-6, 1, 1e12, 1e30, 1.0, 1e30)  # a step takes its overhead of 1 ms, however many completions
+# A step takes its overhead of 1 ms, however many completions.
+FREE = Hardware(1.0, 1e-6, 1, 1e12, 1e30, 1.0, 1e30, step_overhead_s=0.001)
 ALIKE = Lengths(median=10_000, sigma=0.0, cap=10_000, prompt=0)  # 10 s each
 
 
@@ -52,6 +54,24 @@ def test_a_host_that_fails_costs_its_restart_and_no_trajectory():
     lost_s = 2000 * (failing.seconds_per_iteration - calm.seconds_per_iteration)
     # what was under way is done again: at most an update and a rollout for each failure
     assert RESTART_S <= lost_s / failing.lost_hosts <= RESTART_S + 21
+
+
+def test_the_pace_of_a_step_is_the_line_through_published_speeds():
+    bytes_read = np.array(list(simulated_cluster.PUBLISHED_TOKENS_PER_S))
+    seconds = 1 / np.array(list(simulated_cluster.PUBLISHED_TOKENS_PER_S.values()))
+    slope, overhead_s = np.polyfit(bytes_read, seconds, 1)
+    assert pytest.approx(overhead_s, rel=0.02) == simulated_cluster.STEP_OVERHEAD_S
+    assert pytest.approx(1 / (slope * 2.039e12), rel=0.02) == simulated_cluster.MEMORY_EFFICIENCY
+
+
+def test_an_update_of_long_sequences_takes_longer_by_attentions_scores():
+    machine, config = cluster_sim.Machine(), cluster_sim.WORKLOADS["math-7b"].config()
+    more_s = [cluster_sim.update_s("math-7b", 64, 40_000_000, context) for context in (0.0, 10_000.0)]
+    # forward of causal attention: 2 products of 2 operations with half of the context: 4 times with the backward and
+    # the recomputed forward, and the score's forward
+    operations = 2 * 10_000 * 28 * 128 * 28 * 40_000_000 * 5
+    assert config.num_hidden_layers == 28
+    assert more_s[1] - more_s[0] == pytest.approx(operations / (64 * machine.flops * machine.mfu))
 
 
 def test_the_planner_places_the_published_runs():
