@@ -3,10 +3,10 @@
     python -m benchmarks.recovery [--kills 10] [--ranks 2]
 
 `lightrl launch` starts the quickstart's task, made small, with `recover: {retries: …}` and a checkpoint after each
-iteration. After at least one iteration and a random time, one of its processes gets kill -9: a rank, after which the
-launcher ends the other ranks and starts again by itself, or the launcher, after which the same command is given again
-with `--ckpt_path last`. A second run, which nothing disturbs, is the reference: on-policy all losses must equal its own
-to the last bit. Columns:
+iteration. After two iterations and a random part of the next two, one of its processes gets kill -9: a rank, after
+which the launcher ends the other ranks and starts again by itself, or the launcher, after which the same command is
+given again with `--ckpt_path last`. A second run, which nothing disturbs, is the reference: on-policy all losses must
+equal its own to the last bit. Columns:
 
     ended_s              from the kill until no rank of that attempt is left
     lost_iterations      trained before the kill, and again after it: at most the one that the checkpoint had not yet
@@ -59,7 +59,7 @@ class Losses(RLCallback):
 
     def on_policy_updated(self, trainer: Any, module: Any, weight_version: int) -> None:
         if trainer.is_global_zero:
-            line = {"iteration": weight_version, "losses": self._losses}
+            line = {"iteration": weight_version, "losses": self._losses, "at": time.monotonic()}
             with (self.folder / LOSSES).open("a") as file:
                 file.write(json.dumps(line) + "\n")
         self._losses = []
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     report, source = Report("recovery", ranks=given.ranks, seed=given.seed), random.Random(given.seed)
-    iterations = 12 * (given.kills + 1)
+    iterations = 7 * (given.kills + 1)
     with tempfile.TemporaryDirectory() as folder:
         with LaunchedRun(Path(folder, "reference"), ranks=given.ranks, iterations=iterations) as reference:
             if reference.finish():
@@ -183,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with LaunchedRun(disturbed, ranks=given.ranks, iterations=iterations, retries=given.kills) as run:
             for _ in range(given.kills):
                 run.wait_for(len(run.losses()) + 2)  # a checkpoint is there
-                time.sleep(source.uniform(0, 2))
+                *_, before, last = run.losses()
+                time.sleep(source.uniform(0, 2) * (last["at"] - before["at"]))
                 victim = source.choice(sorted(run.processes()))
                 report.add("kill", **run.kill(victim), peak_rss_mib=0)
             exit_code = run.finish()
