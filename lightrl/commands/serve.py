@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _FROM_ENGINE = ("servers", "tp", "sglang_python", "server_args", "devices", "seed", "token")
 _SERVER_ARG = "--server_args."
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOOPBACK, _ANY = ("127.0.0.1", "localhost", "::1"), ("", "0.0.0.0", "::")
 _EPILOG = """\
 examples:
   lightrl serve --config run.yaml --servers 2 --tp 2
@@ -67,6 +67,7 @@ def serve(
     startup_timeout_s: float = 900.0,
     log_folder: Path | None = None,
     register: Path | None = None,
+    leave_s: float = 30.0,
     until: threading.Event | None = None,
     write: Callable[[str], object] = sys.stdout.write,
 ) -> None:
@@ -87,6 +88,7 @@ def serve(
         log_folder: of the servers' logs; a temporary one, printed, if not set.
         register: a folder in which the servers announce themselves; a run whose only server address is `file://FOLDER`
             finds them there, and moves its requests elsewhere before they end.
+        leave_s: at most, for a run to do that; 0 asks none.
         until: ends the servers; None leaves that to Ctrl-C and SIGTERM.
         write: gets what is printed.
 
@@ -108,8 +110,8 @@ def serve(
         try:
             receivers.start(host, token, port=port + servers if port else 0, log_folder=logs)
             announcement = Announcement(register) if register is not None else None
-            _run(processes, until or threading.Event(), receivers, announcement, host, lambda fleet: write(usage(
-                fleet, receivers, token, host, register)))  # fmt: skip
+            _run(processes, until or threading.Event(), receivers, announcement, leave_s, host, lambda fleet: write(
+                usage(fleet, receivers, token, host, register)))  # fmt: skip
         finally:
             receivers.stop()
 
@@ -119,6 +121,7 @@ def _run(
     ended: threading.Event,
     receivers: Receivers,
     announcement: Announcement | None,
+    leave_s: float,
     host: str,
     on_ready: Callable[[ServerFleet], object],
 ) -> None:
@@ -139,7 +142,7 @@ def _run(
             pass
     finally:
         try:
-            if announcement is not None and not announcement.leave():
+            if announcement is not None and not announcement.leave(leave_s):
                 log.warning("No run has let go of these servers; they end all the same.")
         finally:
             fleet.stop()
@@ -155,7 +158,7 @@ def entries(fleet: ServerFleet, receivers: Receivers, host: str) -> list[ServerE
 
 
 def _reachable_name(host: str) -> str:
-    return host if host in _LOOPBACK else socket.gethostname()
+    return socket.gethostname() if host in _ANY else host
 
 
 def usage(fleet: ServerFleet, receivers: Receivers, token: str, host: str, register: Path | None = None) -> str:

@@ -1,6 +1,7 @@
 """Child processes that end with their parent: `end_with_parent` for Python, and a guard process around any command.
 
-As a script, which uses only the standard library:  `python -I parent_guard.py PARENT_PID GRACE_S REMOVE COMMAND...`
+As a script, which uses only the standard library:  `python -I parent_guard.py PARENT_PID GRACE_S REMOVE COMMAND...`,
+with 0 for the process that starts it.
 
     parent ══ pipe (stdin) ══► guard ──► command, in a session of its own ──► its children
 
@@ -70,7 +71,7 @@ def main() -> int:
         process = started = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent
         )
-        wait_for_parent(int(parent), 0, until=lambda: started.poll() is not None)
+        wait_for_parent(int(parent) or os.getppid(), 0, until=lambda: started.poll() is not None)
         seconds = _grace_in(0, seconds)
     except _Terminated:
         pass

@@ -1,7 +1,7 @@
 """KubernetesLauncher: manifests of a run: a TrainJob (Kubeflow Trainer 2.2) for ranks, a LeaderWorkerSet for servers.
 
 The launch's folder is on a volume that all pods have at the same path: the claim `options.claim`, mounted at the run's
-root. Each server is a pod of its own, found by the name that its LeaderWorkerSet gives it. Sources:
+root. Each server is a pod of its own, which announces its address in the launch's folder. Sources:
 https://github.com/kubeflow/trainer/blob/master/pkg/apis/trainer/v1alpha1/trainjob_types.go,
 https://github.com/kubernetes-sigs/lws/blob/main/docs/examples/sglang/lws.yaml. It was not run on a cluster.
 """
@@ -16,9 +16,8 @@ from typing import Any
 
 import yaml
 
-from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES, RECEIVER_VARIABLE
 from lightrl.launch.launcher import LaunchState
-from lightrl.launch.plan import CONFIG, LAYOUT, SERVER_OFFSET, Plan
+from lightrl.launch.plan import CONFIG, LAYOUT, REGISTRY, SERVER_OFFSET, Plan
 from lightrl.launch.scripts import inside, script_head
 
 _OPTIONS = ("claim", "namespace", "name", "runtime")
@@ -117,17 +116,10 @@ class KubernetesLauncher:
         ours = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")  # the runtime's, and a pod's own GPUs
         first = self.plan.of("trainer")[0]
         environment = {name: value for name, value in first.environment.items() if name not in ours}
-        port = self.plan.port + SERVER_OFFSET
-        hosts = [f"{self.name}-servers-{number}.{self.name}-servers" for number in range(self.plan.layout.servers)]
-        for name, its_port in ((ADDRESS_VARIABLES[0], port), (RECEIVER_VARIABLE, port + 1)):
-            if name in environment:
-                environment[name] = ",".join(f"{host}:{its_port}" for host in hosts)
         python, *fit = first.command
         command = inside(self.plan, [python, "-m", "torch.distributed.run", *fit])  # PET_* have the rest
-        return (
-            "\n".join([*script_head(self.plan, environment, before=self._log("trainer-$PET_NODE_RANK")), command])
-            + "\n"
-        )
+        head = script_head(self.plan, environment, before=self._log("trainer-$PET_NODE_RANK"))
+        return "\n".join([*head, command]) + "\n"
 
     def _servers(self) -> str:
         plan = self.plan
@@ -138,7 +130,7 @@ class KubernetesLauncher:
             "host": "$POD_IP",
             "port": str(plan.port + SERVER_OFFSET),
         }
-        settings |= {"log_folder": f"{plan.folder}/$HOSTNAME"}
+        settings |= {"log_folder": f"{plan.folder}/$HOSTNAME", "register": f"{plan.folder}/{REGISTRY}", "leave_s": "0"}
         settings |= {} if plan.on_cpu else {"devices": ",".join(map(str, range(plan.layout.tp)))}
         words = [word for name, value in settings.items() for word in (f"--{name}", value)]
         command = inside(plan, ["python", "-m", "lightrl", "serve", *config, *words])

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
-from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES, RECEIVER_VARIABLE
+from lightrl.engines.sglang.addresses import ADDRESS_VARIABLES
+from lightrl.engines.sglang.registry import SCHEME
 from lightrl.launch.model_checks import check_memory, check_model
 from lightrl.launch.run_facts import RunFacts
 from lightrl.launch.settings import Launch, Layout, layout_of
 
 SERVER_OFFSET = 1  # ports of servers, after the trainer's store
-CONFIG, LAYOUT = "config.yaml", "layout.yaml"  # in the launch's folder: the run's settings, and what the plan changes
+# In the launch's folder: the run's settings, what the plan changes, and where servers say that they are ready.
+CONFIG, LAYOUT, REGISTRY = "config.yaml", "layout.yaml", "servers"
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,8 @@ def make_plan(
     processes = _trainers(ranks_of, names, port, facts.on_cpu, [python, "-m", "lightrl", "fit", *config, *flags])
     servers = _servers(servers_of, names, port, layout, facts, folder, [python, "-m", "lightrl", "serve", *config])
     if servers:
-        addresses = [f"{names[one.host]}:{number}" for one in servers for number in one.ports]
-        found = {ADDRESS_VARIABLES[0]: ",".join(addresses)}
-        receivers = [f"{names[one.host]}:{one.ports[-1] + 1}" for one in servers]
-        found |= {RECEIVER_VARIABLE: ",".join(receivers)} if facts.transport == "delta" else {}
-        processes = [replace(one, environment={**one.environment, **found}) for one in processes]
+        found = f"{SCHEME}{folder}/{REGISTRY}?servers={layout.servers}"
+        processes = [replace(one, environment={**one.environment, ADDRESS_VARIABLES[0]: found}) for one in processes]
         elsewhere = {one.host for one in servers} - {0}
         if elsewhere and facts.transport == "disk" and facts.weight_folder is None:
             settings["trainer"]["engine"]["init_args"]["weight_folder"] = f"{folder}/weights"
@@ -200,7 +199,7 @@ def _settings(layout: Layout, facts: RunFacts) -> tuple[dict[str, Any], list[str
             raise ValueError(
                 f"launch.servers={layout.servers} need SGLangEngine, but trainer.engine is {facts.engine}."
             )
-        # the servers are started by the launch and found by LIGHTRL_SERVER_ADDRS
+        # the servers are started by the launch and found in its registry
         arguments = {"servers": None, "devices": None, "tp": 1, "placement": layout.placement}
         trainer["engine"] = {"class_path": "SGLangEngine", "init_args": arguments}
     return {"trainer": trainer}, notes
@@ -232,14 +231,17 @@ def _servers(
     folder: str,
     command: Sequence[str],
 ) -> list[Process]:
-    """One `lightrl serve` per host with servers; its weight receiver has the port after its last server's."""
+    """One `lightrl serve` per host with servers; its weight receiver has the port after its last server's.
+
+    They end after the trainer, so they wait for no run to leave them.
+    """
     processes: list[Process] = []
     for number, (host, groups) in enumerate(placed.items()):
         ports = tuple(port + SERVER_OFFSET + index for index in range(len(groups)))
         gpus = tuple(gpu for group in groups for gpu in group)
         arguments = {
             "servers": len(groups), "tp": layout.tp, "host": names[host], "port": ports[0],
-            "log_folder": f"{folder}/{names[host]}",
+            "log_folder": f"{folder}/{names[host]}", "register": f"{folder}/{REGISTRY}", "leave_s": 0,
         }  # fmt: skip
         arguments |= {} if facts.on_cpu else {"devices": ",".join(map(str, gpus))}
         arguments |= {"server_args.enable_memory_saver": "true"} if layout.placement == "colocated" else {}

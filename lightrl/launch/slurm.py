@@ -30,6 +30,7 @@ _TICK_S = 1.0
 _CALL_TIMEOUT_S = 60.0
 _SERVERS_GRACE_S = 20
 _OURS = ("array", "nodes", "time", "signal", "requeue", "no-requeue", "output", "open-mode", "ntasks-per-node")
+_NOT_ENDED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
 
 _JOB = """\
 #!/bin/bash
@@ -43,6 +44,7 @@ printf '%s\\n' "${{hosts[@]}}" > "$folder/hosts"
 echo running > "$folder/state"
 restarts=${{SLURM_RESTART_COUNT:-0}} is_late= is_canceled=
 if [ "$restarts" -gt 0 ]; then export LIGHTRL_RESUME="{resume}"; fi
+if [ "$restarts" -gt {retries} ]; then echo "Ended: recover.retries={retries}, and Slurm requeued it again."; exit 1; fi
 
 signal_step() {{ [ -f "$folder/$2.step" ] && scancel --signal="$1" "$(cat "$folder/$2.step")"; }}
 # Not to srun, which kills its tasks on SIGTERM.
@@ -108,15 +110,7 @@ class SlurmLauncher:
                 log = FollowedLog(paths[0], "trainer-0 | ", self._write, from_start=True)
             if log is not None:
                 log.follow()
-            if state not in (
-                "PENDING",
-                "CONFIGURING",
-                "RUNNING",
-                "COMPLETING",
-                "REQUEUED",
-                "REQUEUE_HOLD",
-                "SUSPENDED",
-            ):
+            if state not in _NOT_ENDED:
                 return 0 if state == "COMPLETED" else 1
             time.sleep(_TICK_S)
 

@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 
+from lightrl.concurrency import parent_guard
 from lightrl.launch.launcher import LaunchState
 from lightrl.launch.plan import Plan, Process
 from lightrl.launch.scripts import inside, script_head
@@ -66,7 +67,8 @@ class TorchrunLauncher:
             main = {"nnodes": plan.trainer_hosts, "nproc-per-node": plan.ranks_per_host, "node-rank": process.host}
             words = [f"--{key}={value}" for key, value in main.items()]
             words += [f"--master-addr={plan.hosts[0]}", f"--master-port={plan.port}"]
-            python, *fit = command
-            command = [python, "-m", "torch.distributed.run", *words, *fit]
-        more = ' "$@"' if process.role == "trainer" else ""
+            # A rank must not outlive its torchrun, not even one that is killed.
+            guard = ["-m", parent_guard.__name__, "0", str(plan.launch.warning_s), f"{plan.log_file(process)}.none"]
+            command = [command[0], "-m", "torch.distributed.run", *words, "--no-python", command[0], *guard, *command]
+        more = ' "$@" < /dev/null' if process.role == "trainer" else ""
         return "\n".join([*script_head(plan, environment, before=before), f"exec {inside(plan, command)}{more}"]) + "\n"

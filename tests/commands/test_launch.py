@@ -2,10 +2,13 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from launched import engine
 
@@ -57,3 +60,29 @@ def test_two_ranks_and_a_server_train_and_leave_their_logs_in_one_place(launched
     assert "iteration  2 of 2; weight version 2" in shown
     assert re.search(r"servers    http://127.0.0.1:\d+  routable  version 2, 0 requests of 0 tokens", shown)
     assert re.search(r"trainer-1 +127.0.0.1  exit code 0  \S+/launch-0/127.0.0.1/trainer-1.log", shown)
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_the_command_saves_a_checkpoint_and_leaves_no_process(launched, config):
+    launched["trainer"]["max_steps"] = 10_000
+    launched["launch"] = {"ranks": 1, "servers": 1}
+    command = [sys.executable, "-m", "lightrl", "launch", "--config", config(launched)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        assert launcher.stdout is not None
+        for line in launcher.stdout:
+            if line.startswith("trainer-0 | iteration"):
+                break
+        else:
+            raise AssertionError("the run ended before its first iteration")
+        time.sleep(1.0)  # at a random place of an iteration
+        processes = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(processes) >= 5  # guards, a rank, lightrl serve, its server
+        launcher.send_signal(signal.SIGINT)
+        output, _ = launcher.communicate(timeout=120)
+        assert launcher.returncode == 130, output
+    _, alive = psutil.wait_procs(processes, 60)
+    assert not alive
+    assert list(Path("runs").glob("lightning_logs/version_0/checkpoints/*.ckpt"))
+    launch_state = json.loads(Path("runs/launch-0/launch.json").read_text())
+    assert launch_state["state"] == "ended"
+    assert launch_state["processes"]["servers-0"]["state"] == "exit code 0"

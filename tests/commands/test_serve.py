@@ -144,6 +144,7 @@ def test_registered_servers_are_announced_and_leave_when_a_run_has_let_them_go(f
 
     threads = []
     spec = ModelSpec.of(str(tiny_folder))
+    registry.read()  # what comes from now on is new
     serve(spec, sglang_python=str(fake_python), register=registry.folder, until=ended, write=end, log_folder=tmp_path)
     threads[0].join(60)
     assert not registry.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,45 @@ def announced(tmp_path: Path) -> Iterator[Any]:
         one.end()
 
 
+def reader_from_before(folder: Path) -> Registry:
+    """One that was there before the servers."""
+    reader = Registry(folder)
+    assert reader.read() == {}
+    return reader
+
+
 def test_a_registry_knows_the_servers_that_announce_themselves(tmp_path: Path, announced: Any) -> None:
+    reader = reader_from_before(tmp_path)
     both = announced(A, B)
-    assert Registry(tmp_path).read() == {"http://a:1": A, "http://b:2": B}
+    assert reader.read() == {"http://a:1": A, "http://b:2": B}
     both.end()
-    assert Registry(tmp_path).read() == {}
+    assert reader.read() == {}
+
+
+def test_an_entry_from_before_the_run_counts_once_it_changes(tmp_path: Path) -> None:
+    alive, killed = Announcement(tmp_path), Announcement(tmp_path)
+    alive._servers, killed._servers = [A], [B]
+    alive._beat()
+    killed._beat()
+    reader = Registry(tmp_path)
+    assert reader.read() == {}
+    alive._beat()
+    assert list(reader.read()) == [A.url]
+
+
+def test_a_run_waits_for_as_many_servers_as_its_address_says(
+    tmp_path: Path, announced: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = registry_at([f"file://{tmp_path}?servers=2"])
+    assert reader is not None
+    assert reader.num_expected == 2
+    assert reader.read() == {}
+    announced(A)
+    threading.Timer(0.3, announced, [B]).start()
+    assert reader.wait_for_servers(60) == [A, B]
+    reader.num_expected = 3
+    assert reader.wait_for_servers(0.0) == [A, B]  # better than none
+    assert "2 of 3 servers announced themselves" in caplog.text
 
 
 def test_an_entry_without_a_beat_expires_by_the_clock_of_its_reader(
@@ -59,8 +94,8 @@ def test_an_entry_without_a_beat_expires_by_the_clock_of_its_reader(
     monkeypatch.setattr(registry.time, "monotonic", lambda: now[0])
     announcement = Announcement(tmp_path)
     announcement._servers = [A]
+    reader = reader_from_before(tmp_path)
     announcement._beat()
-    reader = Registry(tmp_path)
     assert list(reader.read()) == [A.url]
     now[0] += registry.EXPIRE_S - 1
     assert list(reader.read()) == [A.url]
@@ -73,34 +108,38 @@ def test_an_entry_without_a_beat_expires_by_the_clock_of_its_reader(
 
 
 def test_a_torn_entry_is_ignored_until_it_is_whole(tmp_path: Path, announced: Any) -> None:
+    reader = reader_from_before(tmp_path)
     (tmp_path / "x-1.json").write_text('{"url": "http://x:1", "is_lea')
     announced(A)
-    assert list(Registry(tmp_path).read()) == [A.url]
+    assert list(reader.read()) == [A.url]
 
 
 def test_a_server_that_leaves_waits_until_it_is_released(tmp_path: Path, announced: Any) -> None:
     leaving = announced(A)
-    reader = Registry(tmp_path)
     assert not leaving.leave(timeout_s=0.3)  # no run has taken note
+    reader = reader_from_before(tmp_path)
     leaving = announced(A)
     leaving._is_leaving = True
     while not reader.read()[A.url].is_leaving:
         pass
     reader.release(A.url)
     assert leaving.leave(timeout_s=60)
+    leaving = announced(A)
+    assert leaving.leave(timeout_s=0)  # asks nobody
+    assert reader.read() == {}
 
 
 def test_a_registry_is_the_only_address(tmp_path: Path) -> None:
     assert registry_at(["http://a:1"]) is None
     assert registry_at(["file:///shared/servers"]) == Registry(Path("/shared/servers"))
-    for urls in (["file:///a", "http://b:1"], ["file://relative"]):
+    for urls in (["file:///a", "http://b:1"], ["file://relative"], ["file:///a?servers=all"], ["file:///a?num=2"]):
         with pytest.raises(ValueError, match="registry"):
             registry_at(urls)
 
 
 def test_a_run_without_servers_says_how_to_start_some(tmp_path: Path) -> None:
     with pytest.raises(EngineTimeout, match="lightrl serve --register"):
-        Registry(tmp_path).wait_for_first(0.0)
+        Registry(tmp_path).wait_for_servers(0.0)
 
 
 def is_whole(token_ids: list[int]) -> bool:

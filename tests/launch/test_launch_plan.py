@@ -83,10 +83,11 @@ def test_processes_get_their_gpus_environment_and_addresses():
     assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in ranks] == ["0,1,2,3"] * 4
     assert ranks[3].rank_environment["RANK"] == ranks[3].rank_environment["LOCAL_RANK"] == "3"
     assert ranks[3].environment["MASTER_ADDR"] == "node1"
-    assert ranks[0].environment["LIGHTRL_SERVER_ADDRS"] == "node2:29501,node2:29502"
+    assert ranks[0].environment["LIGHTRL_SERVER_ADDRS"] == "file://runs/launch-0/servers?servers=2"
     command = " ".join(servers.command)
     assert "serve" in command
     assert "--host node2 --port 29501" in command
+    assert "--register runs/launch-0/servers --leave_s 0" in command
     assert "--devices 0,1,2,3" in command
     trainer = plan.settings["trainer"]
     assert (trainer["num_nodes"], trainer["devices"]) == (1, 4)
@@ -112,12 +113,6 @@ def test_a_run_without_servers_keeps_its_engine():
 def test_on_a_cpu_nobody_gets_a_gpu():
     plan = plan_of(RunFacts(on_cpu=True), gpus_per_node=2, ranks=1, servers=1)
     assert not any("CUDA_VISIBLE_DEVICES" in one.environment or "--devices" in one.command for one in plan.processes)
-
-
-def test_the_delta_transport_gets_the_address_of_each_receiver():
-    facts = RunFacts(transport="delta", on_cpu=True)
-    plan = plan_of(facts, nodes=3, gpus_per_node=2, ranks=2, servers=3)
-    assert plan.processes[0].environment["LIGHTRL_RECEIVER_ADDRS"] == "node2:29503,node3:29502"
 
 
 REFUSED = {

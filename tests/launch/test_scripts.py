@@ -38,7 +38,7 @@ def test_torchrun_gets_a_script_for_each_host_and_the_servers_one_of_their_own()
     second = checked(files["trainer-node2.sh"])
     assert "--nnodes=2 --nproc-per-node=4 --node-rank=1 --master-addr=node1 --master-port=29500" in second
     assert "export CUDA_VISIBLE_DEVICES=0,1,2,3\n" in second
-    assert "export LIGHTRL_SERVER_ADDRS=node3:29501,node3:29502\n" in second
+    assert "export LIGHTRL_SERVER_ADDRS='file:///runs/launch-0/servers?servers=2'\n" in second
     assert "module load cuda\nexec apptainer exec run.sif python -m torch.distributed.run" in second
     assert "export LIGHTRL_SERVER_TOKEN=$(cat /runs/launch-0/token)" in second
     assert "MASTER_ADDR" not in second  # torchrun sets it
@@ -74,12 +74,11 @@ def test_kubernetes_gets_a_train_job_and_a_set_of_servers():
 def test_pods_find_each_server_and_its_receiver_by_name():
     files = on_kubernetes().files()
     trainer = checked(files["trainer.sh"])
-    hosts = [f"lightrl-servers-{number}.lightrl-servers" for number in (0, 1)]
-    assert f"export LIGHTRL_SERVER_ADDRS={hosts[0]}:29501,{hosts[1]}:29501\n" in trainer
-    assert f"export LIGHTRL_RECEIVER_ADDRS={hosts[0]}:29502,{hosts[1]}:29502\n" in trainer
+    assert "export LIGHTRL_SERVER_ADDRS='file:///runs/launch-0/servers?servers=2'\n" in trainer
     assert "CUDA_VISIBLE_DEVICES" not in trainer
     servers = checked(files["servers.sh"])
     assert '--servers 1 --tp 2 --host "$POD_IP" --port 29501' in servers
+    assert "--register /runs/launch-0/servers" in servers
     assert "--devices 0,1" in servers
 
 

@@ -85,7 +85,7 @@ def test_the_job_asks_for_its_hosts_and_its_end(tmp_path):
     assert '--nodelist="${hosts[0]},${hosts[1]}"' in trainer
     assert "module load cuda" in files["trainer.sh"]
     assert 'export MASTER_ADDR="${hosts[0]}"' in files["trainer.sh"]
-    assert 'export LIGHTRL_SERVER_ADDRS="${hosts[2]}:29501"' in files["trainer.sh"]
+    assert f"export LIGHTRL_SERVER_ADDRS='file://{plan.folder}/servers?servers=1'" in files["trainer.sh"]
 
 
 def test_a_job_without_retries_is_not_requeued_and_one_without_servers_has_one_step(tmp_path):
@@ -113,8 +113,9 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
 class TestOnSlurm:
     pytestmark = ON_SLURM
 
-    def test_both_steps_run_at_once_and_the_warning_saves_and_requeues(self, slurm, tmp_path):
-        plan = plan_in(tmp_path, recover=Recover(retries=1))
+    @pytest.mark.timeout(300)
+    def test_both_steps_run_at_once_and_the_warning_before_the_time_limit_saves_and_requeues(self, slurm, tmp_path):
+        plan = plan_in(tmp_path, recover=Recover(retries=1), time_limit="1", warning_s=30)
         write_files(plan, "", SlurmLauncher(plan).files())
         job = slurm.run("sbatch", "--parsable", f"{plan.folder}/job.sh", cwd=tmp_path).strip()
         self.wait_for_notes(slurm, job, tmp_path, 3)
@@ -125,20 +126,21 @@ class TestOnSlurm:
         for one in ranks:  # what Lightning checks against devices and num_nodes
             assert (one["SLURM_NTASKS"], one["SLURM_NTASKS_PER_NODE"], one["SLURM_NNODES"]) == ("2", "1", "2")
             assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("node1", "29500")
-            assert one["LIGHTRL_SERVER_ADDRS"] == "node3:29501"
+            assert one["LIGHTRL_SERVER_ADDRS"] == f"file://{plan.folder}/servers?servers=1"
             assert len(one["LIGHTRL_SERVER_TOKEN"]) == 64
             assert one["CUDA_VISIBLE_DEVICES"] is None
         host = first["node3"]["words"][first["node3"]["words"].index("--host") + 1]
         assert host == "node3"
 
-        slurm.run("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the time limit
-        slurm.wait_for(job, "COMPLETED", timeout_s=LONGEST_S)
+        slurm.wait_for(job, "COMPLETED", timeout_s=2 * LONGEST_S)  # of these a minute is the job's limit
         again = [one for one in notes(tmp_path)[3:] if one["role"] == "trainer" and one["word"] == "started"]
         assert [one["words"][-2:] for one in again] == [["--ckpt_path", "last"]] * 2
         ended = [one["role"] for one in notes(tmp_path)[3:] if one["word"] == "ended"]
         assert ended == ["trainer", "trainer", "servers"] * 2
         assert (Path(plan.folder) / "node2" / "trainer-1.log").read_text() == "iteration 1\n" * 2
-        assert "Requeued after 0 restarts." in (Path(plan.folder) / "job.log").read_text()
+        log = (Path(plan.folder) / "job.log").read_text()
+        assert "The time limit is near" in log
+        assert "Requeued after 0 restarts." in log
 
     def test_a_canceled_job_asks_the_trainer_to_end_and_is_not_requeued(self, slurm, tmp_path):
         plan = plan_in(tmp_path, recover=Recover(retries=1))
@@ -148,6 +150,21 @@ class TestOnSlurm:
         slurm.run("scancel", "--batch", "--signal=TERM", job)  # SlurmLauncher.end
         slurm.wait_for(job, "COMPLETED", timeout_s=LONGEST_S)
         assert [one["role"] for one in notes(tmp_path)[3:]] == ["trainer", "trainer", "servers"]
+
+    @pytest.mark.timeout(300)
+    @pytest.mark.parametrize("retries", [1, 0])
+    def test_a_lost_host_ends_the_job_which_goes_on_elsewhere_if_it_may(self, retries, tmp_path):
+        (tmp_path / "slurm").mkdir()
+        with Slurm(4, tmp_path / "slurm") as slurm:
+            plan = plan_in(tmp_path, recover=Recover(retries=retries))
+            write_files(plan, "", SlurmLauncher(plan).files())
+            job = slurm.run("sbatch", "--parsable", f"{plan.folder}/job.sh", cwd=tmp_path).strip()
+            self.wait_for_notes(slurm, job, tmp_path, 3)
+            slurm.kill(2)
+            slurm.wait_for(job, "COMPLETED" if retries else "NODE_FAIL", timeout_s=2 * LONGEST_S)
+        started = [one for one in notes(tmp_path)[3:] if one["word"] == "started" and one["role"] == "trainer"]
+        assert [one["words"][-2:] for one in started] == [["--ckpt_path", "last"]] * 2 * retries
+        assert {one["SLURMD_NODENAME"] for one in started} == ({"node1", "node3"} if retries else set())
 
     def test_a_run_of_two_hosts_with_a_server_on_a_third(self, slurm, settings, tmp_path):
         settings["trainer"].update(engine=engine(tmp_path), default_root_dir=str(tmp_path / "runs"))

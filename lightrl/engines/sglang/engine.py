@@ -261,7 +261,7 @@ class SGLangEngine(
         urls = self.urls if self.urls is not None or self.num_servers is not None else addresses_from_environment()
         found: list[ServerEntry] = []
         if (registry := registry_at(urls)) is not None:
-            found = registry.wait_for_first(self.timeouts.startup_s)
+            found = registry.wait_for_servers(self.timeouts.startup_s)
             urls = [entry.url for entry in found]
         check_routes(
             [as_url(url) for url in urls or ()],

@@ -5,7 +5,8 @@
                           waits until the file is gone ◄───────────────────────  removed once the server is unused
 
 What else a run needs of a server (model, weight version, which process answers) it asks the server itself. Clocks of
-hosts are not compared: an entry is alive while its content changes, by the reader's clock.
+hosts are not compared: an entry is alive while its content changes, by the reader's clock. One that was there before
+the reader may be of a server that was killed, so it counts once it changes.
 """
 
 from __future__ import annotations
@@ -60,8 +61,12 @@ class Announcement:
         self._thread.start()
 
     def leave(self, timeout_s: float = 30.0) -> bool:
-        """Asks runs to move their requests elsewhere; True once they have, False if that takes longer."""
-        if not self._thread.is_alive():
+        """Asks runs to move their requests elsewhere; True once they have, False if that takes longer.
+
+        With a timeout of 0 s nobody is asked.
+        """
+        if not self._thread.is_alive() or not timeout_s:
+            self.end()
             return True
         self._is_leaving = True
         deadline = time.monotonic() + timeout_s
@@ -110,7 +115,9 @@ class Registry:
     """Reads the entries; every call may wait for the file system, so make it in a thread."""
 
     folder: Path
+    num_expected: int = 1  # servers for which a run waits at its start
     _seen: dict[str, tuple[str, float]] = field(default_factory=dict)  # by file: content, when it changed
+    _has_read: bool = False
 
     def read(self) -> dict[str, ServerEntry]:
         """The servers that are there, by address; an entry that cannot be read counts as silent."""
@@ -120,26 +127,34 @@ class Registry:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 text = file.read_text()
                 if self._seen.get(file.name, ("", 0.0))[0] != text:
-                    self._seen[file.name] = (text, now)
+                    self._seen[file.name] = (text, now if self._has_read else now - EXPIRE_S)
                 if now - self._seen[file.name][1] < EXPIRE_S:
                     content = json.loads(text)
                     receiver = content.get("receiver")
                     servers[str(content["url"])] = ServerEntry(content["url"], receiver, bool(content["is_leaving"]))
+        self._has_read = True
         return servers
 
-    def wait_for_first(self, timeout_s: float) -> list[ServerEntry]:
-        """The servers that are there once one is.
+    def wait_for_servers(self, timeout_s: float) -> list[ServerEntry]:
+        """The servers that are there once as many as expected are, or after `timeout_s`.
 
         Raises:
-            EngineTimeout: if that takes longer than `timeout_s`.
+            EngineTimeout: if none is there by then.
         """
         deadline = time.monotonic() + timeout_s
-        while not (found := [entry for entry in self.read().values() if not entry.is_leaving]):
+        while len(found := [one for one in self.read().values() if not one.is_leaving]) < self.num_expected:
             if time.monotonic() > deadline:
-                raise EngineTimeout(
-                    f"No server announced itself in {self.folder} within engine.timeouts.startup_s={timeout_s:g} s. "
-                    f"Start one with `lightrl serve --register {self.folder}`."
-                )
+                within = f"within engine.timeouts.startup_s={timeout_s:g} s"
+                if not found:
+                    raise EngineTimeout(
+                        f"No server announced itself in {self.folder} {within}. "
+                        f"Start one with `lightrl serve --register {self.folder}`."
+                    )
+                log.warning(
+                    "%d of %d servers announced themselves in %s %s. Starting with these.",
+                    len(found), self.num_expected, self.folder, within,
+                )  # fmt: skip
+                break
             time.sleep(LOOK_EVERY_S)
         return found
 
@@ -150,7 +165,7 @@ class Registry:
 
 
 def registry_at(urls: Sequence[str] | None) -> Registry | None:
-    """The registry if one is given as the servers' address, as `file:///shared/servers`.
+    """The registry if one is given as the servers' address, as `file:///shared/servers`, or with `?servers=4`.
 
     Raises:
         ValueError: if it is given together with addresses, or not as an absolute path.
@@ -158,13 +173,14 @@ def registry_at(urls: Sequence[str] | None) -> Registry | None:
     if not any(url.startswith(SCHEME) for url in urls or ()):
         return None
     assert urls is not None
-    path = urls[0].removeprefix(SCHEME)
-    if len(urls) > 1 or not path.startswith("/"):
+    path, _, query = urls[0].removeprefix(SCHEME).partition("?")
+    number = query.removeprefix("servers=") if query else "1"
+    if len(urls) > 1 or not path.startswith("/") or not number.isdecimal():
         raise ValueError(
-            f"Servers are given by a registry, as `file:///shared/servers`, or by their addresses, not both; got "
-            f"{', '.join(urls)}."
+            f"Servers are given by a registry, as `file:///shared/servers`, or `…?servers=4` to wait "
+            f"for 4 at the start, or by their addresses, not both; got {', '.join(urls)}."
         )
-    return Registry(Path(path))
+    return Registry(Path(path), int(number))
 
 
 def _name(url: str) -> str:
