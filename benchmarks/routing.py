@@ -1,0 +1,221 @@
+"""Which server a request goes to, by ServerPool and by SGLang's gateway (smg): prompt tokens computed, and load.
+
+    pip install smg && python -m benchmarks.routing [--servers 4] [--groups 24]
+
+Servers are small HTTP programs with a prefix cache in pages, as SGLang's; each computes `SLOTS` requests at a time, at
+a fixed pace per prompt token that is not cached and per token written. All samples of the groups start at once: a
+group's samples have one prompt, all prompts begin with the same instruction, and each sample takes several turns, whose
+prompt is everything before and a reply. Columns:
+
+    computed_fraction    prompt tokens computed ÷ prompt tokens: 1 without a cache
+    lower_bound          if each page were computed once by one server
+    imbalance            busiest server ÷ mean, by seconds of computation
+    wall_s               until the last sample is done; the gateway adds a hop of HTTP
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from benchmarks.report import Report
+from lightrl.engines.sglang.pool import ServerPool
+
+PAGE = 16
+SLOTS, PREFILL_S, DECODE_S = 8, 2e-5, 2e-4  # seconds per token
+INSTRUCTION, PROMPT, COMPLETION, REPLY, TURNS, SAMPLES = 256, 256, 128, 64, 3, 8  # tokens, and how many
+
+
+class CachedServer:
+    """Answers /generate; keeps every page that it has computed."""
+
+    def __init__(self) -> None:
+        self.pages: set[int] = set()
+        self.prompt_tokens = self.computed_tokens = 0
+        self.busy_s = 0.0
+        self.url = ""
+        self._slots = asyncio.Semaphore(SLOTS)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        tokens = body["input_ids"]
+        async with self._slots:
+            computed = self._compute(tokens)
+            seconds = PREFILL_S * computed + DECODE_S * COMPLETION
+            self.busy_s += seconds
+            await asyncio.sleep(seconds)
+            written = [random.Random(f"{body['rid']}/{place}").randrange(50_000) for place in range(COMPLETION)]
+            self._compute([*tokens, *written])
+        self.prompt_tokens += len(tokens)
+        self.computed_tokens += computed
+        return web.json_response({"text": "", "output_ids": written, "meta_info": {"id": body["rid"]}})
+
+    def _compute(self, tokens: Sequence[int]) -> int:
+        """Tokens that were not cached; they are now."""
+        pages = set(page_names(tokens))
+        missing = pages - self.pages
+        self.pages |= pages
+        return len(missing) * PAGE + len(tokens) % PAGE
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_post("/generate", self.generate)
+        for path in ("/health", "/health_generate"):
+            app.router.add_get(path, lambda request: web.Response())
+        for path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
+            facts = {"model_path": "model", "served_model_name": "model", "is_generation": True, "tp_size": 1}
+            app.router.add_get(path, lambda request, facts=facts: web.json_response(facts))
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", port := free_port())
+        await site.start()
+        self.url = f"http://127.0.0.1:{port}"
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+
+def page_names(tokens: Sequence[int]) -> list[int]:
+    """A name for each whole page, which depends on all before it."""
+    names, name = [], 0
+    for start in range(0, len(tokens) - PAGE + 1, PAGE):
+        name = hash((name, *tokens[start : start + PAGE]))
+        names.append(name)
+    return names
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def ids(name: str, num: int) -> list[int]:
+    source = random.Random(name)
+    return [source.randrange(50_000) for _ in range(num)]
+
+
+Post = Callable[[str, str, list[int]], Awaitable[list[int]]]  # session, request's name, prompt → what was written
+
+
+async def sample(post: Post, group: int, number: int, seen: list[list[int]]) -> None:
+    session = f"{group}/{number}"
+    tokens = [*ids("instruction", INSTRUCTION), *ids(f"prompt {group}", PROMPT)]
+    for turn in range(TURNS):
+        seen.append(tokens)
+        written = await post(session, f"{session}/{turn}", tokens)
+        tokens = [*tokens, *written, *ids(f"reply {session}/{turn}", REPLY)]
+
+
+def by_pool(servers: Sequence[CachedServer], client: aiohttp.ClientSession) -> Post:
+    """As SGLangEngine chooses: a trajectory stays on its server unless that is much busier."""
+    pool = ServerPool()
+    for server in servers:
+        pool.join(server.url)
+        pool.admit(server.url, 0)
+
+    async def post(session: str, name: str, tokens: list[int]) -> list[int]:
+        url = pool.choose(session)
+        assert url is not None
+        counted = pool.start_request(url, len(tokens) + COMPLETION)
+        try:
+            return await send(client, url, name, tokens)
+        finally:
+            pool.end_request(counted, len(tokens) + COMPLETION)
+
+    return post
+
+
+async def send(client: aiohttp.ClientSession, url: str, name: str, tokens: list[int]) -> list[int]:
+    body = {"rid": name, "input_ids": tokens, "sampling_params": {"max_new_tokens": COMPLETION}}
+    async with client.post(f"{url}/generate", json=body) as answer:
+        answer.raise_for_status()
+        return list((await answer.json())["output_ids"])
+
+
+@asynccontextmanager
+async def gateway(servers: Sequence[CachedServer], policy: str) -> AsyncIterator[str]:
+    """The address of smg in front of these servers."""
+    port, metrics = free_port(), free_port()
+    words = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics), "--policy", policy]
+    command = ["smg", "launch", *words, "--worker-urls", *(server.url for server in servers)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with aiohttp.ClientSession() as client:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    async with client.get(f"{url}/workers") as answer:
+                        if (await answer.text()).count("http://") >= len(servers):
+                            break
+                except aiohttp.ClientError:
+                    pass
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"smg did not take the servers over: {' '.join(command)}")
+                await asyncio.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def measured(router: str, num_servers: int, num_groups: int) -> dict[str, Any]:
+    servers, seen = [CachedServer() for _ in range(num_servers)], list[list[int]]()
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(server.serving())
+        client = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        if router == "lightrl":
+            seconds = await play(by_pool(servers, client), num_groups, seen)
+        else:
+            async with gateway(servers, router.removeprefix("smg ")) as url:
+                seconds = await play(lambda session, name, tokens: send(client, url, name, tokens), num_groups, seen)
+    tokens = sum(server.prompt_tokens for server in servers)
+    once = {name for prompt in seen for name in page_names(prompt)}
+    return {
+        "router": router,
+        "computed_fraction": round(sum(server.computed_tokens for server in servers) / tokens, 4),
+        "lower_bound": round(len(once) * PAGE / tokens, 4),
+        "imbalance": round(max(one.busy_s for one in servers) * num_servers / sum(one.busy_s for one in servers), 3),
+        "wall_s": round(seconds, 2),
+    }
+
+
+async def play(post: Post, num_groups: int, seen: list[list[int]]) -> float:
+    began = time.monotonic()
+    await asyncio.gather(
+        *(sample(post, group, number, seen) for group in range(num_groups) for number in range(SAMPLES))
+    )
+    return time.monotonic() - began
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--servers", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=24, help=f"prompts, each answered {SAMPLES} times")
+    parser.add_argument("--routers", default="lightrl,smg cache_aware,smg round_robin")
+    given = parser.parse_args(arguments)
+    if "smg" in given.routers and shutil.which("smg") is None:
+        parser.error("smg is not installed: pip install smg, or --routers lightrl.")
+    report = Report("routing", slots=SLOTS, prefill_s=PREFILL_S, decode_s=DECODE_S, turns=TURNS, samples=SAMPLES)
+    for router in given.routers.split(","):
+        values = asyncio.run(measured(router, given.servers, given.groups))
+        report.add("routing", servers=given.servers, groups=given.groups, **values, peak_rss_mib=0)
+    report.finish(["router", "computed_fraction", "lower_bound", "imbalance", "wall_s"])
+
+
+if __name__ == "__main__":
+    main()
