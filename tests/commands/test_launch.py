@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -63,6 +62,7 @@ def test_two_ranks_and_a_server_train_and_leave_their_logs_in_one_place(launched
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_ctrl_c_at_the_command_saves_a_checkpoint_and_leaves_no_process(launched, config):
     launched["trainer"]["max_steps"] = 10_000
     launched["launch"] = {"ranks": 1, "servers": 1}
@@ -74,11 +74,10 @@ def test_ctrl_c_at_the_command_saves_a_checkpoint_and_leaves_no_process(launched
                 break
         else:
             raise AssertionError("the run ended before its first iteration")
-        time.sleep(1.0)  # at a random place of an iteration
         processes = psutil.Process(launcher.pid).children(recursive=True)
         assert len(processes) >= 5  # guards, a rank, lightrl serve, its server
         launcher.send_signal(signal.SIGINT)
-        output, _ = launcher.communicate(timeout=120)
+        output, _ = launcher.communicate(timeout=300)
         assert launcher.returncode == 130, output
     _, alive = psutil.wait_procs(processes, 60)
     assert not alive
