@@ -1,7 +1,6 @@
 """Child processes that end with their parent: `end_with_parent` for Python, and a guard process around any command.
 
-As a script, which uses only the standard library:  `python -I parent_guard.py PARENT_PID GRACE_S REMOVE COMMAND...`,
-with 0 for the process that starts it.
+A script without packages; PARENT_PID 0 is its own:  `python -I parent_guard.py PARENT_PID GRACE_S REMOVE COMMAND...`
 
     parent ══ pipe (stdin) ══► guard ──► command, in a session of its own ──► its children
 

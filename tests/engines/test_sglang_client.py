@@ -135,6 +135,21 @@ def test_control_goes_on_while_all_connections_generate(server: FakeServerProces
     ask(server.url, scenario, max_connections=1)
 
 
+def test_a_request_that_waits_for_a_connection_fails_when_the_client_closes(server: FakeServerProcess) -> None:
+    async def two(client: SGLangClient) -> list[Any]:
+        before = server.stats()["requests"].get("/generate", 0)
+        server.fault("slow", seconds=600)
+        asking = [asyncio.create_task(client.generate({**body(), "rid": str(i) * 32}, num_retries=0)) for i in range(2)]
+        while server.stats()["requests"].get("/generate", 0) == before:
+            await asyncio.sleep(0.01)
+        await client.close()
+        return await asyncio.gather(*asking, return_exceptions=True)
+
+    answers = ask(server.url, two, max_connections=1)
+    assert [type(answer) for answer in answers] == [EngineUnreachable] * 2
+    assert any("was closed before it took /generate" in str(answer) for answer in answers)
+
+
 def test_pause_holds_new_requests_until_resume(server: FakeServerProcess) -> None:
     async def scenario(client: SGLangClient) -> None:
         await client.pause()

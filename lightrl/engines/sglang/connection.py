@@ -144,12 +144,19 @@ class Connection:
         headers = None
         if isinstance(body, bytes):  # which may be large: other requests go on in between
             data, headers = _slices(body), {"Content-Length": str(len(body))}
+        num_closes = self._num_closes
         try:
             async with self._session(kind).request(
                 method, self.url + path, data=data, headers=headers, timeout=timeout
             ) as response:
                 content = await self._content(response, name)
                 status = response.status
+        except asyncio.CancelledError as error:
+            # Closing a session cancels the requests that wait for a connection; then nobody has cancelled this task.
+            is_cancelled = getattr(asyncio.current_task(), "cancelling", lambda: 0)()  # Python 3.10 does not tell
+            if is_cancelled or self._num_closes == num_closes:
+                raise
+            raise EngineUnreachable(f"The connection to {self.url} was closed before it took {name}.") from error
         except aiohttp.ServerTimeoutError as error:  # of the connection; the whole request's is below
             raise EngineUnreachable(
                 f"{self.url} accepted no connection for {name} within engine.timeouts.connect_s="

@@ -144,16 +144,11 @@ class Registry:
         deadline = time.monotonic() + timeout_s
         while len(found := [one for one in self.read().values() if not one.is_leaving]) < self.num_expected:
             if time.monotonic() > deadline:
-                within = f"within engine.timeouts.startup_s={timeout_s:g} s"
+                few = f"{len(found)} of {self.num_expected} servers announced themselves in {self.folder} within "
+                few += f"engine.timeouts.startup_s={timeout_s:g} s."
                 if not found:
-                    raise EngineTimeout(
-                        f"No server announced itself in {self.folder} {within}. "
-                        f"Start one with `lightrl serve --register {self.folder}`."
-                    )
-                log.warning(
-                    "%d of %d servers announced themselves in %s %s. Starting with these.",
-                    len(found), self.num_expected, self.folder, within,
-                )  # fmt: skip
+                    raise EngineTimeout(f"{few} Start one with `lightrl serve --register {self.folder}`.")
+                log.warning("%s Starting with these.", few)
                 break
             time.sleep(LOOK_EVERY_S)
         return found
