@@ -87,8 +87,7 @@ def serve(
         startup_timeout_s: for a server to get ready.
         log_folder: of the servers' logs; a temporary one, printed, if not set.
         register: a folder in which the servers announce themselves; a run whose only server address is `file://FOLDER`
-            finds them there, and moves its requests elsewhere before they end.
-        leave_s: at most, for a run to do that; 0 asks none.
+            finds them there, and has `leave_s` to move its requests elsewhere before they end.
         until: ends the servers; None leaves that to Ctrl-C and SIGTERM.
         write: gets what is printed.
 
@@ -97,7 +96,7 @@ def serve(
         EngineError: if a server does not get ready, or is given up later.
     """
     token = usable_token(token or os.environ.get(TOKEN_VARIABLE))
-    gpus = devices.split(",") if isinstance(devices, str) and devices else devices
+    receivers, gpus = Receivers(), devices.split(",") if isinstance(devices, str) and devices else devices
     with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-serve-"), ignore_cleanup_errors=True) as scratch:
         logs = log_folder or Path(tempfile.mkdtemp(prefix=own_prefix("lightrl-logs-", kept_s=LOGS_KEPT_S)))
         processes = make_servers(
@@ -106,7 +105,6 @@ def serve(
             log_folder=logs, host=host, python=sglang_python, token=token, startup_timeout_s=startup_timeout_s,
         )  # fmt: skip
         log.info("Starting %d server%s; logs in %s.", servers, "s" if servers > 1 else "", logs)
-        receivers = Receivers()
         try:
             receivers.start(host, token, port=port + servers if port else 0, log_folder=logs)
             announcement = Announcement(register) if register is not None else None
