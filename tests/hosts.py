@@ -55,9 +55,12 @@ class Hosts:
         """Starts a command on a host, without the real machine's proxies."""
         environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", **options.pop("env", {})}
-        enter = ["nsenter", "-t", str(self._pids[number]), "-n", "-p", "-m", *(["-u"] if self.are_named else [])]
-        self._commands.append(subprocess.Popen([*enter, *command], env=environment, **options))
+        self._commands.append(subprocess.Popen([*self.enter(number), *command], env=environment, **options))
         return self._commands[-1]
+
+    def enter(self, number: int) -> list[str]:
+        """What a command begins with to run on a host."""
+        return ["nsenter", "-t", str(self._pids[number]), "-n", "-p", "-m", *(["-u"] if self.are_named else [])]
 
     def cut(self, number: int) -> None:
         self._on_switch(f"ip link set port{number} down")

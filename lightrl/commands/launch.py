@@ -20,7 +20,9 @@ from lightrl.launch import Launch, Launcher, Plan, describe, facts_of, make_fold
 from lightrl.launch.free_ports import free_ports
 from lightrl.launch.kubernetes import KubernetesLauncher
 from lightrl.launch.local import LocalLauncher
-from lightrl.launch.slurm import SlurmLauncher, host_names
+from lightrl.launch.ray import RayLauncher
+from lightrl.launch.scripts import host_names
+from lightrl.launch.slurm import SlurmLauncher
 from lightrl.launch.torchrun import TorchrunLauncher
 
 _HELP = """\
@@ -40,6 +42,7 @@ _LAUNCHERS: dict[str, Callable[..., Launcher]] = {
     "torchrun": TorchrunLauncher,
     "slurm": SlurmLauncher,
     "kubernetes": KubernetesLauncher,
+    "ray": RayLauncher,
 }
 
 
@@ -75,7 +78,8 @@ def plan_of(settings: Mapping[str, Any], *, folder: str, is_shown: bool = False)
     """
     launch = Launch.of(settings["launch"])
     facts = facts_of(settings)
-    own = {"local": ["127.0.0.1"], "slurm": [] if is_shown else host_names(launch.nodes)}
+    later = [] if is_shown else host_names(launch.nodes)
+    own = {"local": ["127.0.0.1"], "slurm": later, "ray": later}
     is_local = launch.launcher == "local"
     num_gpus = torch.cuda.device_count() if is_local and not facts.on_cpu else None
     if num_gpus == 0:  # as Lightning's accelerator: auto
@@ -115,7 +119,7 @@ def launch(args: Sequence[str]) -> int:
         signal.signal(number, _end)
     try:
         launcher.start()
-        is_watched = plan.launch.launcher == "local" or "--wait" in args
+        is_watched = plan.launch.launcher in ("local", "ray") or "--wait" in args
         return launcher.wait() if is_watched else 0
     except BaseException:  # whatever ends the launcher ends what it started; re-raised
         launcher.end()

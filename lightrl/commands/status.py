@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import sys
 import time
@@ -15,6 +14,7 @@ from lightrl.callbacks.status_file import STATUS_FILE
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.launch.launcher import STATE_FILE
+from lightrl.launch.scripts import with_hosts
 
 _HELP = """\
 usage: lightrl status FOLDER
@@ -74,7 +74,7 @@ def _freshness(status: Mapping[str, Any], now: float) -> str:
 def _launch_lines(path: Path) -> Iterator[tuple[str, str]]:
     launch = json.loads(path.read_text())
     launch["state"] = _text_of(path.with_name("state")) or launch["state"]
-    hosts = {f"${{hosts[{number}]}}": host for number, host in enumerate(_text_of(path.with_name("hosts")).split())}
+    hosts = _text_of(path.with_name("hosts")).split()
     details = {"job": "job {}", "restarts": "{} restarts"}
     words = [text.format(launch[name]) for name, text in details.items() if launch.get(name)]
     yield "launch", f"{path.parent}: {', '.join([launch['launcher'], launch['state'], *words])}"
@@ -82,7 +82,7 @@ def _launch_lines(path: Path) -> Iterator[tuple[str, str]]:
     width = max((len(name) for name, _ in processes), default=0)
     for name, process in processes:
         text = f"{name:<{width}}  {process['host']}  {process.get('state', '')}  {process['log']}"
-        yield "", re.sub(r"\$\{hosts\[\d+\]\}", lambda found: hosts.get(found[0], "?"), text)
+        yield "", with_hosts(text, hosts)
     if "error" in launch:
         yield "error", launch["error"]
 

@@ -10,6 +10,7 @@ Reading order:
     scripts.py      shell scripts that start a process
     slurm.py, torchrun.py, kubernetes.py  on other hosts
     local.py        on this machine; followed_log.py: output, live; free_ports.py: ports in a row
+    ray.py          as local.py, on the hosts of a Ray cluster
 
 May import: everything up to trainer. To add a launcher: a class with the methods of Launcher in a file of at most 250
 lines, its name in settings.py and commands/launch.py, a test, and a section in docs/clusters.md.

@@ -1,25 +1,24 @@
 """LocalLauncher: all ranks and servers of a run on this machine, each with its share of the GPUs.
 
 Between the launcher and each process is a guard (concurrency/parent_guard.py), which ends the process and everything it
-started when the launcher ends, also by `kill -9`.
+started when the launcher ends, also by `kill -9`. On several hosts each has its own (ray.py).
 
     start ─► all run ── one fails ──► the others end ─► retries left? start again from the newest checkpoint
+                   ├─── servers fail ──► retries left? they alone start again, and get the run's weights
                    └─── the trainer is done, or Ctrl-C ──► trainer ends, then servers
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from lightrl.checks.printable import end_of_log
-from lightrl.concurrency import parent_guard
+from lightrl.concurrency.guarded_processes import GuardedProcesses
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.launch.followed_log import FollowedLog
 from lightrl.launch.launcher import TOKEN_FILE, LaunchState
@@ -30,6 +29,7 @@ _FAILED_GRACE_S = 10.0  # for the others after one has failed: they cannot go on
 _SERVERS_GRACE_S = 15.0
 _KILL_WAIT_S = 10.0  # beyond the grace, for the guards to kill what is left
 _TAIL_LINES, _TAIL_BYTES = 15, 16384
+LOST = -1  # in place of an exit code: the process's host is gone
 RESUME = ("--ckpt_path", "last")
 
 
@@ -42,8 +42,8 @@ class LocalLauncher:
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
         self.plan = plan
+        self.hosts: list[GuardedProcesses] = [GuardedProcesses()]
         self._write = write
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._state: LaunchState | None = None
         self._logs: list[FollowedLog] = []
         self._num_restarts = 0
@@ -56,12 +56,13 @@ class LocalLauncher:
         """Starts the servers and the ranks at once; the ranks wait for the servers."""
         if self._state is None:
             self._state = LaunchState(self.plan, pid=os.getpid())
+        self._place()
         for process in sorted(self.plan.processes, key=lambda one: one.role):  # servers need longer
-            self._running[process.name] = self._start(process)
-        self._state.set(dict.fromkeys(self._running, "running"), state="running", restarts=self._num_restarts)
+            self._start(process)
+        self._note(state="running", restarts=self._num_restarts)
 
     def wait(self) -> int:
-        """The exit code of the first process that failed, else 0; restarts everything as `recover` says."""
+        """The exit code of the first process that failed, else 0; restarts as `recover` says."""
         while True:
             failed = self._watch()
             if failed is None:
@@ -71,21 +72,31 @@ class LocalLauncher:
             self._write(
                 f"{name} failed with {_as_text(code)}. The end of {self._log_file(name)}:\n{self._tail(name)}\n"
             )
-            self._stop(self._running, _FAILED_GRACE_S)
-            if self._num_restarts >= self.plan.launch.recover.retries:
+            retries = self.plan.launch.recover.retries
+            has_retry, is_alone = self._num_restarts < retries, self._is_alone(name)
+            if not (has_retry and is_alone):
+                self._stop([one.name for one in self.plan.processes], _FAILED_GRACE_S)
+            if not has_retry:
                 self._note(state="failed", error=f"{name} failed with {_as_text(code)}")
                 return code if code > 0 else 1
             self._num_restarts += 1
-            retries = self.plan.launch.recover.retries
-            self._write(f"Starting again from the newest checkpoint ({self._num_restarts} of {retries} retries).\n")
-            self.start()
+            what = f"{name} again" if is_alone else "again from the newest checkpoint"
+            self._write(f"Starting {what} ({self._num_restarts} of {retries} retries).\n")
+            if not is_alone:
+                self.start()
+                continue
+            self._place()
+            self._start(self._process(name))
+            self._note(restarts=self._num_restarts)
 
     def end(self) -> None:
         """Ends ranks, which may save a checkpoint for `warning_s`, then servers. May be called twice."""
-        trainers = {one.name for one in self.plan.of("trainer")}
-        self._stop({name: one for name, one in self._running.items() if name in trainers}, self.plan.launch.warning_s)
-        self._stop(self._running, _SERVERS_GRACE_S)
+        self._stop([one.name for one in self.plan.of("trainer")], self.plan.launch.warning_s)
+        self._stop([one.name for one in self.plan.of("servers")], _SERVERS_GRACE_S)
         self._note(state="ended")
+
+    def _place(self) -> None:
+        """Makes `hosts` those on which the plan's processes can start."""
 
     def _watch(self) -> tuple[str, int] | None:
         """Returns when all ranks are done, or with the name and exit code of a process that failed."""
@@ -93,7 +104,7 @@ class LocalLauncher:
         while True:
             for log in self._logs:
                 log.follow()
-            codes = {name: process.poll() for name, process in self._running.items()}
+            codes = self._codes()
             if failed := [name for name, code in codes.items() if code]:
                 first = next((name for name in failed if not self._is_echo(name)), failed[0])
                 return first, int(codes[first] or 1)
@@ -107,62 +118,56 @@ class LocalLauncher:
         """Whether it only failed because another rank had failed first."""
         return "because another rank failed first" in self._tail(name)
 
-    def _start(self, process: Process) -> subprocess.Popen[bytes]:
-        log_file = Path(self._log_file(process.name))
-        log_file.parent.mkdir(parents=True, exist_ok=True)
+    def _is_alone(self, name: str) -> bool:
+        """Whether servers failed that the ranks can do without for a while, and that find their GPUs free again."""
+        codes = self._codes()
+        ranks_run = all(codes[one.name] is None for one in self.plan.of("trainer"))
+        return ranks_run and self._process(name).role == "servers" and self.plan.layout.placement == "separate"
+
+    def _start(self, process: Process) -> None:
+        log_file = self._log_file(process.name)
         if process.name == "trainer-0":
-            self._logs = [FollowedLog(log_file, f"{process.name} | ", self._write)]
-        command = list(process.command)
-        if self._num_restarts and process.role == "trainer":
-            command += RESUME
-        grace = _SERVERS_GRACE_S if process.role == "servers" else self.plan.launch.warning_s
-        guard = [sys.executable, "-I", parent_guard.__file__, str(os.getpid()), str(grace), f"{log_file}.none"]
-        with log_file.open("ab") as log:
-            return subprocess.Popen(
-                [*guard, *shell_command(self.plan, command)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **process.environment, **process.rank_environment, TOKEN_VARIABLE: self._token()},
-            )
+            self._logs = [FollowedLog(Path(log_file), f"{process.name} | ", self._write)]
+        command = [*process.command, *(RESUME if self._num_restarts and process.role == "trainer" else ())]
+        self.hosts[process.host].start(
+            process.name,
+            shell_command(self.plan, command),
+            environment={**process.environment, **process.rank_environment},
+            secret_files={TOKEN_VARIABLE: f"{self.plan.folder}/{TOKEN_FILE}"},
+            log_file=log_file,
+            grace_s=_SERVERS_GRACE_S if process.role == "servers" else self.plan.launch.warning_s,
+            folder=str(Path.cwd()),
+        )
 
-    def _stop(self, processes: Mapping[str, subprocess.Popen[bytes]], grace_s: float) -> None:
-        """Asks these processes to end, all at once, and waits; after the grace their guards kill them.
-
-        A guard that does not answer, as one that was stopped, is killed; Linux then kills its process.
-        """
-        for process in processes.values():
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):  # it has ended
-                process.stdin.write(f"{grace_s}".encode())
-                process.stdin.flush()
-            with contextlib.suppress(OSError):
-                process.stdin.close()
+    def _stop(self, names: Collection[str], grace_s: float) -> None:
+        """Asks these processes to end, all at once, and waits; after the grace their guards kill them."""
+        for host in self.hosts:
+            host.ask_to_end(names, grace_s)
         deadline = time.monotonic() + grace_s + _KILL_WAIT_S
-        for name, process in processes.items():
-            while process.poll() is None:
-                if time.monotonic() > deadline:
-                    self._write(f"The guard of {name} (process {process.pid}) does not answer; killed.\n")
-                    process.kill()
-                for log in self._logs:
-                    log.follow()
-                time.sleep(_TICK_S / 4)
+        while running := [name for name, code in self._codes().items() if name in names and code is None]:
+            if time.monotonic() > deadline:
+                deadline = float("inf")
+                for name in running:
+                    self._write(f"The guard of {name} does not answer; killed.\n")
+                    self.hosts[self._process(name).host].kill(name)
+            for log in self._logs:
+                log.follow()
+            time.sleep(_TICK_S / 4)
         self._note()
-        for name in list(processes):
-            self._running.pop(name, None)
+
+    def _codes(self) -> dict[str, int | None]:
+        return {name: code for host in self.hosts for name, code in host.codes().items()}
 
     def _note(self, **facts: object) -> None:
-        codes = {name: process.poll() for name, process in self._running.items()}
-        states = {name: "running" if code is None else _as_text(code) for name, code in codes.items()}
+        states = {name: "running" if code is None else _as_text(code) for name, code in self._codes().items()}
         if self._state is not None:
             self._state.set(states, **facts)
 
-    def _token(self) -> str:
-        return (Path(self.plan.folder) / TOKEN_FILE).read_text().strip()
+    def _process(self, name: str) -> Process:
+        return next(one for one in self.plan.processes if one.name == name)
 
     def _log_file(self, name: str) -> str:
-        return next(self.plan.log_file(one) for one in self.plan.processes if one.name == name)
+        return self.plan.log_file(self._process(name))
 
     def _tail(self, name: str) -> str:
         return "\n".join(end_of_log(Path(self._log_file(name)), _TAIL_BYTES).splitlines()[-_TAIL_LINES:])
@@ -177,4 +182,6 @@ def shell_command(plan: Plan, command: list[str]) -> list[str]:
 
 
 def _as_text(code: int) -> str:
+    if code == LOST:
+        return "the loss of its host"
     return f"exit code {code}" if code <= 128 else f"signal {code - 128}"

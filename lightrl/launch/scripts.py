@@ -1,7 +1,8 @@
-"""Shell scripts that start a process of a plan on its host."""
+"""Shell scripts that start a process of a plan on its host, and names of hosts that are not known yet."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 
@@ -31,3 +32,14 @@ def inside(plan: Plan, command: Sequence[str]) -> str:
     """A command inside the launch's container, as text."""
     words = [] if plan.launch.launcher == "kubernetes" else shlex.split(plan.launch.container or "")
     return " ".join(quoted(word) for word in [*words, *command])
+
+
+def host_names(nodes: int) -> list[str]:
+    """The hosts of a launch that has yet to get them, as the scripts name them."""
+    return [f"${{hosts[{number}]}}" for number in range(nodes)]
+
+
+def with_hosts(text: str, hosts: Sequence[str]) -> str:
+    """A text with hosts in place of `host_names`; `?` for one that there is not."""
+    known = dict(zip(host_names(len(hosts)), hosts, strict=True))
+    return re.sub(r"\$\{hosts\[\d+\]\}", lambda name: known.get(name[0], "?"), text)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightrl.checks.bounds import check_bounds
 from lightrl.launch.allocation import Part, parse_allocation
 
-LauncherName = Literal["local", "torchrun", "slurm", "kubernetes"]
+LauncherName = Literal["local", "torchrun", "slurm", "kubernetes", "ray"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Launch:
         setup: shell lines before each process, such as `module load cuda`.
         container: the image for Kubernetes; for the others the command before each process, such as
             `apptainer exec --nv run.sif`.
-        options: further ones of the launcher: sbatch's by name, such as `{partition: gpu}`, or Kubernetes' `namespace`
-            and `runtime`.
+        options: further ones of the launcher: sbatch's by name, such as `{partition: gpu}`, Kubernetes' `namespace`
+            and `runtime`, or Ray's `address`.
         recover: what happens when a process fails.
     """
 
@@ -85,8 +85,8 @@ class Launch:
             raise ValueError("Set launch.allocation, or launch.ranks, servers and tp, not both.")
         if self.launcher == "local" and self.nodes > 1:
             raise ValueError(
-                f"launch.nodes={self.nodes} needs a launcher that reaches other hosts: slurm, torchrun or kubernetes. "
-                "local only starts processes on this machine."
+                f"launch.nodes={self.nodes} needs a launcher that reaches other hosts: slurm, ray, torchrun or "
+                "kubernetes. local only starts processes on this machine."
             )
         if self.hosts and len(self.hosts) != self.nodes:
             raise ValueError(f"launch.hosts must name all {self.nodes} nodes, got {len(self.hosts)}.")

@@ -177,11 +177,6 @@ class SlurmLauncher:
         return script_head(self.plan, process.environment, before=[note, "hosts=($LIGHTRL_HOSTS)"])
 
 
-def host_names(nodes: int) -> list[str]:
-    """The hosts of a job that is not submitted yet, as the scripts name them."""
-    return [f"${{hosts[{number}]}}" for number in range(nodes)]
-
-
 def _step(name: str, processes: list[Process], tasks: int, plan: Plan) -> str:
     hosts = sorted({one.host for one in processes})
     number = "%t" if name == "trainer" else "%n"

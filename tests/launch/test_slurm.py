@@ -18,8 +18,9 @@ from lightrl.commands.status import status_text
 from lightrl.launch.launcher import make_folder, write_files
 from lightrl.launch.plan import Plan, make_plan
 from lightrl.launch.run_facts import RunFacts
+from lightrl.launch.scripts import host_names
 from lightrl.launch.settings import Launch, Recover
-from lightrl.launch.slurm import SlurmLauncher, host_names
+from lightrl.launch.slurm import SlurmLauncher
 
 WHY_NOT = why_not()
 ON_SLURM = [

@@ -1,0 +1,183 @@
+"""RayLauncher: a run on a Ray cluster: one placement group, a bundle and an actor for each host of the plan.
+
+    launcher, Ray's driver ── actor on host 1 ── guard ── rank 0, rank 1
+                           └─ actor on host 2 ── guard ── lightrl serve ── announces itself in LAUNCH/servers
+
+An actor holds the CPUs and GPUs of its host's processes, and starts, watches and ends them as `local` does its own. Ray
+ends the actors with the launcher, and each guard its process with the actor. When a host is lost, Ray places its bundle
+on another one; then the launcher starts again what ran there, and with ranks all of the run (local.py has the rules).
+
+Ray Train is not used. Its controller makes a placement group of its own for ranks alone, runs the training in a thread,
+where Lightning gets no signal to save a checkpoint, and makes a process group before the strategy does.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightrl.concurrency.guarded_processes import GuardedProcesses
+from lightrl.errors import LightRLError
+from lightrl.launch.local import LOST, LocalLauncher
+from lightrl.launch.plan import REGISTRY, Plan, Process
+from lightrl.launch.scripts import with_hosts
+
+_SAY_EVERY_S = 30.0
+
+
+class RayHost(GuardedProcesses):
+    """A host's processes, behind its actor; those of a lost host have failed."""
+
+    def __init__(self, actor: Any) -> None:
+        super().__init__()
+        self.is_lost = False
+        self._actor = actor
+        self._codes: dict[str, int | None] = {}
+
+    def start(self, name: str, command: Sequence[str], **settings: Any) -> None:
+        self._codes[name] = None
+        self._call("start", name, command, **settings)
+
+    def codes(self) -> dict[str, int | None]:
+        self._codes |= self._call("codes") or {}
+        if self.is_lost:
+            self._codes = {name: LOST if code is None else code for name, code in self._codes.items()}
+        return self._codes
+
+    def ask_to_end(self, names: Collection[str], grace_s: float) -> None:
+        self._call("ask_to_end", names, grace_s)
+
+    def kill(self, name: str) -> None:
+        self._call("kill", name)
+
+    def _call(self, method: str, *arguments: Any, **settings: Any) -> Any:
+        """The answer; None from a host that is lost, which Ray finds out in about a minute where it is silent."""
+        import ray
+
+        if self.is_lost:
+            return None
+        try:
+            return ray.get(getattr(self._actor, method).remote(*arguments, **settings))
+        except ray.exceptions.RayActorError:
+            self.is_lost = True
+            return None
+
+
+class RayLauncher(LocalLauncher):
+    """Starts a plan's processes on the hosts of a Ray cluster that runs already.
+
+    Args:
+        write: gets the followed output of rank 0, a line at a time.
+    """
+
+    def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
+        if unknown := sorted(plan.launch.options.keys() - {"address"}):
+            raise ValueError(f"launch.options of ray is the cluster's address, got {', '.join(unknown)}.")
+        super().__init__(plan, write=write)
+        self.hosts = []
+        self._unplaced = plan
+        self._group: Any = None
+        self._actors: dict[int, RayHost] = {}  # by host of the plan
+        self._places: dict[int, tuple[str, list[str]]] = {}  # the host's address, and its GPUs
+
+    def files(self) -> Mapping[str, str]:
+        """What it asks Ray for."""
+        return {"placement_group.yaml": yaml.safe_dump({"strategy": "STRICT_SPREAD", "bundles": self.bundles()})}
+
+    def bundles(self) -> list[dict[str, int]]:
+        """What each host of the plan needs: a CPU per process, and the GPUs up to the last one in use."""
+        bundles = []
+        for host in range(1 + max(one.host for one in self._unplaced.processes)):
+            here = [one for one in self._unplaced.processes if one.host == host]
+            gpus = 0 if self._unplaced.on_cpu else 1 + max(gpu for one in here for gpu in one.gpus)
+            bundles.append({"CPU": len(here), **({"GPU": gpus} if gpus else {})})
+        return bundles
+
+    def start(self) -> None:
+        """Waits for the cluster's hosts; then as on this machine."""
+        if self._group is None:
+            self._connect()
+        shutil.rmtree(Path(self.plan.folder) / REGISTRY, ignore_errors=True)  # of servers that have ended
+        super().start()
+
+    def end(self) -> None:
+        super().end()
+        if self._group is not None:
+            import ray
+
+            ray.shutdown()  # the actors end, and the placement group with them
+
+    def _connect(self) -> None:
+        try:
+            import ray
+            from ray.util.placement_group import placement_group
+        except ImportError as error:
+            raise ValueError(f"launcher: ray needs Ray ({error}). pip install 'lightrl[ray]' on all hosts.") from error
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            address = self.plan.launch.options.get("address", "auto")
+            ray.init(address=address, log_to_driver=False, logging_level="WARNING")
+        except ConnectionError as error:
+            raise ValueError(
+                f"launcher: ray finds no Ray cluster ({error}). Run `ray start --head` on one host and `ray start "
+                "--address HEAD:6379` on the others, then lightrl launch on one of them, or set launch.options.address."
+            ) from error
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # ray.init sets its own
+        self._group = placement_group(self.bundles(), strategy="STRICT_SPREAD", name=Path(self.plan.folder).name)
+
+    def _place(self) -> None:
+        """An actor on each host that has none; waits until Ray has room for all of them."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        def where(_: object) -> tuple[str, list[str]]:
+            return ray.util.get_node_ip_address(), ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+
+        answers, bundles = {}, self.bundles()
+        for index, bundle in enumerate(bundles):
+            if index not in self._actors or self._actors[index].is_lost:
+                place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+                needs = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+                actor = ray.remote(GuardedProcesses).options(**needs, scheduling_strategy=place).remote()
+                self._actors[index] = RayHost(actor)
+                answers[index] = actor.__ray_call__.remote(where)
+        while answers and (waiting := ray.wait([*answers.values()], num_returns=len(answers), timeout=_SAY_EVERY_S)[1]):
+            nodes = [{name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes()]
+            self._write(f"Ray has no room yet for {len(waiting)} of these on hosts apart: {bundles}. It has {nodes}.\n")
+        try:
+            self._places |= {index: ray.get(answer) for index, answer in answers.items()}
+        except ray.exceptions.RayError as error:
+            raise LightRLError(f"Ray could not start the launch on a host: {error}") from error
+        self.hosts = list(self._actors.values())
+        places = [self._places[index] for index in range(len(bundles))]
+        self.plan = placed(self._unplaced, places)
+        (Path(self.plan.folder) / "hosts").write_text("\n".join(host for host, _ in places))
+
+
+def placed(plan: Plan, places: Sequence[tuple[str, Sequence[str]]]) -> Plan:
+    """The plan with each host's address, and the names of the GPUs there in place of their numbers."""
+    hosts = [host for host, _ in places]
+
+    def on_host(process: Process) -> Process:
+        def real(numbers: str) -> str:
+            return ",".join(places[process.host][1][int(number)] for number in numbers.split(","))
+
+        command = [with_hosts(word, hosts) for word in process.command]
+        environment = {name: with_hosts(value, hosts) for name, value in process.environment.items()}
+        if "--devices" in command:
+            at = command.index("--devices") + 1
+            command[at] = real(command[at])
+        if "CUDA_VISIBLE_DEVICES" in environment:
+            environment["CUDA_VISIBLE_DEVICES"] = real(environment["CUDA_VISIBLE_DEVICES"])
+        return replace(process, command=tuple(command), environment=environment)
+
+    names = tuple(with_hosts(name, hosts) for name in plan.hosts)
+    return replace(plan, hosts=names, processes=tuple(on_host(one) for one in plan.processes))

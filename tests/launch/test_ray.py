@@ -1,0 +1,267 @@
+"""The Ray launcher on a real Ray: where processes are, how they end, what starts again, and the numbers of a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import forked
+import psutil
+import pytest
+import yaml
+from hosts import Hosts
+from hosts import why_not as why_no_hosts
+from launched import engine, fake_sglang
+from rank_scripts import ROUNDING
+from ray_box import Ray, why_not
+from ray_numbers import numbers_in
+from test_local import NOTES, WAITS, notes, state, wait_for
+
+from benchmarks.recovery import LaunchedRun, settings
+from lightrl.commands.status import status_text
+from lightrl.launch.free_ports import free_ports
+from lightrl.launch.launcher import make_folder, write_files
+from lightrl.launch.plan import Plan, Process, make_plan
+from lightrl.launch.ray import RayLauncher, placed
+from lightrl.launch.run_facts import RunFacts
+from lightrl.launch.scripts import host_names
+from lightrl.launch.settings import Launch, Layout, Recover
+
+WHY_NOT = why_not()
+WHY_NO_HOSTS = WHY_NOT or why_no_hosts()
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+LONGEST_S = 120.0
+QUICKSTART = str(ROOT / "examples/quickstart/grpo.yaml")
+NOTES_GPUS = NOTES + "note(os.environ.get('CUDA_VISIBLE_DEVICES', 'none') + ' ' + ' '.join(sys.argv[3:]))\n"
+needs_ray = pytest.mark.skipif(WHY_NOT is not None, reason=f"Ray: {WHY_NOT}")
+pytestmark = [pytest.mark.cluster, needs_ray]
+
+
+def plan_on(hosts: int, **settings) -> Plan:
+    """Two ranks and two servers with four GPUs on each host."""
+    launch = Launch(launcher="ray", nodes=hosts, gpus_per_node=4, ranks=2, servers=2 * hosts - 1, **settings)
+    return make_plan(launch, RunFacts(), folder="/shared/launch-0", port=29500, hosts=host_names(hosts))
+
+
+def test_a_bundle_has_the_cpus_and_gpus_of_its_hosts_processes():
+    plan = plan_on(2)
+    assert RayLauncher(plan).bundles() == [{"CPU": 3, "GPU": 4}, {"CPU": 1, "GPU": 1}]
+    assert yaml.safe_load(RayLauncher(plan).files()["placement_group.yaml"])["strategy"] == "STRICT_SPREAD"
+
+
+def test_processes_get_the_addresses_and_the_gpus_that_ray_has_chosen():
+    plan = placed(plan_on(2), [("10.0.0.5", ["7", "5", "3", "1"]), ("10.0.0.6", ["2"])])
+    rank, (first, second) = plan.of("trainer")[1], plan.of("servers")
+    assert rank.environment["CUDA_VISIBLE_DEVICES"] == "7,5"
+    assert rank.environment["MASTER_ADDR"] == "10.0.0.5"
+    assert rank.environment["LIGHTRL_SERVER_ADDRS"] == "file:///shared/launch-0/servers"
+    assert "--devices 3,1" in " ".join(first.command)
+    assert "--host 10.0.0.6" in " ".join(second.command)
+    assert "--devices 2" in " ".join(second.command)
+    assert "--register /shared/launch-0/servers" in " ".join(second.command)
+    assert plan.log_file(second) == "/shared/launch-0/10.0.0.6/servers-1.log"
+
+
+def test_an_option_that_ray_has_not_is_refused():
+    with pytest.raises(ValueError, match="the cluster's address, got partition"):
+        RayLauncher(plan_on(1, options={"partition": "gpu"}))
+
+
+def test_no_cluster_is_one_message(tmp_path):
+    plan = plan_of(tmp_path, {"trainer-0": WAITS}, options={"address": f"127.0.0.1:{free_ports(1)}"})
+    with pytest.raises(ValueError, match="finds no Ray cluster"):
+        RayLauncher(plan).start()
+
+
+def plan_of(folder: Path, programs: dict[str, str], **settings) -> Plan:
+    """These programs on one host, by name of their process, each with a GPU."""
+    processes = tuple(
+        Process(
+            name, name.split("-")[0], 0, (index,), (sys.executable, "-c", source, str(folder / "notes"), name),
+            environment={"CUDA_VISIBLE_DEVICES": str(index)},
+        )
+        for index, (name, source) in enumerate(programs.items())
+    )  # fmt: skip
+    launch = Launch(launcher="ray", **settings)
+    plan = Plan(launch, Layout(1), str(make_folder(folder)), tuple(host_names(1)), 29500, 4, False, processes, {})
+    write_files(plan, "", {})
+    return plan
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Ray]:
+    with Ray(gpus=4, paths=(str(HERE), str(ROOT))) as made:
+        yield made
+
+
+@pytest.mark.slow
+class TestOnOneNode:
+    def launched(self, ray: Ray, folder: Path, programs: dict[str, str], **settings) -> RayLauncher:
+        plan = plan_of(folder, programs, options={"address": ray.address}, **settings)
+        launcher = RayLauncher(plan, write=lambda line: None)
+        launcher.start()
+        return launcher
+
+    def test_ranks_end_then_servers_and_the_clusters_room_is_free_again(self, ray, tmp_path):
+        programs = {"trainer-0": NOTES_GPUS + "time.sleep(0.5); end()", "servers-0": WAITS}
+        launcher = self.launched(ray, tmp_path, programs)
+        import ray as cluster
+
+        assert cluster.available_resources()["GPU"] == 2
+        wait_for({"servers-0 started"}, tmp_path)
+        assert launcher.wait() == 0
+        assert notes(tmp_path)[-2:] == ["trainer-0 ended", "servers-0 ended"]
+        (shown,) = {line for line in notes(tmp_path) if line.startswith("trainer-0 ") and line[10].isdigit()}
+        assert shown.split()[1] in "0123"
+        assert state(launcher.plan)["state"] == "ended"
+        assert (Path(launcher.plan.folder) / "127.0.0.1/trainer-0.log").exists()
+        assert "servers-0  127.0.0.1  exit code 0" in status_text(tmp_path)
+
+    def test_a_lost_actor_starts_the_ranks_again_from_the_newest_checkpoint(self, ray, tmp_path):
+        program = NOTES_GPUS + "time.sleep(0 if '--ckpt_path' in sys.argv else 600)"
+        launcher = self.launched(ray, tmp_path, {"trainer-0": program, "servers-0": WAITS}, recover=Recover(retries=1))
+        wait_for({"trainer-0 started", "servers-0 started"}, tmp_path)
+        before = launcher.hosts[0]
+        guard = psutil.Process(guards_of(tmp_path)[0])
+        guard.parent().kill()  # Ray's worker
+        assert launcher.wait() == 0
+        assert launcher.hosts[0] is not before
+        assert [line for line in notes(tmp_path) if "--ckpt_path last" in line]
+        assert state(launcher.plan)["restarts"] == 1
+
+    def test_servers_that_fail_start_again_alone(self, ray, tmp_path):
+        once = NOTES + "sys.exit(3) if notes_of(name) == 1 else time.sleep(600)"
+        once = once.replace("notes_of(name)", "open(notes).read().count(f'{name} started')")
+        trainer = NOTES + "\nwhile open(notes).read().count('servers-0 started') < 2: time.sleep(0.1)\n"
+        launcher = self.launched(ray, tmp_path, {"trainer-0": trainer, "servers-0": once}, recover=Recover(retries=1))
+        assert launcher.wait() == 0
+        assert notes(tmp_path).count("trainer-0 started") == 1
+        assert notes(tmp_path).count("servers-0 started") == 2
+
+    def test_no_process_outlives_a_launcher_that_is_killed(self, ray, tmp_path):
+        source = f"""
+import sys
+sys.path[:0] = {[str(HERE), *sys.path]!r}
+from pathlib import Path
+from test_ray import RayLauncher, WAITS, plan_of
+options = {{"address": {ray.address!r}}}
+plan = plan_of(Path({str(tmp_path)!r}), {{"trainer-0": WAITS, "servers-0": WAITS}}, options=options)
+RayLauncher(plan).start()
+sys.stdin.read()
+"""
+        with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE) as launcher:
+            wait_for({"trainer-0 started", "servers-0 started"}, tmp_path)
+            left = [psutil.Process(pid) for pid in guards_of(tmp_path)]
+            left += [child for guard in left for child in guard.children(recursive=True)]
+            assert len(left) == 4
+            launcher.kill()
+        _, alive = psutil.wait_procs(left, LONGEST_S)
+        assert not alive
+
+
+class RayRun(LaunchedRun):
+    """The quickstart, made small, by `lightrl launch` on Ray."""
+
+    def __init__(self, ray: Ray, folder: Path, words: Sequence[str] = (), **settings) -> None:
+        folder.mkdir()
+        (folder / "numbers.yaml").write_text(yaml.safe_dump(numbers(folder, ray)))
+        self.words = ["--config", str(folder / "numbers.yaml"), "--launch.port", str(free_ports(64)), *words]
+        super().__init__(folder, **settings)
+
+    def start(self, *words: str) -> None:
+        super().start(*self.words, *words)
+
+
+def numbers(folder: Path, ray: Ray | None = None) -> dict:
+    """On top of the settings of benchmarks.recovery."""
+    checkpoint = {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1, "save_last": True}}
+    kept = {"class_path": "ray_numbers.Numbers", "init_args": {"folder": str(folder)}}
+    launch = {} if ray is None else {"launcher": "ray", "options": {"address": ray.address}}
+    return {
+        "trainer": {"callbacks": [checkpoint, kept], "strategy": "auto"},
+        "model": {"class_path": "ray_numbers.BySGD", "init_args": {"lr": 0.1}},
+        "launch": launch,
+    }
+
+
+def one_process(folder: Path, iterations: int, **trainer) -> Path:
+    """The folder of a run that nobody launches and nothing disturbs."""
+    folder.mkdir()
+    parts = [settings(folder, 1, iterations, 0), numbers(folder), {"trainer": trainer}]
+    words = ["--config", QUICKSTART]
+    for number, part in enumerate(parts):
+        (folder / f"{number}.yaml").write_text(yaml.safe_dump(part))
+        words += ["--config", str(folder / f"{number}.yaml")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), *sys.path])}
+    command = [sys.executable, "-m", "lightrl", "fit", *words]
+    done = forked.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return folder
+
+
+def assert_same_numbers(found: Path, expected: Path) -> None:
+    gradients, losses = numbers_in(found)
+    expected_gradients, expected_losses = numbers_in(expected)
+    assert len(gradients) == len(expected_gradients) > 10
+    for gradient, reference in zip(gradients, expected_gradients, strict=True):
+        assert (gradient - reference).abs().max() <= ROUNDING * reference.abs().max()
+    by_iteration = {line["iteration"]: line["losses"] for line in expected_losses}
+    assert {line["iteration"] for line in losses} == by_iteration.keys()
+    for line in losses:  # an iteration that was trained again too
+        assert line["losses"] == pytest.approx(by_iteration[line["iteration"]], rel=0, abs=ROUNDING)
+
+
+@pytest.mark.slow
+class TestNumbers:
+    @pytest.fixture(autouse=True)
+    def paths(self, monkeypatch) -> None:
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
+
+    def test_two_ranks_one_killed_learn_what_one_process_learns(self, ray, tmp_path):
+        expected = one_process(tmp_path / "reference", 12)
+        with RayRun(ray, tmp_path / "run", ranks=2, iterations=12, retries=1) as run:
+            run.wait_for(2)  # a checkpoint is there
+            assert 0 <= run.kill("rank 1")["lost_iterations"] <= 1
+            assert run.finish() == 0, run.output()
+        assert_same_numbers(run.folder, expected)
+
+    def test_a_server_of_the_cluster_gives_the_run_of_a_server_of_its_own(self, ray, tmp_path):
+        own = engine(tmp_path, servers=1)
+        expected = one_process(tmp_path / "reference", 3, engine=own)
+        server = ["--trainer.engine", "SGLangEngine", "--trainer.engine.sglang_python", fake_sglang(tmp_path)]
+        with RayRun(ray, tmp_path / "run", [*server, "--launch.servers", "1"], ranks=1, iterations=3) as run:
+            assert run.finish() == 0, run.output()
+        assert_same_numbers(run.folder, expected)
+        assert "routable  version 3" in status_text(run.folder / "runs")
+
+    @pytest.mark.skipif(WHY_NO_HOSTS is not None, reason=f"Ray on hosts in a box: {WHY_NO_HOSTS}")
+    def test_two_hosts_with_two_ranks_each_learn_what_one_process_learns(self, tmp_path):
+        expected = one_process(tmp_path / "reference", 3)
+        folder = tmp_path / "run"
+        folder.mkdir()
+        parts = [settings(folder, 4, 3, 0)]
+        with Hosts(2, are_named=True) as hosts, Ray(hosts, paths=(str(HERE), str(ROOT))) as cluster:
+            parts += [numbers(folder, cluster), {"launch": {"nodes": 2, "gpus_per_node": 2}}]
+            words = ["--config", QUICKSTART]
+            for number, part in enumerate(parts):
+                (folder / f"{number}.yaml").write_text(yaml.safe_dump(part))
+                words += ["--config", str(folder / f"{number}.yaml")]
+            command = [sys.executable, "-m", "lightrl", "launch", *words]
+            process = hosts.popen(1, command, env=cluster.environment, cwd=ROOT, stdout=-1, stderr=subprocess.STDOUT)
+            output, _ = process.communicate(timeout=LONGEST_S)
+            assert process.returncode == 0, output.decode()[-5000:]
+        assert_same_numbers(folder, expected)
+        assert (folder / "runs/launch-0/10.77.0.2/trainer-3.log").exists()
+
+
+def guards_of(folder: Path) -> list[int]:
+    """The guards of processes whose notes are in this folder."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if any("parent_guard" in word for word in process.info["cmdline"] or ())
+        and str(folder / "notes") in process.info["cmdline"]
+    ]
