@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -29,6 +30,8 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0", "RAY_health_check_period_ms": "1000",
     "RAY_health_check_failure_threshold": "3", "RAY_health_check_initial_delay_ms": "1000", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
+# Without it all that reach its ports may run code. A process reads it when it first needs Ray.
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def why_not() -> str | None:
@@ -47,7 +50,7 @@ class Ray:
 
     def __init__(self, hosts: Hosts | None = None, *, gpus: int = 0, paths: tuple[str, ...] = ()) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # short, for the names of its sockets
-        self.environment = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join([*paths, *sys.path])}
+        self.environment = {**_ENVIRONMENT, **TOKEN, "PYTHONPATH": os.pathsep.join([*paths, *sys.path])}
         self._gpus = gpus
         self._hosts = hosts
         self._nodes = GuardedProcesses()
@@ -55,10 +58,10 @@ class Ray:
 
     def __enter__(self) -> Ray:
         try:
-            ip, port = "127.0.0.1" if self._hosts is None else self._hosts.address(1), free_ports(1)
+            ip, port = "127.0.0.1" if self._hosts is None else self._hosts.address(1), free_ports(2)
             self.address = f"{ip}:{port}"
             self._start(1, ["--head", f"--node-ip-address={ip}", f"--port={port}", f"--temp-dir={self.folder}",
-                            "--include-dashboard=false"])  # fmt: skip
+                            f"--ray-client-server-port={port + 1}", "--include-dashboard=false"])  # fmt: skip
             for number in range(2, 1 + (self._hosts.num if self._hosts else 1)):
                 self._start(number, [f"--node-ip-address={Hosts.address(number)}", f"--address={self.address}"])
         except BaseException:

@@ -13,8 +13,10 @@ where Lightning gets no signal to save a checkpoint, and makes a process group b
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +31,7 @@ from lightrl.launch.local import LOST, LocalLauncher
 from lightrl.launch.plan import REGISTRY, Plan, Process
 from lightrl.launch.scripts import with_hosts
 
+_REACH_S = 10.0
 _SAY_EVERY_S = 30.0
 
 
@@ -122,12 +125,16 @@ class RayLauncher(LocalLauncher):
             raise ValueError(f"launcher: ray needs Ray ({error}). pip install 'lightrl[ray]' on all hosts.") from error
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            address = self.plan.launch.options.get("address", "auto")
+            address = self.plan.launch.options.get("address") or os.environ.get("RAY_ADDRESS", "auto")
+            host, _, port = address.rpartition(":")
+            if host and "/" not in host:  # ray.init would try for minutes
+                socket.create_connection((host, int(port)), _REACH_S).close()
             ray.init(address=address, log_to_driver=False, logging_level="WARNING")
-        except ConnectionError as error:
+        except OSError as error:
             raise ValueError(
-                f"launcher: ray finds no Ray cluster ({error}). Run `ray start --head` on one host and `ray start "
-                "--address HEAD:6379` on the others, then lightrl launch on one of them, or set launch.options.address."
+                f"launcher: ray finds no Ray cluster at {address} ({error}). Run `ray start --head` on one host and "
+                "`ray start --address HEAD:6379` on the others, then lightrl launch on one of them, or set "
+                "launch.options.address."
             ) from error
         finally:
             signal.signal(signal.SIGTERM, handler)  # ray.init sets its own

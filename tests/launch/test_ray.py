@@ -16,7 +16,7 @@ from hosts import Hosts
 from hosts import why_not as why_no_hosts
 from launched import engine, fake_sglang
 from rank_scripts import ROUNDING
-from ray_box import Ray, why_not
+from ray_box import TOKEN, Ray, why_not
 from ray_numbers import numbers_in
 from test_local import NOTES, WAITS, notes, state, wait_for
 
@@ -38,6 +38,14 @@ QUICKSTART = str(ROOT / "examples/quickstart/grpo.yaml")
 NOTES_GPUS = NOTES + "note(os.environ.get('CUDA_VISIBLE_DEVICES', 'none') + ' ' + ' '.join(sys.argv[3:]))\n"
 needs_ray = pytest.mark.skipif(WHY_NOT is not None, reason=f"Ray: {WHY_NOT}")
 pytestmark = [pytest.mark.cluster, needs_ray]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in TOKEN.items():
+            patch.setenv(name, value)
+        yield
 
 
 def plan_on(hosts: int, **settings) -> Plan:
@@ -117,8 +125,9 @@ class TestOnOneNode:
         (shown,) = {line for line in notes(tmp_path) if line.startswith("trainer-0 ") and line[10].isdigit()}
         assert shown.split()[1] in "0123"
         assert state(launcher.plan)["state"] == "ended"
-        assert (Path(launcher.plan.folder) / "127.0.0.1/trainer-0.log").exists()
-        assert "servers-0  127.0.0.1  exit code 0" in status_text(tmp_path)
+        (host,) = launcher.plan.hosts
+        assert (Path(launcher.plan.folder) / host / "trainer-0.log").exists()
+        assert f"servers-0  {host}  exit code 0" in status_text(tmp_path)
 
     def test_a_lost_actor_starts_the_ranks_again_from_the_newest_checkpoint(self, ray, tmp_path):
         program = NOTES_GPUS + "time.sleep(0 if '--ckpt_path' in sys.argv else 600)"
@@ -195,7 +204,8 @@ def one_process(folder: Path, iterations: int, **trainer) -> Path:
     for number, part in enumerate(parts):
         (folder / f"{number}.yaml").write_text(yaml.safe_dump(part))
         words += ["--config", str(folder / f"{number}.yaml")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), *sys.path])}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env |= {"PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT), *sys.path])}
     command = [sys.executable, "-m", "lightrl", "fit", *words]
     done = forked.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_S, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
