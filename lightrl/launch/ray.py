@@ -1,7 +1,7 @@
 """RayLauncher: a run on a Ray cluster: one placement group, a bundle and an actor for each host of the plan.
 
     launcher, Ray's driver ── actor on host 1 ── guard ── rank 0, rank 1
-                           └─ actor on host 2 ── guard ── lightrl serve ── announces itself in LAUNCH/servers
+                           └─ actor on host 2 ── guard ── lightrl serve
 
 An actor holds the CPUs and GPUs of its host's processes, and starts, watches and ends them as `local` does its own. Ray
 ends the actors with the launcher, and each guard its process with the actor. When a host is lost, Ray places its bundle
@@ -14,7 +14,6 @@ where Lightning gets no signal to save a checkpoint, and makes a process group b
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -28,7 +27,7 @@ import yaml
 from lightrl.concurrency.guarded_processes import GuardedProcesses
 from lightrl.errors import LightRLError
 from lightrl.launch.local import LOST, LocalLauncher
-from lightrl.launch.plan import REGISTRY, Plan, Process
+from lightrl.launch.plan import Plan, Process
 from lightrl.launch.scripts import with_hosts
 
 _REACH_S = 10.0
@@ -107,7 +106,6 @@ class RayLauncher(LocalLauncher):
         """Waits for the cluster's hosts; then as on this machine."""
         if self._group is None:
             self._connect()
-        shutil.rmtree(Path(self.plan.folder) / REGISTRY, ignore_errors=True)  # of servers that have ended
         super().start()
 
     def end(self) -> None:

@@ -65,11 +65,9 @@ def test_processes_get_the_addresses_and_the_gpus_that_ray_has_chosen():
     rank, (first, second) = plan.of("trainer")[1], plan.of("servers")
     assert rank.environment["CUDA_VISIBLE_DEVICES"] == "7,5"
     assert rank.environment["MASTER_ADDR"] == "10.0.0.5"
-    assert rank.environment["LIGHTRL_SERVER_ADDRS"] == "file:///shared/launch-0/servers"
     assert "--devices 3,1" in " ".join(first.command)
     assert "--host 10.0.0.6" in " ".join(second.command)
     assert "--devices 2" in " ".join(second.command)
-    assert "--register /shared/launch-0/servers" in " ".join(second.command)
     assert plan.log_file(second) == "/shared/launch-0/10.0.0.6/servers-1.log"
 
 
