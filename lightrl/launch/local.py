@@ -85,7 +85,7 @@ class LocalLauncher:
             if not is_alone:
                 self.start()
                 continue
-            self._place()
+            self._place(while_ranks_run=True)
             self._start(self._process(name))
             self._note(restarts=self._num_restarts)
 
@@ -95,8 +95,8 @@ class LocalLauncher:
         self._stop([one.name for one in self.plan.of("servers")], _SERVERS_GRACE_S)
         self._note(state="ended")
 
-    def _place(self) -> None:
-        """Makes `hosts` those on which the plan's processes can start."""
+    def _place(self, *, while_ranks_run: bool = False) -> None:
+        """Makes `hosts` those on which the plan's processes can start; need not, if the ranks end meanwhile."""
 
     def _watch(self) -> tuple[str, int] | None:
         """Returns when all ranks are done, or with the name and exit code of a process that failed."""
@@ -105,11 +105,11 @@ class LocalLauncher:
             for log in self._logs:
                 log.follow()
             codes = self._codes()
+            if all(codes[name] == 0 for name in trainers):
+                return None
             if failed := [name for name, code in codes.items() if code]:
                 first = next((name for name in failed if not self._is_echo(name)), failed[0])
                 return first, int(codes[first] or 1)
-            if all(codes[name] == 0 for name in trainers):
-                return None
             if gone := [name for name, code in codes.items() if code == 0 and name not in trainers]:
                 return gone[0], 1  # servers that end while there are ranks
             time.sleep(_TICK_S)
@@ -120,9 +120,12 @@ class LocalLauncher:
 
     def _is_alone(self, name: str) -> bool:
         """Whether servers failed that the ranks can do without for a while, and that find their GPUs free again."""
+        is_separate = self._process(name).role == "servers" and self.plan.layout.placement == "separate"
+        return is_separate and self._ranks_run()
+
+    def _ranks_run(self) -> bool:
         codes = self._codes()
-        ranks_run = all(codes[one.name] is None for one in self.plan.of("trainer"))
-        return ranks_run and self._process(name).role == "servers" and self.plan.layout.placement == "separate"
+        return all(codes[one.name] is None for one in self.plan.of("trainer"))
 
     def _start(self, process: Process) -> None:
         log_file = self._log_file(process.name)

@@ -59,6 +59,13 @@ class RayHost(GuardedProcesses):
     def kill(self, name: str) -> None:
         self._call("kill", name)
 
+    def give_up(self) -> None:
+        """Takes back the request for its actor."""
+        import ray
+
+        self.is_lost = True
+        ray.kill(self._actor)
+
     def _call(self, method: str, *arguments: Any, **settings: Any) -> Any:
         """The answer; None from a host that is lost, which Ray finds out in about a minute where it is silent."""
         import ray
@@ -138,7 +145,7 @@ class RayLauncher(LocalLauncher):
             signal.signal(signal.SIGTERM, handler)  # ray.init sets its own
         self._group = placement_group(self.bundles(), strategy="STRICT_SPREAD", name=Path(self.plan.folder).name)
 
-    def _place(self) -> None:
+    def _place(self, *, while_ranks_run: bool = False) -> None:
         """An actor on each host that has none; waits until Ray has room for all of them."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -157,6 +164,10 @@ class RayLauncher(LocalLauncher):
         while answers and (waiting := ray.wait([*answers.values()], num_returns=len(answers), timeout=_SAY_EVERY_S)[1]):
             nodes = [{name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes()]
             self._write(f"Ray has no room yet for {len(waiting)} of these on hosts apart: {bundles}. It has {nodes}.\n")
+            if while_ranks_run and not self._ranks_run():
+                for index in answers:
+                    self._actors[index].give_up()
+                return
         try:
             self._places |= {index: ray.get(answer) for index, answer in answers.items()}
         except ray.exceptions.RayError as error:
