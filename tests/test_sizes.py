@@ -23,6 +23,7 @@ MAX_PACKAGE_LINES = sum({
     "files, programs and secrets of strangers": 600,
     "one section to launch a run on any cluster": 2_200,
     "servers that join and leave a run": 409,
+    "the hosts of a Ray cluster, as the local launcher uses this machine": 300,
     "an iteration spread over the ranks, in host memory": 1_450,
     "asynchrony without bias: windowed order, lag measured, losses for it": 700,
     "top-p and top-k trained exactly": 650,

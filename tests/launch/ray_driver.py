@@ -11,5 +11,7 @@ from lightrl.launch.ray import RayLauncher
 
 folder, address, os.environ["RAY_AUTH_TOKEN"] = sys.argv[1:]
 os.environ["RAY_AUTH_MODE"] = "token"
-RayLauncher(plan_of(Path(folder), {"trainer-0": WAITS, "servers-0": WAITS}, options={"address": address})).start()
+plan = plan_of(Path(folder), {"trainer-0": WAITS, "servers-0": WAITS}, options={"address": address})
+launcher = RayLauncher(plan)  # Ray ends actors that nobody refers to
+launcher.start()
 sys.stdin.read()
