@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ray_box import TOKEN, Ray, why_not
 from ray_numbers import numbers_in
 from test_local import NOTES, WAITS, notes, state, wait_for
 
-from benchmarks.recovery import LaunchedRun, settings
+from benchmarks.recovery import LaunchedRun, _runs, settings
 from lightrl.commands.status import status_text
 from lightrl.launch.free_ports import free_ports
 from lightrl.launch.launcher import make_folder, write_files
@@ -156,8 +157,10 @@ class TestOnOneNode:
             left += [child for guard in left for child in guard.children(recursive=True)]
             assert len(left) == 4
             launcher.kill()
-        _, alive = psutil.wait_procs(left, LONGEST_S)
-        assert not alive
+        deadline = time.monotonic() + LONGEST_S
+        while any(_runs(process.pid) for process in left):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
 
 
 class RayRun(LaunchedRun):
