@@ -129,6 +129,7 @@ WAITS = (
     Wait("Ctrl-C", ends="Ctrl-C"),
     Wait("a guarded process, and its parent", ends="the end of either; SIGKILL"),
     Wait("a machine that doctor asks", ("commands.doctor.machine:_CONNECT_S",), names="the address"),
+    Wait("a Ray cluster's address", ("launch.ray:_REACH_S",), names="the address"),
 )  # fmt: skip
 
 
