@@ -247,6 +247,7 @@ class FakeServer:
         self._unpaused.clear()
         for run in self._runs.values():
             run.num_retractions += 1
+            run.minimum_from = len(run.token_ids)
         await self.model.pause()
         self._is_paused = True
         return {"message": "Generation paused successfully.", "status": "ok"}

@@ -186,7 +186,7 @@ class EmbeddedModel(ScriptedModel):
             piece = replace(
                 sampling,
                 max_new_tokens=size,
-                min_new_tokens=max(0, min(size, int(params["min_new_tokens"]) - written)),
+                min_new_tokens=max(0, min(size, int(params["min_new_tokens"]) - written + run.minimum_from)),
                 seed=_mixed(seed, len(run.prompt) + written),
             )
             engine = self._stale if run.is_stale and self._stale is not None else self._engine_of(run.lora)

@@ -41,6 +41,7 @@ class Run:
     supports: list[list[int]] | None = None  # if the request asks for its sampling masks
     is_aborted: bool = False
     num_retractions: int = 0
+    minimum_from: int = 0  # the token from which `min_new_tokens` counts: a retraction forgets those before
     num_cached: int = 0  # tokens of the prompt
     is_stale: bool = False  # the cached ones are of weights before the present ones
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,7 +98,7 @@ class ScriptedModel:
             if run.is_aborted:
                 return "abort"
             token = self._token(run.prompt, seed, len(run.prompt) + position, params["temperature"] == 0)
-            if position < params["min_new_tokens"]:
+            if position < run.minimum_from + params["min_new_tokens"]:
                 while token in stops:
                     token = (token + 1) % self.vocab_size
             run.token_ids.append(token)

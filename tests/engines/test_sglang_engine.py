@@ -206,13 +206,15 @@ def test_when_all_servers_are_dead_the_error_says_what_became_of_each(
     engine.close()
 
 
-@pytest.mark.parametrize("interrupt", ["retract", "abort"])
+@pytest.mark.parametrize(("interrupt", "minimum"), [("retract", 0), ("retract", NUM_TOKENS), ("abort", NUM_TOKENS)])
 def test_an_interrupted_request_keeps_its_tokens_its_limits_and_the_order_of_versions(
-    interrupt: str, scripted: Callable[..., FakeServerProcess]
+    interrupt: str, minimum: int, scripted: Callable[..., FakeServerProcess]
 ) -> None:
     server = scripted(**SLOWLY, vocab_size=10)
     engine = engine_on([server], interrupt=interrupt, verify_sync=False)  # without canaries among the requests
-    sampling = Sampling(max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, stop_token_ids=(1, 2, 3), seed=4)
+    sampling = Sampling(
+        max_new_tokens=NUM_TOKENS, min_new_tokens=minimum, stop_token_ids=(1, 2, 3) if minimum else (), seed=4
+    )
 
     async def scenario() -> Any:
         task = asyncio.create_task(engine.generate([1], sampling, session="s"))
@@ -223,10 +225,37 @@ def test_an_interrupted_request_keeps_its_tokens_its_limits_and_the_order_of_ver
 
     completion = run(scenario())
     assert len(completion.token_ids) == NUM_TOKENS
-    assert not set(completion.token_ids) & {1, 2, 3}
+    assert not minimum or not set(completion.token_ids) & {1, 2, 3}
     assert completion.weight_versions == sorted(completion.weight_versions)
     assert set(completion.weight_versions) == {0, 1}
-    assert server.stats()["requests"]["/generate"] == (1 if interrupt == "retract" else 2)
+    assert server.stats()["requests"]["/generate"] == (2 if minimum else 1)
+    engine.close()
+
+
+@pytest.mark.parametrize("is_load", [True, False], ids=["load", "pause"])
+def test_an_interruption_does_not_bar_stop_tokens_for_longer(
+    is_load: bool, scripted: Callable[..., FakeServerProcess]
+) -> None:
+    server = scripted(**SLOWLY, vocab_size=10)
+    engine = engine_on([server], verify_sync=False)
+    minimum = NUM_TOKENS // 2
+    sampling = Sampling(max_new_tokens=NUM_TOKENS, min_new_tokens=minimum, stop_token_ids=tuple(range(1, 10)), seed=4)
+
+    async def completed(is_interrupted: bool) -> list[int]:
+        task = asyncio.create_task(engine.generate([1], sampling, session="s"))
+        if is_interrupted:
+            await until_written(server)
+            if is_load:
+                await asyncio.to_thread(engine.load_weights, iter(WEIGHTS), weight_version=1)
+            else:
+                await engine.pause()
+                await engine.resume()
+            server.pace(0)
+        return list((await task)[0].token_ids)
+
+    interrupted = run(completed(True))
+    assert interrupted == run(completed(False))
+    assert minimum < len(interrupted) < NUM_TOKENS
     engine.close()
 
 

@@ -53,6 +53,7 @@ class Writer:
         self.num_waiting = 0  # completions that wait for the gate or for a server
         self.is_held = False  # requests wait for the end of a load
         self.is_paused = False
+        self.has_minimum = False  # of new tokens: a paused server would count it anew, so its requests are aborted
         self.adapters: ServedAdapters | None = None  # None: the policy is merged
         self._paused_urls: set[str] = set()  # servers paused by `pause` and not resumed since
         self._lent_urls: set[str] = set()  # servers that a load pauses and resumes
@@ -175,7 +176,7 @@ class Writer:
     async def hold(self, urls: Collection[str], *, is_aborting: bool) -> None:
         """Closes the gate. With `is_aborting`, requests in flight return with what they have."""
         self.close_gate()
-        if is_aborting:
+        if is_aborting or self.has_minimum:
             await self._abort_all(urls, within_s=self._timeouts.sync_s)
 
     async def _abort_all(self, urls: Collection[str], *, within_s: float) -> None:
@@ -196,6 +197,9 @@ class Writer:
         self._home.wake()
 
     async def _pause_servers(self) -> None:
+        if self.has_minimum:
+            await self._abort_all(self._members.pool.urls("routable"), within_s=self._timeouts.request_s)
+
         async def pause(url: str) -> None:
             self._paused_urls.add(url)
             try:
@@ -244,6 +248,7 @@ class Writer:
     async def _request(self, url: str, draft: CompletionDraft) -> None:
         rid = secrets.token_hex(16)
         client = self._members.clients[url]
+        self.has_minimum |= draft.sampling.min_new_tokens > 0
         server = self._members.pool.start_request(url, draft.max_tokens)
         self.num_running += 1
         limit_s = self._timeouts.generate_s  # then the server returns what it has, unless it lost the request

@@ -199,7 +199,7 @@ class Loading:
         if not is_known:  # else the answer, of a busy scheduler, is needed only for the log
             await identifying
         self._writer.lend(urls)
-        if self._is_aborting:
+        if self._is_aborting or self._writer.has_minimum:
             await self._writer.hold(urls, is_aborting=True)
         self._members.is_loading = True
         self._members.pool.sessions.clear()
