@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 from parsed import parsed
 
@@ -115,7 +116,11 @@ def test_a_converted_file_trains_where_only_the_hub_the_gpus_and_the_sizes_are_o
     here += ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.engine=LocalEngine"]
     here += ["--model.sampling.max_new_tokens=8", "--data.batch_size=4", "--data.validation_batch_size=4"]
     here += [f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false"]
-    assert cli.run(["fit", "--config", str(out), *here, "--trainer.fast_dev_run=true"]) == 0
+    try:
+        assert cli.run(["fit", "--config", str(out), *here, "--trainer.fast_dev_run=true"]) == 0
+    finally:
+        if dist.is_initialized():  # of FSDP2Strategy, else Lightning takes what follows for one of several processes
+            dist.destroy_process_group()
     printed = "".join(capfd.readouterr())
     assert "iteration: 4 groups x 6 = 24 trajectories, 2 updates, max_staleness 3" in printed
 

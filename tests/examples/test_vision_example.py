@@ -26,4 +26,4 @@ def test_the_vision_example_trains_and_exports_its_image_processor(tmp_path: Pat
 
 def test_the_example_has_at_most_60_lines():
     lines = [line for path in EXAMPLE.iterdir() if path.is_file() for line in path.read_text().splitlines()]
-    assert len([line for line in lines if line.strip()]) <= 60
+    assert len([line for line in lines if line.strip() and not line.startswith("#")]) <= 60

@@ -70,7 +70,9 @@ def test_the_likeliest_tokens_are_those_of_the_whole_distribution(family: str, f
     expected = slow_distributions(model, experience, **rules)
     likeliest = expected[..., :12].topk(4, -1)
     mask = experience.loss_mask
-    assert torch.equal(outputs.teacher_topk_ids[mask], likeliest.indices[mask])
+    found = outputs.teacher_topk_ids[mask]  # of equally likely tokens, rounding puts either first
+    assert all(len(set(row)) == len(row) and max(row) < 12 for row in found.tolist())
+    torch.testing.assert_close(expected[mask].gather(-1, found), likeliest.values[mask], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(outputs.teacher_topk[mask], likeliest.values[mask], rtol=1e-4, atol=1e-4)
     assert outputs.teacher_topk[~mask].eq(0).all()
     assert outputs.teacher_topk_ids[~mask].eq(0).all()
