@@ -79,9 +79,8 @@ class LearningCurve(RLCallback):
 
     When `fit` ends, by itself or by Ctrl-C, it writes `learning_curve.png` to the run's folder and, if no CSVLogger
     keeps the metrics, the plotted numbers to `learning_curve.csv`; Weights & Biases, MLflow and TensorBoard get the
-    picture. Then it prints the folder and its contents. The
-    numbers are part of the checkpoint, so a resumed run draws the whole curve: of more than 1,000 iterations the means
-    over 2, 4, 8, … of them, so that checkpoints stop growing.
+    picture. Then it prints the folder and its contents. The numbers are part of the checkpoint, so a resumed run draws
+    the whole curve: of more than 1,000 iterations the means over 2, 4, 8, … of them, so that checkpoints stop growing.
 
     Iteration i on the axis means: sampled by the weights after i iterations. With `num_sanity_val_steps=-1` there is a
     held-out accuracy of iteration 0. It draws what `RolloutMetrics` and validation log; a run without these has no

@@ -126,7 +126,7 @@ class BackgroundWrites:
                 wait([before])
             try:
                 task(progress)
-            except BaseException:  # raised again: whoever waits for this write gets it
+            except BaseException:  # re-raised: whoever waits for this write gets it
                 self._has_failed = True
                 raise
 

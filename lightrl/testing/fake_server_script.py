@@ -1,8 +1,7 @@
 """The fake server's answers without a model: tokens and logprobs by rule, at a given pace.
 
-Imports no torch, so a server starts in a fraction of a second. A token is a hash of the seed
-and of its place in prompt and completion, uniform over the vocabulary, with logprob -log V: a policy that gives every
-token the same logit.
+Imports no torch, so a server starts in a fraction of a second. A token is a hash of the seed and of its place in prompt
+and completion, uniform over the vocabulary, with logprob -log V: a policy that gives every token the same logit.
 """
 
 from __future__ import annotations

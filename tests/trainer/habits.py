@@ -97,9 +97,9 @@ def main(arguments: Sequence[str]) -> None:
         return
     if len(arguments) != 2 or arguments[0] != "--write":
         raise SystemExit("usage: python tests/trainer/habits.py [--write FILE]")
-    page = Path(arguments[1])
-    before, _, rest = page.read_text().partition(f"{MARKS[0]}\n")
-    page.write_text(f"{before}{MARKS[0]}\n\n{tables()}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+    from benchmarks.sync_faults import write_table
+
+    write_table(Path(arguments[1]), "\n" + tables().removesuffix("\n"), MARKS)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ class SGLangEngine(
         adapters: with LoRA, `merged` sends whole weights with the adapters in them; `served` sends the base once and
             then only adapters, one per version, which a request keeps until its end; see sync/served_adapters.py.
         interrupt: how requests in flight stop for a sync: `retract` (the server continues them) or `abort` (the engine
-            sends them again with what was written).
+            sends them again with what was written). Those with `min_new_tokens` are always aborted.
         verify_sync: compares models at the start, and after a sync each server's version and parameters with the
             trainer's; see docs/serve-with-sglang.md.
         max_connections: concurrent generations per server; more queue here.

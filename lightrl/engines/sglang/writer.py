@@ -174,7 +174,7 @@ class Writer:
         self.is_held = True
 
     async def hold(self, urls: Collection[str], *, is_aborting: bool) -> None:
-        """Closes the gate. With `is_aborting`, requests in flight return with what they have."""
+        """Closes the gate. With `is_aborting` or `has_minimum`, requests in flight return with what they have."""
         self.close_gate()
         if is_aborting or self.has_minimum:
             await self._abort_all(urls, within_s=self._timeouts.sync_s)
