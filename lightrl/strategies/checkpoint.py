@@ -18,7 +18,7 @@ from lightrl.concurrency.owner import own_mark, remove_left_behind
 from lightrl.strategies.atomic_write import BackgroundWrites, Progress, TrackedFile, write_error
 from lightrl.strategies.checkpoint_fit import check_optimizers, check_weights, parameter_of, refusal
 from lightrl.strategies.checkpoint_folder import load_optimizer_state, read_folder
-from lightrl.strategies.safe_reader import named
+from lightrl.strategies.safe_reader import named, of_run
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -52,13 +52,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self._writes.wait()
         remove_left_behind(Path(path).parent, "*.part")
         if Path(path).is_dir():
-            checkpoint = read_folder(Path(path))
-        else:
-            with named(path):
-                checkpoint = super().load_checkpoint(path, map_location, weights_only is None or weights_only)
-        if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
-            raise ValueError(f"{str(path)!r} is not a checkpoint of a run. To start from weights, set model.policy.")
-        return checkpoint
+            return read_folder(Path(path))
+        with named(path):
+            checkpoint = super().load_checkpoint(path, map_location, weights_only is None or weights_only)
+        return of_run(checkpoint, path)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Writes `checkpoint`, and removes what dead writers left beside it.

@@ -135,6 +135,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Any]) -
         ValueError: if the folder is incomplete, or holds other models or optimizers.
     """
     check_folder(path)
+    rest = load_plain(path / META_FILE)
     saved = SafeReader(path).read_metadata().state_dict_metadata
     state: dict[str, Any] = get_model_state_dict(model)
     present = {name: value for name, value in state.items() if f"state_dict.{name}" in saved}
@@ -152,7 +153,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Any]) -
         check_optimizer_names(saved_names, states[key], optimizer, path)
         _read(path, states)
         load_optimizer_state(model, optimizer, states[key], path)
-    return load_plain(path / META_FILE)
+    return rest
 
 
 def _read(path: Path, state: dict[str, Any]) -> None:

@@ -44,7 +44,14 @@ _CLASSES: tuple[type, ...] = (
 def load_plain(file: Path, **options: Any) -> dict[str, Any]:
     """The content of a checkpoint's file, on the CPU; raises ValueError if it is damaged or more than plain data."""
     with named(file):
-        content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, **options)
+        content = torch.load(file, map_location="cpu", weights_only=True, **options)
+    return of_run(content, file)
+
+
+def of_run(content: Any, file: str | Path) -> dict[str, Any]:
+    """`content`, if Lightning wrote it; raises ValueError for anything else that torch can read."""
+    if not isinstance(content, dict) or "pytorch-lightning_version" not in content:
+        raise ValueError(f"{str(file)!r} is not a checkpoint of a run. To start from weights, set model.policy.")
     return content
 
 

@@ -1,5 +1,6 @@
 """Checkpoints with an error: one message with the path, before a run trains."""
 
+import io
 import json
 import pickle
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from bad_input_rows import each, row
 
 from lightrl.strategies.checkpoint import AtomicCheckpointIO
+from lightrl.strategies.checkpoint_folder import load_folder
 
 pytestmark = pytest.mark.bad_input
 
@@ -29,6 +31,12 @@ def folder(meta=b"", metadata=b""):
                 (Path("a.ckpt") / name).write_bytes(content)
 
     return make
+
+
+def folder_with(meta):
+    file = io.BytesIO()
+    torch.save(meta, file)
+    return folder(file.getvalue())
 
 
 def cut():
@@ -56,6 +64,8 @@ CHECKPOINTS = [
     row("checkpoint: an empty folder", folder(None, None), "a.ckpt lacks meta.pt or .metadata"),
     row("checkpoint: a folder without meta.pt", folder(None, b""), "a.ckpt lacks meta.pt or .metadata"),
     row("checkpoint: a folder with an empty meta.pt", folder(b"", b""), "'a.ckpt/meta.pt' is not a checkpoint of"),
+    row("checkpoint: a folder with a list in meta.pt", folder_with([1]), "a.ckpt/meta.pt' is not", "set model.policy"),
+    row("checkpoint: a folder of another program", folder_with({"step": 1}), "a.ckpt/meta.pt' is not a checkpoint of a"),
     row("checkpoint: a folder without .metadata", folder(b"", None), "a.ckpt lacks meta.pt or .metadata"),
     row("checkpoint: a link to nothing", link, "a.ckpt"),
 ]  # fmt: skip
@@ -72,3 +82,14 @@ def test_a_checkpoint_is_refused(case):
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
         AtomicCheckpointIO().load_checkpoint("a.ckpt")
     case.check(str(caught.value))
+
+
+@each([case for case in CHECKPOINTS if "folder" in case.what])
+def test_a_folder_is_refused_before_a_weight_changes(case):
+    case.given()
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.clone()
+    with pytest.raises(ValueError, match="a.ckpt") as caught:
+        load_folder(Path("a.ckpt"), model, [])
+    case.check(str(caught.value))
+    assert torch.equal(model.weight, before)
