@@ -8,7 +8,6 @@ the target as dead or stopped, and only then lets the phase continue.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -220,8 +219,7 @@ class Moment(RLCallback):
         if self.cell.signal == BLOCK:
             thread.loop.call_soon_threadsafe(time.sleep, 3 * HANG_S)
             return
-        # Raised in the loop's own code: a task would catch it.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(MemoryError))
+        thread.loop._run_once = _raise  # the loop's own code: a task would catch it
         thread.loop.call_soon_threadsafe(lambda: None)
         thread.join(10)
 
@@ -290,6 +288,10 @@ def wait_until(is_true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LONGEST_S
     while not is_true() and time.monotonic() < deadline:
         time.sleep(0.001)
+
+
+def _raise() -> None:
+    raise MemoryError
 
 
 def _state(pid: int) -> str:

@@ -56,6 +56,7 @@ REWARD_TIMEOUT_S = 0.3
 KILL_EVERY = 500  # iterations, a server
 NUM_SERVERS = 2
 CHECKPOINTS = 20  # of a run
+STRINGS = 200_000  # more than fit into the table that the imports leave
 SAMPLES = "samples.csv"  # in a run's folder
 MEASURED = ("rss_kib", "python_blocks", "threads", "open_files", "processes")  # should stay as they are
 COLUMNS = ("iteration", "seconds", *MEASURED, "checkpoint_bytes", "killed")
@@ -135,8 +136,18 @@ def _num_children() -> int:
     return num
 
 
+def grow_table_of_strings() -> None:
+    """Makes CPython's table of interned strings grow now, by 4 MB, and not once amid the run.
+
+    It grows when enough strings have come and gone, though it holds no more of them than before, and never shrinks.
+    """
+    for number in range(STRINGS):
+        sys.intern(f"string {number}")
+
+
 def play(folder: Path, max_staleness: int, iterations: int, kill_every: int, ends_at: float) -> None:
     """The run; its samples are in the folder."""
+    grow_table_of_strings()
     module = GRPO(
         tiny_policy(), group_size=4, sampling=Sampling(max_new_tokens=2), lr=1e-5, max_failed_fraction=1.0,
         reward=[RewardPart("benchmarks.faulty_reward.sometimes",
