@@ -44,6 +44,7 @@ def page(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(FOLDER), str(FOLDER.parent), str(FOLDER.parents[1])]
+    tests = FOLDER.parent
+    sys.path[:0] = [str(tests.parent), str(tests), *(str(folder) for folder in tests.iterdir() if folder.is_dir())]
     for name in sys.argv[1:]:
         Path(name).write_text(page(Path(name).read_text()))
