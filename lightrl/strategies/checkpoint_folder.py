@@ -134,8 +134,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Any]) -
     Raises:
         ValueError: if the folder is incomplete, or holds other models or optimizers.
     """
-    check_folder(path)
-    rest = load_plain(path / META_FILE)
+    rest = _read_rest(path)
     saved = SafeReader(path).read_metadata().state_dict_metadata
     state: dict[str, Any] = get_model_state_dict(model)
     present = {name: value for name, value in state.items() if f"state_dict.{name}" in saved}
@@ -164,13 +163,11 @@ def _read(path: Path, state: dict[str, Any]) -> None:
 
 def read_folder(folder: Path) -> dict[str, Any]:
     """The whole checkpoint in this process, however many saved it; optimizer states are by parameter name."""
-    check_folder(folder)
-    checkpoint = load_plain(folder / META_FILE)
+    checkpoint = _read_rest(folder)
     checkpoint["state_dict"] = read_tensors(folder, "state_dict.")
-    optimizers: list[dict[str, Any]] = []
+    optimizers = checkpoint["optimizer_states"] = list[dict[str, Any]]()
     while state := read_tensors(folder, f"optimizer_{len(optimizers)}.", with_numbers=True):
         optimizers.append(state)
-    checkpoint["optimizer_states"] = optimizers
     return checkpoint
 
 
@@ -178,11 +175,9 @@ def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> di
     """The whole tensors whose names start with `prefix`, by the rest of the name; `with_numbers`, other values too."""
     tensors: dict[str, Any] = {}
     for name, item in SafeReader(folder).read_metadata().state_dict_metadata.items():
-        if not name.startswith(prefix):
-            continue
-        if isinstance(item, TensorStorageMetadata):
+        if name.startswith(prefix) and isinstance(item, TensorStorageMetadata):
             tensors[name] = torch.empty(item.size, dtype=item.properties.dtype)
-        elif with_numbers:
+        elif name.startswith(prefix) and with_numbers:
             tensors[name] = None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # on purpose
@@ -191,13 +186,14 @@ def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> di
     return {name.removeprefix(prefix): value for name, value in tensors.items()}
 
 
-def check_folder(folder: Path) -> None:
-    """Raises ValueError unless this is a complete checkpoint of several processes."""
+def _read_rest(folder: Path) -> dict[str, Any]:
+    """All but weights and optimizers; raises ValueError unless this is a complete checkpoint of several processes."""
     if not (folder / META_FILE).is_file() or not (folder / ".metadata").is_file():
         raise ValueError(
             f"Checkpoint folder {folder} lacks {META_FILE} or .metadata, so it is not a complete checkpoint of several "
             "processes. Use one that is, or start from exported weights: model.policy=FOLDER."
         )
+    return load_plain(folder / META_FILE)
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
