@@ -63,9 +63,10 @@ class RolloutLoop(_AutomaticOptimization):
         if self.ranks.size == 1:  # else rank 0's next rollout tells all ranks together
             self.gate.check()
         self.trainer.phase_seconds = {}
-        groups = self._take_groups()
-        with self.gate.held_back(), self._own_randomness(module):
-            self._learn(module, groups, batch_idx)
+        with self.trainer.profiler.profile("run_training_step"):  # PyTorchProfiler's schedule counts these
+            groups = self._take_groups()
+            with self.gate.held_back(), self._own_randomness(module):
+                self._learn(module, groups, batch_idx)
         loss = self.trainer.callback_metrics.get("policy/loss")
         return {} if loss is None else {"loss": loss}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from tiny_run import Digits, Logged, TinyGRPO, are_equal, make_trainer, weights
 
@@ -117,6 +118,31 @@ def test_a_profiler_sees_the_phases(tmp_path: Path) -> None:
     make_trainer(tmp_path, profiler=profiler).fit(TinyGRPO(), datamodule=Digits())
     for phase in ("rollout", "score", "update", "sync"):
         assert len(profiler.recorded_durations[f"rl/{phase}"]) == 3
+
+
+@habit(
+    'Trainer(profiler="pytorch")',
+    "records the third to the fifth iteration, with the phases; the whole run if an epoch or a validation has fewer "
+    "than five batches, as in Lightning",
+)
+@pytest.mark.parametrize("num_iterations", [5, 6, 7, 11])
+def test_the_pytorch_profiler_records_three_iterations_of_any_run(num_iterations: int, tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")
+    trainer = make_trainer(tmp_path, max_steps=num_iterations, profiler=profiler)
+    trainer.fit(TinyGRPO(), datamodule=Digits(num_prompts=12))
+    assert "rl/update" in (tmp_path / "fit-profile.txt").read_text()
+    (trace,) = tmp_path.glob("*.pt.trace.json")
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
+    for phase in ("rollout", "score", "update", "sync"):
+        assert names.count(f"[pl][profile]rl/{phase}") == 3
+
+
+def test_the_pytorch_profiler_records_the_whole_of_a_short_run(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")
+    make_trainer(tmp_path, max_steps=4, profiler=profiler).fit(TinyGRPO(), datamodule=Digits())  # 3 in an epoch
+    (trace,) = tmp_path.glob("*.pt.trace.json")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert "rl/update" in (tmp_path / "fit-profile.txt").read_text()
 
 
 # ---------------------------------------------------------------------- default callbacks and refusals
