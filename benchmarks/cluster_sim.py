@@ -27,11 +27,12 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
+from benchmarks.plan import best_3d_cost, best_fsdp2_cost
 from benchmarks.report import Report
 from benchmarks.simulated_cluster import Hardware, Lengths, Outcome, SimulatedCluster
 from lightrl.launch.plan import place
 from lightrl.launch.settings import Layout
-from lightrl.strategies.costs import Machine, Work, best_3d_cost, best_fsdp2_cost, num_parameters
+from lightrl.strategies.costs import Machine, Work, num_parameters
 
 GPUS_PER_HOST = 8
 UNLIMITED = 16  # of η in the tables: more changes nothing

@@ -15,7 +15,7 @@ as they are then, with what does not divide evenly, beside the formula's `state_
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,34 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import Report
-from lightrl.strategies.costs import Cost, Machine, Work, best_3d_cost, best_fsdp2_cost, num_parameters
+from lightrl.strategies.costs import Cost, Machine, Work, fsdp2_cost, num_parameters, parallel_3d_cost
 from lightrl.strategies.fsdp2 import decoder_layers
+
+
+def best_fsdp2_cost(config: Any, gpus: int, work: Work, machine: Machine) -> Cost:
+    """With one reduce for all microbatches, the default, if that fits the memory; otherwise with one for each."""
+    cost = fsdp2_cost(config, gpus, work, machine)
+    if cost.memory_bytes <= machine.memory_bytes or cost.num_microbatches == 1:
+        return cost
+    return fsdp2_cost(config, gpus, work, machine, reduce_every_microbatch=True)
+
+
+def best_3d_cost(config: Any, gpus: int, work: Work, machine: Machine) -> Cost:
+    """The fastest (pp, dp, tp) for this number of GPUs that fits their memory; the smallest if none fits."""
+    costs = list(_all_3d_costs(config, gpus, work, machine))
+    fitting = [cost for cost in costs if cost.memory_bytes <= machine.memory_bytes]
+    if fitting:
+        return min(fitting, key=lambda cost: cost.step_s)
+    return min(costs, key=lambda cost: cost.memory_bytes)
+
+
+def _all_3d_costs(config: Any, gpus: int, work: Work, machine: Machine) -> Iterator[Cost]:
+    for tp in (size for size in range(1, machine.gpus_per_node + 1) if gpus % size == 0):
+        for pp in (size for size in range(1, gpus // tp + 1) if (gpus // tp) % size == 0):
+            try:
+                yield parallel_3d_cost(config, pp, gpus // tp // pp, tp, work, machine)
+            except ValueError:  # the model's heads or layers do not allow it
+                continue
 
 
 def qwen3(

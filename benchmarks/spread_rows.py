@@ -13,6 +13,7 @@ import itertools
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,13 +35,19 @@ from lightrl.rollout import RolloutSettings
 from lightrl.strategies import Message, Microbatches, SpreadExperience
 from lightrl.strategies.rank_watch import RankWatch
 from lightrl.strategies.ranks import ProcessRanks, watch_all
-from lightrl.strategies.row_plan import Send, lower_bound_bytes
+from lightrl.strategies.row_plan import Send
 from lightrl.strategies.spread_experience import TOKEN_DTYPES, table_of
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 GROUP_SIZE = 8
 NUM_MINIBATCHES = 4
 MICROBATCH_TOKENS = 16384
+
+
+def lower_bound_bytes(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> Counter[int]:
+    """By rank, what it must receive at least: the rows that it needs and does not have, each once."""
+    missing = (needs & ~has).long() @ torch.tensor(sizes, dtype=torch.int64)
+    return Counter(dict(enumerate(missing.tolist())))
 
 
 class CountedRanks(ProcessRanks):

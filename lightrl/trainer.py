@@ -35,6 +35,7 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.callbacks.model_lines import ModelLines
+from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.timed_checkpoint import TimedCheckpoint
 from lightrl.engines import RolloutEngine
 from lightrl.errors import OtherRankFailed
@@ -222,6 +223,7 @@ class Trainer(RLTrainer):
             if isinstance(module, RLModule):
                 self._stage.check(module)
                 self._check_callbacks()
+                warn_of_monitors(self)
                 # Lightning would give each rank other prompts, shuffled: here all ranks count the same iterations.
                 self._accelerator_connector.use_distributed_sampler = False
             if isinstance(module, RLModule | SupervisedModule):

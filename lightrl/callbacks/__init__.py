@@ -10,7 +10,7 @@ Reading order:
     staleness.py        how far behind a trajectory may be
     dynamic_sampling.py which groups are dropped and replaced, and how many are started
     curriculum.py       which prompts are played, by past success
-    rollout_metrics.py  what is logged of each iteration
+    rollout_metrics.py  what is logged of each iteration; monitors.py  who waits for a metric that nobody logs
     progress.py         the two-line progress bar, and a line per iteration; model_lines.py  what is trained
     status_file.py      what the run does now, for `lightrl status`; complaints.py  warnings, errors and drops
     trace.py            what each process did when, and where the time went

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 REWARD = "rollout/reward"
 SAMPLED_ACCURACY = "rollout/accuracy_fraction"
 HELD_OUT_ACCURACY = "val/accuracy_fraction"
+HELD_OUT_REWARD = "val/reward"  # where there is no held-out accuracy
 
 _BLUE, _ORANGE, _GRAY = "#2f6db3", "#d9541e", "#6b6b6b"  # distinct for any color vision, and in gray
 
@@ -77,6 +78,8 @@ class Points:
 class LearningCurve(RLCallback):
     """Draws reward, sampled and held-out accuracy over the iterations, and prints where everything is.
 
+    If the reward gives no `accuracy`, it draws the held-out reward.
+
     When `fit` ends, by itself or by Ctrl-C, it writes `learning_curve.png` to the run's folder and, if no CSVLogger
     keeps the metrics, the plotted numbers to `learning_curve.csv`; Weights & Biases, MLflow and TensorBoard get the
     picture. Then it prints the folder and its contents. The numbers are part of the checkpoint, so a resumed run draws
@@ -112,7 +115,7 @@ class LearningCurve(RLCallback):
         self.title = title
         self.held_out = held_out
         self.held_out_label = held_out_label
-        self._curves = {name: Points() for name in (REWARD, SAMPLED_ACCURACY, HELD_OUT_ACCURACY)}
+        self._curves = {name: Points() for name in (REWARD, SAMPLED_ACCURACY, HELD_OUT_ACCURACY, HELD_OUT_REWARD)}
         self._run_folder: Path | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -128,8 +131,10 @@ class LearningCurve(RLCallback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         is_whole = not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf")
-        if is_whole and self.held_out in trainer.callback_metrics:
-            self._curves[HELD_OUT_ACCURACY].add(trainer.global_step, float(trainer.callback_metrics[self.held_out]))
+        for metric, curve in {self.held_out: HELD_OUT_ACCURACY, HELD_OUT_REWARD: HELD_OUT_REWARD}.items():
+            if is_whole and metric in trainer.callback_metrics:
+                self._curves[curve].add(trainer.global_step, float(trainer.callback_metrics[metric]))
+                break
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._finish(trainer, pl_module)
@@ -149,8 +154,8 @@ class LearningCurve(RLCallback):
         run_folder, self._run_folder = self._run_folder, None
         if run_folder is None or not trainer.is_global_zero or cast("RLTrainer", trainer).fast_dev_run:
             return
-        curves = {name: curve.values() for name, curve in self._curves.items()}
-        if any(curves.values()):
+        curves = {name: points for name, curve in self._curves.items() if (points := curve.values())}
+        if curves:
             try:
                 run_folder.mkdir(parents=True, exist_ok=True)
                 if not any(isinstance(logger, CSVLogger) for logger in trainer.loggers):
@@ -194,7 +199,7 @@ def draw_learning_curve(
     constant_label: str = "best constant answer",
     held_out_label: str = "held-out prompts",
 ) -> None:
-    """Accuracy over iterations as PNG, with the reward above it if that differs.
+    """Accuracy over iterations as PNG, with the reward above it if that differs, or the reward alone.
 
     Sampled values are noisy: they are drawn pale, under their running mean.
     """
@@ -202,8 +207,9 @@ def draw_learning_curve(
     from matplotlib.figure import Figure
 
     reward, sampled, held_out = (curves.get(name, {}) for name in (REWARD, SAMPLED_ACCURACY, HELD_OUT_ACCURACY))
+    held_out_reward = {} if held_out else curves.get(HELD_OUT_REWARD, {})
     has_accuracy = bool(sampled or held_out)
-    has_reward = bool(reward) and dict(reward) != dict(sampled)
+    has_reward = bool(held_out_reward) or (bool(reward) and dict(reward) != dict(sampled))
     figure = Figure(figsize=(7.2, 5.4 if has_accuracy and has_reward else 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     ratios = [2, 3] if has_accuracy and has_reward else [1]
@@ -211,7 +217,10 @@ def draw_learning_curve(
     figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold")
 
     if has_reward:
-        _plot_running_mean(panels[0], reward, color=_GRAY, label="reward of sampled completions")
+        if reward:
+            _plot_running_mean(panels[0], reward, color=_GRAY, label="reward of sampled completions")
+        if held_out_reward:
+            _plot_held_out(panels[0], held_out_reward, f"{held_out_label} ({{:.3g}} at the end)")
         panels[0].set_ylabel("mean reward")
     if has_accuracy:
         panel = panels[-1]
@@ -219,9 +228,7 @@ def draw_learning_curve(
             is_reward = " (the reward)" if reward and not has_reward else ""
             _plot_running_mean(panel, sampled, color=_BLUE, label=f"sampled, training prompts{is_reward}")
         if held_out:
-            points = sorted(held_out.items())
-            label = f"{held_out_label} ({points[-1][1]:.1%} at the end)"
-            panel.plot(*zip(*points, strict=True), color=_ORANGE, marker="o", ms=5, lw=1.2, zorder=4, label=label)
+            _plot_held_out(panel, held_out, f"{held_out_label} ({{:.1%}} at the end)")
         if constant_baseline is not None:
             label = f"{constant_label} ({constant_baseline:.0%})"
             panel.axhline(constant_baseline, color="black", lw=1.0, ls=(0, (5, 4)), label=label, zorder=1)
@@ -244,6 +251,12 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     """Centered mean over at most `window` values, fewer at both ends; as many as there are values."""
     half = window // 2
     return [_mean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
+
+
+def _plot_held_out(panel: Axes, curve: Curve, label: str) -> None:
+    points = sorted(curve.items())
+    label = label.format(points[-1][1])
+    panel.plot(*zip(*points, strict=True), color=_ORANGE, marker="o", ms=5, lw=1.2, zorder=4, label=label)
 
 
 def _plot_running_mean(panel: Axes, curve: Curve, *, color: str, label: str) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.checks.printable import duration_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,9 +57,9 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     The second line says what the run waits for: `rollout, waits for 2 slow` groups, `rewards`, `scores`, `update`,
     `weight sync`. Above the two stays a line of at most 100 characters for every `print_every_n_iterations`, and for
     each iteration that ends ten seconds after the last line or later, and for each validation; what does not fit is in
-    the metrics. The accuracy is left out where it is the reward, and staleness and waits where they are 0. If standard
-    output is no terminal (a log file, a pipe), there are only these lines, with the time left. Color is for terminals,
-    unless NO_COLOR is set.
+    the metrics. The accuracy is left out where it is the reward or the reward gives none: `held-out` then is the
+    reward. Staleness and waits are left out where they are 0. If standard output is no terminal (a log file, a pipe),
+    there are only these lines, with the time left. Color is for terminals, unless NO_COLOR is set.
 
     The first line counts the run's batches, of which an RL run has one per iteration: up to `max_steps` or the end of
     `max_epochs`, whichever comes first, over all epochs, and on from where a resumed run starts. A plain
@@ -193,7 +194,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             self._redraw()
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         if self.is_enabled and values:
-            names = sorted(values, key=lambda name: (name not in _LEARNING, name))  # held-out accuracy first
+            first = ("val/accuracy_fraction", "val/reward")
+            names = sorted(values, key=lambda name: (name not in first, name))
             shown = {name.removeprefix("val/"): values[name] for name in names}
             self._print_line(f"validation after iteration {_num_batches_done(trainer)}", _telling(shown))
 
@@ -202,10 +204,11 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """As in Lightning, with short names, without the logger's version, with the last held-out accuracy."""
+        """As in Lightning, with short names, no logger's version, and the last held-out accuracy, or else reward."""
         values = dict(super().get_metrics(trainer, pl_module))
         values.pop("v_num", None)
-        held_out = trainer.callback_metrics.get("val/accuracy_fraction")
+        metrics = trainer.callback_metrics
+        held_out = metrics.get("val/accuracy_fraction", metrics.get("val/reward"))
         if held_out is not None:
             values["val/accuracy_fraction"] = float(held_out)
         names = {**_LEARNING, **_SPEED}
@@ -224,7 +227,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         if not num_before < done < total or not self.is_disabled:  # the bar has it
             return ""
         left_s = (time.monotonic() - begun_s) / (done - num_before) * (total - done)
-        return f", {_duration(left_s)} left"
+        return f", {duration_text(left_s)} left"
 
     def _print_line(self, start: str, values: Mapping[str, object]) -> None:
         """`start  name=value  name=value`, as many as fit."""
@@ -328,12 +331,6 @@ def _short_number(value: object) -> str:
     if abs(value) >= 1e3:
         return f"{value / 1e3:.1f}k"
     return f"{value:.3f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _has_color() -> bool:

@@ -7,7 +7,6 @@ accumulate and nothing to reduce. `metrics` adds torchmetrics of yours, which ma
 
 from __future__ import annotations
 
-import difflib
 import logging
 import statistics
 import time
@@ -18,7 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torchmetrics import Metric
 
+from lightrl.callbacks.monitors import check_monitors, is_ours
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.rewards.evaluation import evaluation_numbers
 
 if TYPE_CHECKING:
     import lightning as L
@@ -30,17 +31,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PROGRESS_BAR_METRICS = frozenset(
-    {
-        "rollout/reward",
-        "rollout/accuracy_fraction",
-        "rollout/tokens_per_s",
-        "staleness/max_versions",
-        "time/straggler_wait_s",
-        "time/sync_s",
-    }
-)
-
+PROGRESS_BAR_METRICS = {
+    "rollout/reward", "rollout/accuracy_fraction", "rollout/tokens_per_s", "staleness/max_versions",
+    "time/straggler_wait_s", "time/sync_s",
+}  # fmt: skip
 
 THROWN_AWAY = {
     "thrown_away_tokens": "rollout/dropped_length_tokens",
@@ -60,7 +54,7 @@ class RolloutMetrics(RLCallback):
     | rollout/reward, rollout/reward_std | mean and standard deviation over the iteration's trajectories, without a
       reward model's scores, which are added in training |
     | rollout/reward_model | mean of the reward model's scores, before `reward_model_coef` |
-    | rollout/accuracy_fraction | of the metric `accuracy`; without one, reward ≥ 1 counts as correct |
+    | rollout/accuracy_fraction | mean of the metric `accuracy`, where the reward or workflow gives one |
     | rollout/<name> | mean of each further number that a reward or workflow put in `Trajectory.metrics` |
     | rollout/zero_variance_fraction | of groups of two or more; absent if there is none, as in PPO |
     | rollout/length_tokens | mean number of tokens that the policy wrote |
@@ -134,6 +128,10 @@ class RolloutMetrics(RLCallback):
     ) -> None:
         if trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._rollout_ended_s is not None:
             check_monitors(trainer, "rollout/", "policy/")  # of the first iteration
+            if trainer.num_sanity_val_steps == 0 and is_ours(trainer, pl_module):
+                num = cast("RLModule", pl_module).validation_group_size
+                numbers = ["prompts", *evaluation_numbers(self._groups, num)]
+                check_monitors(trainer, "val/", coming=[f"val/{name}" for name in numbers])
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         check_monitors(trainer, "val/")
@@ -151,6 +149,8 @@ class RolloutMetrics(RLCallback):
             values["rollout/skipped_prompts"] = float(num_skipped - self._num_skipped)
         self._num_skipped = num_skipped
         values |= self._thrown_away.means(progress, "thrown_away_trajectories", THROWN_AWAY)
+        if "rollout/accuracy_fraction" not in values:
+            values.pop("rollout/dropped_accuracy_fraction", None)
         for name, metric in self.metrics.items():
             metric.update(groups)
             values[name] = float(metric.compute())
@@ -229,26 +229,6 @@ class MeansSince:
         return {new: added[name] / added[count] for name, new in names.items()} if added[count] else {}
 
 
-def check_monitors(trainer: Any, *rooms: str) -> None:
-    """Finds a mistyped name before the run has done anything that is lost with it.
-
-    Raises:
-        ValueError: if a callback or a scheduler waits for a metric of these rooms that is not logged.
-    """
-    logged = trainer.callback_metrics
-    waiting: list[Any] = [
-        *trainer.callbacks,
-        *(config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau),
-    ]
-    for one in waiting:
-        monitor = getattr(one, "monitor", None) if getattr(one, "strict", True) else None
-        if isinstance(monitor, str) and monitor.startswith(rooms) and monitor not in logged:
-            name = type(getattr(one, "scheduler", one)).__name__
-            near = "".join(f" Did you mean {other}?" for other in difflib.get_close_matches(monitor, logged, n=1))
-            own = ", ".join(sorted(other for other in logged if other.startswith(rooms)))
-            raise ValueError(f"{name} monitors {monitor}, which is not logged.{near} There are: {own}.")
-
-
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
     """The metrics of one iteration's rewards, by name; every trajectory is judged.
 
@@ -262,16 +242,14 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
     named: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
-            if name != "accuracy":
-                named[name].append(value)
+            named["accuracy_fraction" if name == "accuracy" else name].append(value)
     rewards = [_reward(trajectory) for trajectory in trajectories]
     comparable = _comparable(groups)
     flat = {"rollout/zero_variance_fraction": statistics.fmean(map(_is_flat, comparable))} if comparable else {}
     return {
+        "rollout/reward": statistics.fmean(rewards),  # first: Lightning's bar is cut where the terminal ends
         **{f"rollout/{name}": statistics.fmean(values) for name, values in named.items()},
-        "rollout/reward": statistics.fmean(rewards),
         "rollout/reward_std": float(torch.tensor(rewards).std(correction=0)),
-        "rollout/accuracy_fraction": statistics.fmean(trajectory.accuracy for trajectory in trajectories),
         **flat,
     }
 
@@ -320,14 +298,14 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
         what += f" (between {min(rewards):g} and {max(rewards):g})"
         advice = "Each prompt is solved always or never: use prompts of medium difficulty, or increase group_size."
     elif correct_fraction < 0.5:
-        what += f" ({rewards[0]:g} everywhere; accuracy {correct_fraction:.2f})"
+        what += f" ({rewards[0]:g} everywhere)"
         advice = (
             "All fail: the task is too hard for this policy, or the reward or the answer's format is broken. Read some "
             "completions in the trajectory log, try the reward function on a correct answer, start with easier "
             "prompts, give partial reward, or train with SFT first."
         )
     else:
-        what += f" ({rewards[0]:g} everywhere; accuracy {correct_fraction:.2f})"
+        what += f" ({rewards[0]:g} everywhere)"
         advice = "All succeed: the task is too easy or already learned. Stop here, or use harder prompts."
     return f"{what}. {effect}{advice}"
 

@@ -7,7 +7,7 @@ Reading order:
     user_code.py    exceptions of user code become ours
     disk_errors.py  why a file could not be written
     publish.py      files and folders that get their name when they are complete
-    printable.py    text of programs, without codes for the terminal
+    printable.py    text of programs, without codes for the terminal; durations
 
 May import: nothing of lightrl but errors. To add one: a function that raises ValueError and says how to fix it.
 """

@@ -1,4 +1,4 @@
-"""Text of programs and models, made harmless for a terminal, whose control codes rewrite what it shows."""
+"""Text for a terminal: of programs and models, without the control codes that rewrite what it shows; durations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ def escape_unprintable(text: str, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text)
+
+
+def duration_text(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def end_of_log(path: Path, max_bytes: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.callbacks.status_file import STATUS_FILE
+from lightrl.checks.printable import duration_text
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.launch.launcher import STATE_FILE
@@ -47,7 +48,10 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
     now = time.time()
     yield "run", str(path.parent)
     progress = f", {status['progress']}" if status["progress"] else ""
-    yield "phase", f"{status['phase']}{progress}, for {_seconds(now - status['since'])} ({_freshness(status, now)})"
+    yield (
+        "phase",
+        f"{status['phase']}{progress}, for {duration_text(now - status['since'])} ({_freshness(status, now)})",
+    )
     of_all = f" of {status['max_steps']}" if status["max_steps"] > 0 else ""
     yield "iteration", f"{status['iteration']}{of_all}; weight version {status['weight_version']}"
     for number, server in enumerate(status["servers"]):
@@ -61,7 +65,7 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 def _freshness(status: Mapping[str, Any], now: float) -> str:
     """How old this is, and whether its process still runs, where that can be seen from here."""
-    age = f"written {_seconds(now - status['at'])} ago"
+    age = f"written {duration_text(now - status['at'])} ago"
     if status["phase"] in ("done", "failed"):
         return age
     is_here = status["host"] == socket.gethostname()
@@ -90,12 +94,6 @@ def _launch_lines(path: Path) -> Iterator[tuple[str, str]]:
 def _text_of(path: Path) -> str:
     """Of a file that a job's script writes."""
     return path.read_text().strip() if path.exists() else ""
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def run(args: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
+    RichProgressBar,
     SpikeDetection,
     StochasticWeightAveraging,
     ThroughputMonitor,
@@ -47,6 +48,10 @@ _INSTEAD: dict[type[Callback], str] = {
     ),
     ModelPruning: (
         "it renames the parameters, which the engine would look for in vain. Prune the exported model instead."
+    ),
+    RichProgressBar: (
+        "its line has no room for an iteration's numbers and wraps. Leave it out for RolloutProgressBar, which shows "
+        "the phases too, or use TQDMProgressBar."
     ),
     BaseFinetuning: (
         "it freezes layers before the models are loaded. Override configure_model: call super's, then requires_grad_ "

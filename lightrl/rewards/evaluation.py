@@ -51,9 +51,9 @@ def evaluation_numbers(groups: Sequence[Group], group_size: int) -> dict[str, li
     numbers = {"failed_fraction": [1.0] * num_failed + [0.0] * len(trajectories)}
     if trajectories:
         numbers["reward"] = [float(item.reward or 0.0) for item in trajectories]
-        for name in {name for item in trajectories for name in item.metrics} - {"accuracy"}:
-            numbers[name] = [item.metrics[name] for item in trajectories if name in item.metrics]
-        numbers["accuracy_fraction"] = [item.accuracy for item in trajectories]
+        for name in {name for item in trajectories for name in item.metrics}:
+            logged = "accuracy_fraction" if name == "accuracy" else name
+            numbers[logged] = [item.metrics[name] for item in trajectories if name in item.metrics]
         numbers["length_tokens"] = [float(item.num_loss_tokens) for item in trajectories]
         numbers["truncated_fraction"] = [float(item.is_truncated) for item in trajectories]
         if group_size > 1:

@@ -9,7 +9,6 @@ bfloat16 unless `Work` says otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -205,32 +204,6 @@ def parallel_3d_cost(config: PretrainedConfig, pp: int, dp: int, tp: int, work: 
         communication_s=communication,
         step_s=compute / (1 - bubble) + communication,
     )
-
-
-def best_fsdp2_cost(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> Cost:
-    """With one reduce for all microbatches, the default, if that fits the memory; otherwise with one for each."""
-    cost = fsdp2_cost(config, gpus, work, machine)
-    if cost.memory_bytes <= machine.memory_bytes or cost.num_microbatches == 1:
-        return cost
-    return fsdp2_cost(config, gpus, work, machine, reduce_every_microbatch=True)
-
-
-def best_3d_cost(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> Cost:
-    """The fastest (pp, dp, tp) for this number of GPUs that fits their memory; the smallest if none fits."""
-    costs = list(_all_3d_costs(config, gpus, work, machine))
-    fitting = [cost for cost in costs if cost.memory_bytes <= machine.memory_bytes]
-    if fitting:
-        return min(fitting, key=lambda cost: cost.step_s)
-    return min(costs, key=lambda cost: cost.memory_bytes)
-
-
-def _all_3d_costs(config: PretrainedConfig, gpus: int, work: Work, machine: Machine) -> Iterator[Cost]:
-    for tp in (size for size in range(1, machine.gpus_per_node + 1) if gpus % size == 0):
-        for pp in (size for size in range(1, gpus // tp + 1) if (gpus // tp) % size == 0):
-            try:
-                yield parallel_3d_cost(config, pp, gpus // tp // pp, tp, work, machine)
-            except ValueError:  # the model's heads or layers do not allow it
-                continue
 
 
 def _num_microbatches(work: Work, dp: int) -> int:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -73,9 +72,3 @@ def received_bytes(rounds: Iterable[Iterable[Send]], sizes: Sequence[int]) -> Co
     for send in (send for sends in rounds for send in sends):
         total[send.target] += sum(sizes[row] for row in send.rows)
     return total
-
-
-def lower_bound_bytes(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> Counter[int]:
-    """By rank, what it must receive at least: the rows that it needs and does not have, each once."""
-    missing = (needs & ~has).long() @ torch.tensor(sizes, dtype=torch.int64)
-    return Counter(dict(enumerate(missing.tolist())))

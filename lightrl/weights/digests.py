@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -54,11 +54,6 @@ class ServerLayout:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} on {self.num_ranks} {'CPU' if self.is_cpu else 'GPU'} ranks"
-
-
-def server_names(names: Iterable[str]) -> set[str]:
-    """SGLang's names of the parameters with these Hugging Face names."""
-    return {_fused(name)[0] for name in names}
 
 
 def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None:

@@ -50,8 +50,9 @@ class Digits(PromptDataModule):
         return [Prompt(f"{split}-{digit}", token_ids=[digit + 2, 2, digit + 2]) for digit in range(6)]
 
 
-def first_token_is_a_digit(trajectory: Trajectory) -> float:
-    return float(trajectory.completion_ids[0] >= 4)
+def first_token_is_a_digit(trajectory: Trajectory) -> dict[str, float]:
+    right = float(trajectory.completion_ids[0] >= 4)
+    return {"reward": right, "accuracy": right}
 
 
 def fit(folder: Path, num_iterations: int = 4) -> tuple[Trainer, GRPO]:

@@ -47,13 +47,24 @@ def test_the_end_of_fit_leaves_a_picture_and_its_numbers(tmp_path: Path) -> None
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(PNG)
     rows = list(csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines()))
     assert rows == [
-        ["iteration", "rollout/reward", "rollout/accuracy_fraction", "val/accuracy_fraction"],
-        ["0", "0.0", "0.0", ""],
-        ["1", "0.5", "0.5", ""],
-        ["2", "0.0", "0.0", "0.375"],  # measured after two iterations: 0.25 + 2 / 16
-        ["3", "0.5", "0.5", ""],
-        ["4", "", "", "0.5"],
+        ["iteration", "rollout/reward", "val/accuracy_fraction"],  # the reward gives no accuracy
+        ["0", "0.0", ""],
+        ["1", "0.5", ""],
+        ["2", "0.0", "0.375"],  # measured after two iterations: 0.25 + 2 / 16
+        ["3", "0.5", ""],
+        ["4", "", "0.5"],
     ]
+
+
+def test_where_no_accuracy_is_measured_the_held_out_reward_is_the_curve(tmp_path: Path) -> None:
+    class Graded(ValidatedModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/reward", self.trainer.global_step / 8 - 3)
+
+    fit(LearningCurve(), tmp_path, module=Graded(play))
+    header, *rows = csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines())
+    assert header == ["iteration", "rollout/reward", "val/reward"]
+    assert {row[0]: float(row[2]) for row in rows if row[2]} == {"2": -2.75, "4": -2.5}
 
 
 def test_a_curve_of_a_long_run_has_the_means_of_equal_parts() -> None:
@@ -88,7 +99,7 @@ def test_another_metric_of_validation_can_be_drawn(tmp_path: Path) -> None:
     curve = LearningCurve(held_out="val/token_accuracy_fraction", held_out_label="tokens")
     fit(curve, tmp_path, module=WithTokens(play))
     rows = list(csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines()))
-    assert [row[3] for row in rows[1:] if row[3]] == ["0.625", "0.75"]
+    assert [row[2] for row in rows[1:] if row[2]] == ["0.625", "0.75"]
 
 
 def test_the_numbers_of_a_resumed_run_hold_all_of_it(tmp_path: Path) -> None:
@@ -163,6 +174,7 @@ def test_a_plain_module_has_no_picture(tmp_path: Path) -> None:
     [
         pytest.param({"rollout/reward": {0: -3.0}}, id="one point, reward only"),
         pytest.param({"val/accuracy_fraction": {0: 0.1, 50: 1.0}}, id="held-out only"),
+        pytest.param({"val/reward": {0: -2.0, 50: 3.5}}, id="held-out reward only"),
         pytest.param(
             {
                 "rollout/reward": {i: i / 9 - 1 for i in range(90)},

@@ -12,6 +12,7 @@ from played_run import PlayedModule, PlayedTrainer, ValidatedModule, batches, gr
 from lightrl.callbacks import progress
 from lightrl.callbacks.progress import RolloutProgressBar, num_batches_of_run
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
+from lightrl.checks.printable import duration_text
 from lightrl.trajectory import Group
 
 
@@ -31,9 +32,16 @@ def play(_: int) -> list[Group]:
     return groups_of([[1.0, 0.0]])
 
 
-def fit(bar: RolloutProgressBar, *, num_batches: int = 4, validate: bool = False, **settings: Any) -> PlayedTrainer:
+def fit(
+    bar: RolloutProgressBar,
+    *,
+    num_batches: int = 4,
+    validate: bool = False,
+    validated: type[PlayedModule] = ValidatedModule,
+    **settings: Any,
+) -> PlayedTrainer:
     trainer = PlayedTrainer(callbacks=[RolloutMetrics(), bar], enable_checkpointing=False, **settings)
-    module = ValidatedModule(play) if validate else PlayedModule(play)
+    module = validated(play) if validate else PlayedModule(play)
     trainer.fit(module, batches(num_batches), batches(1) if validate else None)
     return trainer
 
@@ -143,6 +151,18 @@ def test_held_out_accuracy_is_shown_once_it_is_known(terminal: Terminal) -> None
     assert "held-out=0.500" in after  # 0.25 + 4 / 16
 
 
+def test_the_held_out_reward_is_shown_where_there_is_no_accuracy(terminal: Terminal) -> None:
+    class Graded(ValidatedModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/reward", 1.5)
+
+    with terminal.as_stdout():
+        fit(RolloutProgressBar(), max_steps=8, validate=True, num_sanity_val_steps=0, validated=Graded)
+    after = terminal.getvalue().split("Validation", 1)[1]
+    assert "held-out=1.500" in after
+    assert "accuracy" not in after
+
+
 def test_no_terminal_gives_one_plain_line_every_n_iterations(capsys: pytest.CaptureFixture[str]) -> None:
     fit(RolloutProgressBar(print_every_n_iterations=2), max_steps=6)
     lines = capsys.readouterr().out.splitlines()
@@ -163,7 +183,7 @@ def test_no_terminal_gives_a_line_after_a_minute_of_silence(
 
 @pytest.mark.parametrize(("seconds", "text"), [(59.4, "59 s"), (600, "10 min"), (9000, "2.5 h")])
 def test_the_time_left_has_the_unit_that_fits(seconds: float, text: str) -> None:
-    assert progress._duration(seconds) == text
+    assert duration_text(seconds) == text
 
 
 def test_no_terminal_gives_one_plain_line_after_each_validation(capsys: pytest.CaptureFixture[str]) -> None:

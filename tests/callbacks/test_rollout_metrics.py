@@ -22,7 +22,7 @@ def test_reward_metrics_of_two_groups_worked_by_hand() -> None:
     assert metrics["rollout/reward"] == pytest.approx(0.5)
     assert metrics["rollout/reward_std"] == pytest.approx(math.sqrt((0.25 + 0.25) / 4))
     assert metrics["rollout/zero_variance_fraction"] == 0.5
-    assert metrics["rollout/accuracy_fraction"] == 0.25  # only the reward of 1
+    assert "rollout/accuracy_fraction" not in metrics  # the reward gives none
 
 
 def test_accuracy_is_the_metric_of_that_name_where_the_reward_gives_one() -> None:
@@ -80,7 +80,6 @@ def test_every_name_of_the_contract_is_logged_once_per_iteration() -> None:
     assert metrics == {
         "rollout/reward": 0.5,
         "rollout/reward_std": 0.5,
-        "rollout/accuracy_fraction": 0.5,
         "rollout/zero_variance_fraction": 0.0,
         "rollout/dropped_trajectories": 0.0,
         "rollout/length_tokens": 2.0,

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from benchmarks.plan import best_3d_cost, best_fsdp2_cost
 from lightrl.strategies.costs import (
     Machine,
     Work,
-    best_3d_cost,
-    best_fsdp2_cost,
     fsdp2_cost,
     num_parameters,
     parallel_3d_cost,

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.strategies.row_plan import Send, lower_bound_bytes, plan_sends, received_bytes
+from benchmarks.spread_rows import lower_bound_bytes
+from lightrl.strategies.row_plan import Send, plan_sends, received_bytes
 
 
 def holding(*rows: list[int], num: int) -> Tensor:

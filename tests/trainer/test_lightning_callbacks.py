@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from digit_reward import token_reward
 from habits import habit, refused
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -40,10 +41,11 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
-from tiny_run import Digits, Logged, TinyGRPO, are_equal, make_trainer, weights
+from tiny_run import POLICY, Digits, Logged, TinyGRPO, are_equal, make_trainer, weights
 
 import lightrl
-from lightrl import RolloutMetrics, StalenessControl, WeightSync
+from lightrl import GRPO, RolloutMetrics, Sampling, StalenessControl, Trajectory, WeightSync
+from lightrl.callbacks.monitors import ALWAYS_LOGGED
 
 # ---------------------------------------------------------------------- callbacks and loggers
 
@@ -76,7 +78,8 @@ def test_the_default_checkpoint_has_a_last_one(tmp_path: Path) -> None:
 
 @habit(
     'EarlyStopping("val/reward", mode="max")',
-    "after a validation; a mistyped name is found before training, by the sanity check",
+    "after a validation; a name like one that every run logs gets a warning before models are loaded; one that is not "
+    "logged ends the run after the sanity check or one iteration, with the names that are",
 )
 def test_early_stopping_ends_the_run(tmp_path: Path) -> None:
     stop = EarlyStopping("val/reward", mode="max", stopping_threshold=-1.0)
@@ -137,6 +140,7 @@ def test_the_pytorch_profiler_records_three_iterations_of_any_run(num_iterations
         assert names.count(f"[pl][profile]rl/{phase}") == 3
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden:UserWarning")
 def test_the_pytorch_profiler_records_the_whole_of_a_short_run(tmp_path: Path) -> None:
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")
     make_trainer(tmp_path, max_steps=4, profiler=profiler).fit(TinyGRPO(), datamodule=Digits())  # 3 in an epoch
@@ -221,6 +225,13 @@ REFUSED = refused(
             CANNOT.format("ModelPruning")
             + "it renames the parameters, which the engine would look for in vain. Prune the exported model instead.",
         ),
+        (
+            "RichProgressBar()",
+            lambda: {"callbacks": [RichProgressBar()], "enable_progress_bar": True},
+            CANNOT.format("RichProgressBar")
+            + "its line has no room for an iteration's numbers and wraps. Leave it out for RolloutProgressBar, which "
+            "shows the phases too, or use TQDMProgressBar.",
+        ),
         ("BackboneFinetuning()", callback(BackboneFinetuning), CANNOT.format("BackboneFinetuning") + FREEZES),
         (
             "WeightSync(2) and max_staleness=0",
@@ -301,6 +312,50 @@ def test_a_mistyped_monitor_is_found_before_training(make: Any, tmp_path: Path) 
     assert module.trained == []
 
 
+@pytest.mark.parametrize(("monitor", "near"), [("val/rewrad", "val/reward"), ("policy/los", "policy/loss")])
+def test_a_monitor_that_looks_mistyped_is_named_before_models_are_loaded(
+    monitor: str, near: str, tmp_path: Path, caplog: Any
+) -> None:
+    class FailsToLoad(TinyGRPO):
+        def configure_model(self) -> None:
+            raise OSError("no such model")
+
+    trainer = make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[EarlyStopping(monitor, mode="max")])
+    with pytest.raises(OSError, match="no such model"):
+        trainer.fit(FailsToLoad(), datamodule=Digits())
+    (message,) = [message for message in caplog.messages if "monitors" in message]
+    assert message == (
+        f"EarlyStopping monitors {monitor}, which is logged only if your reward, module or a callback does it. Did you "
+        f"mean {near}?"
+    )
+
+
+def test_a_run_logs_what_every_run_logs(tmp_path: Path, caplog: Any) -> None:
+    stops = [EarlyStopping(name, mode="max", patience=9) for name in sorted(ALWAYS_LOGGED)]
+    trainer = make_trainer(tmp_path, limit_val_batches=1.0, max_epochs=2, callbacks=stops)
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert trainer.callback_metrics.keys() >= ALWAYS_LOGGED
+    assert not [message for message in caplog.messages if "monitors" in message]
+
+
+def graded(trajectory: Trajectory) -> dict[str, float]:
+    return {"reward": token_reward(trajectory), "style": 0.5}
+
+
+@pytest.mark.parametrize("monitor", ["val/style", "val/stile"])
+def test_without_a_sanity_check_a_mistyped_monitor_is_found_by_the_first_rewards(monitor: str, tmp_path: Path) -> None:
+    trained = type("OfThePackage", (Logged,), {"__module__": "lightrl.logged"})("rollout/reward")
+    module = GRPO(POLICY, reward=graded, group_size=4, sampling=Sampling(max_new_tokens=6), lr=1e-2)
+    stop = EarlyStopping(monitor, mode="max", patience=9)
+    trainer = make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[stop, trained])
+    if monitor == "val/style":
+        trainer.fit(module, datamodule=Digits())
+    else:
+        with pytest.raises(ValueError, match=r"monitors val/stile, which is not logged\. Did you mean val/style\?"):
+            trainer.fit(module, datamodule=Digits())
+    assert len(trained.values) == (3 if monitor == "val/style" else 1)
+
+
 def test_a_mistyped_monitor_of_training_is_found_after_one_iteration(tmp_path: Path) -> None:
     module = TinyGRPO()
     trainer = make_trainer(tmp_path, callbacks=[EarlyStopping("rollout/rewrad", mode="max")])
@@ -352,10 +407,8 @@ def test_a_summary_has_the_policy(make: Any, tmp_path: Path, capsys: Any, caplog
 
 
 @habit("TQDMProgressBar()", "one line; the default `RolloutProgressBar` has the phases beside it")
-@habit("RichProgressBar()", "one line, with `rich`")
-@pytest.mark.parametrize("make", [TQDMProgressBar, RichProgressBar])
-def test_progress_bars_of_lightning_show_the_reward(make: Any, tmp_path: Path, capsys: Any) -> None:
-    trainer = make_trainer(tmp_path, enable_progress_bar=True, callbacks=[make()])
+def test_lightnings_progress_bar_shows_the_reward(tmp_path: Path, capsys: Any) -> None:
+    trainer = make_trainer(tmp_path, enable_progress_bar=True, callbacks=[TQDMProgressBar()])
     trainer.fit(TinyGRPO(), datamodule=Digits())
     shown = capsys.readouterr()
     assert "reward" in shown.out + shown.err

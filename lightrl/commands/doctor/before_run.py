@@ -27,6 +27,7 @@ from lightrl.callbacks import (
     WeightSync,
 )
 from lightrl.checks.dotted_path import function_of
+from lightrl.checks.printable import duration_text
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import FIXABLE, chain, keep_traceback, unwrapped
@@ -188,12 +189,6 @@ def _forecast_finding(result: Forecast, measured: trial.Measured) -> Finding:
         f"({one}) and {bytes_text(result.trajectory_bytes)} of trajectories, if all iterations are like the last of "
         "these. Completions that become longer take longer.",
     )
-
-
-def duration_text(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def _run_length(trainer: Namespace) -> RunLength:

@@ -1,0 +1,73 @@
+"""Mistyped monitors: EarlyStopping, ModelCheckpoint or a scheduler that waits for a metric that nobody logs.
+
+A name near one that every run logs gets a warning before anything starts; that only a reward or a callback could log
+it is certain no earlier. The error comes as soon as the names are known: after the sanity check, or one iteration.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Collection, Iterator
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+# Logged by every run that validates, whatever its reward and loss.
+ALWAYS_LOGGED = frozenset(
+    f"{room}/{name}"
+    for room, names in {
+        "rollout": "reward reward_std length_tokens truncated_fraction mixed_version_fraction dropped_trajectories",
+        "val": "reward length_tokens truncated_fraction failed_fraction prompts",
+        "policy": "loss grad_norm skipped_updates",
+    }.items()
+    for name in names.split()
+)
+_NEAR = 0.85  # of difflib's 1
+
+
+def warn_of_monitors(trainer: Any) -> None:
+    """Names a monitor that looks mistyped; before models are loaded."""
+    for name, monitor in _monitors(trainer):
+        near = difflib.get_close_matches(monitor, ALWAYS_LOGGED, n=1, cutoff=_NEAR)
+        if near and near[0] != monitor:
+            log.warning(
+                "%s monitors %s, which is logged only if your reward, module or a callback does it. Did you mean %s?",
+                name,
+                monitor,
+                near[0],
+            )
+
+
+def check_monitors(trainer: Any, *rooms: str, coming: Collection[str] = ()) -> None:
+    """Finds a mistyped name before the run has done anything that is lost with it.
+
+    Args:
+        rooms: whose metrics have been logged, such as `val/`.
+        coming: metrics that will be logged.
+
+    Raises:
+        ValueError: if a callback or a scheduler waits for a metric of these rooms that is not logged.
+    """
+    logged = {*trainer.callback_metrics, *coming}
+    for name, monitor in _monitors(trainer):
+        if monitor.startswith(rooms) and monitor not in logged:
+            near = "".join(f" Did you mean {other}?" for other in difflib.get_close_matches(monitor, logged, n=1))
+            own = ", ".join(sorted(other for other in logged if other.startswith(rooms)))
+            raise ValueError(f"{name} monitors {monitor}, which is not logged.{near} There are: {own}.")
+
+
+def is_ours(trainer: Any, module: Any) -> bool:
+    """Whether no code of a user can log a metric of validation but the reward, so that all names are known."""
+    kinds = [type(module), *map(type, trainer.callbacks)]
+    own = any(not kind.__module__.startswith(("lightrl.", "lightning.")) for kind in kinds)
+    return not own and not module.validation_metrics
+
+
+def _monitors(trainer: Any) -> Iterator[tuple[str, str]]:
+    """Who waits for a metric that must be there, and for which."""
+    plateaus = (config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
+    for one in (*trainer.callbacks, *plateaus):
+        monitor = getattr(one, "monitor", None)
+        if isinstance(monitor, str) and getattr(one, "strict", True):
+            yield type(getattr(one, "scheduler", one)).__name__, monitor
