@@ -23,6 +23,7 @@ import pytest
 from transformers import GPT2Config, Qwen3Config
 
 from lightrl.concurrency.owner import own_mark
+from lightrl.concurrency.parent_guard import kill_group
 from lightrl.engines.sglang.servers.command import (
     SGLangPython,
     command_line,
@@ -311,6 +312,21 @@ def test_the_token_is_in_no_command_line_and_in_files_of_this_user_only(tmp_path
     server.stop(grace_s=0)
     assert set(modes) == {0o600}
     assert not list(tmp_path.glob("*.yaml"))
+
+
+def test_killed_with_its_guard_a_server_leaves_no_token_behind(tmp_path, monkeypatch, small_server):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    server = small_server()
+    tokens = []
+    for _ in range(2):
+        server.start()
+        server.wait_ready()
+        kill_group(server.pid)
+        wait_until(lambda: not server.is_alive())
+        tokens.append(list(tmp_path.glob("lightrl-secrets-*")))
+    server.stop()
+    assert [len(files) for files in tokens] == [1, 1]  # nobody was left who could remove them
+    assert not list(tmp_path.glob("lightrl-secrets-*"))
 
 
 def test_the_log_of_a_gone_run_is_cleared_a_day_later_and_its_token_at_once(tmp_path, monkeypatch, small_server):

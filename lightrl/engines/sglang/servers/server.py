@@ -103,6 +103,7 @@ class SGLangServer:
         self._model_folder = Path(model_folder).absolute()
         self._keeps_port = port is not None
         self._held_port: HeldPort | None = None  # while the process runs
+        self._secrets_file: Path | None = None  # which the guard removes
         self._python: SGLangPython | None = find_python(python) if command is None else None
         defaults = {"random_seed": seed, **(context_args(Path(model_folder)) if command is None else {})}
         self._args = {**defaults, **{key.replace("-", "_"): value for key, value in (args or {}).items()}}
@@ -131,14 +132,15 @@ class SGLangServer:
             if self.is_alive():
                 raise RuntimeError(f"{self.name} is already running at {self.url}. Call stop() first.")
             held_port = HeldPort(self.host, self.port if self._keeps_port else 0)
-            self._release_port()  # only now, so that the new one differs
+            self._end_process(0)  # one that was killed still has a pipe
+            self._release()  # only now, so that the new port differs
             self._held_port, self.port = held_port, held_port.number
             if self.log_file is None:
                 prefix = own_prefix("lightrl-server-", kept_s=LOGS_KEPT_S)
                 self.log_file = Path(tempfile.mkdtemp(prefix=prefix)) / "server.log"
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
-            secrets_file = self._write_secrets()
-            self._last_command = self._command(str(secrets_file))
+            self._secrets_file = self._write_secrets()
+            self._last_command = self._command(str(self._secrets_file))
             # SGLang logs its arguments, the token among them.
             log_descriptor = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             try:
@@ -146,7 +148,7 @@ class SGLangServer:
                 os.write(log_descriptor, f"== lightrl starts {self.name}: {self.command}\n".encode())
                 guard = [sys.executable, "-I", parent_guard.__file__, str(os.getpid()), str(self._stop_timeout_s)]
                 self._process = subprocess.Popen(
-                    [*guard, str(secrets_file), *self._last_command],
+                    [*guard, str(self._secrets_file), *self._last_command],
                     stdin=subprocess.PIPE,
                     stdout=log_descriptor,
                     stderr=log_descriptor,
@@ -154,9 +156,6 @@ class SGLangServer:
                     start_new_session=True,
                     env=self._server_environment(),
                 )
-            except OSError:
-                secrets_file.unlink()  # the guard would have
-                raise
             finally:
                 os.close(log_descriptor)
             self._started_at = time.monotonic()
@@ -206,7 +205,7 @@ class SGLangServer:
         """Ends the server and everything it started, after `grace_s` or `stop_timeout_s` to exit by itself."""
         with self._lock:
             self._end_process(self._stop_timeout_s if grace_s is None else grace_s)
-            self._release_port()
+            self._release()
 
     @property
     def command(self) -> str:
@@ -219,8 +218,7 @@ class SGLangServer:
 
     def last_output(self) -> str:
         """Command, log file and its end, for messages."""
-        tail = self.log_tail()
-        output = f"Last output:\n{tail}" if tail else "It printed nothing."
+        output = f"Last output:\n{tail}" if (tail := self.log_tail()) else "It printed nothing."
         return f"Command: {self.command}\nLog: {self.log_file}\n{output}"
 
     def _end_process(self, grace_s: float) -> None:
@@ -236,9 +234,12 @@ class SGLangServer:
             process.kill()  # Linux then kills the server, as the guard has asked it to
             process.wait()
 
-    def _release_port(self) -> None:
+    def _release(self) -> None:
+        """Closes the port, and removes the secrets of a server whose guard was killed or never started."""
         if self._held_port is not None:
             self._held_port.close()
+        if self._secrets_file is not None:
+            self._secrets_file.unlink(missing_ok=True)
 
     def _command(self, secrets_file: str) -> list[str]:
         if self._custom_command is not None:
@@ -250,9 +251,8 @@ class SGLangServer:
 
     def _server_environment(self) -> dict[str, str]:
         gpus = {} if self._devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._devices))}
-        if self._python is None:
-            return {**os.environ, TOKEN_VARIABLE: self.token, **gpus}
-        return {**self._python.environment(), **gpus}
+        own = {**os.environ, TOKEN_VARIABLE: self.token} if self._python is None else self._python.environment()
+        return {**own, **gpus}
 
     def _write_secrets(self) -> Path:
         """SGLang also reads arguments from a file: every user of the machine can see a command line."""
