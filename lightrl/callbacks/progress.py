@@ -43,6 +43,7 @@ _PHASE_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
 _UNCOUNTED_FORMAT = "{desc}{postfix}"
 _LINE_CHARS = 100
 _SILENT_S = 10.0  # without a line; an iteration that takes longer has one of its own
+_SILENT_PHASE_S = 60.0  # without a line where no bar is drawn; a phase that takes longer has lines of its own
 _REDRAW_S = 0.1  # within a phase
 _DIM, _BOLD, _PLAIN = "\033[2m", "\033[1m", "\033[0m"
 
@@ -59,7 +60,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     each iteration that ends ten seconds after the last line or later, and for each validation; what does not fit is in
     the metrics. The accuracy is left out where it is the reward or the reward gives none: `held-out` then is the
     reward. Staleness and waits are left out where they are 0. If standard output is no terminal (a log file, a pipe),
-    there are only these lines, with the time left. Color is for terminals, unless NO_COLOR is set.
+    there are only these lines, with the time left, and one a minute of the phase in which a long iteration is. Color
+    is for terminals, unless NO_COLOR is set.
 
     The first line counts the run's batches, of which an RL run has one per iteration: up to `max_steps` or the end of
     `max_epochs`, whichever comes first, over all epochs, and on from where a resumed run starts. A plain
@@ -123,8 +125,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         if not self.is_enabled:
             return
         done, total = _num_batches_done(trainer), num_batches_of_run(trainer)
+        self.train_progress_bar.n = done
         if not self.is_disabled:
-            self.train_progress_bar.n = done
             self._show_metrics(trainer, pl_module)
         is_late = time.monotonic() - self._printed_s >= _SILENT_S
         if done % self.print_every_n_iterations == 0 or done == total or is_late:
@@ -250,7 +252,13 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     def _show_phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
         """Draws at once if the phase is new, which may last long; without `done` it shows no numbers."""
-        if self.is_disabled or not self._is_training:
+        if not self._is_training or not self.is_enabled:
+            return
+        if self.is_disabled:
+            if time.monotonic() - self._printed_s >= _SILENT_PHASE_S:
+                self._printed_s = time.monotonic()
+                counts = f": {done}/{total}" if total else ""
+                self._print_line(f"in iteration {self.train_progress_bar.n + 1}, {name}{counts}", {})
             return
         if self._phase_bar is None:
             self._phase = ""

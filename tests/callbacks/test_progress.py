@@ -181,6 +181,26 @@ def test_no_terminal_gives_a_line_after_a_minute_of_silence(
     assert [line.split("  ")[0].split(", ")[0] for line in lines] == ["iteration 1/3", "iteration 2/3", "iteration 3/3"]
 
 
+def test_no_terminal_gives_a_line_of_the_phase_in_which_a_long_iteration_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_SILENT_PHASE_S", 0.0)
+    fit(RolloutProgressBar(), max_steps=2)
+    lines = capsys.readouterr().out.splitlines()
+    first = lines[: lines.index(next(line for line in lines if line.startswith("in iteration 2")))]
+    assert first == [
+        "in iteration 1, rollout",
+        "in iteration 1, rollout: 1/2",
+        "in iteration 1, rollout: 2/2",
+        "in iteration 1, scores",
+        "in iteration 1, update: 0/2",
+        "in iteration 1, update: 1/2",
+        "in iteration 1, update: 1/2",
+        "in iteration 1, update: 2/2",
+        "in iteration 1, weight sync",
+    ]
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(59.4, "59 s"), (600, "10 min"), (9000, "2.5 h")])
 def test_the_time_left_has_the_unit_that_fits(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
