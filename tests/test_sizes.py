@@ -31,7 +31,7 @@ MAX_PACKAGE_LINES = sum({
     "a run as a page, a trace of it": 2_150,
     "bad input named with file, line and setting": 665,
     "nothing waits for ever: stopped and killed processes, disks that hang, one table of all waits": 892,
-    "a terminal that is read: lines that stay, files explained": 167,
+    "a terminal that is read: lines that stay, files explained": 168,
     "a run checked before it starts": 1_000,
     "AReaL's configurations converted, a row for each key": 810,
     "a plan with the memory of ranks and servers, messages and batch sizes; of a launch, of SFT and pairs": 738,
