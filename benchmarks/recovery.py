@@ -102,10 +102,13 @@ class LaunchedRun:
         configs = ("--config", str(ROOT / "examples/quickstart/grpo.yaml"), "--config", str(self.folder / "run.yaml"))
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with (self.folder / "output").open("ab") as output:
-            self.launcher = subprocess.Popen(
+            self.launcher = self.popen(
                 [sys.executable, "-m", "lightrl", "launch", *configs, *words],
                 cwd=ROOT, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=output,
             )  # fmt: skip
+
+    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, **options)
 
     def processes(self) -> dict[str, int]:
         """The launcher's process and those of the present ranks."""

@@ -63,7 +63,7 @@ class Ray:
             self._start(1, ["--head", f"--node-ip-address={ip}", f"--port={port}", f"--temp-dir={self.folder}",
                             f"--ray-client-server-port={port + 1}", "--include-dashboard=false"])  # fmt: skip
             for number in range(2, 1 + (self._hosts.num if self._hosts else 1)):
-                self._start(number, [f"--node-ip-address={Hosts.address(number)}", f"--address={self.address}"])
+                self.start(number)
         except BaseException:
             self.__exit__()
             raise
@@ -75,6 +75,10 @@ class Ray:
         while None in self._nodes.codes().values():
             time.sleep(_TICK_S)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start(self, number: int) -> None:
+        """A node that joins the first one."""
+        self._start(number, [f"--node-ip-address={Hosts.address(number)}", f"--address={self.address}"])
 
     def kill(self, number: int) -> None:
         """Ends all processes of a node by SIGKILL."""

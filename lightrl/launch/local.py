@@ -69,15 +69,16 @@ class LocalLauncher:
                 self.end()
                 return 0
             name, code = failed
-            self._write(
-                f"{name} failed with {_as_text(code)}. The end of {self._log_file(name)}:\n{self._tail(name)}\n"
-            )
+            failure = f"{name} failed with {_as_text(code)}"
+            if code == LOST:
+                failure += f" {self.plan.hosts[self._process(name).host]}"
+            self._write(f"{failure}. The end of {self._log_file(name)}:\n{self._tail(name)}\n")
             retries = self.plan.launch.recover.retries
             has_retry, is_alone = self._num_restarts < retries, self._is_alone(name)
             if not (has_retry and is_alone):
                 self._stop([one.name for one in self.plan.processes], _FAILED_GRACE_S)
             if not has_retry:
-                self._note(state="failed", error=f"{name} failed with {_as_text(code)}")
+                self._note(state="failed", error=failure)
                 return code if code > 0 else 1
             self._num_restarts += 1
             what = f"{name} again" if is_alone else "again from the newest checkpoint"

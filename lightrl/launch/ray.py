@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +27,16 @@ import yaml
 
 from lightrl.concurrency.guarded_processes import GuardedProcesses
 from lightrl.errors import LightRLError
+from lightrl.launch.launcher import LaunchState
 from lightrl.launch.local import LOST, LocalLauncher
-from lightrl.launch.plan import Plan, Process
-from lightrl.launch.scripts import with_hosts
+from lightrl.launch.plan import LAYOUT, Plan, Process, fewer_hosts
+from lightrl.launch.scripts import host_names, placed
+from lightrl.rewards.pool import PLACE_VARIABLE
 
 _REACH_S = 10.0
 _SAY_EVERY_S = 30.0
+_ATTEMPTS = 3  # to place a host
+_ANYWHERE = "any host"
 
 
 class RayHost(GuardedProcesses):
@@ -87,11 +92,15 @@ class RayLauncher(LocalLauncher):
     """
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
-        if unknown := sorted(plan.launch.options.keys() - {"address"}):
-            raise ValueError(f"launch.options of ray is the cluster's address, got {', '.join(unknown)}.")
+        if unknown := sorted(plan.launch.options.keys() - {"address", "reward_workers"}):
+            raise ValueError(f"launch.options of ray are address and reward_workers, got {', '.join(unknown)}.")
+        if (place := plan.launch.options.get("reward_workers", _ANYWHERE)) != _ANYWHERE:
+            raise ValueError(
+                f"launch.options.reward_workers must be {_ANYWHERE!r}, or absent: rank 0's. Got {place!r}."
+            )
         super().__init__(plan, write=write)
         self.hosts = []
-        self._unplaced = plan
+        self._whole = self._unplaced = plan
         self._group: Any = None
         self._actors: dict[int, RayHost] = {}  # by host of the plan
         self._places: dict[int, tuple[str, list[str]]] = {}  # the host's address, and its GPUs
@@ -113,6 +122,9 @@ class RayLauncher(LocalLauncher):
         """Waits for the cluster's hosts; then as on this machine."""
         if self._group is None:
             self._connect()
+            self._use(self._whole)
+        elif self._unplaced is not self._whole:
+            self._use(self._whole)
         super().start()
 
     def end(self) -> None:
@@ -122,10 +134,17 @@ class RayLauncher(LocalLauncher):
 
             ray.shutdown()  # the actors end, and the placement group with them
 
+    def _start(self, process: Process) -> None:
+        if self._whole.launch.options.get("reward_workers") and process.role == "trainer":
+            import ray
+
+            here = {PLACE_VARIABLE: "ray", "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+            process = replace(process, environment={**process.environment, **here})
+        super()._start(process)
+
     def _connect(self) -> None:
         try:
             import ray
-            from ray.util.placement_group import placement_group
         except ImportError as error:
             raise ValueError(f"launcher: ray needs Ray ({error}). pip install 'lightrl[ray]' on all hosts.") from error
         handler = signal.getsignal(signal.SIGTERM)
@@ -143,57 +162,79 @@ class RayLauncher(LocalLauncher):
             ) from error
         finally:
             signal.signal(signal.SIGTERM, handler)  # ray.init sets its own
-        self._group = placement_group(self.bundles(), strategy="STRICT_SPREAD", name=Path(self.plan.folder).name)
+
+    def _use(self, plan: Plan) -> None:
+        """Asks Ray for the hosts of this plan, in place of those it had asked for."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        if self._group is not None:
+            for host in self._actors.values():
+                host.give_up()
+            remove_placement_group(self._group)
+        self._unplaced, self._actors, self._places = plan, {}, {}
+        self._group = placement_group(self.bundles(), strategy="STRICT_SPREAD", name=Path(plan.folder).name)
+        (Path(plan.folder) / LAYOUT).write_text(yaml.safe_dump(dict(plan.settings), sort_keys=False))
+        self._state = LaunchState(plan, pid=os.getpid())
+
+    def _use_fewer(self, nodes: int) -> bool:
+        """Goes on with so many hosts, if the run fits on them."""
+        try:
+            fewer = fewer_hosts(self._whole, nodes, host_names(nodes))
+        except ValueError as error:
+            self._write(f"The run cannot go on with {nodes} of {self._whole.launch.nodes} hosts: {error}\n")
+            return False
+        wanted = f"{len(fewer.of('trainer'))} ranks and {fewer.layout.servers} servers"
+        self._write(f"No host came within recover.wait_s. Going on with {nodes} hosts: {wanted}.\n")
+        self._use(fewer)
+        return True
 
     def _place(self, *, while_ranks_run: bool = False) -> None:
         """An actor on each host that has none; waits until Ray has room for all of them."""
+        import ray
+
+        for attempt in range(_ATTEMPTS):
+            answers = self._ask()
+            since, wait_s = time.monotonic(), self.plan.launch.recover.wait_s
+            pause_s = min(_SAY_EVERY_S, wait_s)
+            while answers and (waiting := ray.wait([*answers.values()], num_returns=len(answers), timeout=pause_s)[1]):
+                nodes = [{name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes()]
+                wanted = f"{len(waiting)} of these on hosts apart: {self.bundles()}"
+                self._write(f"Ray has no room yet for {wanted}. It has {nodes}.\n")
+                if while_ranks_run and not self._ranks_run():
+                    for index in answers:
+                        self._actors[index].give_up()
+                    return
+                is_late = self._num_restarts and time.monotonic() - since >= wait_s
+                if is_late and not while_ranks_run and self._use_fewer(len(self._actors) - len(waiting)):
+                    answers, since = self._ask(), time.monotonic()
+            for index, answer in answers.items():
+                try:
+                    self._places[index] = ray.get(answer)
+                except ray.exceptions.RayError as error:
+                    if attempt == _ATTEMPTS - 1 or not isinstance(error, ray.exceptions.RayActorError):
+                        raise LightRLError(f"Ray could not start the launch on a host: {error}") from error
+                    self._actors[index].give_up()  # it was placed on a host that was lost already
+            if not any(host.is_lost for host in self._actors.values()):
+                break
+        self.hosts = list(self._actors.values())
+        places = [self._places[index] for index in range(len(self.hosts))]
+        self.plan = placed(self._unplaced, places)
+        (Path(self.plan.folder) / "hosts").write_text("\n".join(host for host, _ in places))
+
+    def _ask(self) -> dict[int, Any]:
+        """An actor for each host of the plan that has none; by host the answer where it is, once Ray has placed it."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         def where(_: object) -> tuple[str, list[str]]:
             return ray.util.get_node_ip_address(), ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
 
-        answers, bundles = {}, self.bundles()
-        for index, bundle in enumerate(bundles):
+        answers = {}
+        for index, bundle in enumerate(self.bundles()):
             if index not in self._actors or self._actors[index].is_lost:
                 place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
                 needs = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
                 actor = ray.remote(GuardedProcesses).options(**needs, scheduling_strategy=place).remote()
                 self._actors[index] = RayHost(actor)
                 answers[index] = actor.__ray_call__.remote(where)
-        while answers and (waiting := ray.wait([*answers.values()], num_returns=len(answers), timeout=_SAY_EVERY_S)[1]):
-            nodes = [{name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes()]
-            self._write(f"Ray has no room yet for {len(waiting)} of these on hosts apart: {bundles}. It has {nodes}.\n")
-            if while_ranks_run and not self._ranks_run():
-                for index in answers:
-                    self._actors[index].give_up()
-                return
-        try:
-            self._places |= {index: ray.get(answer) for index, answer in answers.items()}
-        except ray.exceptions.RayError as error:
-            raise LightRLError(f"Ray could not start the launch on a host: {error}") from error
-        self.hosts = list(self._actors.values())
-        places = [self._places[index] for index in range(len(bundles))]
-        self.plan = placed(self._unplaced, places)
-        (Path(self.plan.folder) / "hosts").write_text("\n".join(host for host, _ in places))
-
-
-def placed(plan: Plan, places: Sequence[tuple[str, Sequence[str]]]) -> Plan:
-    """The plan with each host's address, and the names of the GPUs there in place of their numbers."""
-    hosts = [host for host, _ in places]
-
-    def on_host(process: Process) -> Process:
-        def real(numbers: str) -> str:
-            return ",".join(places[process.host][1][int(number)] for number in numbers.split(","))
-
-        command = [with_hosts(word, hosts) for word in process.command]
-        environment = {name: with_hosts(value, hosts) for name, value in process.environment.items()}
-        if "--devices" in command:
-            at = command.index("--devices") + 1
-            command[at] = real(command[at])
-        if "CUDA_VISIBLE_DEVICES" in environment:
-            environment["CUDA_VISIBLE_DEVICES"] = real(environment["CUDA_VISIBLE_DEVICES"])
-        return replace(process, command=tuple(command), environment=environment)
-
-    names = tuple(with_hosts(name, hosts) for name in plan.hosts)
-    return replace(plan, hosts=names, processes=tuple(on_host(one) for one in plan.processes))
+        return answers

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE
 from lightrl.launch.launcher import TOKEN_FILE
-from lightrl.launch.plan import Plan
+from lightrl.launch.plan import Plan, Process
 
 
 def script_head(plan: Plan, environment: Mapping[str, str], *, before: Sequence[str] = ()) -> list[str]:
@@ -43,3 +44,24 @@ def with_hosts(text: str, hosts: Sequence[str]) -> str:
     """A text with hosts in place of `host_names`; `?` for one that there is not."""
     known = dict(zip(host_names(len(hosts)), hosts, strict=True))
     return re.sub(r"\$\{hosts\[\d+\]\}", lambda name: known.get(name[0], "?"), text)
+
+
+def placed(plan: Plan, places: Sequence[tuple[str, Sequence[str]]]) -> Plan:
+    """The plan with each host's address, and the names of the GPUs there in place of their numbers."""
+    hosts = [host for host, _ in places]
+
+    def on_host(process: Process) -> Process:
+        def real(numbers: str) -> str:
+            return ",".join(places[process.host][1][int(number)] for number in numbers.split(","))
+
+        command = [with_hosts(word, hosts) for word in process.command]
+        environment = {name: with_hosts(value, hosts) for name, value in process.environment.items()}
+        if "--devices" in command:
+            at = command.index("--devices") + 1
+            command[at] = real(command[at])
+        if "CUDA_VISIBLE_DEVICES" in environment:
+            environment["CUDA_VISIBLE_DEVICES"] = real(environment["CUDA_VISIBLE_DEVICES"])
+        return replace(process, command=tuple(command), environment=environment)
+
+    names = tuple(with_hosts(name, hosts) for name in plan.hosts)
+    return replace(plan, hosts=names, processes=tuple(on_host(one) for one in plan.processes))

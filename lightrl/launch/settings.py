@@ -18,12 +18,16 @@ class Recover:
 
     Args:
         retries: how often everything is ended and started again, from the newest checkpoint.
+        wait_s: with Ray, how long a restart waits for as many hosts as the launch wants, before it goes on with those
+            that there are, if the run fits on them.
     """
 
     retries: int = 0
+    wait_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_bounds(0, retries=self.retries)
+        check_bounds(1, wait_s=self.wait_s)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Launch:
             `apptainer exec --nv run.sif`.
         options: further ones of the launcher: sbatch's by name, such as `{partition: gpu}`, Kubernetes' `namespace`
             and `runtime`, or Ray's `address`.
+        server_options: with Slurm, sbatch's for the hosts that have servers alone, where these differ from the ranks';
+            the job is then a heterogeneous one.
         recover: what happens when a process fails.
     """
 
@@ -69,6 +75,7 @@ class Launch:
     setup: list[str] = field(default_factory=list)
     container: str | None = None
     options: dict[str, str] = field(default_factory=dict)
+    server_options: dict[str, str] = field(default_factory=dict)
     recover: Recover = Recover()
 
     @classmethod
@@ -88,6 +95,8 @@ class Launch:
                 f"launch.nodes={self.nodes} needs a launcher that reaches other hosts: slurm, ray, torchrun or "
                 "kubernetes. local only starts processes on this machine."
             )
+        if self.server_options and self.launcher != "slurm":
+            raise ValueError(f"launch.server_options are Slurm's, but launch.launcher is {self.launcher}.")
         if self.hosts and len(self.hosts) != self.nodes:
             raise ValueError(f"launch.hosts must name all {self.nodes} nodes, got {len(self.hosts)}.")
         if self.launcher == "kubernetes" and self.container is None:

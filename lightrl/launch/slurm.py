@@ -1,7 +1,8 @@
 """SlurmLauncher: a run as one Slurm job of two steps, the trainer's and the servers', which run at the same time.
 
 The job's first hosts are the trainer's. Lightning reads ranks from Slurm's variables; the main address is set here,
-since Lightning would take the job's first host, even one without ranks.
+since Lightning would take the job's first host, even one without ranks. With `server_options` the job has two parts,
+each with options of its own.
 
     job.sh ── srun trainer.sh    one task per rank          warning before the time limit, or scancel of the job:
            └─ srun servers.sh    one task per host          the trainer saves its checkpoint and ends, the job is
@@ -37,7 +38,7 @@ _JOB = """\
 {directives}
 if [ -n "$SLURM_ARRAY_JOB_ID" ]; then echo "A run cannot be a job array: submit each by itself." >&2; exit 2; fi
 folder={folder}
-read -ra hosts <<< "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\\n' ' ')"
+hosts=($({hosts}))
 for host in "${{hosts[@]}}"; do mkdir -p "$folder/$host"; done
 export LIGHTRL_HOSTS="${{hosts[*]}}"
 printf '%s\\n' "${{hosts[@]}}" > "$folder/hosts"
@@ -75,10 +76,16 @@ class SlurmLauncher:
     """
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
-        for name in plan.launch.options:
+        for name in [*plan.launch.options, *plan.launch.server_options]:
             if name in _OURS:
                 why = "; a run cannot be a job array" if name == "array" else ", which the launch sets"
                 raise ValueError(f"launch.options has {name}{why}. Remove it.")
+        self._is_apart = bool(plan.launch.server_options)  # servers, in a part of the job of their own
+        if self._is_apart and {one.host for one in plan.of("servers")} != {*range(plan.trainer_hosts, len(plan.hosts))}:
+            raise ValueError(
+                "launch.server_options need servers on all hosts after those of the ranks, and on no other. Change "
+                "launch.nodes, ranks or servers, or remove them."
+            )
         self.plan = plan
         self.job: str | None = None
         self._write = write
@@ -129,7 +136,7 @@ class SlurmLauncher:
         plan, launch = self.plan, self.plan.launch
         named: dict[str, str | None] = {
             "job-name": "lightrl",
-            "nodes": str(launch.nodes),
+            "nodes": str(plan.trainer_hosts if self._is_apart else launch.nodes),
             "exclusive": None,
             "output": f"{plan.folder}/job.log",
             "open-mode": "append",
@@ -140,18 +147,24 @@ class SlurmLauncher:
         if launch.time_limit is not None:
             named |= {"time": launch.time_limit, "signal": f"B:USR1@{launch.warning_s}"}
         named |= {name: str(value) for name, value in launch.options.items()}
+        directives = _directives(named)
+        if self._is_apart:
+            apart = {**named, "nodes": str(launch.nodes - plan.trainer_hosts), **launch.server_options}
+            apart.pop("signal", None)  # the script is in the first part
+            directives = f"{directives}\n#SBATCH hetjob\n{_directives(apart)}"
         ranks, servers = len(plan.of("trainer")), plan.of("servers")
-        steps = [_step("trainer", plan.of("trainer"), ranks, plan)]
-        steps += [_step("servers", servers, len(servers), plan)] if servers else []
+        groups = [f"--het-group={number} " if self._is_apart else "" for number in range(2)]
+        steps = [_step("trainer", plan.of("trainer"), ranks, plan, groups[0])]
+        steps += [_step("servers", servers, len(servers), plan, groups[1])] if servers else []
         ends = [
             "signal_step TERM servers",
             f"for _ in $(seq {_SERVERS_GRACE_S}); do kill -0 $servers 2>/dev/null || break; sleep 1; done",
             "signal_step KILL servers",
         ]
+        parts = [f"_HET_GROUP_{number}" for number in range(2)] if self._is_apart else [""]
         return _JOB.format(
-            directives="\n".join(
-                f"#SBATCH --{name}{'' if value is None else f'={value}'}" for name, value in named.items()
-            ),
+            directives=directives,
+            hosts=";".join(f'scontrol show hostnames "$SLURM_JOB_NODELIST{part}"' for part in parts),
             folder=shlex.quote(plan.folder),
             resume="--ckpt_path last",
             steps="\n".join(steps),
@@ -173,15 +186,20 @@ class SlurmLauncher:
     def _head(self, step: str, process: Process) -> list[str]:
         """Of a step's script; it notes the step's number, by which it gets signals."""
         file = f"{shlex.quote(self.plan.folder)}/{step}.step"
-        note = f'[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID.$SLURM_STEP_ID" > {file}'
+        part = "+1" if self._is_apart and step == "servers" else ""
+        note = f'[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID{part}.$SLURM_STEP_ID" > {file}'
         return script_head(self.plan, process.environment, before=[note, "hosts=($LIGHTRL_HOSTS)"])
 
 
-def _step(name: str, processes: list[Process], tasks: int, plan: Plan) -> str:
+def _directives(named: Mapping[str, str | None]) -> str:
+    return "\n".join(f"#SBATCH --{name}{'' if value is None else f'={value}'}" for name, value in named.items())
+
+
+def _step(name: str, processes: list[Process], tasks: int, plan: Plan, group: str) -> str:
     hosts = sorted({one.host for one in processes})
     number = "%t" if name == "trainer" else "%n"
     words = [
-        "$step", f"--job-name={name}", f"--nodes={len(hosts)}", f"--ntasks={tasks}",
+        f"$step {group}--job-name={name}", f"--nodes={len(hosts)}", f"--ntasks={tasks}",
         f"--ntasks-per-node={tasks // len(hosts)}", *([] if plan.on_cpu else [f"--gpus-per-node={plan.gpus_per_host}"]),
         f'--nodelist="{",".join(f"${{hosts[{host}]}}" for host in hosts)}"',
         f'--output="$folder/%N/{name}-{number}.log"', f'bash "$folder/{name}.sh" &',

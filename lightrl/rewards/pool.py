@@ -6,6 +6,7 @@ and one process; `worker.py` is the other end of the pipes.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import select
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from lightrl.checks.printable import escape_unprintable
 from lightrl.errors import RewardError
 from lightrl.rewards.judgment import Judgment, Outcome
 from lightrl.rewards.parts import Reward, parts_of
-from lightrl.rewards.supervisor import Supervisor, WorkerDied
+from lightrl.rewards.ray_worker import RayWorker
+from lightrl.rewards.supervisor import Supervisor, Worker, WorkerDied
 from lightrl.rewards.transport import prompt_to_bytes, trajectory_to_bytes
 from lightrl.trajectory import Prompt, Trajectory
 
@@ -33,6 +35,7 @@ _STACK_WAIT_S = 0.5
 _END_TIMEOUT_S = 5.0
 _MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+PLACE_VARIABLE = "LIGHTRL_REWARD_WORKERS"  # "ray": on any host of the cluster that started the run
 _START = "import sys; sys.path[:] = sys.argv[2:]; from lightrl.rewards.worker import main; main()"
 
 
@@ -82,10 +85,13 @@ class RewardPool(Supervisor[bytes]):
             "memory_limit_mib": memory_limit_mib,
         }
         import_path = [str(Path(entry).absolute()) for entry in (*search_paths, *sys.path)]  # "" is the working folder
+        kind: Callable[..., Worker[bytes]] = WorkerProcess
+        if os.environ.get(PLACE_VARIABLE) == "ray":
+            kind = functools.partial(RayWorker, WorkerProcess)
         self._prompts: dict[int, tuple[Prompt, bytes]] = {}  # by id, the oldest first
         super().__init__(
             self.path,
-            lambda: _WorkerProcess(settings, import_path=import_path),
+            functools.partial(kind, settings, import_path=import_path),
             workers=workers,
             timeout_s=timeout_s,
             startup_timeout_s=startup_timeout_s,
@@ -113,7 +119,7 @@ class RewardPool(Supervisor[bytes]):
         return data
 
 
-class _WorkerProcess:
+class WorkerProcess:
     """One child (a guardian with its worker, see worker.py) and the three pipes to and from it."""
 
     def __init__(self, settings: Mapping[str, Any], *, import_path: Sequence[str]) -> None:

@@ -26,9 +26,9 @@ from lightrl.commands.status import status_text
 from lightrl.launch.free_ports import free_ports
 from lightrl.launch.launcher import make_folder, write_files
 from lightrl.launch.plan import Plan, Process, make_plan
-from lightrl.launch.ray import RayLauncher, placed
+from lightrl.launch.ray import RayLauncher
 from lightrl.launch.run_facts import RunFacts
-from lightrl.launch.scripts import host_names
+from lightrl.launch.scripts import host_names, placed
 from lightrl.launch.settings import Launch, Layout, Recover
 
 WHY_NOT = why_not()
@@ -73,7 +73,7 @@ def test_processes_get_the_addresses_and_the_gpus_that_ray_has_chosen():
 
 
 def test_an_option_that_ray_has_not_is_refused():
-    with pytest.raises(ValueError, match="the cluster's address, got partition"):
+    with pytest.raises(ValueError, match="are address and reward_workers, got partition"):
         RayLauncher(plan_on(1, options={"partition": "gpu"}))
 
 
@@ -167,13 +167,36 @@ class RayRun(LaunchedRun):
     """The quickstart, made small, by `lightrl launch` on Ray."""
 
     def __init__(self, ray: Ray, folder: Path, words: Sequence[str] = (), **settings) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "numbers.yaml").write_text(yaml.safe_dump(numbers(folder, ray)))
         self.words = ["--config", str(folder / "numbers.yaml"), "--launch.port", str(free_ports(64)), *words]
         super().__init__(folder, **settings)
 
     def start(self, *words: str) -> None:
         super().start(*self.words, *words)
+
+
+class RunOnHosts(RayRun):
+    """The same from the first of hosts in a box, with ranks on all of them."""
+
+    def __init__(self, hosts: Hosts, ray: Ray, folder: Path, *, ranks: int, iterations: int, **launch) -> None:
+        self.hosts, self.ray = hosts, ray
+        places = {"nodes": hosts.num, "gpus_per_node": ranks // hosts.num, **launch}
+        folder.mkdir()
+        (folder / "hosts.yaml").write_text(yaml.safe_dump({"launch": places}))
+        super().__init__(ray, folder, ["--config", str(folder / "hosts.yaml")], ranks=ranks, iterations=iterations)
+
+    def popen(self, command: Sequence[str], **options) -> subprocess.Popen:
+        return self.hosts.popen(1, command, **{**options, "env": self.ray.environment})
+
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def wait_for_text(self, text: str) -> None:
+        deadline = time.monotonic() + LONGEST_S
+        while text not in self.output():
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.1)
 
 
 def numbers(folder: Path, ray: Ray | None = None) -> dict:
@@ -243,22 +266,34 @@ class TestNumbers:
     @pytest.mark.skipif(WHY_NO_HOSTS is not None, reason=f"Ray on hosts in a box: {WHY_NO_HOSTS}")
     def test_two_hosts_with_two_ranks_each_learn_what_one_process_learns(self, tmp_path):
         expected = one_process(tmp_path / "reference", 3)
-        folder = tmp_path / "run"
-        folder.mkdir()
-        parts = [settings(folder, 4, 3, 0)]
         with Hosts(2, are_named=True) as hosts, Ray(hosts, paths=(str(HERE), str(ROOT))) as cluster:
-            parts += [numbers(folder, cluster), {"launch": {"nodes": 2, "gpus_per_node": 2}}]
-            words = ["--config", QUICKSTART]
-            for number, part in enumerate(parts):
-                (folder / f"{number}.yaml").write_text(yaml.safe_dump(part))
-                words += ["--config", str(folder / f"{number}.yaml")]
-            command = [sys.executable, "-m", "lightrl", "launch", *words]
-            process = hosts.popen(1, command, env=cluster.environment, cwd=ROOT, stdout=-1, stderr=subprocess.STDOUT)
-            output, _ = process.communicate(timeout=LONGEST_S)
-            assert process.returncode == 0, output.decode()[-5000:]
-        assert_same_numbers(folder, expected)
-        logs = [log.parent.name for log in (folder / "runs/launch-0").glob("10.77.0.*/trainer-*.log")]
+            run = RunOnHosts(hosts, cluster, tmp_path / "run", ranks=4, iterations=3)
+            assert run.finish() == 0, run.output()
+        assert_same_numbers(run.folder, expected)
+        logs = [log.parent.name for log in (run.folder / "runs/launch-0").glob("10.77.0.*/trainer-*.log")]
         assert sorted(logs) == ["10.77.0.1"] * 2 + ["10.77.0.2"] * 2  # Ray chooses which of them has rank 0
+
+    @pytest.mark.skipif(WHY_NO_HOSTS is not None, reason=f"Ray on hosts in a box: {WHY_NO_HOSTS}")
+    def test_a_run_that_loses_a_host_goes_on_without_it_and_with_it_once_it_is_back(self, tmp_path):
+        expected = one_process(tmp_path / "reference", 16)
+        with Hosts(2, are_named=True) as hosts, Ray(hosts, paths=(str(HERE), str(ROOT))) as cluster:
+            recover = {"retries": 2, "wait_s": 5}
+            run = RunOnHosts(hosts, cluster, tmp_path / "run", ranks=2, iterations=16, recover=recover)
+            run.wait_for(2)
+            cluster.kill(2)
+            run.wait_for_text("Going on with 1 hosts: 1 ranks")
+            run.wait_for(len(run.losses()) + 2)
+            rank = str(run.processes()["rank 0"])
+            hosts.popen(1, ["kill", "-STOP", rank]).wait()  # a host needs longer than this run
+            cluster.start(2)
+            hosts.popen(1, ["kill", "-KILL", rank]).wait()
+            assert run.finish() == 0, run.output()
+        assert "the loss of its host 10.77.0.2" in run.output()
+        assert_same_numbers(run.folder, expected)
+        iterations = [line["iteration"] for line in run.losses()]
+        assert len(iterations) <= 16 + 2  # each restart repeats one at most
+        logs = (run.folder / "runs/launch-0").glob("10.77.0.*/trainer-1.log")
+        assert sum(log.read_text().count("MEMBER: 2/2") for log in logs) == 2  # first and last of three starts
 
 
 def without_ray() -> dict[str, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 
 import pytest
 import yaml
+from kubeflow_trainer_api.models import IoK8sApiCoreV1PodTemplateSpec, TrainerV1alpha1TrainJob
 
 from lightrl.launch.kubernetes import KubernetesLauncher
 from lightrl.launch.plan import Plan, make_plan
@@ -45,9 +47,7 @@ def test_torchrun_gets_a_script_for_each_host_and_the_servers_one_of_their_own()
     assert "--servers 2 --tp 2 --host node3 --port 29501" in checked(files["servers-node3.sh"])
 
 
-# The fields of the objects that we write, from their schemas (the sources are in kubernetes.py).
-TRAIN_JOB = {"runtimeRef", "initializer", "trainer", "runtimePatches", "suspend", "activeDeadlineSeconds", "managedBy"}
-TRAINER = {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
+# Of a LeaderWorkerSet, from its source (see kubernetes.py); Kubeflow's package has the types of a TrainJob and a pod.
 SERVERS = {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"}
 GROUP = {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy"}
 
@@ -58,10 +58,12 @@ def test_kubernetes_gets_a_train_job_and_a_set_of_servers():
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert (servers["apiVersion"], servers["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
     assert {one["metadata"]["namespace"] for one in (job, servers)} == {"lab"}
-    assert set(job["spec"]) <= TRAIN_JOB
-    assert set(job["spec"]["trainer"]) <= TRAINER
+    assert json.loads(TrainerV1alpha1TrainJob.from_dict(job).to_json()) == job
     assert set(servers["spec"]) <= SERVERS
     assert set(servers["spec"]["leaderWorkerTemplate"]) <= GROUP
+    pod = servers["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    pod["spec"]["containers"][0]["ports"][0]["protocol"] = "TCP"  # the default, which the type adds
+    assert json.loads(IoK8sApiCoreV1PodTemplateSpec.from_dict(pod).to_json()) == pod
     trainer = job["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 4}}

@@ -105,6 +105,24 @@ def test_options_that_contradict_the_plan_are_refused(tmp_path, option, message)
         SlurmLauncher(plan_in(tmp_path, options={option: "1-4"}))
 
 
+def test_servers_on_hosts_of_another_kind_make_a_heterogeneous_job(tmp_path):
+    options = {"partition": "gpu", "account": "lab"}
+    plan = plan_in(tmp_path, time_limit="60", options=options, server_options={"partition": "small"})
+    job = SlurmLauncher(plan).files()["job.sh"]
+    trainer, servers = job.split("#SBATCH hetjob")
+    assert {"#SBATCH --nodes=2", "#SBATCH --partition=gpu", "#SBATCH --signal=B:USR1@300"} <= {*trainer.splitlines()}
+    assert {"#SBATCH --nodes=1", "#SBATCH --partition=small", "#SBATCH --time=60"} <= {*servers.splitlines()}
+    assert "--account=lab" in servers.split("if [")[0]
+    assert "--signal" not in servers.split("if [")[0]
+
+
+@pytest.mark.parametrize("servers", [0, 3])
+def test_server_options_without_hosts_for_servers_alone_are_refused(tmp_path, servers):
+    plan = plan_in(tmp_path, gpus_per_node=4, ranks=2, servers=servers, nodes=2, server_options={"qos": "x"})
+    with pytest.raises(ValueError, match="on all hosts after those of the ranks, and on no other"):
+        SlurmLauncher(plan)
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Slurm]:
     with Slurm(3, tmp_path_factory.mktemp("slurm")) as made:
@@ -151,6 +169,25 @@ class TestOnSlurm:
         slurm.run("scancel", "--batch", "--signal=TERM", job)  # SlurmLauncher.end
         slurm.wait_for(job, "COMPLETED", timeout_s=LONGEST_S)
         assert [one["role"] for one in notes(tmp_path)[3:]] == ["trainer", "trainer", "servers"]
+
+    @pytest.mark.timeout(300)
+    def test_a_heterogeneous_job_starts_again_as_a_whole(self, slurm, tmp_path):
+        plan = plan_in(tmp_path, recover=Recover(retries=1), server_options={"nodelist": "node1"})
+        write_files(plan, "", SlurmLauncher(plan).files())
+        job = slurm.run("sbatch", "--parsable", f"{plan.folder}/job.sh", cwd=tmp_path).strip()
+        self.wait_for_notes(slurm, job, tmp_path, 3)
+        first = {one["SLURMD_NODENAME"]: one for one in notes(tmp_path)}
+        assert {name: one["role"] for name, one in first.items()} == {
+            "node1": "servers", "node2": "trainer", "node3": "trainer"
+        }  # fmt: skip
+        assert first["node1"]["words"][first["node1"]["words"].index("--host") + 1] == "node1"
+        assert {first[name]["MASTER_ADDR"] for name in ("node2", "node3")} == {"node2"}
+        slurm.run("scancel", "--signal=KILL", (Path(plan.folder) / "trainer.step").read_text().strip())
+        slurm.wait_for(job, "COMPLETED", timeout_s=2 * LONGEST_S)
+        again = [one for one in notes(tmp_path)[3:] if one["word"] == "started" and one["role"] == "trainer"]
+        assert [one["words"][-2:] for one in again] == [["--ckpt_path", "last"]] * 2
+        ended = [one["role"] for one in notes(tmp_path) if one["word"] == "ended"]
+        assert ended == ["servers", "trainer", "trainer", "servers"]
 
     @pytest.mark.timeout(300)
     @pytest.mark.parametrize("retries", [1, 0])

@@ -203,7 +203,7 @@ class Connection:
             problem = "does not accept this token" if self._headers else "requires a token, and this run has none"
             return f"The server {problem}. Set {TOKEN_VARIABLE}, or `token`, to the API key that it was started with."
         if status == 404 and path == "/model_info":
-            return "This is not an SGLang server. Fix the address."
+            return "This is not an SGLang server, or a gateway such as smg: give each server's own address."
         return "Check the server's log." if status >= 500 else "Fix the request."
 
     def _session(self, kind: str) -> aiohttp.ClientSession:
