@@ -1,6 +1,6 @@
 """A fleet that grows and shrinks under load, 8 → 16 → 3 → 8 servers: what is lost, and what the living could have done.
 
-    python -m benchmarks.elastic [--fleet 8,16,3,8] [--seconds 15]
+    python -m benchmarks.elastic [--fleet 8,16,3,8] [--seconds 15] [--pace 0.05] [--sync_every 4]
 
 The servers are fake ones in processes of their own, found through a registry: each writes at most SLOTS completions at
 a time, at a fixed pace, so that a server's capacity is known. Twice as many requests as 16 servers can write are under
@@ -11,6 +11,7 @@ way all the time, and a new weight version is loaded every few seconds. Of the s
     unproven_tokens      tokens of a version that the engine had not proven when they were written
     throughput_fraction  tokens returned ÷ tokens that the servers alive could write; a server counts from the moment it
                          announces itself to the moment it leaves or is killed, loads included
+    processors_busy      of this machine, on average: near 1 the servers themselves are late
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import Qwen3Config
 
@@ -36,15 +38,15 @@ from lightrl.testing.fake_server_process import FakeServerProcess
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket
 
-SLOTS, SECONDS_PER_TOKEN, NUM_TOKENS = 4, 0.05, 40
-SYNC_EVERY_S = 4.0
+SLOTS, NUM_TOKENS = 4, 40
 
 
 class Servers:
     """Those alive, oldest first, and what they could have written."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pace: float) -> None:
         self.folder = folder
+        self.pace = pace  # seconds of a token
         self.alive: list[tuple[FakeServerProcess, Announcement]] = []
         self.capacity = 0.0  # tokens, until `_since`
         self._since = time.monotonic()
@@ -69,7 +71,7 @@ class Servers:
         """Adds what was possible since the last call."""
         now = time.monotonic()
         num = len(self.alive) if num is None else num
-        self.capacity += num * SLOTS / SECONDS_PER_TOKEN * (now - self._since)
+        self.capacity += num * SLOTS / self.pace * (now - self._since)
         self._since = now
 
 
@@ -116,9 +118,9 @@ async def changes(servers: Servers, spare: list[FakeServerProcess], fleet: Seque
     await asyncio.sleep(seconds)
 
 
-async def syncs(engine: SGLangEngine) -> None:
+async def syncs(engine: SGLangEngine, every_s: float) -> None:
     for version in itertools.count(1):
-        await asyncio.sleep(SYNC_EVERY_S)
+        await asyncio.sleep(every_s)
         await asyncio.to_thread(engine.load_weights, weights(version), weight_version=version)
 
 
@@ -127,14 +129,19 @@ def weights(version: int) -> list[Bucket]:
 
 
 async def drive(
-    engine: SGLangEngine, load: Load, servers: Servers, spare: list[FakeServerProcess], fleet: Sequence[int], s: float
+    engine: SGLangEngine,
+    load: Load,
+    servers: Servers,
+    spare: list[FakeServerProcess],
+    fleet: Sequence[int],
+    options: argparse.Namespace,
 ) -> None:
     """The whole run; what is under way at its end is waited for, and counts as lost if it does not come."""
     await engine.attach()
-    tasks = [asyncio.create_task(load.run()), asyncio.create_task(syncs(engine))]
+    tasks = [asyncio.create_task(load.run()), asyncio.create_task(syncs(engine, options.sync_every))]
     servers.count()
     servers.capacity = 0.0
-    await changes(servers, spare, fleet, s)
+    await changes(servers, spare, fleet, options.seconds)
     servers.count()
     load.is_over = True
     await tasks[0]
@@ -148,15 +155,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fleet", default="8,16,3,8", help="numbers of servers, one after the other")
     parser.add_argument("--seconds", type=float, default=15.0, help="at each number")
+    parser.add_argument("--pace", type=float, default=0.05, help="seconds that a server takes for a token")
+    parser.add_argument("--sync_every", type=float, default=4.0, help="seconds between the end of a sync and the next")
     options = parser.parse_args()
     fleet = [int(num) for num in options.fleet.split(",")]
-    report = Report("elastic", slots=SLOTS, seconds_per_token=SECONDS_PER_TOKEN, tokens_per_request=NUM_TOKENS)
+    report = Report("elastic", slots=SLOTS, seconds_per_token=options.pace, tokens_per_request=NUM_TOKENS)
     num_started = fleet[0] + sum(max(0, later - earlier) for earlier, later in itertools.pairwise(fleet))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as processes:
         started = [
-            processes.enter_context(FakeServerProcess(seconds_per_token=SECONDS_PER_TOKEN)) for _ in range(num_started)
+            processes.enter_context(FakeServerProcess(seconds_per_token=options.pace)) for _ in range(num_started)
         ]
-        servers = Servers(Path(folder))
+        servers = Servers(Path(folder), options.pace)
         for server in started[: fleet[0]]:
             servers.add(server)
         engine = SGLangEngine(
@@ -169,7 +178,9 @@ def main() -> None:
         engine.start(Qwen3Config(vocab_size=1000, max_position_embeddings=100_000))
         engine.load_weights(weights(0), weight_version=0)
         load = Load(engine, 2 * max(fleet) * SLOTS)
-        asyncio.run(drive(engine, load, servers, started[fleet[0] :], fleet, options.seconds))
+        psutil.cpu_percent()
+        asyncio.run(drive(engine, load, servers, started[fleet[0] :], fleet, options))
+        busy = psutil.cpu_percent() / 100
         for _, announcement in servers.alive:
             announcement.end()
         report.add(
@@ -178,6 +189,7 @@ def main() -> None:
             lost_requests=load.num_lost,
             unproven_tokens=load.num_unproven,
             throughput_fraction=round(load.num_tokens / servers.capacity, 3),
+            processors_busy=round(busy, 2),
             tokens=load.num_tokens,
             weight_versions=engine.weight_version + 1,
             reasons=sorted(load.reasons),

@@ -39,7 +39,7 @@ SlurmdTimeout=10
 MessageTimeout=10
 KillWait=5
 JobRequeue=1
-SchedulerParameters=batch_sched_delay=0,sched_interval=2
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 JobCompType=jobcomp/none

@@ -3,8 +3,6 @@
 # ruff: noqa: F811  # the fixture `pool` is imported, and a pool has that name
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,18 +53,26 @@ def process_of(pool: RewardPool) -> psutil.Process:
     return psutil.Process(int(result.metrics["pid"]))
 
 
+def actor_of(worker: psutil.Process) -> psutil.Process:
+    """Between them is the guardian."""
+    guardian = worker.parent()
+    assert guardian is not None
+    actor = guardian.parent()
+    assert actor is not None
+    return actor
+
+
 def test_the_processes_are_those_of_the_actors_host_and_end_with_the_pool():
     with pool_of("obey") as pool:
         worker = process_of(pool)
-        assert psutil.Process(os.getpid()) not in worker.parents()
+        assert actor_of(worker).cmdline()[0].startswith("ray::")
     assert wait_until_gone([worker.pid])
 
 
 def test_an_actor_that_is_lost_costs_the_call_that_it_had_and_is_replaced():
     with pool_of("obey") as pool:
         worker = process_of(pool)
-        guardian = worker.parent()
-        guardian.parent().send_signal(signal.SIGKILL)  # the actor
+        actor_of(worker).kill()
         assert wait_until_gone([worker.pid])
         assert reasons(outcomes(pool, trajectory_that(), trajectory_that())) == [1.0, 1.0]
 
