@@ -83,7 +83,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="of each trajectory")
     parser.add_argument("--turns", type=int, default=5, help="with an index, after the one without")
     parser.add_argument("--work", type=Path, help="where the temporary folder is made")
+    parser.add_argument("--quick", action="store_true", help="30 iterations; the numbers mean nothing")
     options = parser.parse_args()
+    if options.quick:
+        options.iterations, options.turns = 30, 1
     with tempfile.TemporaryDirectory(dir=options.work) as work:
         folder = Path(work, "run")
         size = write_run(folder, options.iterations, options.trajectories, options.tokens)
@@ -92,7 +95,7 @@ def main() -> None:
         ends = []
         for turn in range(options.turns + 1):
             with opened(folder, Path(work, "cache")) as seconds:
-                parts = ", ".join(f"{name} {end:.2f}" for name, end in zip(QUESTIONS[1:], seconds[1:], strict=True))
+                parts = ", ".join(f"{name} {end:.2f} s" for name, end in zip(QUESTIONS[1:], seconds[1:], strict=True))
             ends.append(seconds[-1])
             print(f"turn {turn}: page {seconds[0]:.2f} s, {parts}; load {os.getloadavg()[0]:.1f}", flush=True)
         print(

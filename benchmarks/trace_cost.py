@@ -116,7 +116,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--quick", action="store_true", help="one turn of 12 iterations; the numbers mean nothing")
     options = parser.parse_args()
+    if options.quick:
+        options.turns, options.iterations = 1, 12
     if options.iterations <= 2 * _WARM_UP:
         parser.error(f"--iterations must be above {2 * _WARM_UP}, got {options.iterations}.")
     for name in ("lightrl", "lightning.pytorch"):

@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -53,6 +54,30 @@ def test_a_fleet_that_grows_and_shrinks_loses_no_request():
     (row,) = [row for line in done.stdout.splitlines() if line.startswith("{") and "fleet" in (row := json.loads(line))]
     assert (row["fleet"], row["lost_requests"], row["unproven_tokens"]) == ("1-2-1", 0, 0)
     assert row["tokens"] > 0
+
+
+def test_a_large_run_is_opened_from_its_page_to_its_newest_trajectories():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.inspect_open", "--quick"],
+        capture_output=True, text=True, timeout=170, check=True,
+    )  # fmt: skip
+    first, *turns, last = done.stdout.splitlines()
+    assert first.startswith("3,000 trajectories of 30 iterations")
+    assert [line.split(",")[0].split(":")[0] for line in turns] == ["turn 0", "turn 1"]
+    assert all("table?run=0&limit=100" in line for line in turns)
+    assert last.startswith("to the last answer")
+
+
+def test_what_trace_costs_is_measured_in_its_own_calls():
+    done = forked.run(
+        [sys.executable, "-m", "benchmarks.trace_cost", "--quick"],
+        capture_output=True, text=True, timeout=170, check=True,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("turn 0, max_cost=")]
+    assert [line.split(":")[0] for line in lines] == ["turn 0, max_cost=0.005", "turn 0, max_cost=1"]
+    events = [int(re.search(r"(\d+) events of", line)[1]) for line in lines]
+    assert events[1] >= 1024  # of each trajectory its generation and its reward
+    assert events[0] <= events[1]
 
 
 @pytest.mark.usefixtures("forked_children")

@@ -36,7 +36,7 @@ MAX_PACKAGE_LINES = sum({
     "nothing waits for ever: stopped and killed processes, disks that hang, one table of all waits": 892,
     "a terminal that is read: lines that stay, files explained": 168,
     "a run checked before it starts": 1_000,
-    "AReaL's configurations converted, a row for each key": 810,
+    "AReaL's configurations converted, a row for each key": 816,
     "a plan with the memory of ranks and servers, messages and batch sizes; of a launch, of SFT and pairs": 738,
     "tables, pictures and models for W&B, MLflow and TensorBoard; habits of Lightning refused by name": 236,
     "a mistyped monitor named before models are loaded; held-out reward where no accuracy is given": 29,

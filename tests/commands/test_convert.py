@@ -134,6 +134,20 @@ def test_what_is_left_is_listed_with_its_reason_and_without_its_value(capsys):
     assert "hidden" not in out + err
 
 
+def test_settings_of_other_releases_and_recipes_have_a_reason(tmp_path, capsys):
+    path = tmp_path / "areal.yaml"
+    path.write_text(
+        "actor: {path: a}\nworkflow: areal.workflow.MathAgent\neval_workflow: areal.workflow.MathAgent\n"
+        "beta: 0.1\nloss_type: sigmoid\n"
+        "rollout: {openai: {mode: inline, turn_discount: 1.0}}\ncheckpointer: {freq_secs: 3600}\n"
+    )
+    assert main(["convert", str(path)]) == 1
+    listed = capsys.readouterr().err
+    assert "7 without a counterpart, 0 unknown" in listed
+    for key in ("workflow", "eval_workflow", "beta", "loss_type", "rollout.openai.mode", "checkpointer.freq_secs"):
+        assert f"\n  {key} " in listed
+
+
 def test_the_code_is_0_if_nothing_is_left(tmp_path, capsys):
     file = tmp_path / "small.yaml"
     file.write_text("seed: 5\nactor: {path: some/model, eps_clip: 2e-1}\n")
