@@ -16,7 +16,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from operator import itemgetter
 from typing import Any, Literal, TypeVar, cast, overload
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -144,25 +143,31 @@ class TokenArray(Sequence[_Number]):
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[float, int]], code: str) -> TokenArray[_Number]:
         """From (number, how often it comes), without a step for each token."""
-        same = itertools.groupby((run for run in runs if run[1]), key=itemgetter(0))
-        pairs = [(number, sum(length for _, length in parts)) for number, parts in same]
-        result = cls([number for number, _ in pairs], code)
-        result._ends = array("i", itertools.accumulate(length for _, length in pairs)).tobytes()
-        return result
+        numbers: list[float] = []
+        ends = array("i")
+        end = 0
+        for number, length in runs:
+            end += length
+            if length and numbers and number == numbers[-1]:
+                ends[-1] = end
+            elif length:
+                numbers.append(number)
+                ends.append(end)
+        return cls.of_stored(_packed(numbers, code), ends.tobytes(), code)
 
     @classmethod
     def joined(cls, parts: Iterable[Sequence[float]], code: str, *, as_runs: bool = False) -> TokenArray[_Number]:
         """All parts, one after another."""
         arrays = [part if isinstance(part, TokenArray) and part.code == code else cls(part, code) for part in parts]
         if as_runs:
-            return cls.of_runs((run for part in arrays for run in part.runs()), code)
-        return cls.of_stored(b"".join(part._expanded() for part in arrays), b"", code)
+            return cls.of_runs([run for part in arrays for run in part.runs()], code)
+        return cls.of_stored(b"".join([part._expanded() for part in arrays]), b"", code)
 
     @classmethod
     def of_stored(cls, values: bytes | memoryview, ends: bytes, code: str) -> TokenArray[_Number]:
         """The inverse of `stored`."""
-        result = cls((), code)
-        result._values, result._ends = values, ends
+        result = cls.__new__(cls)
+        result.code, result._values, result._ends = code, values, ends
         return result
 
     @property
@@ -190,7 +195,8 @@ class TokenArray(Sequence[_Number]):
         if not self._ends:
             return [(number, len(list(run))) for number, run in itertools.groupby(self)]
         ends = self._run_ends().tolist()
-        return list(zip(_view(self._values, self.code), map(int.__sub__, ends, [0, *ends]), strict=True))
+        runs = zip(_view(self._values, self.code), ends, [0, *ends[:-1]], strict=True)
+        return [(number, end - start) for number, end, start in runs]
 
     def tolist(self) -> list[_Number]:
         return cast("list[_Number]", self._expanded().tolist())
@@ -233,7 +239,7 @@ class TokenArray(Sequence[_Number]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy as np  # here, since reward workers do without
 
-        return np.array(self._expanded(), dtype=dtype, copy=copy)
+        return np.array(np.frombuffer(self._expanded(), self.code), dtype=dtype, copy=copy)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenArray.of_stored, (*self.stored, self.code)
@@ -244,11 +250,11 @@ class TokenArray(Sequence[_Number]):
     def _expanded(self) -> memoryview[Any]:
         if not self._ends:
             return _view(self._values, self.code)
-        size = struct.calcsize(self.code)
-        lengths = (length for _, length in self.runs())
-        starts = range(0, len(self._values), size)
-        runs = zip(starts, lengths, strict=True)
-        return _view(b"".join(bytes(self._values[start : start + size]) * length for start, length in runs), self.code)
+        values, size, start, parts = bytes(self._values), struct.calcsize(self.code), 0, []
+        for place, end in enumerate(self._run_ends()):
+            parts.append(values[place * size : (place + 1) * size] * (end - start))
+            start = end
+        return _view(b"".join(parts), self.code)
 
 
 @dataclass

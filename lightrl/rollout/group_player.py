@@ -85,17 +85,16 @@ class GroupPlayer(Player):
             for sample, seed, completion in zip(samples, seeds, completions, strict=True):
                 written[seed] = None
                 follow(sample, completion)
-                name = f"{seed_name}/{sample}"
-                completion.add_done_callback(functools.partial(_record_generation, begun_ns, name))
             while num:
                 sample, step = await steps.get()
                 if sample in played:
                     num -= 1
                     yield sample, played.pop(sample) if step.result() else None
                     continue
+                record("generate", "generate", "generations", begun_ns, session=f"{seed_name}/{sample}")
                 written[seeds[samples.index(sample)]] = None if step.exception() else step.result()
                 generate = _generate_once(step, sampling, group.prompt)
-                trajectory = await self._played(group, sample, generate, OwnTime(self.workflow.own_timeout_s))
+                trajectory = await self._played(group, sample, generate, OwnTime(None))  # it waits for nothing
                 if trajectory is None or not judge_now:
                     num -= 1
                     yield sample, self._begun_judging(trajectory)
@@ -120,10 +119,6 @@ class GroupPlayer(Player):
             for future in futures:
                 future.set_exception(error)
         return futures
-
-
-def _record_generation(begun_ns: int, session: str, done: asyncio.Future[Completion]) -> None:
-    record("generate", "generate", "generations", begun_ns, session=session)
 
 
 def _generate_once(written: asyncio.Future[Completion], sampling: Sampling, prompt: Prompt) -> Generate:

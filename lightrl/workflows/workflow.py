@@ -11,7 +11,7 @@ import numpy as np
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.functional import joined_supports, num_coded_tokens
-from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn
+from lightrl.trajectory import Prompt, TokenArray, Trajectory, Turn, token_array
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,11 +99,11 @@ class SingleTurn(Workflow):
             token_ids=TokenArray.joined([prompt.token_ids, completion.token_ids], "i"),
             loss_mask=TokenArray.of_runs([(False, start), (True, num_new)], "?"),
             behavior_logprobs=TokenArray.joined([TokenArray.of_runs([(0.0, start)], "f"), completion.logprobs], "f"),
-            weight_versions=TokenArray.joined(
-                [TokenArray.of_runs([(-1, start)], "i"), completion.weight_versions], "i", as_runs=True
+            weight_versions=TokenArray.of_runs(
+                [(-1, start), *token_array("weight_versions", completion.weight_versions).runs()], "i"
             ),
             completion_ids=completion.token_ids,
-            completion=self.tokenizer.decode(completion.token_ids, skip_special_tokens=True),
+            completion=self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True),
             finish_reason=completion.finish_reason,
             is_truncated=completion.finish_reason == "length",
             turns=[Turn(start, start + num_new, completion.finish_reason)],

@@ -140,10 +140,9 @@ class RunningBatch:
         for place, slot in enumerate(finished):
             row, length = self._rows[slot], lengths[place]
             versions = _versions(row.version_changes, length)
-            completion = Completion(
-                token_ids[place][:length], logprobs[place][:length], versions, reasons[place], row.codes()
-            )
-            completions.append((row, completion))
+            ids = TokenArray[int].of_stored(token_ids[place, :length].tobytes(), b"", "i")
+            of_ids = TokenArray[float].of_stored(logprobs[place, :length].tobytes(), b"", "f")
+            completions.append((row, Completion(ids, of_ids, versions, reasons[place], row.codes())))
         self._drop(set(finished))
         return completions
 
