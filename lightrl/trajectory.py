@@ -144,8 +144,7 @@ class TokenArray(Sequence[_Number]):
     def of_runs(cls, runs: Iterable[tuple[float, int]], code: str) -> TokenArray[_Number]:
         """From (number, how often it comes), without a step for each token."""
         numbers: list[float] = []
-        ends = array("i")
-        end = 0
+        ends, end = array("i"), 0
         for number, length in runs:
             end += length
             if length and numbers and number == numbers[-1]:

@@ -1,20 +1,19 @@
 """A microbatch in two halves of its groups, each in a thread with half of the cores.
 
 The operations of a small model are too short to be shared out among torch's threads: with a second one 1 M parameters
-decode half as fast. Two halves side by side use both cores. A half is a microbatch like any other, so nothing else
-changes; the losses are computed one after the other, and a gradient is always (what there was) + (first + second): the
-numbers do not depend on which thread was faster.
+decode half as fast. Two halves, microbatches like any other, use both cores. The losses are computed one after the
+other, and a gradient is always (what there was) + (first + second), whichever thread was faster.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightrl.concurrency.daemon_future import submit
 from lightrl.experience import Experience
 from lightrl.models import Backward, LossFunction, Outputs
 
@@ -25,14 +24,14 @@ MIN_TOKENS = 2048
 _T = TypeVar("_T")
 
 
-def halves_pay(model: torch.nn.Module, experience: Experience) -> bool:
-    """Whether two threads with a half each are faster than one whole on all threads, and as exact.
+def halves_pay(model: torch.nn.Module, experience: Experience, num_cores: int) -> bool:
+    """Whether two halves are faster than one whole, and as exact.
 
     What torch keeps for each thread (autocast, no gradients) and what a forward draws must not play a part.
     """
     return (
         experience.token_ids.device.type == "cpu"
-        and torch.get_num_threads() > 1
+        and num_cores > 1
         and int(experience.lengths.sum()) >= MIN_TOKENS
         and sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL_PARAMETERS
         and torch.is_grad_enabled()
@@ -74,8 +73,7 @@ def forward_backward_halves(
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None  # a sum of two numbers does not depend on their order, one of three does
-    start = torch.zeros((), requires_grad=True)
-    backward(_Sum.apply(start, tuple(losses)))  # type: ignore[no-untyped-call]
+    backward(_Sum.apply(torch.zeros((), requires_grad=True), tuple(losses)))  # type: ignore[no-untyped-call]
     for parameter, gradient in zip(parameters, before, strict=True):
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
@@ -100,25 +98,16 @@ class _Sum(torch.autograd.Function):
 def _side_by_side(first: Callable[[], _T], second: Callable[[], _T]) -> list[_T]:
     """What both return; the second runs in a thread of its own."""
     num_threads = torch.get_num_threads()
-    results: dict[str, _T] = {}
-    errors: list[BaseException] = []
 
-    def run_second() -> None:
-        try:
-            torch.set_num_threads(max(1, num_threads // 2))
-            with torch.enable_grad():
-                results["second"] = second()
-        except BaseException as error:  # noqa: BLE001  # this thread ends here; the caller raises it
-            errors.append(error)
+    def run(function: Callable[[], _T]) -> _T:
+        torch.set_num_threads(max(1, num_threads // 2))
+        with torch.enable_grad():
+            return function()
 
-    thread = threading.Thread(target=run_second, name="lightrl-half", daemon=True)
-    thread.start()
-    torch.set_num_threads(max(1, num_threads // 2))
+    other = submit(lambda: run(second), name="lightrl-half")
     try:
-        results["first"] = first()
+        result = run(first)
     finally:
-        thread.join()
+        other.exception()  # waits until it has ended
         torch.set_num_threads(num_threads)
-    if errors:
-        raise errors[0]
-    return [results["first"], results["second"]]
+    return [result, other.result()]

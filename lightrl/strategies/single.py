@@ -93,6 +93,7 @@ class SingleModel:
         self.model = model
         self.settings = settings
         self.form = form
+        self.num_cores = torch.get_num_threads()  # later the stage of a small model leaves its thread one
         own_head = scalar_head(model)
         self.value_head = value_head if own_head is None else own_head
         self.has_logprobs = own_head is None
@@ -117,7 +118,7 @@ class SingleModel:
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         for microbatch in microbatches:
-            halves = cut_in_halves(microbatch) if halves_pay(self.model, microbatch) else None
+            halves = cut_in_halves(microbatch) if halves_pay(self.model, microbatch, self.num_cores) else None
             if halves is None:
                 backward(loss_fn(microbatch, self._outputs(microbatch, asked_of_policy(microbatch))))
             else:
