@@ -53,7 +53,7 @@ class Launch:
         container: the image for Kubernetes; for the others the command before each process, such as
             `apptainer exec --nv run.sif`.
         options: further ones of the launcher: sbatch's by name, such as `{partition: gpu}`, Kubernetes' `namespace`
-            and `runtime`, or Ray's `address`.
+            and `runtime`, or Ray's `address` and `reward_workers: any host`.
         server_options: with Slurm, sbatch's for the hosts that have servers alone, where these differ from the ranks';
             the job is then a heterogeneous one.
         recover: what happens when a process fails.
