@@ -246,13 +246,19 @@ class TestNumbers:
     def paths(self, monkeypatch) -> None:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
 
-    def test_two_ranks_one_killed_learn_what_one_process_learns(self, ray, tmp_path):
+    def test_two_ranks_one_killed_learn_what_one_process_learns_with_rewards_from_actors(self, ray, tmp_path):
         expected = one_process(tmp_path / "reference", 8)
-        with RayRun(ray, tmp_path / "run", ranks=2, iterations=8, retries=1) as run:
+        reward = {"path": "ray_numbers.noted", "arguments": {"folder": str(tmp_path)}}
+        options = {"address": ray.address, "reward_workers": "any host"}
+        changes = {"model": {"init_args": {"reward": reward}}, "launch": {"options": options}}
+        (tmp_path / "changes.yaml").write_text(yaml.safe_dump(changes))
+        words = ["--config", str(tmp_path / "changes.yaml")]
+        with RayRun(ray, tmp_path / "run", words, ranks=2, iterations=8, retries=1) as run:
             run.wait_for(2)  # a checkpoint is there
             assert 0 <= run.kill("rank 1")["lost_iterations"] <= 1
             assert run.finish() == 0, run.output()
         assert_same_numbers(run.folder, expected)
+        assert set((tmp_path / "starters").read_text().split()) == {"ray::WorkerProcess"}
 
     def test_a_server_of_the_cluster_gives_the_run_of_a_server_of_its_own(self, ray, tmp_path):
         own = engine(tmp_path, servers=1)
