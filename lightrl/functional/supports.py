@@ -182,9 +182,8 @@ class Supports:
         Args:
             scores: [M], logits of the ids. Carries the gradient.
         """
-        scores = scores / temperature
         largest = torch.segment_reduce(scores.detach(), "max", lengths=self.counts)
-        shifted = scores - largest[self.rows]
+        shifted = (scores - largest[self.rows]) / temperature  # the quotient of a large logit would lose digits
         powers = shifted.exp()
         total = torch.segment_reduce(powers, "sum", lengths=self.counts)
         weighted = torch.segment_reduce(powers * shifted, "sum", lengths=self.counts)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightrl.engines.local.sampler import ban_stop_tokens, completion_seed, draw_tokens, truncated, uniforms
 from lightrl.functional import Supports
@@ -140,9 +141,22 @@ def test_banned_stop_tokens_leave_the_others_renormalized() -> None:
     torch.testing.assert_close(probabilities, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("spread", [1, 5, 20])
-def test_from_the_same_logits_engine_and_trainer_give_a_truncated_draw_the_same_logprob(spread: int) -> None:
-    """Logits of spread 20 reach 90, where float32 has a spacing of 8e-6: the softmax adds nothing of that size."""
+def softmax_rounding(logprobs: Tensor, num: int) -> Tensor:
+    """How far float32 may take a logprob from that of a softmax over `num` exact scores, to first order.
+
+    With u = 2^-24: a score's distance to the largest is subtracted and divided by the temperature, 2u of itself, and is
+    no more than the logprob for the token and log(num) in the mean over the softmax. The sum of exponentials (2u each)
+    adds num - 1 roundings, its logarithm 2u of at most log(num), and the last subtraction u of the logprob.
+    """
+    return 2**-24 * (3 * logprobs.abs() + 4 * math.log(num) + num + 1)
+
+
+@pytest.mark.parametrize("spread", [1, 20, 200])
+@pytest.mark.parametrize("is_other_order", [False, True], ids=["the same logits", "logits added up in another order"])
+def test_engine_and_trainer_round_the_logprob_of_a_truncated_draw_and_not_its_logits(
+    is_other_order: bool, spread: int
+) -> None:
+    """Logits of spread 200 reach 900, where float32 has a spacing of 6e-5: the softmax adds nothing of that size."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1000, 500, generator=generator) * spread
     uniform = torch.rand(1000, dtype=torch.float64, generator=generator)
@@ -153,6 +167,15 @@ def test_from_the_same_logits_engine_and_trainer_give_a_truncated_draw_the_same_
     counts = supports.sum(1)
     order = (2 * rows + (ids == token_ids[rows])).argsort(stable=True)  # the drawn token is the last
     of_trainer = Supports(torch.arange(1000), torch.arange(0), ids[order], rows, counts, counts.cumsum(0).tolist())
-    expected, _ = of_trainer.logprobs(logits[rows, ids[order]], 0.9)
-    assert logprobs.min() > -8  # where float32 has a spacing of 4.8e-7
-    assert (logprobs - expected).abs().max() <= 2 * 4.8e-7
+    theirs, spacing = logits, torch.zeros(1000)
+    if is_other_order:  # each logit is another neighbor in float32
+        up = torch.rand(logits.shape, generator=generator) < 0.5
+        theirs = logits.nextafter(torch.where(up, torch.inf, -torch.inf))
+        spacing = (theirs - logits).abs().amax(1) / temperature
+    found, _ = of_trainer.logprobs(theirs[rows, ids[order]], 0.9)
+    exact = (logits.double() / temperature[:, None]).masked_fill(~supports, -math.inf).log_softmax(-1)
+    expected = exact.gather(1, token_ids[:, None])[:, 0]
+    bound = softmax_rounding(logprobs, 20)
+    assert bound.max() < 4e-6
+    assert ((logprobs - expected).abs() <= bound).all()
+    assert ((found - expected).abs() <= bound + 2 * spacing).all()  # the token's logit, and the mean of the others

@@ -69,9 +69,8 @@ def draw_tokens(
         Token ids [n] int64, logprobs [n] float32, and bool [n, V], the supports of truncated rows and nothing in
         others; None without `top_k`.
     """
-    if temperature is not None:
-        logits = logits / temperature[:, None]
-    logprobs = torch.log_softmax(logits, -1)
+    scaled = logits if temperature is None else logits / temperature[:, None]
+    logprobs = torch.log_softmax(scaled, -1)
     probabilities = logprobs.exp()
     if top_k is not None and top_p is not None:
         probabilities = truncated(probabilities, top_k, top_p)
@@ -81,13 +80,14 @@ def draw_tokens(
     token_ids.clamp_(max=logits.shape[-1] - 1)  # NaN logits have no place; their NaN logprob is reported later
     if is_greedy is not None:
         token_ids = torch.where(is_greedy[:, None], logits.argmax(-1, keepdim=True), token_ids)
-    of_tokens = logprobs.gather(-1, token_ids)[:, 0]
-    if top_k is None or top_p is None:
-        return token_ids[:, 0], of_tokens, None
-    is_truncated = (top_k < logits.shape[-1]) | (top_p < 1)
-    within = (probabilities.gather(-1, token_ids)[:, 0] / cumulative[:, -1]).log().float()
-    supports = (probabilities > 0) & is_truncated[:, None]
-    return token_ids[:, 0], torch.where(is_truncated, within, of_tokens), supports
+    if top_k is not None and top_p is not None:
+        is_truncated = ((top_k < logits.shape[-1]) | (top_p < 1))[:, None]
+        supports = (probabilities > 0) & is_truncated
+        shifted = logits - logits.amax(-1, keepdim=True)  # first: the quotient of a large logit would lose digits
+        shifted = shifted if temperature is None else shifted / temperature[:, None]
+        within = torch.log_softmax(shifted.masked_fill(~supports, -torch.inf), -1)
+        logprobs = torch.where(is_truncated, within, logprobs)
+    return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0], None if top_k is None else supports
 
 
 def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
