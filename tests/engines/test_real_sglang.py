@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import stat
 from pathlib import Path
 from statistics import mean
@@ -185,6 +186,47 @@ def test_a_seed_draws_the_same_tokens_wherever_a_completion_is_interrupted_and_b
     assert [answer["output_ids"] for answer in run(together())] == alone
     rest = body([3, 1, 4, *alone[5][:7]], sampling_seed=5, max_new_tokens=5)
     assert asked(real_server, rest)[0]["output_ids"] == alone[5][7:]
+
+
+@pytest.mark.parametrize("is_load", [True, False], ids=["load", "pause"])
+def test_an_interruption_does_not_bar_stop_tokens_for_longer(is_load: bool, real_server: dict[str, Any]) -> None:
+    """SGLang counts the minimum of a request that a pause retracts from there, so such a request is sent again."""
+    engine = SGLangEngine(urls=[real_server["url"]], token=real_server["token"], timeouts=Timeouts(sync_s=60))
+    engine.start(tiny_config())
+    weights = list(tiny_models(1)[0].named_parameters())
+    versions = itertools.count()
+
+    def load_again() -> None:
+        engine.load_weights(bucketed(weights, BUCKET_BYTES), weight_version=next(versions))
+
+    async def completed(seed: int, *, is_interrupted: bool) -> tuple[list[int], bool]:
+        """Its tokens, and whether the interruption came amid them."""
+        sampling = Sampling(max_new_tokens=240, min_new_tokens=160, stop_token_ids=tuple(range(1, 40)), seed=seed)
+        task = asyncio.create_task(engine.generate([50], sampling, session="s"))
+        is_amid = False
+        if is_interrupted:
+            while not engine._writer.num_running:  # type: ignore[union-attr]
+                await asyncio.sleep(0.001)
+            if is_load:
+                await asyncio.to_thread(load_again)
+            else:
+                await engine.pause()
+                is_amid = not task.done()
+                await engine.resume()
+        completion = (await task)[0]
+        return list(completion.token_ids), is_amid or len(set(completion.weight_versions)) > 1
+
+    load_again()
+    try:
+        for seed in range(20):  # until one is interrupted amid its tokens
+            interrupted, is_amid = run(completed(seed, is_interrupted=True))
+            assert (interrupted, False) == run(completed(seed, is_interrupted=False))
+            assert 160 < len(interrupted) < 240
+            if is_amid:
+                break
+        assert is_amid
+    finally:
+        engine.close()
 
 
 def test_a_request_without_the_token_is_refused(real_server):
