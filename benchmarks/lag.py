@@ -16,9 +16,14 @@ without lag. Rows with `provoked` have a learning rate so high that some losses 
 iterations, falls by `COLLAPSE` below its best. `ess_warning_lead_iterations` is the least number of iterations from a
 run's first warning to its collapse: null if no run collapsed, and negative or "missed" where the warning was late.
 
+A collapse is *provoked* if its learning rate is; one at the usual rate is counted by itself ("other"), and a run
+without a collapse is healthy at the usual rate only. It does not matter whether the reward recovers.
+
 `runs.jsonl` in the output folder has a line per run; rows are made from it, with as many of the seeds as it has.
-`--run` does the runs that it lacks and appends them; remove a line to repeat its run. New runs also record KL(before ‖
-after) of each iteration's updates, as the 13 runs of `step_kl.jsonl` do; the warning does not use it.
+`--run` does the runs that it lacks and appends them; remove a line to repeat its run. Those there were done before
+steps were measured. `steps.jsonl` has runs of another processor with `step_k3_nats`, where the same seeds take another
+course; the rows `warnings` are made from it, with and without the warning by steps. Its bound was chosen on those runs
+that are not `is_held_out`.
 """
 
 from __future__ import annotations
@@ -37,9 +42,11 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.algorithms import last_reward, lightrl_seed, make_start, quiet
 from benchmarks.report import Report
 from lightrl import ImportanceWeights
-from lightrl.callbacks.staleness import LagWatch
+from lightrl.callbacks.lag_probe import kept_places, step_k3
+from lightrl.callbacks.staleness import FIRST_ITERATIONS, LagWatch
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
 
     from lightrl.experience import Experience
@@ -48,11 +55,12 @@ if TYPE_CHECKING:
 LR = 5e-4
 PROVOKED = 4  # times the learning rate
 COLLAPSE = 0.2  # of the reward
+LEAD = 10  # iterations that a warning must come before
 GROUPS = GROUP_SIZE = 16
 MAX_NEW_TOKENS = 4
 POLICY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 16}
 
-COLUMNS = ("reward", "ess_fraction", "kl_behavior_nats", "entropy_nats", "grad_norm", "step_kl_nats")
+COLUMNS = ("reward", "ess_fraction", "kl_behavior_nats", "entropy_nats", "grad_norm", "step_k3_nats")
 
 # Class and settings, besides the shared ones.
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -88,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = Report("lag", iterations=options.iterations, trajectories_per_iteration=GROUPS * GROUP_SIZE)
     settings = [("GRPO", 0, LR), *((loss, lag, LR) for lag in staleness for loss in losses)]
     settings += [] if options.quick else [(loss, max(staleness), LR * PROVOKED) for loss in losses]
-    records = read_records(options.out)
+    records = read_records(options.out / "runs.jsonl")
     if options.run or options.quick:
         make_start(options.out, steps=5 if options.quick else 50, lr=2e-3, **POLICY)
         for seed, setting in itertools.product(seeds, settings):
@@ -101,6 +109,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         recorded = [seed for seed in seeds if (*setting, seed) in records and ("GRPO", 0, LR, seed) in records]
         if recorded:
             report.add(**row_of(records, *setting, recorded))
+    with_steps = read_records(options.out / "steps.jsonl").values()
+    for is_held_out, steps in itertools.product((False, True), (False, True)):
+        runs = [run for run in with_steps if run["is_held_out"] == is_held_out]
+        if runs:
+            report.add("warnings", is_held_out=is_held_out, **warnings_of(runs, with_steps=steps))
     report.finish()
 
 
@@ -131,6 +144,7 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
     queue = collections.deque(sample(module.policy, draw.sample(prompts, GROUPS), 0) for _ in range(lag))
     record: dict[str, Any] = {"loss": loss, "staleness": lag, "lr": lr, "seed": seed}
     columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
+    kept: tuple[Experience, torch.Tensor, torch.Tensor] | None = None  # with logprobs of the engine and of this version
     for iteration in range(options.iterations):
         fresh = sample(module.policy, draw.sample(prompts, GROUPS), iteration)
         queue.append(fresh)
@@ -145,11 +159,11 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
             norm = torch.nn.utils.clip_grad_norm_(module.policy.parameters(), 1.0)
             optimizer.step()
             metrics.add({**losses.parts, "grad_norm": torch.stack([norm, torch.ones(())])})
-        values = {
-            "reward": float(fresh.rewards.mean()),
-            "step_kl_nats": step_kl(module.policy, fresh),
-            **metrics.values(),
-        }
+        values = {"reward": float(fresh.rewards.mean()), "step_k3_nats": 0.0, **metrics.values()}
+        if kept is not None:
+            values["step_k3_nats"] = step_k3(*kept[1:], logprobs_of(module.policy, kept[0]))
+        some = experience.select(list(kept_places(len(experience), int(experience.loss_mask.sum()))))
+        kept = (some, some.behavior_logprobs[some.loss_mask], logprobs_of(module.policy, some))
         for name, column in columns.items():
             column.append(float(f"{values[name]:.3g}"))
     return {**record, "cpu_s": round(time.process_time() - start_s, 1), **columns}
@@ -195,16 +209,15 @@ def sample(policy: Module, prompts: list[Prompt], version: int) -> Experience:
     )
 
 
-def step_kl(policy: Module, fresh: Experience) -> float:
-    """How far the updates of an iteration moved the policy: k3 of KL(before ‖ after), on what it sampled before."""
+def logprobs_of(policy: Module, experience: Experience) -> Tensor:
+    """Of the tokens that train, [N]."""
     import torch
 
-    from lightrl.functional import kl, token_logprobs
+    from lightrl.functional import token_logprobs
 
     with torch.no_grad():
-        logits = policy(input_ids=fresh.token_ids, use_cache=False).logits
-        logprobs, _ = token_logprobs(logits, fresh.token_ids)
-    return float(kl(fresh.behavior_logprobs, logprobs, estimator="k3")[fresh.loss_mask].mean())
+        logits = policy(input_ids=experience.token_ids, use_cache=False).logits
+        return token_logprobs(logits, experience.token_ids)[0][experience.loss_mask]
 
 
 def row_of(
@@ -213,7 +226,7 @@ def row_of(
     runs = [records[loss, lag, lr, seed] for seed in seeds]
     rewards = [last_reward(run["reward"]) for run in runs]
     on_policy = [last_reward(records["GRPO", 0, LR, seed]["reward"]) for seed in seeds]
-    collapses = [(collapse_of(run["reward"]), warning_of(run["ess_fraction"], run["kl_behavior_nats"])) for run in runs]
+    collapses = [(collapse_of(run["reward"]), warning_of(run)) for run in runs]
     leads = [None if warning is None else collapse - warning for collapse, warning in collapses if collapse is not None]
     return {
         "measurement": "trained" if lr == LR else "provoked",
@@ -243,16 +256,42 @@ def means_of_10(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(values[max(0, end - 10) : end]) for end in range(min(10, len(values)), len(values) + 1)]
 
 
-def warning_of(ess_fractions: Sequence[float], kls_nats: Sequence[float]) -> int | None:
+def warning_of(run: dict[str, Any], *, with_steps: bool = True) -> int | None:
     """The iteration, from 0, of the first warning that StalenessControl gives; None without."""
     watch = LagWatch()
-    values = enumerate(zip(ess_fractions, kls_nats, strict=True))
-    return next((index for index, (ess, kl) in values if watch.begins(ess, kl)), None)
+    steps = run.get("step_k3_nats", []) if with_steps else []
+    steps = [0.0] * FIRST_ITERATIONS + steps[FIRST_ITERATIONS:]
+    values = itertools.zip_longest(run["ess_fraction"], run["kl_behavior_nats"], steps, fillvalue=0.0)
+    return next((index for index, numbers in enumerate(values) if watch.begins(*numbers)), None)
 
 
-def read_records(out: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+def warnings_of(runs: Sequence[dict[str, Any]], *, with_steps: bool) -> dict[str, Any]:
+    """How many collapses are warned of `LEAD` iterations ahead, and how many healthy runs have a warning."""
+    provoked: list[int] = []
+    late: list[int] = []
+    healthy: list[bool] = []
+    for run in runs:
+        collapse, warning = collapse_of(run["reward"]), warning_of(run, with_steps=with_steps)
+        if collapse is not None:
+            (provoked if run["lr"] > LR else late).append(-1 if warning is None else collapse - warning)
+        elif run["lr"] == LR:
+            healthy.append(warning is not None)
+    in_time = [lead for lead in provoked if lead >= LEAD]
+    return {
+        "with_steps": with_steps,
+        "runs": len(runs),
+        "provoked_collapses": len(provoked),
+        "warned_in_time": len(in_time),
+        "least_lead_iterations": min(in_time, default=None),
+        "other_collapses": len(late),
+        "others_warned_in_time": sum(lead >= LEAD for lead in late),
+        "healthy": len(healthy),
+        "healthy_with_a_warning": sum(healthy),
+    }
+
+
+def read_records(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     """By loss, lag, learning rate and seed."""
-    path = out / "runs.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {(one["loss"], one["staleness"], one["lr"], one["seed"]): one for one in records}
 

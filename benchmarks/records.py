@@ -360,7 +360,7 @@ def example_rows(_: str, text: str) -> str:
 
 def lag_table(_: str, __: str) -> str:
     """A row for each loss, lag and learning rate of benchmarks/lag/runs.jsonl."""
-    records = lag.read_records(ROOT / "benchmarks" / "lag")
+    records = lag.read_records(ROOT / "benchmarks" / "lag" / "runs.jsonl")
     order = {name: index for index, name in enumerate(lag.LOSSES)}
     settings = sorted({key[:3] for key in records}, key=lambda key: (key[2], key[1], order[key[0]]))
     lines = []

@@ -16,6 +16,7 @@ from transformers import AutoConfig, Qwen3Config
 
 from benchmarks import (
     async_overlap,
+    async_parts,
     gpu_update,
     growth,
     grpo_vs_trl,
@@ -223,6 +224,16 @@ def test_growth_measures_what_it_costs_to_hold_trajectories():
     assert row["trajectories_per_processor_s"] > 0
 
 
+def test_async_parts_measures_supports_and_the_record_of_a_schedule(capsys):
+    async_parts.main(["--quick"])
+    update, decoding, *roundings, schedule, steps = printed(capsys)[1:]
+    assert all(row["with_cpu_s"] > 0 and row["without_cpu_s"] > 0 and row["ratio"] > 0 for row in (update, decoding))
+    for row in roundings:  # of a few products, and of the logprob itself
+        assert 0 < row["max_abs_dlogp_nats"] < 32 * max(row["float32_spacing"], 2**-21)
+    assert all(0 < row["part_cpu_ms"] < row["iteration_cpu_ms"] for row in (schedule, steps))
+    assert schedule["bytes_per_trajectory"] < 100
+
+
 @pytest.mark.usefixtures("forked_children")
 def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):
     orchestrator.main(["--quick"])
@@ -402,8 +413,24 @@ def test_a_collapse_is_a_fall_of_the_mean_and_its_warning_comes_before():
     assert lag.collapse_of(rewards) == 45
     assert lag.collapse_of([0.9] * 40 + [0.8] * 40) is None
     ess = [1.0] * 20 + [0.1] * 30
-    assert lag.warning_of(ess, [0.0] * 50) == 28  # 0.1 · 9 + 1 = 1.9, below 0.2 · 10
-    assert lag.warning_of([1.0] * 50, [0.0] * 20 + [3.0] * 30) == 29  # 3 · 9 = 27 is not above 2.7 · 10
+    even, near = {"ess_fraction": [1.0] * 50}, {"kl_behavior_nats": [0.0] * 50}
+    assert lag.warning_of({"ess_fraction": ess, **near}) == 28  # 0.1 · 9 + 1 = 1.9, below 0.2 · 10
+    assert lag.warning_of({**even, "kl_behavior_nats": [0.0] * 20 + [3.0] * 30}) == 29  # 3 · 9 = 27, not above 2.7 · 10
+    moving = {"ess_fraction": [1.0] * 60, "kl_behavior_nats": [0.0] * 60, "step_k3_nats": [0.05] * 60}
+    assert lag.warning_of(moving) == 39  # 20 of them, without the first 20
+    assert lag.warning_of(moving, with_steps=False) is None
+    later = [0.9] * 45 + [0.5] * 15  # from 50 on
+    runs = [{"lr": lr, "reward": reward, **moving} for lr in (lag.LR, 4 * lag.LR) for reward in (later, [0.9] * 60)]
+    counts = {"runs": 4, "provoked_collapses": 1, "other_collapses": 1, "healthy": 1}
+    warned = {"warned_in_time": 1, "least_lead_iterations": 11, "others_warned_in_time": 1, "healthy_with_a_warning": 1}
+    silent = {
+        "warned_in_time": 0,
+        "least_lead_iterations": None,
+        "others_warned_in_time": 0,
+        "healthy_with_a_warning": 0,
+    }
+    for with_steps, expected in ((True, warned), (False, silent)):
+        assert lag.warnings_of(runs, with_steps=with_steps) == {"with_steps": with_steps, **counts, **expected}
     records = {
         ("GRPO", 0, lag.LR, 0): {"reward": [0.8] * 50, "ess_fraction": [1.0] * 50},
         ("GRPO", 64, lag.LR, 0): {"reward": rewards, "ess_fraction": ess},

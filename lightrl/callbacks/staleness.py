@@ -8,6 +8,7 @@ import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lightrl.callbacks.lag_probe import STEP
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.rollout import RolloutSettings
 
@@ -29,32 +30,46 @@ ESS, KL = "policy/ess_fraction", "policy/kl_behavior_nats"
 LOW_ESS_FRACTION = 0.2
 HIGH_KL_NATS = 2.7  # per token
 LAG_ITERATIONS = 10
+LARGE_STEP_NATS = 0.013  # per token
+STEP_ITERATIONS = 20
+FIRST_ITERATIONS = 20  # whose steps are large in healthy runs too
 
 
 class LagWatch:
-    """Tells when trajectories are too far from the policy, by means over `LAG_ITERATIONS`.
+    """Tells when the policy is too far from its trajectories, or soon will be, by means over the last iterations.
 
-    Either a few tokens have most of the weight: the effective sample size is below `LOW_ESS_FRACTION`. Or, where a loss
-    bounds its weights and they stay even, the policy has left what it learns from: KL(behavior ‖ policy) is above
-    `HIGH_KL_NATS`. The numbers are from `benchmarks.lag`: see docs/algorithms.md.
+    A few tokens have most of the weight: the effective sample size is below `LOW_ESS_FRACTION`. Or, where a loss bounds
+    its weights and they stay even, the policy has left what it learns from: KL(behavior ‖ policy) is above
+    `HIGH_KL_NATS`. Or its steps are large: KL(before ‖ after) of an iteration is above `LARGE_STEP_NATS`, in a
+    geometric mean, since a single one may be very large. The numbers are from `benchmarks.lag`: docs/algorithms.md.
     """
 
     def __init__(self) -> None:
-        self.last: collections.deque[tuple[float, float]] = collections.deque(maxlen=LAG_ITERATIONS)
+        self.last: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=STEP_ITERATIONS)
 
-    def begins(self, ess_fraction: float, kl_nats: float) -> str | None:
-        """What goes wrong since this iteration, whose values these are; None if nothing does, or did before."""
+    def begins(self, ess_fraction: float, kl_nats: float, step_nats: float) -> str | None:
+        """What goes wrong since this iteration, whose values these are; None if nothing does, or did before.
+
+        Args:
+            step_nats: 0 where it is not known, and in the `FIRST_ITERATIONS`.
+        """
         before = self._problem()
-        self.last.append((ess_fraction, kl_nats))
+        self.last.append((ess_fraction, kl_nats, step_nats))
         return None if before else self._problem()
 
     def _problem(self) -> str | None:
         if len(self.last) < LAG_ITERATIONS:
             return None
-        ess_fraction, kl_nats = map(statistics.fmean, zip(*self.last, strict=True))
-        if ess_fraction < LOW_ESS_FRACTION:
-            return f"{ESS} was below {LOW_ESS_FRACTION}"
-        return f"{KL} was above {HIGH_KL_NATS}" if kl_nats > HIGH_KL_NATS else None
+        ess_fractions, kls_nats, steps_nats = (list(values) for values in zip(*self.last, strict=True))
+        in_mean = f"in the mean of the last {LAG_ITERATIONS} iterations"
+        if statistics.fmean(ess_fractions[-LAG_ITERATIONS:]) < LOW_ESS_FRACTION:
+            return f"{ESS} was below {LOW_ESS_FRACTION} {in_mean}"
+        if statistics.fmean(kls_nats[-LAG_ITERATIONS:]) > HIGH_KL_NATS:
+            return f"{KL} was above {HIGH_KL_NATS} {in_mean}"
+        are_steps_known = len(steps_nats) == STEP_ITERATIONS and min(steps_nats) > 0
+        if are_steps_known and statistics.geometric_mean(steps_nats) > LARGE_STEP_NATS:
+            return f"{STEP} was above {LARGE_STEP_NATS} in the geometric mean of the last {STEP_ITERATIONS} iterations"
+        return None
 
 
 class StalenessControl(RLCallback):
@@ -69,8 +84,9 @@ class StalenessControl(RLCallback):
     trainer waits for it (`time/straggler_wait_s`). So trained lengths are distributed as sampled ones; see
     docs/async.md.
 
-    It warns where a few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py) or the policy has
-    left what it learns from (`policy/kl_behavior_nats`), often long before the reward falls.
+    It warns where a few tokens have most of the weight (`policy/ess_fraction`, see loops/metrics.py), the policy has
+    left what it learns from (`policy/kl_behavior_nats`) or takes large steps (`policy/step_k3_nats`, see lag_probe.py),
+    often long before the reward falls.
 
     Args:
         max_staleness: η, in versions.
@@ -152,14 +168,15 @@ class StalenessControl(RLCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         metrics = trainer.callback_metrics
-        problem = self._lag.begins(float(metrics.get(ESS, 1.0)), float(metrics.get(KL, 0.0)))
+        step_nats = metrics.get(STEP, 0.0) if trainer.global_step > FIRST_ITERATIONS else 0.0
+        values = (metrics.get(ESS, 1.0), metrics.get(KL, 0.0), step_nats)
+        problem = self._lag.begins(*map(float, values))
         if problem and trainer.is_global_zero:
             log.warning(
-                "%s in the mean of the last %d iterations: the trajectories are too far from the policy to learn from. "
-                "Lower lr or max_staleness, or use a loss for stale trajectories, such as TOPR with betas [0.9, 0.999] "
+                "%s: the trajectories are too far from the policy to learn from, or soon will be. Lower lr or "
+                "max_staleness, or use a loss for stale trajectories, such as TOPR with betas [0.9, 0.999] "
                 "(docs/algorithms.md, Which loss at which lag).",
                 problem,
-                LAG_ITERATIONS,
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,4 +184,4 @@ class StalenessControl(RLCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._lag.last.clear()
-        self._lag.last.extend((ess_fraction, kl_nats) for ess_fraction, kl_nats in state_dict.get("last_lags", ()))
+        self._lag.last.extend((*values[:2], *(values[2:] or [0.0])) for values in state_dict.get("last_lags", ()))

@@ -7,13 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from lightrl.callbacks.lag_probe import STEP
 from lightrl.callbacks.staleness import ESS, KL, StalenessControl
 
 
-def play(control: StalenessControl, values: list[float], *, name: str = ESS, is_main: bool = True) -> None:
+def play(
+    control: StalenessControl, values: list[float], *, name: str = ESS, is_main: bool = True, first: int = 1000
+) -> None:
+    """Iterations from `first` on, counted from 1, with these values of one metric."""
     module: Any = None
-    for value in values:
-        trainer: Any = SimpleNamespace(callback_metrics={name: torch.tensor(value)}, is_global_zero=is_main)
+    for number, value in enumerate(values, first):
+        metrics = {name: torch.tensor(value)}
+        trainer: Any = SimpleNamespace(callback_metrics=metrics, is_global_zero=is_main, global_step=number)
         control.on_train_batch_end(trainer, module, None, None, 0)
 
 
@@ -41,12 +46,28 @@ def test_a_policy_that_has_left_what_it_learns_from_warns_though_weights_are_eve
     assert len(caplog.messages) == 1
 
 
+def test_large_steps_warn_by_their_geometric_mean(caplog: pytest.LogCaptureFixture) -> None:
+    control = StalenessControl(8)
+    with caplog.at_level(logging.WARNING, logger="lightrl"):
+        play(control, [0.001] * 19 + [100.0], name=STEP)  # 0.001 · 100,000^(1/20) = 0.0018
+        play(control, [0.1] * 10, name=STEP)  # 9 · 0.001, one 100, 10 · 0.1: 0.0447 · √0.1 · 100^(1/20) = 0.0178
+        assert len(caplog.messages) == 1
+        start = "policy/step_k3_nats was above 0.013 in the geometric mean of the last 20 iterations: "
+        assert caplog.messages[0].startswith(start)
+        play(control, [0.012] * 30, name=STEP)
+        play(StalenessControl(8), [0.05] * 19 + [0.0] + [0.05] * 19, name=STEP)  # one that is not known
+        play(StalenessControl(8), [1.0] * 20 + [0.012] * 20, name=STEP, first=1)  # the first 20 do not count
+        assert len(caplog.messages) == 1
+        play(StalenessControl(8), [1.0] * 21 + [0.012] * 19, name=STEP, first=1)
+    assert len(caplog.messages) == 2
+
+
 def test_a_single_low_iteration_and_a_moderate_fraction_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         play(StalenessControl(8), [1.0] * 10 + [0.01] + [1.0] * 10 + [0.25] * 30)
         play(StalenessControl(8), [0.1] * 30, is_main=False)
         module: Any = None
-        trainer: Any = SimpleNamespace(callback_metrics={}, is_global_zero=True)  # a plain LightningModule
+        trainer: Any = SimpleNamespace(callback_metrics={}, is_global_zero=True, global_step=30)  # a LightningModule
         StalenessControl(8).on_train_batch_end(trainer, module, None, None, 0)
     assert not caplog.messages
 
@@ -55,6 +76,9 @@ def test_a_resumed_run_warns_when_it_would_have(caplog: pytest.LogCaptureFixture
     first, resumed = StalenessControl(8), StalenessControl(8)
     play(first, [0.1] * 9)
     resumed.load_state_dict(first.state_dict())
+    older = StalenessControl(8)
+    older.load_state_dict({"last_lags": [[0.1, 0.0]] * 9})  # of a release that did not measure steps
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         play(resumed, [0.1])
-    assert len(caplog.messages) == 1
+        play(older, [0.1])
+    assert len(caplog.messages) == 2

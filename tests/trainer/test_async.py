@@ -246,6 +246,7 @@ def test_engine_mismatch_and_policy_lag_are_told_apart(tmp_path: Path) -> None:
     assert still["sync/mismatch_abs_dlogp_nats"] == pytest.approx(0.25, abs=1e-4)
     assert still["policy/lag_abs_dlogp_nats"] == still["policy/lag_k3_nats"] == 0.0
     assert moving["policy/lag_abs_dlogp_nats"] > 0.01
+    assert still["policy/step_k3_nats"] == 0.0 < moving["policy/step_k3_nats"]
     assert moving["sync/max_mismatch_abs_dlogp_nats"] == pytest.approx(0.25, abs=1e-4)  # of tokens without lag
     assert on_policy["sync/mismatch_abs_dlogp_nats"] == pytest.approx(0.25, abs=1e-4)
-    assert "policy/lag_abs_dlogp_nats" not in on_policy
+    assert not {"policy/lag_abs_dlogp_nats", "policy/step_k3_nats"} & set(on_policy)

@@ -8,10 +8,12 @@ Shapes: S slots, n = `size` rows in use, W tokens of room per row, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from lightrl.functional import encode_supports
 from lightrl.trajectory import FinishReason, Sampling, TokenArray
 
 _FIRST_WIDTH = 64  # tokens; W doubles from here
+_MAX_DRAWS = 32  # whose supports wait to be encoded
 
 
 @dataclass(eq=False)
@@ -63,6 +66,7 @@ class RunningBatch:
         self._vocab_size = vocab_size
         self._device = device
         self._rows: list[Row] = []
+        self._draws: list[tuple[list[Row], Any, Any]] = []  # rows, supports [M, 2], tokens [n]: not yet encoded
         self._counters = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
         self._positions, self._generated = self._counters  # [S] of the last token; [S] tokens drawn so far
         self._current = torch.zeros(max_rows, dtype=torch.int64, device=device)  # [S] the last token
@@ -136,6 +140,7 @@ class RunningBatch:
         longest = max(lengths)
         token_ids = self._token_ids[slots, :longest].int().cpu().numpy()
         logprobs = self._logprobs[slots, :longest].cpu().numpy()
+        self._encode_supports()
         completions = []
         for place, slot in enumerate(finished):
             row, length = self._rows[slot], lengths[place]
@@ -161,6 +166,7 @@ class RunningBatch:
     def unfinished(self) -> dict[int, Completion]:
         """What is written of each row so far, by seed, in slot order."""
         self._note("k", [])
+        self._encode_supports()
         lengths = self._generated[: self.size].tolist()
         return {
             row.seed: Completion(
@@ -229,10 +235,22 @@ class RunningBatch:
         self._current[first:end] = token_ids
         self._counters[:, first:end] += 1
         if supports is not None:
-            places = supports.nonzero().cpu().numpy()
-            codes = encode_supports(places[:, 0], places[:, 1], token_ids.cpu().numpy(), self._vocab_size)
-            for row, code in zip(self._rows[first:end], codes, strict=True):
+            self._draws.append((self._rows[first:end], supports.nonzero().cpu().numpy(), token_ids.cpu().numpy()))
+            if len(self._draws) == _MAX_DRAWS:
+                self._encode_supports()
+
+    def _encode_supports(self) -> None:
+        """Gives rows the codes of the draws since the last call; many at once, since numpy's calls cost most of it."""
+        rows = [row for rows, _, _ in self._draws for row in rows]
+        if rows:
+            firsts = itertools.accumulate((len(rows) for rows, _, _ in self._draws), initial=0)
+            parts = zip(firsts, self._draws, strict=False)
+            places = np.concatenate([np.add(part, (first, 0)) for first, (_, part, _) in parts])
+            token_ids = np.concatenate([part for _, _, part in self._draws])
+            codes = encode_supports(places[:, 0], places[:, 1], token_ids, self._vocab_size)
+            for row, code in zip(rows, codes, strict=True):
                 row.supports.append(code)
+        self._draws = []
 
     def _drop(self, leaving: set[int]) -> None:
         """Removes the rows of these slots; the last rows take their places."""
