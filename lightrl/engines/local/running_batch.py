@@ -240,17 +240,15 @@ class RunningBatch:
                 self._encode_supports()
 
     def _encode_supports(self) -> None:
-        """Gives rows the codes of the draws since the last call; many at once, since numpy's calls cost most of it."""
-        rows = [row for rows, _, _ in self._draws for row in rows]
-        if rows:
-            firsts = itertools.accumulate((len(rows) for rows, _, _ in self._draws), initial=0)
-            parts = zip(firsts, self._draws, strict=False)
-            places = np.concatenate([np.add(part, (first, 0)) for first, (_, part, _) in parts])
-            token_ids = np.concatenate([part for _, _, part in self._draws])
-            codes = encode_supports(places[:, 0], places[:, 1], token_ids, self._vocab_size)
-            for row, code in zip(rows, codes, strict=True):
+        """Gives rows the codes of their last draws; of many at once, since numpy's calls cost most of it."""
+        draws, self._draws = self._draws, []
+        if draws:
+            rows, parts, token_ids = zip(*draws, strict=True)
+            firsts = itertools.accumulate(map(len, rows), initial=0)
+            places = np.concatenate([np.add(part, (first, 0)) for first, part in zip(firsts, parts, strict=False)])
+            codes = encode_supports(*places.T, np.concatenate(token_ids), self._vocab_size)
+            for row, code in zip(itertools.chain(*rows), codes, strict=True):
                 row.supports.append(code)
-        self._draws = []
 
     def _drop(self, leaving: set[int]) -> None:
         """Removes the rows of these slots; the last rows take their places."""
