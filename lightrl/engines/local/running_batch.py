@@ -246,7 +246,7 @@ class RunningBatch:
             rows, parts, token_ids = zip(*draws, strict=True)
             firsts = itertools.accumulate(map(len, rows), initial=0)
             places = np.concatenate([np.add(part, (first, 0)) for first, part in zip(firsts, parts, strict=False)])
-            codes = encode_supports(*places.T, np.concatenate(token_ids), self._vocab_size)
+            codes = encode_supports(places[:, 0], places[:, 1], np.concatenate(token_ids), self._vocab_size)
             for row, code in zip(itertools.chain(*rows), codes, strict=True):
                 row.supports.append(code)
 
