@@ -1,4 +1,4 @@
-"""The picture of `benchmarks.growth`: a row for each axis that was measured; its time, memory and bytes."""
+"""The picture of `benchmarks.growth`: time, memory and bytes over each axis that was measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ SIZES = {  # axis → what grows
     "prompts": "prompts",
     "iterations": "iteration",
 }
-KINDS = {"time": ("_s", "seconds"), "memory": ("rss_mib",), "bytes": ("bytes",)}  # endings of column names
+KINDS = {  # endings of column names
+    "time": ("_s", "seconds"),
+    "memory": ("rss_mib",),
+    "bytes": ("bytes", "bytes_per_token"),
+}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -40,23 +44,30 @@ def draw(source: Path, picture: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = read_rows(source)
-    axes = [axis for axis in SIZES if any(row["axis"] == axis for row in rows)]
-    if not axes:
+    if not rows:
         raise ValueError(f"{source} has no JSON line with an axis of {', '.join(SIZES)}.")
-    figure = Figure(figsize=(4.4 * len(KINDS), 2.9 * len(axes)), dpi=120, layout="constrained")
+    drawn = {
+        (axis, kind): lines
+        for axis in SIZES
+        for kind, endings in KINDS.items()
+        if (lines := curves([row for row in rows if row["axis"] == axis], SIZES[axis], endings))
+    }
+    num_lines = -(-len(drawn) // 3)
+    figure = Figure(figsize=(13.2, 2.9 * num_lines), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(axes), len(KINDS), squeeze=False)
-    for axis, line in zip(axes, panels, strict=True):
-        for (kind, endings), panel in zip(KINDS.items(), line, strict=True):
-            drawn = curves([row for row in rows if row["axis"] == axis], SIZES[axis], endings)
-            panel.set_visible(bool(drawn))
-            for label, points in drawn.items():
-                panel.plot(*zip(*points, strict=True), marker="o", ms=3, lw=1.2, label=label)
-            if drawn:
-                panel.set_title(f"{kind} over {axis}", fontsize=9, loc="left")
-                panel.set_xscale("log")
-                panel.set_ylim(bottom=0)
-                panel.legend(frameon=False, fontsize=7)
-                panel.tick_params(labelsize=7)
-                panel.spines[["top", "right"]].set_visible(False)
+    panels = figure.subplots(num_lines, 3, squeeze=False).flat
+    for panel in panels[len(drawn) :]:
+        panel.set_visible(False)
+    for panel, ((axis, kind), lines) in zip(panels, drawn.items(), strict=False):
+        for label, points in lines.items():
+            panel.plot(*zip(*points, strict=True), marker="o", ms=3, lw=1.2, label=label)
+        sizes = sorted({size for points in lines.values() for size, _ in points})
+        panel.set_title(f"{kind} over {axis}", fontsize=9, loc="left")
+        panel.set_xscale("log")
+        panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        panel.set_xticks([], minor=True)
+        panel.set_ylim(0, panel.get_ylim()[1] * 1.05)
+        panel.legend(frameon=False, fontsize=7)
+        panel.tick_params(labelsize=7)
+        panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture, format="png")
