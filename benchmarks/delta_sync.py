@@ -166,26 +166,21 @@ class Trainer:
         self.model(input_ids=tokens, labels=tokens).loss.backward()
         self.optimizer.step()
 
-    def sync(self, transport: DeltaTransport) -> tuple[float, SyncReport]:
+    def sync(self, transport: DeltaTransport, *, has_digests: bool = False) -> tuple[float, SyncReport]:
+        """Seconds and report of a sync; with the digests of a CPU server, which are computed beside it as in a run."""
         self.num_syncs += 1
         named = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        layouts = [ServerLayout(torch.bfloat16)] if has_digests else []
         start = time.perf_counter()
+        digests = Digests(self.model.config, transport.form, layouts)
         report = ServerSync(transport, verify=False).load_from_thread(
             self._loop,
             [self._client],
-            bucketed(named.items(), self.bucket_mib * MIB),
+            _hashed(bucketed(named.items(), self.bucket_mib * MIB), digests),
             weight_version=self.num_syncs,
         )
-        return time.perf_counter() - start, report
-
-    def hashed(self) -> float:
-        """Seconds of a version's digests alone, as for a CPU server; a sync computes them beside the transfer."""
-        form, start = ServerForm.of(self.model.config, torch.bfloat16), time.perf_counter()
-        digests = Digests(self.model.config, form, [ServerLayout(torch.bfloat16)])
-        for bucket in bucketed(self.model.named_parameters(), self.bucket_mib * MIB):
-            digests.add(bucket)
         digests.finish()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, report
 
     def digests(self) -> dict[str, str]:
         return {name: _digest(parameter.detach().bfloat16()) for name, parameter in self.model.named_parameters()}
@@ -195,6 +190,12 @@ class Trainer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _hashed(buckets: Iterator[Bucket], digests: Digests) -> Iterator[Bucket]:
+    for bucket in buckets:
+        digests.add(bucket)
+        yield bucket
 
 
 def measure_delta(report: Report, options: argparse.Namespace) -> None:
@@ -210,6 +211,7 @@ def _delta_row(trainer: Trainer, name: str, lr: float, repeats: int, *, has_link
     trainer.sync(transport)  # allocates
     num_bytes = sum(2 * parameter.numel() for parameter in trainer.model.parameters())
     full, delta, reports = [], [], []
+    with_digests: dict[str, list[float]] = {"full": [], "delta": []}
     is_equal = True
     for _ in range(repeats):
         transport._version = NOTHING  # so that the next sync is a full one
@@ -219,9 +221,13 @@ def _delta_row(trainer: Trainer, name: str, lr: float, repeats: int, *, has_link
         delta.append(seconds)
         reports.append(one)
         is_equal = is_equal and trainer.side.digests() == trainer.digests()
+        trainer.step()
+        with_digests["delta"].append(trainer.sync(transport, has_digests=True)[0])
+        transport._version = NOTHING
+        with_digests["full"].append(trainer.sync(transport, has_digests=True)[0])
     parts = {key: statistics.median(one.seconds[key] for one in reports) for key in reports[0].seconds}
     paused = [sum(one.seconds[key] for key in ("pause", "load", "verify", "resume")) for one in reports]
-    digest_s = trainer.hashed()
+    longer = {kind: statistics.median(times) for kind, times in with_digests.items()}
     return {
         "model": name,
         "lr": lr,
@@ -232,8 +238,8 @@ def _delta_row(trainer: Trainer, name: str, lr: float, repeats: int, *, has_link
         "full_s": round(statistics.median(full), 3),
         "delta_s": round(statistics.median(delta), 3),
         "pause_s": round(statistics.median(paused), 3),
-        "digest_s": round(digest_s, 3),
-        "digest_fraction_of_full": round(digest_s / statistics.median(full), 3),
+        "digests_add_to_full_fraction": round(longer["full"] / statistics.median(full) - 1, 3),
+        "digests_add_to_delta_fraction": round(longer["delta"] / statistics.median(delta) - 1, 3),
         **{f"{key}_s": round(value, 3) for key, value in parts.items() if key in ("stage", "load")},
         "link_mb_per_s": LINK_MB_PER_S if has_link else None,
     }
