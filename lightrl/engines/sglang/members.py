@@ -75,7 +75,7 @@ class Members:
         """Adds a server that is up but does not have our weights."""
         old = self.clients.get(url)
         if old is not None:
-            await old.close()
+            await old.close(for_good=True)
         self.clients[url] = self._make_client(url)
         self.pool.join(url)
         if self.fleet is None:
@@ -244,7 +244,7 @@ class Members:
             await asyncio.sleep(0.05)
         self.pool.forget(url)
         self.processes.pop(url, None)
-        await self.clients.pop(url).close()
+        await self.clients.pop(url).close(for_good=True)
 
     async def _reach(self, client: SGLangClient) -> None:
         """Waits while the server may be starting; raises within seconds if its address is wrong."""
@@ -321,7 +321,7 @@ class Members:
             if self.fleet is not None and old not in self.fleet.urls:
                 self.pool.forget(old)
                 self.processes.pop(old, None)
-                await self.clients.pop(old).close()
+                await self.clients.pop(old).close(for_good=True)
         await self.join(url)
 
     def on_lost(self, url: str, reason: str) -> None:
