@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightrl.trajectory import Group
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,14 @@ def check_monitors(trainer: Any, *rooms: str, coming: Collection[str] = ()) -> N
             near = "".join(f" Did you mean {other}?" for other in difflib.get_close_matches(monitor, logged, n=1))
             own = ", ".join(sorted(other for other in logged if other.startswith(rooms)))
             raise ValueError(f"{name} monitors {monitor}, which is not logged.{near} There are: {own}.")
+
+
+def names_of_validation(groups: Iterable[Group], group_size: int) -> set[str]:
+    """What a validation will log, from judged training groups, whose tokens only rank 0 has."""
+    own = {name for group in groups for item in group.trajectories for name in item.metrics}
+    own = {"accuracy_fraction" if name == "accuracy" else name for name in own}
+    own |= {f"pass_at_{group_size}_fraction"} if group_size > 1 else set()
+    return {*ALWAYS_LOGGED, *(f"val/{name}" for name in own)}
 
 
 def is_ours(trainer: Any, module: Any) -> bool:

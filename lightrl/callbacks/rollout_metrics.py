@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torchmetrics import Metric
 
-from lightrl.callbacks.monitors import check_monitors, is_ours
+from lightrl.callbacks.monitors import check_monitors, is_ours, names_of_validation
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.rewards.evaluation import evaluation_numbers
 
 if TYPE_CHECKING:
     import lightning as L
@@ -129,9 +128,8 @@ class RolloutMetrics(RLCallback):
         if trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._rollout_ended_s is not None:
             check_monitors(trainer, "rollout/", "policy/")  # of the first iteration
             if trainer.num_sanity_val_steps == 0 and is_ours(trainer, pl_module):
-                num = cast("RLModule", pl_module).validation_group_size
-                numbers = ["prompts", *evaluation_numbers(self._groups, num)]
-                check_monitors(trainer, "val/", coming=[f"val/{name}" for name in numbers])
+                coming = names_of_validation(self._groups, cast("RLModule", pl_module).validation_group_size)
+                check_monitors(trainer, "val/", coming=coming)
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         check_monitors(trainer, "val/")

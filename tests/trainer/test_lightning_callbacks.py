@@ -45,7 +45,7 @@ from tiny_run import POLICY, Digits, Logged, TinyGRPO, are_equal, make_trainer, 
 
 import lightrl
 from lightrl import GRPO, RolloutMetrics, Sampling, StalenessControl, Trajectory, WeightSync
-from lightrl.callbacks.monitors import ALWAYS_LOGGED
+from lightrl.callbacks.monitors import ALWAYS_LOGGED, names_of_validation
 
 # ---------------------------------------------------------------------- callbacks and loggers
 
@@ -344,16 +344,31 @@ def graded(trajectory: Trajectory) -> dict[str, float]:
 
 @pytest.mark.parametrize("monitor", ["val/style", "val/stile"])
 def test_without_a_sanity_check_a_mistyped_monitor_is_found_by_the_first_rewards(monitor: str, tmp_path: Path) -> None:
-    trained = type("OfThePackage", (Logged,), {"__module__": "lightrl.logged"})("rollout/reward")
+    trained: list[int] = []
+    counts = LambdaCallback(on_train_batch_end=lambda trainer, *_: trained.append(trainer.global_step))
     module = GRPO(POLICY, reward=graded, group_size=4, sampling=Sampling(max_new_tokens=6), lr=1e-2)
     stop = EarlyStopping(monitor, mode="max", patience=9)
-    trainer = make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[stop, trained])
+    trainer = make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[stop, counts])
     if monitor == "val/style":
         trainer.fit(module, datamodule=Digits())
     else:
         with pytest.raises(ValueError, match=r"monitors val/stile, which is not logged\. Did you mean val/style\?"):
             trainer.fit(module, datamodule=Digits())
-    assert len(trained.values) == (3 if monitor == "val/style" else 1)
+    assert trained == ([1, 2, 3] if monitor == "val/style" else [1])
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_the_names_of_a_validation_are_known_from_training_groups(group_size: int, tmp_path: Path) -> None:
+    def right(trajectory: Trajectory) -> dict[str, float]:
+        return {**graded(trajectory), "accuracy": 1.0}
+
+    module = TinyGRPO(validation_group_size=group_size, validation_sampling=Sampling(max_new_tokens=3))
+    module.reward = right  # type: ignore[method-assign, assignment]
+    trainer = make_trainer(tmp_path, limit_val_batches=1.0, max_epochs=1)
+    trainer.fit(module, datamodule=Digits())
+    (metrics,) = [item for item in trainer.callbacks if isinstance(item, RolloutMetrics)]  # type: ignore[attr-defined]
+    named = {name for name in names_of_validation(metrics._groups, group_size) if name.startswith("val/")}
+    assert named == {name for name in trainer.callback_metrics if name.startswith("val/")}
 
 
 def test_a_mistyped_monitor_of_training_is_found_after_one_iteration(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from lightrl.strategies import tensor_plans
 from lightrl.testing.fake_server_layout import checksums
 from lightrl.weights import Digests, ServerForm, ServerLayout, bucketed
 from lightrl.weights import digests as digests_module
-from lightrl.weights.digests import server_names, unknown_layout
+from lightrl.weights.digests import unknown_layout
 from lightrl.weights.tile_hash import tile_hash
 
 SIZES = {"hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "head_dim": 8, "vocab_size": 130}
@@ -118,11 +118,6 @@ def test_layouts_that_cannot_be_computed_are_named():
     assert "2 CPU ranks" in str(unknown_layout(odd, ServerLayout(num_ranks=2)))
     assert unknown_layout(odd, ServerLayout(num_ranks=2, is_cpu=False)) is None
     assert set(tensor_plans.FAMILIES) - digests_module.FAMILIES == {"gemma", "gemma2"}
-    assert server_names(["a.q_proj.weight", "a.k_proj.weight", "b.up_proj.bias", "norm.weight"]) == {
-        "a.qkv_proj.weight",
-        "b.gate_up_proj.bias",
-        "norm.weight",
-    }
 
 
 # ---------------------------------------------------------------------- the hash of a GPU
