@@ -86,9 +86,13 @@ def test_a_function_that_is_not_there_is_named():
 def test_without_room_on_the_cluster_the_pool_says_what_it_waits_for():
     import ray
 
-    held = ray.remote(type("Holder", (), {})).options(num_cpus=8).remote()
-    ray.get(held.__ray_ready__.remote())
+    holder, held = ray.remote(type("Holder", (), {})), []
+    is_placed = True
+    while is_placed:  # the last one waits for a CPU that somebody gives back
+        held.append(holder.options(num_cpus=1).remote())
+        is_placed = bool(ray.wait([held[-1].__ray_ready__.remote()], timeout=5)[0])
     crowded = RewardPool("reward_functions.obey", search_paths=[str(HERE)], startup_timeout_s=2.0)
     with pytest.raises(ValueError, match="no host with a free CPU"):
         crowded.start()
-    ray.kill(held)
+    for actor in held:
+        ray.kill(actor)
