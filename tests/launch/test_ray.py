@@ -280,6 +280,7 @@ class TestNumbers:
         assert sorted(logs) == ["10.77.0.1"] * 2 + ["10.77.0.2"] * 2  # Ray chooses which of them has rank 0
 
     @pytest.mark.skipif(WHY_NO_HOSTS is not None, reason=f"Ray on hosts in a box: {WHY_NO_HOSTS}")
+    @pytest.mark.extra  # nearly two minutes; `pytest -m cluster` has it
     def test_a_run_that_loses_a_host_goes_on_without_it_and_with_it_once_it_is_back(self, tmp_path):
         expected = one_process(tmp_path / "reference", 16)
         with Hosts(2, are_named=True) as hosts, Ray(hosts, paths=(str(HERE), str(ROOT))) as cluster:
