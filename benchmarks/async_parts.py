@@ -32,7 +32,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,12 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     report = Report("async_parts", threads=1)
     for name in options.models.split(","):
-        for measurement, contenders in (("update", updates(name)), ("decoding", decodings(name))):
-            for contender in contenders.values():
-                contender()  # warms up
-            times = interleaved(contenders, repeats=options.turns)
-            seconds = {f"{side}_cpu_s": round(statistics.median(values), 4) for side, values in times.items()}
-            report.add(measurement, model=name, **seconds, **median_ratio(times["with"], times["without"]))
+        with engine_with(make_model(name)) as engine:
+            for measurement, contenders in (("update", updates(name)), ("decoding", decodings(engine, name))):
+                for contender in contenders.values():
+                    contender()  # warms up
+                times = interleaved(contenders, repeats=options.turns)
+                seconds = {f"{side}_cpu_s": round(statistics.median(values), 4) for side, values in times.items()}
+                report.add(measurement, model=name, **seconds, **median_ratio(times["with"], times["without"]))
         for head_scale in (1, 2, 4):
             report.add("rounding", model=name, head_scale=head_scale, **rounding(name, head_scale))
     for part, values in recorded_run(options.iterations).items():
@@ -144,9 +145,8 @@ def random_supports(trajectory: Trajectory, vocabulary: int) -> TokenArray[int]:
     return TokenArray(b"".join(encode_supports(np.array(rows), np.array(ids), drawn, vocabulary)), "B")
 
 
-def decodings(name: str) -> dict[str, Callable[[], float]]:
+def decodings(engine: LocalEngine, name: str) -> dict[str, Callable[[], float]]:
     """The same draws with and without the record of their supports."""
-    engine = engine_with(make_model(name))
 
     def without() -> float:
         with mock.patch.object(running_batch, "draw_tokens", lambda *a, **b: (*drawn(*a, **b)[:2], None)):
@@ -160,7 +160,8 @@ def rounding(name: str, head_scale: float) -> dict[str, float]:
     model = make_model(name)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(head_scale)  # type: ignore[union-attr]
-    prompts, completions = generated(engine_with(model), name)
+    with engine_with(model) as engine:
+        prompts, completions = generated(engine, name)
     trajectories = [
         Trajectory(
             prompt=Prompt(str(row), token_ids=prompt), group_id=row, sample=0,
@@ -185,11 +186,12 @@ def rounding(name: str, head_scale: float) -> dict[str, float]:
     }
 
 
-def engine_with(model: PreTrainedModel) -> LocalEngine:
-    engine = LocalEngine(max_batch=32, threads=1)
-    engine.start(model.config)
-    engine.load_weights(bucketed(model.named_parameters(), 2**26), weight_version=0)
-    return engine
+@contextmanager
+def engine_with(model: PreTrainedModel) -> Iterator[LocalEngine]:
+    with closing(LocalEngine(max_batch=32, threads=1)) as engine:
+        engine.start(model.config)
+        engine.load_weights(bucketed(model.named_parameters(), 2**26), weight_version=0)
+        yield engine
 
 
 def generated(engine: LocalEngine, name: str) -> tuple[list[list[int]], list[Completion]]:

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import logging
 import math
 import re
 import statistics
@@ -40,10 +41,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)
-def _threads_as_before():
+def _threads_and_logs_as_before():
     before = torch.get_num_threads()
+    levels = {name: logging.getLogger(name).level for name in ("lightrl", "lightning.pytorch")}
     yield
     torch.set_num_threads(before)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.mark.usefixtures("forked_children")
