@@ -26,7 +26,7 @@ def submit(function: Callable[[], T], *, name: str) -> Future[T]:
     def work() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  # whoever waits gets it; the thread ends here
+        except BaseException as error:  # noqa: BLE001  # the caller that waits gets it; the thread ends here
             future.set_exception(error)
 
     threading.Thread(target=work, name=name, daemon=True).start()

@@ -126,7 +126,7 @@ class BackgroundWrites:
                 wait([before])
             try:
                 task(progress)
-            except BaseException:  # re-raised: whoever waits for this write gets it
+            except BaseException:  # re-raised for the thread that waits for this write
                 self._has_failed = True
                 raise
 
