@@ -8,6 +8,9 @@ iterations. A row for each max_staleness has the slopes of a line through the sa
 standard errors of the two for memory: what is resident, and how many blocks Python's allocator holds, which shows an
 object that is kept before it shows in pages. The metrics' CSV is read at the end: numbers that are not finite are
 counted.
+
+Threads share one arena of malloc (`--arenas 1`, what MALLOC_ARENA_MAX=1 does). With glibc's default, eight a core, the
+holes between blocks grow slowly in each of them, and what is resident says more about glibc than about the run.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import contextlib
 import csv
 import ctypes
+import gc
 import math
 import os
 import signal
@@ -57,6 +61,7 @@ REWARD_TIMEOUT_S = 0.3
 KILL_EVERY = 500  # iterations, a server
 NUM_SERVERS = 2
 CHECKPOINTS = 20  # of a run
+M_ARENA_MAX = -8  # of glibc's mallopt
 STRINGS = 200_000  # more than fit into the table that the imports leave
 SAMPLES = "samples.csv"  # in a run's folder
 MEASURED = ("rss_kib", "python_blocks", "threads", "open_files", "processes")  # should stay as they are
@@ -111,6 +116,7 @@ class Watch(RLCallback):
             path = self.folder / "soak.ckpt"
             trainer.save_checkpoint(path)
             num_bytes = path.stat().st_size
+        gc.collect()
         with contextlib.suppress(AttributeError):  # of glibc
             ctypes.CDLL(None).malloc_trim(0)  # free blocks between others count as resident otherwise
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -148,8 +154,10 @@ def grow_table_of_strings() -> None:
         sys.intern(f"string {number}")
 
 
-def play(folder: Path, max_staleness: int, iterations: int, kill_every: int, ends_at: float) -> None:
+def play(folder: Path, max_staleness: int, iterations: int, kill_every: int, ends_at: float, arenas: int) -> None:
     """The run; its samples are in the folder."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, arenas)
     grow_table_of_strings()
     module = GRPO(
         tiny_policy(), group_size=4, sampling=Sampling(max_new_tokens=2), lr=1e-5, max_failed_fraction=1.0,
@@ -255,18 +263,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--staleness", default="0,2", help="max_staleness of the runs, which play at the same time")
     parser.add_argument("--kill-every", type=int, default=KILL_EVERY, help="iterations, a server")
     parser.add_argument("--max-minutes", type=float, default=55.0, help="of each run; what is done counts")
+    parser.add_argument("--arenas", type=int, default=1, help="of malloc; 0 for as many as glibc makes by itself")
     parser.add_argument("--plot", type=Path, help="a PNG file")
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which are kept")
     options = parser.parse_args(argv)
     numbers = [int(word) for word in options.staleness.split(",")]
-    report = Report("soak", hang_fraction=HANG_FRACTION, raise_fraction=RAISE_FRACTION, kill_every=options.kill_every)
+    report = Report("soak", hang_fraction=HANG_FRACTION, raise_fraction=RAISE_FRACTION, kill_every=options.kill_every,
+                    malloc_arenas=options.arenas)  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folders = {number: (options.keep or Path(temporary)) / f"staleness-{number}" for number in numbers}
         ends_at = time.monotonic() + 60 * options.max_minutes
         children: dict[int, int] = {}
         for number, folder in folders.items():  # side by side: each waits for its servers most of the time
             folder.mkdir(parents=True)
-            settings = (folder, number, options.iterations, options.kill_every, ends_at)
+            settings = (folder, number, options.iterations, options.kill_every, ends_at, options.arenas)
             children[number] = in_fork(lambda settings=settings: play(*settings), folder / "output.txt")
         try:
             codes = {number: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for number, child in children.items()}

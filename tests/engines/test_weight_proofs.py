@@ -420,7 +420,7 @@ def test_what_cannot_be_compared_is_told_once_and_never_after_it_could(process, 
             assert proof == "version"
             assert told in problem
     assert len([message for message in caplog.messages if told in message]) == 1
-    proofs._dtypes[URL, process.identity] = torch.float32  # as after a comparison
+    proofs._of(URL).dtype = torch.float32  # as after a comparison
     proof, problem = proofs.judge(URL, 0, answer)
     assert proof is None
     assert "no longer" in problem
@@ -449,22 +449,33 @@ def drafted(target: str, shared: str, own: str) -> dict[str, Any]:
 
 
 def test_a_draft_must_follow_in_what_it_shares_and_stay_the_same_in_what_is_its_own():
-    drafts, process = DraftModels(), (URL, "a")
-    assert drafts.note(process, drafted("v0", "v0", "own")) == (1, 2)
-    assert drafts.problem(process, drafted("v1", "v1", "own")) == ""
+    drafts = DraftModels()
+    assert drafts.note(drafted("v0", "v0", "own")) == (1, 2)
+    assert drafts.problem(drafted("v1", "v1", "own")) == ""
     assert "no longer equal the policy's, which it shared (draft.model.embed_tokens.weight)" in drafts.problem(
-        process, drafted("v2", "v1", "own")
+        drafted("v2", "v1", "own")
     )
-    assert "1 parameters that changed (draft.model.fc.weight)" in drafts.problem(process, drafted("v2", "v2", "new"))
-    assert drafts.problem((URL, "restarted"), drafted("v2", "v2", "new")) == ""
+    assert "1 parameters that changed (draft.model.fc.weight)" in drafts.problem(drafted("v2", "v2", "new"))
+
+
+def test_of_a_restarted_server_only_the_present_process_is_remembered(caplog):
+    processes = {URL: ServerProcess("0", dtype=torch.float32)}
+    proofs = WeightProofs(config_of(), ServerForm.of(config_of()), processes)
+    with caplog.at_level("WARNING", logger="lightrl"):
+        for restart in range(3):
+            processes[URL] = ServerProcess(str(restart), dtype=torch.float32)
+            proofs.meet(URL, drafted("v2", "v2", f"own of {restart}"))  # another draft is no change in a new process
+            proofs.judge(URL, 0, drafted("v2", "v2", f"own of {restart}"))
+    assert not [message for message in caplog.messages if "draft" in message]
+    assert len(proofs._known) == 1
 
 
 def test_a_draft_that_gets_the_policys_parameters_is_right():
-    drafts, process = DraftModels(), (URL, "a")
-    drafts.note(process, drafted("v0", "v0", "own"))
+    drafts = DraftModels()
+    drafts.note(drafted("v0", "v0", "own"))
     answer = drafted("v1", "v1", "own")
     answer["ranks"][0]["checksums"]["draft.model.norm.weight"] = "norm of v1"  # a load from a folder reaches it
-    assert drafts.problem(process, answer) == ""
+    assert drafts.problem(answer) == ""
 
 
 def test_a_stale_draft_is_reported_once_and_its_server_stays(serving, folder, engines, caplog):

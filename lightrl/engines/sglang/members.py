@@ -192,10 +192,8 @@ class Members:
         assert registry is not None
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            reading = asyncio.ensure_future(in_thread(registry.read))
-            while not (await asyncio.wait({reading}, timeout=self._timeouts.request_s))[
-                0
-            ]:  # no second thread beside it
+            reading = asyncio.ensure_future(in_thread(registry.read))  # one thread, however long it takes
+            while not (await asyncio.wait({reading}, timeout=self._timeouts.request_s))[0]:
                 log.warning("The registry %s cannot be read: its disk does not answer. Waiting.", registry.folder)
             try:
                 entries = reading.result()

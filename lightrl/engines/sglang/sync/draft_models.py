@@ -9,60 +9,52 @@ Source: SGLang 0.5.23, managers/scheduler_components/weight_updater.py, speculat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 _SHARED = ("embed_tokens.weight", "lm_head.weight")  # which most drafts take from the target
 RankDigests = list[dict[str, str]]  # by rank: parameter name → digest
 
 
-class _Start(NamedTuple):
-    """What the drafts of a server held when it was first asked."""
-
-    digests: RankDigests
-    sources: list[dict[str, str]]  # by rank: a shared parameter → the target's parameter that it is
-
-
 class DraftModels:
-    """Compares the drafts of each server with its target and with themselves.
+    """Compares the drafts of one server's process with its target and with themselves.
 
     A parameter that the draft shares with the target must still equal the target's. Any other one is the draft's own,
     which no run trains: it must stay as it was, unless the server loaded the target's parameter of that name into it.
     """
 
     def __init__(self) -> None:
-        self._starts: dict[tuple[str, str | None], _Start] = {}
+        self._first: RankDigests | None = None  # what they held when the process was first asked
+        self._sources: list[dict[str, str]] = []  # by rank: a shared parameter → the target's parameter that it is
 
-    def note(self, process: tuple[str, str | None], answer: Mapping[str, Any] | None) -> tuple[int, int]:
-        """Remembers what the drafts of a process hold now, if this is its first answer.
+    def note(self, answer: Mapping[str, Any] | None) -> tuple[int, int]:
+        """Remembers what the drafts hold now, if this is the first answer.
 
         Returns:
             How many parameters they share with the target, and how many they have of their own, on the first rank.
         """
-        if process not in self._starts:
+        if self._first is None:
             ranks = digests_by_rank(answer or {})
             names = [{digest: name for name, digest in target.items()} for target, _ in ranks]
-            sources = [
+            self._sources = [
                 {name: known[digest] for name, digest in draft.items() if name.endswith(_SHARED) and digest in known}
                 for known, (_, draft) in zip(names, ranks, strict=True)
             ]
-            self._starts[process] = _Start([draft for _, draft in ranks], sources)
-        start = self._starts[process]
-        if not start.digests:
-            return 0, 0
-        return len(start.sources[0]), len(start.digests[0]) - len(start.sources[0])
+            self._first = [draft for _, draft in ranks]
+        num_shared = len(self._sources[0]) if self._sources else 0
+        return num_shared, len(self._first[0]) - num_shared if self._first else 0
 
-    def problem(self, process: tuple[str, str | None], answer: Mapping[str, Any] | None) -> str:
-        """Which parameters of a server's drafts are wrong; empty if none is."""
-        self.note(process, answer)
-        start = self._starts[process]
+    def problem(self, answer: Mapping[str, Any] | None) -> str:
+        """Which parameters of the drafts are wrong; empty if none is."""
+        self.note(answer)
+        first = self._first or []
         stale: set[str] = set()
         changed: set[str] = set()
-        for rank, (target, draft) in enumerate(digests_by_rank(answer or {})[: len(start.digests)]):
+        for rank, (target, draft) in enumerate(digests_by_rank(answer or {})[: len(first)]):
             for name, digest in draft.items():
-                source = start.sources[rank].get(name)
+                source = self._sources[rank].get(name)
                 if source is not None and digest != target.get(source):
                     stale.add(name)
-                elif source is None and digest not in (start.digests[rank].get(name), target.get(_bare(name))):
+                elif source is None and digest not in (first[rank].get(name), target.get(_bare(name))):
                     changed.add(name)
         return " and ".join(
             f"{len(names)} parameters that {what} ({', '.join(sorted(names)[:3])})"
@@ -78,13 +70,10 @@ def digests_by_rank(answer: Mapping[str, Any]) -> list[tuple[dict[str, str], dic
         infos = entry.get("parallelism_info") or {}
         infos = infos if isinstance(infos, list) else [infos]
         roles = tuple(f"{info['role']}." for info in infos if info.get("role", "target") != "target")
-        target: dict[str, str] = {}
-        draft: dict[str, str] = {}
-        for name, digest in entry["checksums"].items():
-            if name.startswith(roles):
-                draft[name] = digest
-            else:
-                target[name.replace(".base_layer.", ".")] = digest  # with `enable_lora`
+        digests: dict[str, str] = entry["checksums"]
+        draft = {name: digest for name, digest in digests.items() if name.startswith(roles)}
+        others = {name: digest for name, digest in digests.items() if name not in draft}
+        target = {name.replace(".base_layer.", "."): digest for name, digest in others.items()}  # with `enable_lora`
         by_rank.append((int(infos[0].get("tp_rank") or 0) if infos else 0, target, draft))
     return [(target, draft) for _, target, draft in sorted(by_rank, key=lambda item: item[0])]
 

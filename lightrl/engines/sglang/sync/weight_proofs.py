@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,17 @@ _USUAL = re.compile(
     r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.(qkv_proj|o_proj|q_norm|k_norm)|mlp\.(gate_up_proj|down_proj)"
     r"|\w*layernorm))\.(weight|bias)|lm_head\.weight"
 )
+
+
+@dataclass
+class _Known:
+    """Of a server's process."""
+
+    identity: str | None
+    dtype: torch.dtype | None = None  # that its digests turned out to have
+    logged: Proof | None = None
+    drafts: DraftModels = field(default_factory=DraftModels)
+    draft_problem: str = ""  # that was logged
 
 
 class WeightProofs:
@@ -54,11 +66,8 @@ class WeightProofs:
         self._form = form
         self._processes = processes
         self._timeout_s = timeout_s
-        self._dtypes: dict[tuple[str, str | None], torch.dtype] = {}  # that a process's digests turned out to have
         self._versions: dict[int, Digests] = {}
-        self._logged: dict[tuple[str, str | None], Proof] = {}
-        self._drafts = DraftModels()
-        self._draft_problems: dict[tuple[str, str | None], str] = {}  # that were logged
+        self._known: dict[str, _Known] = {}  # by address
 
     def begin(self, weight_version: int, urls: Iterable[str]) -> Digests:
         """Computes what these servers must answer after a load; keeps it, also for late servers and a roll-back."""
@@ -66,7 +75,7 @@ class WeightProofs:
         for url in urls:
             process = self._processes.get(url)
             if process is not None and process.layout_problem is None:
-                fitting = process.layouts(self._dtypes.get((url, process.identity)))
+                fitting = process.layouts(self._of(url).dtype)
                 layouts |= {layout: None for layout in fitting if unknown_layout(self._config, layout) is None}
         num_threads = max(1, min(8, (os.cpu_count() or 2) // 2))
         digests = Digests(self._config, self._form, layouts, timeout_s=self._timeout_s, num_threads=num_threads)
@@ -95,12 +104,12 @@ class WeightProofs:
             digests cannot be compared.
         """
         proof, problem = self._compare(url, weight_version, answer)
-        process = self._process(url)
+        known = self._of(url)
         self._judge_drafts(url, answer)
-        if proof == "version" and process in self._dtypes:
+        if proof == "version" and known.dtype is not None:
             return None, f"its weights can no longer be compared with the trainer's: {problem}"
-        if proof is not None and self._logged.get(process) != proof:
-            self._logged[process] = proof
+        if proof is not None and known.logged != proof:
+            known.logged = proof
             if proof == "digests":
                 log.info("%s: after each sync its parameters are compared with the trainer's, bit by bit.", url)
             else:
@@ -114,7 +123,7 @@ class WeightProofs:
 
     def meet(self, url: str, answer: Mapping[str, Any] | None) -> None:
         """Takes what a server answers before its first load: what its draft models hold then, they should keep."""
-        num_shared, num_own = self._drafts.note(self._process(url), answer)
+        num_shared, num_own = self._of(url).drafts.note(answer)
         if num_shared or num_own:
             log.info(
                 "%s: its draft model shares %d parameters with the policy, which each sync updates, and has %d of its "
@@ -126,25 +135,29 @@ class WeightProofs:
 
     def _judge_drafts(self, url: str, answer: Mapping[str, Any] | None) -> None:
         """Logs what is wrong with a server's draft models, once; it stays, for its tokens are the target's."""
-        process = self._process(url)
-        problem = self._drafts.problem(process, answer)
-        if problem and problem != self._draft_problems.get(process):
+        known = self._of(url)
+        problem = known.drafts.problem(answer)
+        if problem and problem != known.draft_problem:
             log.warning(
                 "%s: its draft model has %s. Its tokens are right, but it accepts fewer drafts. Restart the server.",
                 url,
                 problem,
             )
-        self._draft_problems[process] = problem
+        known.draft_problem = problem
 
-    def _process(self, url: str) -> tuple[str, str | None]:
-        return url, self._processes[url].identity if url in self._processes else None
+    def _of(self, url: str) -> _Known:
+        """What is known of the process that answers at an address; nothing of those before it."""
+        identity = self._processes[url].identity if url in self._processes else None
+        if url not in self._known or self._known[url].identity != identity:
+            self._known[url] = _Known(identity)
+        return self._known[url]
 
     def _compare(self, url: str, weight_version: int, answer: Mapping[str, Any] | None) -> tuple[Proof | None, str]:
         process = self._processes.get(url)
         if process is None or weight_version not in self._versions:
             return "version", f"the digests of version {weight_version} are unknown"
         expected = self._versions[weight_version].finish()
-        layouts = process.layouts(self._dtypes.get((url, process.identity)))
+        layouts = process.layouts(self._of(url).dtype)
         problem = process.layout_problem or unknown_layout(self._config, layouts[0])
         if problem is None and not any(layout in expected for layout in layouts):
             problem = f"the digests of version {weight_version} were not computed for {layouts[0]}"
@@ -160,7 +173,7 @@ class WeightProofs:
             return names
         layout, differing = min(results.items(), key=lambda item: len(item[1]))
         if not differing:
-            self._dtypes[url, process.identity] = layout.dtype
+            self._of(url).dtype = layout.dtype
             return "digests", ""
         names_only = sorted({name for name, _ in differing})
         where = ", ".join(str(rank) for rank in sorted({rank for _, rank in differing}))
