@@ -338,7 +338,7 @@ def _short_number(value: object) -> str:
         return f"{value / 1e6:.1f}M"
     if abs(value) >= 1e3:
         return f"{value / 1e3:.1f}k"
-    return f"{value:.3f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
+    return f"{value:.{1 if abs(value) >= 100 else 3}f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
 
 
 def _has_color() -> bool:

@@ -263,3 +263,11 @@ def test_a_resumed_run_counts_on_from_where_it_stopped(terminal: Terminal, tmp_p
     assert "2/4" in terminal.getvalue()
     assert "4/4" in terminal.getvalue()
     assert "1/4" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0, "0.000"), (4e-4, "4.0e-04"), (0.25, "0.250"), (99.5, "99.500"), (568.181, "568.2"), (8234.0, "8.2k")],
+)
+def test_a_number_of_the_bar_has_the_digits_that_matter(value: float, shown: str) -> None:
+    assert progress._short_number(value) == shown
