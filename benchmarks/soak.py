@@ -9,8 +9,9 @@ standard errors of the two for memory: what is resident, and how many blocks Pyt
 object that is kept before it shows in pages. The metrics' CSV is read at the end: numbers that are not finite are
 counted.
 
-Threads share one arena of malloc (`--arenas 1`, what MALLOC_ARENA_MAX=1 does). With glibc's default, eight a core, the
-holes between blocks grow slowly in each of them, and what is resident says more about glibc than about the run.
+All threads share one arena of malloc from the start: the program starts itself anew with MALLOC_ARENA_MAX=1. With
+glibc's default, eight a core, the holes between blocks grow slowly in each of them, and what is resident says more
+about glibc than about the run.
 """
 
 from __future__ import annotations
@@ -61,7 +62,6 @@ REWARD_TIMEOUT_S = 0.3
 KILL_EVERY = 500  # iterations, a server
 NUM_SERVERS = 2
 CHECKPOINTS = 20  # of a run
-M_ARENA_MAX = -8  # of glibc's mallopt
 STRINGS = 200_000  # more than fit into the table that the imports leave
 SAMPLES = "samples.csv"  # in a run's folder
 MEASURED = ("rss_kib", "python_blocks", "threads", "open_files", "processes")  # should stay as they are
@@ -154,10 +154,8 @@ def grow_table_of_strings() -> None:
         sys.intern(f"string {number}")
 
 
-def play(folder: Path, max_staleness: int, iterations: int, kill_every: int, ends_at: float, arenas: int) -> None:
+def play(folder: Path, max_staleness: int, iterations: int, kill_every: int, ends_at: float) -> None:
     """The run; its samples are in the folder."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, arenas)
     grow_table_of_strings()
     module = GRPO(
         tiny_policy(), group_size=4, sampling=Sampling(max_new_tokens=2), lr=1e-5, max_failed_fraction=1.0,
@@ -263,20 +261,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--staleness", default="0,2", help="max_staleness of the runs, which play at the same time")
     parser.add_argument("--kill-every", type=int, default=KILL_EVERY, help="iterations, a server")
     parser.add_argument("--max-minutes", type=float, default=55.0, help="of each run; what is done counts")
-    parser.add_argument("--arenas", type=int, default=1, help="of malloc; 0 for as many as glibc makes by itself")
     parser.add_argument("--plot", type=Path, help="a PNG file")
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which are kept")
     options = parser.parse_args(argv)
+    if "MALLOC_ARENA_MAX" not in os.environ:  # glibc reads it when a program starts
+        words = [sys.executable, "-m", "benchmarks.soak", *(sys.argv[1:] if argv is None else argv)]
+        os.execve(sys.executable, words, {**os.environ, "MALLOC_ARENA_MAX": "1"})
     numbers = [int(word) for word in options.staleness.split(",")]
     report = Report("soak", hang_fraction=HANG_FRACTION, raise_fraction=RAISE_FRACTION, kill_every=options.kill_every,
-                    malloc_arenas=options.arenas)  # fmt: skip
+                    malloc_arenas=os.environ["MALLOC_ARENA_MAX"])  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folders = {number: (options.keep or Path(temporary)) / f"staleness-{number}" for number in numbers}
         ends_at = time.monotonic() + 60 * options.max_minutes
         children: dict[int, int] = {}
         for number, folder in folders.items():  # side by side: each waits for its servers most of the time
             folder.mkdir(parents=True)
-            settings = (folder, number, options.iterations, options.kill_every, ends_at, options.arenas)
+            settings = (folder, number, options.iterations, options.kill_every, ends_at)
             children[number] = in_fork(lambda settings=settings: play(*settings), folder / "output.txt")
         try:
             codes = {number: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for number, child in children.items()}

@@ -85,7 +85,7 @@ def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
             return 1  # rank 0 reports it
         if watch.has_started or isinstance(error, LightRLError):
             return _fail(f"{chain(cause)}\n{keep_traceback(watch.folder)}", code=1)
-        return _fail(f"{chain(cause)}\nNothing was trained. LIGHTRL_DEBUG=1 shows the traceback.", code=2)
+        return _fail(f"{chain(cause)}\nLIGHTRL_DEBUG=1 shows the traceback.", code=2)
 
 
 def _fail(message: str, *, code: int) -> int:

@@ -152,12 +152,9 @@ def _planned_engine(trainer: Trainer, policy: PlannedRole) -> PlannedEngine | No
 def _bound(data: Any, setting: str, module: RLModule | SupervisedModule) -> tuple[int, str]:
     """Tokens of the longest prompt or row, and where the number comes from."""
     given = getattr(data, setting, None)
-    if given is not None:
-        return int(given), f"data.{setting}"
+    tokens, source = (_ASSUMED_TOKENS, f"assumed; set data.{setting}") if given is None else (given, f"data.{setting}")
     room = module.max_prompt_tokens
-    if room is not None and room <= _ASSUMED_TOKENS:
-        return room, "what the context leaves"
-    return _ASSUMED_TOKENS, f"assumed; set data.{setting}"
+    return (tokens, source) if room is None or tokens < room else (room, "what the context leaves")
 
 
 def _num_scores(module: RLModule) -> int:

@@ -22,8 +22,7 @@ def picture(plan: Plan) -> str:
     rows = [["", *(f"{kind} {gpu}" for gpu in range(plan.gpus_per_host))]]
     rows += [[host, *row] for host, row in zip(plan.hosts, cells, strict=True)]
     if len(rows) > _MAX_HOSTS + 1:
-        left_out = len(rows) - 1 - _MAX_HOSTS
-        rows[_MAX_HOSTS:-1] = [[f"... {left_out} more", *([""] * plan.gpus_per_host)]]
+        rows[_MAX_HOSTS:-1] = [[f"... {len(rows) - 1 - _MAX_HOSTS} more", *([""] * plan.gpus_per_host)]]
     return _aligned(rows, " | ")
 
 
@@ -42,9 +41,13 @@ def describe(plan: Plan) -> str:
     """The picture, the table, and what there is to know of the plan."""
     layout = plan.layout
     on = "" if plan.on_cpu else f", {plan.gpus_per_host} GPUs each"
-    servers = f"; {layout.servers} servers with tp={layout.tp}, {layout.placement}" if layout.servers else ""
-    head = f"{plan.launch.launcher}: {len(plan.hosts)} hosts{on}; {layout.ranks} trainer ranks{servers}"
+    servers = f"; {_num(layout.servers, 'server')} with tp={layout.tp}, {layout.placement}" if layout.servers else ""
+    head = f"{plan.launch.launcher}: {_num(len(plan.hosts), 'host')}{on}; {_num(layout.ranks, 'trainer rank')}{servers}"
     return "\n".join([head, "", picture(plan), "", table(plan), *(["", *plan.notes] if plan.notes else [])]) + "\n"
+
+
+def _num(count: int, name: str) -> str:
+    return f"{count} {name}" + "s" * (count != 1)
 
 
 def _text(plan: Plan, process: Process, index: int) -> str:

@@ -33,8 +33,9 @@ from lightrl.strategies.costs import TRAJECTORY_BYTES, experience_bytes
 from lightrl.testing.tiny_model import TINY_CONFIG
 from lightrl.trajectory import Sampling
 
-EVEN_CONFIG = {**TINY_CONFIG, "vocab_size": 18}  # that tp 2 divides
-LARGE_CONFIG = {**TINY_CONFIG, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 20_000}
+CONFIG = {**TINY_CONFIG, "max_position_embeddings": 256}  # room for prompts and 128 new tokens
+EVEN_CONFIG = {**CONFIG, "vocab_size": 18}  # that tp 2 divides
+LARGE_CONFIG = {**CONFIG, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 20_000}
 ROOT = Path(__file__).parents[2]
 
 
@@ -51,7 +52,7 @@ def plan_of(module: RLModule, **settings: Any) -> PlannedRun:
 @pytest.fixture(scope="module")
 def ppo() -> PlannedRun:
     sampling = Sampling(max_new_tokens=30)
-    return plan_of(PPO(tiny_spec(), reward=len, group_size=2, microbatch_tokens=64, sampling=sampling))
+    return plan_of(PPO(tiny_spec(config=CONFIG), reward=len, group_size=2, microbatch_tokens=64, sampling=sampling))
 
 
 def large(**settings: Any) -> PlannedRun:
@@ -66,7 +67,7 @@ def spread(planned: PlannedRun, world: int) -> PlannedRun:
 
 
 def test_the_state_is_that_of_real_models_and_their_optimizer(ppo: PlannedRun) -> None:
-    for planned, role in zip(ppo.roles, PPO(tiny_spec(), reward=len).models().values(), strict=True):
+    for planned, role in zip(ppo.roles, PPO(tiny_spec(config=CONFIG), reward=len).models().values(), strict=True):
         model: Any = role.load_model()
         parameters = list(model.parameters())
         optimizer = torch.optim.AdamW(parameters)
@@ -84,7 +85,7 @@ def test_the_state_is_that_of_real_models_and_their_optimizer(ppo: PlannedRun) -
 
 def test_adapters_alone_have_gradients_and_moments() -> None:
     pytest.importorskip("peft")
-    role = Role(tiny_spec(), lora=LoRA(rank=2))
+    role = Role(tiny_spec(config=CONFIG), lora=LoRA(rank=2))
     planned = plan_of(GRPO(role, reward=len)).roles[0]
     model: Any = role.load_model()
     assert planned.parameters == sum(value.numel() for value in model.parameters())
@@ -92,7 +93,7 @@ def test_adapters_alone_have_gradients_and_moments() -> None:
 
 
 def test_a_frozen_reference_has_weights_only() -> None:
-    planned = plan_of(GRPO(tiny_spec(), reward=len, reference=ReferenceKL(0.1, tiny_spec())))
+    planned = plan_of(GRPO(tiny_spec(config=CONFIG), reward=len, reference=ReferenceKL(0.1, tiny_spec(config=CONFIG))))
     cost = role_cost(planned, planned.roles[1])
     assert planned.roles[1].name == "reference"
     assert cost.weights == 4 * planned.roles[1].parameters
@@ -118,11 +119,11 @@ def test_experience_is_that_of_an_iteration() -> None:
 
 def test_the_scores_of_an_iteration_are_counted(ppo: PlannedRun) -> None:
     assert ppo.num_scores == 3  # values, advantages, returns
-    assert plan_of(PPO(tiny_spec(), reward=len, num_minibatches=2, decoupled=True)).num_scores == 4
+    assert plan_of(PPO(tiny_spec(config=CONFIG), reward=len, num_minibatches=2, decoupled=True)).num_scores == 4
 
 
 def test_key_values_are_those_of_a_real_cache(ppo: PlannedRun) -> None:
-    model: Any = tiny_spec().load_model()
+    model: Any = tiny_spec(config=CONFIG).load_model()
     cache = DynamicCache()
     model(input_ids=torch.ones(3, ppo.longest, dtype=torch.int64), past_key_values=cache, use_cache=True)
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -133,11 +134,11 @@ def test_key_values_are_those_of_a_real_cache(ppo: PlannedRun) -> None:
 
 
 def test_fsdp2_divides_the_state_and_a_mesh_keeps_it_from_other_ranks() -> None:
-    whole = plan_of(PPO(tiny_spec(), reward=len))
-    split = plan_of(PPO(tiny_spec(), reward=len), devices=4, strategy=FSDP2Strategy())
+    whole = plan_of(PPO(tiny_spec(config=CONFIG), reward=len))
+    split = plan_of(PPO(tiny_spec(config=CONFIG), reward=len), devices=4, strategy=FSDP2Strategy())
     later, one = rank_memories(split)[-1], rank_memories(whole)[0]
     assert 4 * later.device["moments"] == one.device["moments"]
-    roles = Role(tiny_spec(), mesh=RoleMesh(0, 1)), Role(tiny_spec(), mesh=RoleMesh(1, 2))
+    roles = Role(tiny_spec(config=CONFIG), mesh=RoleMesh(0, 1)), Role(tiny_spec(config=CONFIG), mesh=RoleMesh(1, 2))
     meshes = plan_of(PPO(roles[0], critic=roles[1], reward=len), devices=3, strategy=FSDP2Strategy())
     first, others = rank_memories(meshes)
     assert others.ranks == range(1, 3)
@@ -148,7 +149,7 @@ def test_fsdp2_divides_the_state_and_a_mesh_keeps_it_from_other_ranks() -> None:
 
 
 def test_parameters_that_stay_gathered_are_counted_whole() -> None:
-    module = GRPO(tiny_spec(), reward=len)
+    module = GRPO(tiny_spec(config=CONFIG), reward=len)
     freed, kept = (
         plan_of(module, devices=2, strategy=FSDP2Strategy(reshard_after_forward=frees, reduce_every_microbatch=True))
         for frees in (True, False)
@@ -254,7 +255,7 @@ def test_a_model_without_formulas_leaves_the_rest_of_the_plan(
 
 @pytest.mark.parametrize("kind", [SFT, DPO, RewardModel])
 def test_a_module_that_trains_on_data_has_the_state_of_its_real_models(kind: type[SupervisedModule]) -> None:
-    module = kind(tiny_spec(), **({"reference": tiny_spec(seed=1)} if kind is DPO else {}))
+    module = kind(tiny_spec(config=CONFIG), **({"reference": tiny_spec(seed=1)} if kind is DPO else {}))
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, accumulate_grad_batches=3)
     planned = planned_training(module, trainer, Data())
     module.configure_model()
