@@ -370,8 +370,7 @@ def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
     masked = own.advantages.where(own.loss_mask, 0.0)
     means = torch.zeros(num)
     means[experience.own_rows] = masked.sum(dim=1) / own.loss_mask.sum(dim=1).clamp(min=1)
-    means = experience.total(means)
-    return cast("list[float | None]", means.tolist())
+    return cast("list[float | None]", experience.total(means).tolist())
 
 
 def _prompt_text(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:

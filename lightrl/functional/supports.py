@@ -89,8 +89,7 @@ def joined_supports(parts: Sequence[tuple[int, Sequence[int] | None]]) -> TokenA
 
 def num_coded_tokens(codes: Sequence[int]) -> int:
     """How many tokens these bytes are the codes of."""
-    data = np.asarray(codes, np.uint8)
-    return int(_is_end(data).sum())
+    return int(_is_end(np.asarray(codes, np.uint8)).sum())
 
 
 def decode_supports(codes: _Ints) -> tuple[_Ints, _Ints, _Ints]:

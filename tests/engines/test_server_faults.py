@@ -355,6 +355,13 @@ def test_a_server_of_ours_is_restarted_and_has_the_weights_before_requests(
             kill(fleet.servers[0])
         with measured("back_s"):
             await until(lambda: len(engine.pool.urls("routable")) == 2 and doomed not in engine.pool.servers)
+        members, loading = engine._members, engine._loading
+        assert members is not None
+        assert loading is not None
+        assert loading._sync.proofs is not None
+        for by_address in (members.clients, members.processes, loading._proofs, loading._sync.proofs._known):
+            assert doomed not in by_address  # else a long run grows with each restart
+        await until(lambda: doomed not in fleet._reports)
         return await task
 
     version = 1 if moment == "mid-sync" else 0

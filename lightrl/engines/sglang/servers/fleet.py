@@ -145,10 +145,11 @@ class ServerFleet:
             if reason is None:
                 return
             log.warning("%s at %s is lost: %s.", server.name, server.url, reason)
-            self._on_lost(server.url, reason)
+            self._on_lost(lost_url := server.url, reason)
             server.stop(grace_s=0)
             if not self._restarted(server, policy, time.monotonic() - since, reason):
                 return
+            self._reports.pop(lost_url, None)  # of the process that is gone
 
     def _wait_until_lost(self, server: SGLangServer) -> str | None:
         """Why the server must be replaced; None when the fleet stops."""

@@ -58,9 +58,8 @@ class Loading:
         self.last_report: SyncReport | None = None
         self._proofs: dict[str, Proof] = {}  # of the latest load of each server
         self.lock = threading.Lock()  # one load at a time
-        self.before_admit: Callable[[str], Coroutine[Any, Any, None]] | None = (
-            None  # what a server that is back needs besides
-        )
+        # What a server that is back needs besides.
+        self.before_admit: Callable[[str], Coroutine[Any, Any, None]] | None = None
         self._home = home
         self._members = members
         self._writer = writer
@@ -237,6 +236,7 @@ class Loading:
             self._members.lose(url, problem)
 
     async def _end(self, urls: Sequence[str], report: SyncReport | None) -> None:
+        self._proofs = {url: proof for url, proof in self._proofs.items() if url in self._members.clients}
         for url in urls:
             self._proofs[url] = report.proofs.get(url, "version") if report is not None else "version"
             if report is not None and url in report.lost:

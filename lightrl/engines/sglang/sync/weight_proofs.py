@@ -149,6 +149,7 @@ class WeightProofs:
         """What is known of the process that answers at an address; nothing of those before it."""
         identity = self._processes[url].identity if url in self._processes else None
         if url not in self._known or self._known[url].identity != identity:
+            self._known = {known: self._known[known] for known in self._known if known in self._processes}
             self._known[url] = _Known(identity)
         return self._known[url]
 
