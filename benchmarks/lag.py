@@ -1,7 +1,7 @@
 """Which loss still trains at which lag: reward against on-policy's at equal samples, and when the warning comes.
 
-    python -m benchmarks.lag [--run] [--losses TOPR,OAPL] [--staleness 16,64] [--seeds 0,1,2,3,4,5]
-                             [--iterations 240] [--out benchmarks/lag] [--quick]
+    python -m benchmarks.lag [--run] [--losses TOPR,OAPL] [--staleness 16,64] [--seeds 0,1,...,11]
+                             [--iterations 160] [--out benchmarks/lag] [--quick]
 
 Task, reward and settings are those of `benchmarks.algorithms` (the largest of four digits, 16 groups of 16, two
 updates), with a smaller policy, so that a run takes seconds of one core. The lag is exact and simulated: a queue holds
@@ -19,11 +19,13 @@ run's first warning to its collapse: null if no run collapsed, and negative or "
 A collapse is *provoked* if its learning rate is; one at the usual rate is counted by itself ("other"), and a run
 without a collapse is healthy at the usual rate only. It does not matter whether the reward recovers.
 
+The rows `warnings` count, of all runs and of each loss, how many collapses a warning came `LEAD` iterations ahead of,
+and how many healthy runs have one; with `with_steps` false, by the first two bounds alone. Those were chosen on runs
+of another processor, where the same seeds take another course, and the bound of the steps on 27 of these:
+docs/algorithms.md.
+
 `runs.jsonl` in the output folder has a line per run; rows are made from it, with as many of the seeds as it has.
-`--run` does the runs that it lacks and appends them; remove a line to repeat its run. Those there were done before
-steps were measured. `steps.jsonl` has runs of another processor with `step_k3_nats`, where the same seeds take another
-course; the rows `warnings` are made from it, with and without the warning by steps. Its bound was chosen on those runs
-that are not `is_held_out`.
+`--run` does the runs that it lacks and appends them, about 10 s of one core each; remove a line to repeat its run.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run", action="store_true", help="first do the runs that the records lack")
     parser.add_argument("--losses", default=",".join(LOSSES), help="names, separated by commas")
     parser.add_argument("--staleness", default="16,64", help="lags in iterations, separated by commas")
-    parser.add_argument("--seeds", default="0,1,2,3,4,5", help="separated by commas")
+    parser.add_argument("--seeds", default=",".join(map(str, range(12))), help="separated by commas")
     parser.add_argument("--iterations", type=int, default=160)
     parser.add_argument("--out", type=Path, help="benchmarks/lag; with --quick runs/lag_quick")
     parser.add_argument("--quick", action="store_true", help="runs one, short; the numbers mean nothing")
@@ -104,16 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if key not in records:
                 records[key] = train(*setting, seed, options)
                 with (options.out / "runs.jsonl").open("a") as file:
-                    file.write(json.dumps(records[key]) + "\n")
+                    file.write(json.dumps(records[key], separators=(",", ":")) + "\n")
     for setting in settings:
         recorded = [seed for seed in seeds if (*setting, seed) in records and ("GRPO", 0, LR, seed) in records]
         if recorded:
             report.add(**row_of(records, *setting, recorded))
-    with_steps = read_records(options.out / "steps.jsonl").values()
-    for is_held_out, steps in itertools.product((False, True), (False, True)):
-        runs = [run for run in with_steps if run["is_held_out"] == is_held_out]
-        if runs:
-            report.add("warnings", is_held_out=is_held_out, **warnings_of(runs, with_steps=steps))
+    for loss, with_steps in (("all", False), ("all", True), *((loss, True) for loss in losses if not options.quick)):
+        runs = [run for run in records.values() if loss in ("all", run["loss"])]
+        report.add("warnings", loss=loss, **warnings_of(runs, with_steps=with_steps))
     report.finish()
 
 
@@ -159,7 +159,7 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
             norm = torch.nn.utils.clip_grad_norm_(module.policy.parameters(), 1.0)
             optimizer.step()
             metrics.add({**losses.parts, "grad_norm": torch.stack([norm, torch.ones(())])})
-        values = {"reward": float(fresh.rewards.mean()), "step_k3_nats": 0.0, **metrics.values()}
+        values = {"reward": float(fresh.rewards.mean()), "step_k3_nats": 0.0, "ess_fraction": 1.0, **metrics.values()}
         if kept is not None:
             values["step_k3_nats"] = step_k3(*kept[1:], logprobs_of(module.policy, kept[0]))
         some = experience.select(list(kept_places(len(experience), int(experience.loss_mask.sum()))))

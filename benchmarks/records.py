@@ -19,6 +19,7 @@ differs from the records, and that no result is claimed without one.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -305,7 +306,7 @@ def rewritten() -> dict[Path, str]:
 
 
 def page_text(text: str) -> str:
-    kinds = {"table": seeds_table, "rows": example_rows, "line": line, "lag": lag_table}
+    kinds = {"table": seeds_table, "rows": example_rows, "line": line, "lag": lag_table, "warnings": warnings_table}
 
     def written(found: re.Match[str]) -> str:
         kind, _, name = found[1].partition(" ")
@@ -367,10 +368,8 @@ def lag_table(_: str, __: str) -> str:
     for loss, eta, lr in settings:
         seeds = sorted(key[3] for key in records if key[:3] == (loss, eta, lr))
         row = lag.row_of(records, loss, eta, lr, seeds)
-        kind, arguments = lag.LOSSES[loss]
-        name = ", ".join([f"`{kind}`", *(f"`{key}: {json.dumps(value)}`" for key, value in arguments.items())])
         lead = row["ess_warning_lead_iterations"]
-        cells = [name, eta, f"{lr:g}", row["seeds"], f"{row['fraction_of_on_policy']:.3f}"]
+        cells = [loss_name(loss), eta, f"{lr:g}", row["seeds"], f"{row['fraction_of_on_policy']:.3f}"]
         cells += [", ".join(f"{reward:.2f}" for reward in row["last_rewards"]), row["collapsed"]]
         cells += ["" if lead is None else lead, row["warned_without_collapse"]]
         cells += [f"{row['lowest_ess_fraction']:.2f}", f"{row['highest_kl_nats']:.2f}"]
@@ -378,6 +377,32 @@ def lag_table(_: str, __: str) -> str:
     head = "| loss | η | lr | seeds | of on-policy | last rewards | collapsed | lead | warned without collapse |"
     head += " lowest `ess_fraction` | highest `kl_behavior_nats` |"
     return "\n".join(["", head, "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|", *lines, ""])
+
+
+def warnings_table(_: str, __: str) -> str:
+    """A row for each loss of benchmarks/lag/runs.jsonl, and one for all: what the warning saw."""
+    records = lag.read_records(ROOT / "benchmarks" / "lag" / "runs.jsonl")
+    lines = []
+    for loss in (*lag.LOSSES, "all"):
+        row = lag.warnings_of([run for key, run in records.items() if loss in ("all", key[0])], with_steps=True)
+        cells = [loss_name(loss) if loss != "all" else "all", row["runs"], row["provoked_collapses"]]
+        cells += [row["warned_in_time"], "" if row["least_lead_iterations"] is None else row["least_lead_iterations"]]
+        cells += [row["other_collapses"], row["others_warned_in_time"], row["healthy"], row["healthy_with_a_warning"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    head = "| loss | runs | provoked collapses | warned of | least lead | other collapses | warned of | healthy runs |"
+    return "\n".join(["", head + " with a warning |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|", *lines, ""])
+
+
+def loss_name(loss: str) -> str:
+    """As in YAML, from its name in `lag.LOSSES`."""
+    kind, arguments = lag.LOSSES[loss]
+
+    def changed(weights: Any) -> dict[str, Any]:
+        values = {field.name: (getattr(weights, field.name), field.default) for field in dataclasses.fields(weights)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+    settings = (f"`{key}: {json.dumps(value, default=changed)}`" for key, value in arguments.items())
+    return ", ".join([f"`{kind}`", *settings])
 
 
 def git(*words: str) -> str:

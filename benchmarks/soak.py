@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yarl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -63,6 +64,7 @@ KILL_EVERY = 500  # iterations, a server
 NUM_SERVERS = 2
 CHECKPOINTS = 20  # of a run
 STRINGS = 200_000  # more than fit into the table that the imports leave
+ADDRESSES = 256  # more than yarl's caches hold
 SAMPLES = "samples.csv"  # in a run's folder
 MEASURED = ("rss_kib", "python_blocks", "threads", "open_files", "processes")  # should stay as they are
 COLUMNS = ("iteration", "seconds", *MEASURED, "checkpoint_bytes", "killed")
@@ -145,18 +147,23 @@ def _num_children() -> int:
     return num
 
 
-def grow_table_of_strings() -> None:
-    """Makes CPython's table of interned strings grow now, by 4 MB, and not once amid the run.
+def fill_bounded_tables() -> None:
+    """Makes tables of libraries, whose size has a bound, reach it now and not amid the run.
 
-    It grows when enough strings have come and gone, though it holds no more of them than before, and never shrinks.
+    CPython's table of interned strings grows once, by 4 MB, when enough strings have come and gone, though it holds no
+    more of them than before. yarl, of aiohttp, keeps what it parsed of the last 128 addresses: each restart of a server
+    brings new ones.
     """
     for number in range(STRINGS):
         sys.intern(f"string {number}")
+    for number in range(ADDRESSES):
+        address = yarl.URL(f"http://127.0.0.1:{1024 + number}") / "generate"
+        _ = yarl.URL(str(address)).raw_path_qs, address.host_subcomponent
 
 
 def play(folder: Path, max_staleness: int, iterations: int, kill_every: int, ends_at: float) -> None:
     """The run; its samples are in the folder."""
-    grow_table_of_strings()
+    fill_bounded_tables()
     module = GRPO(
         tiny_policy(), group_size=4, sampling=Sampling(max_new_tokens=2), lr=1e-5, max_failed_fraction=1.0,
         reward=[RewardPart("benchmarks.faulty_reward.sometimes",

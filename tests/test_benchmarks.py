@@ -404,7 +404,9 @@ def test_a_run_with_lag_trains_on_what_older_weights_sampled(tmp_path, capsys, m
     lag.main(["--quick", "--out", str(tmp_path)])
     assert lags == [0, 1, 2, 3, 0, 0, 0, 1, 2, 3]  # on-policy; then a queue that begins with two iterations' worth
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")][1:]
-    assert [(row["loss"], row["staleness"], row["seeds"]) for row in rows] == [("GRPO", 0, 1), ("OAPL", 2, 1)]
+    trained = [row for row in rows if row["measurement"] == "trained"]
+    assert [(row["loss"], row["staleness"], row["seeds"]) for row in trained] == [("GRPO", 0, 1), ("OAPL", 2, 1)]
+    assert [(row["loss"], row["runs"], row["healthy"]) for row in rows[2:]] == [("all", 2, 2)] * 2
     assert rows[0]["fraction_of_on_policy"] == 1
     assert rows[0]["ess_warning_lead_iterations"] is None
     lags.clear()
