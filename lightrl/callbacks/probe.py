@@ -263,8 +263,8 @@ class Probe:
             checks.append(f"digests of every parameter on {num} of {len(proofs)} servers")
         if scored and self._rounding is not None:
             checks.append(
-                f"a probe of {self.num} sequences after each {f'{every}th ' if every > 1 else ''}load, with the bound "
-                f"of {' and '.join(self._rounding.dtypes)}"
+                f"a probe of {self.num} sequences after {f'every {every} loads' if every > 1 else 'each load'}, with "
+                f"the bound of {' and '.join(self._rounding.dtypes)}"
             )
             if any(proofs.get(name) != "digests" for name in scored):
                 checks.append("a comparison of its scores with those of earlier versions")
