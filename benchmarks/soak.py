@@ -9,9 +9,9 @@ standard errors of the two for memory: what is resident, and how many blocks Pyt
 object that is kept before it shows in pages. The metrics' CSV is read at the end: numbers that are not finite are
 counted.
 
-All threads share one arena of malloc from the start: the program starts itself anew with MALLOC_ARENA_MAX=1. With
-glibc's default, eight a core, the holes between blocks grow slowly in each of them, and what is resident says more
-about glibc than about the run.
+The program starts itself anew with `MALLOC` for glibc's allocator: one arena, which threads keep no free blocks of, and
+large blocks apart. By default there are eight arenas a core, and the holes between long-lived blocks grow slowly in
+each of them: what is resident then says more about glibc than about the run.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ REWARD_TIMEOUT_S = 0.3
 KILL_EVERY = 500  # iterations, a server
 NUM_SERVERS = 2
 CHECKPOINTS = 20  # of a run
+MALLOC = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0:glibc.malloc.mmap_threshold=32768"
 STRINGS = 200_000  # more than fit into the table that the imports leave
 ADDRESSES = 256  # more than yarl's caches hold
 SAMPLES = "samples.csv"  # in a run's folder
@@ -271,12 +272,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, help="a PNG file")
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which are kept")
     options = parser.parse_args(argv)
-    if "MALLOC_ARENA_MAX" not in os.environ:  # glibc reads it when a program starts
+    if "GLIBC_TUNABLES" not in os.environ:  # which are read when a program starts
         words = [sys.executable, "-m", "benchmarks.soak", *(sys.argv[1:] if argv is None else argv)]
-        os.execve(sys.executable, words, {**os.environ, "MALLOC_ARENA_MAX": "1"})
+        os.execve(sys.executable, words, {**os.environ, "GLIBC_TUNABLES": MALLOC})
     numbers = [int(word) for word in options.staleness.split(",")]
     report = Report("soak", hang_fraction=HANG_FRACTION, raise_fraction=RAISE_FRACTION, kill_every=options.kill_every,
-                    malloc_arenas=os.environ["MALLOC_ARENA_MAX"])  # fmt: skip
+                    malloc=os.environ["GLIBC_TUNABLES"])  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folders = {number: (options.keep or Path(temporary)) / f"staleness-{number}" for number in numbers}
         ends_at = time.monotonic() + 60 * options.max_minutes
