@@ -5,9 +5,9 @@
 A tiny policy, two fake servers that the run starts, reward workers, and every callback that keeps state. Five in a
 hundred rewards fail: most raise, some hang until their worker is killed; one of the servers is killed every 500
 iterations. A row for each max_staleness has the slopes of a line through the samples after the first tenth, with the
-standard errors of the two for memory: what is resident, and how many blocks Python's allocator holds, which shows an
-object that is kept before it shows in pages. The metrics' CSV is read at the end: numbers that are not finite are
-counted.
+standard errors of the three for memory: what is resident, how many blocks Python's allocator has given out, and how
+much glibc's has, which show what is kept before it shows in pages. The metrics' CSV is read at the end: numbers that
+are not finite are counted.
 
 The program starts itself anew with `MALLOC` for glibc's allocator: one arena, which threads keep no free blocks of, and
 large blocks apart. By default there are eight arenas a core, and the holes between long-lived blocks grow slowly in
@@ -67,7 +67,7 @@ MALLOC = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0:glibc.malloc.mmap
 STRINGS = 200_000  # more than fit into the table that the imports leave
 ADDRESSES = 256  # more than yarl's caches hold
 SAMPLES = "samples.csv"  # in a run's folder
-MEASURED = ("rss_kib", "python_blocks", "threads", "open_files", "processes")  # should stay as they are
+MEASURED = ("rss_kib", "python_blocks", "glibc_kib", "threads", "open_files", "processes")  # should stay as they are
 COLUMNS = ("iteration", "seconds", *MEASURED, "checkpoint_bytes", "killed")
 SERVER = [sys.executable, "-m", "lightrl.testing.fake_server", "--port", "{port}"]
 SERVER += ["--vocab-size", str(len(LETTERS)), "--context-length", "64"]
@@ -95,6 +95,7 @@ class Watch(RLCallback):
         self.every = max(1, iterations // NUM_SAMPLES)
         self.save_every = max(1, iterations // CHECKPOINTS)
         self.kill_every = kill_every
+        self.touch_at = int(WARM_FRACTION * iterations / 2)
         self.ends_at = ends_at
         self._num_killed = 0
         self._started_s = time.monotonic()
@@ -112,6 +113,8 @@ class Watch(RLCallback):
             self._num_killed += 1
         if time.monotonic() > self.ends_at:
             trainer.should_stop = True
+        if iteration == self.touch_at:
+            touch_free_places()
         if iteration % self.every:
             return
         num_bytes: int | str = ""
@@ -126,13 +129,42 @@ class Watch(RLCallback):
         own = Path("/proc/self")
         row = [
             iteration, round(time.monotonic() - self._started_s, 2), pages * os.sysconf("SC_PAGE_SIZE") // 1024,
-            sys.getallocatedblocks(), _num_entries(own / "task"), _num_entries(own / "fd"), _num_children(),
-            num_bytes, self._num_killed,
+            sys.getallocatedblocks(), glibc_kib(), _num_entries(own / "task"), _num_entries(own / "fd"),
+            _num_children(), num_bytes, self._num_killed,
         ]  # fmt: skip
         self._file.write(",".join(map(str, row)) + "\n")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._file.close()
+
+
+class MallInfo(ctypes.Structure):
+    """What glibc's `mallinfo2` returns, in bytes and numbers."""
+
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
+
+
+def glibc_kib() -> int:
+    """What the program holds of glibc's allocator; 0 with another one."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    mallinfo2.restype = MallInfo
+    found = mallinfo2()
+    return int(found.uordblks + found.hblkhd) // 1024
+
+
+def touch_free_places() -> None:
+    """Writes once to the places that Python's allocator has reserved and not used yet.
+
+    A page counts as resident from its first use on, so a place that is used late looks like growth. What this maps
+    besides is returned at once.
+    """
+    for size in range(0, 480, 16):
+        _ = [bytes(size) for _ in range(20_000)]
+    _ = [(object(), float(number)) for number in range(200_000)]  # smaller than any bytes
 
 
 def _num_entries(folder: Path) -> int:
@@ -232,6 +264,8 @@ def summary(folder: Path, max_staleness: int) -> dict[str, Any]:
         "rss_slope_error": round(slopes["rss_kib"][1], 4),
         "python_blocks_slope": round(slopes["python_blocks"][0], 4),
         "python_blocks_slope_error": round(slopes["python_blocks"][1], 4),
+        "glibc_slope_kib_per_iteration": round(slopes["glibc_kib"][0], 4),
+        "glibc_slope_error": round(slopes["glibc_kib"][1], 4),
         "rss_mib_first": round(kept["rss_kib"][0] / 1024, 1), "rss_mib_last": round(kept["rss_kib"][-1] / 1024, 1),
         **{f"{name}_slope": round(slopes[name][0], 6) for name in ("threads", "open_files", "processes")},
         **{f"{name}_last": int(kept[name][-1]) for name in ("threads", "open_files", "processes")},
