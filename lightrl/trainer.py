@@ -351,7 +351,6 @@ class Trainer(RLTrainer):
         needed = sync.every_n_iterations - 1
         if control.max_staleness < needed:
             raise ValueError(
-                f"WeightSync(every_n_iterations={needed + 1}) makes trajectories up to {needed} versions old, but "
-                f"StalenessControl has max_staleness={control.max_staleness}. Increase it to {needed}, or sync more "
-                "often."
+                f"WeightSync(every_n_iterations={needed + 1}) lets the staleness reach {needed}, but StalenessControl "
+                f"has max_staleness={control.max_staleness}. Increase it to {needed}, or sync more often."
             )

@@ -236,7 +236,7 @@ REFUSED = refused(
         (
             "WeightSync(2) and max_staleness=0",
             callback(lambda: WeightSync(2)),
-            "WeightSync(every_n_iterations=2) makes trajectories up to 1 versions old, but StalenessControl has "
+            "WeightSync(every_n_iterations=2) lets the staleness reach 1, but StalenessControl has "
             "max_staleness=0. Increase it to 1, or sync more often.",
         ),
         (
