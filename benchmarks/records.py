@@ -397,12 +397,14 @@ def loss_name(loss: str) -> str:
     """As in YAML, from its name in `lag.LOSSES`."""
     kind, arguments = lag.LOSSES[loss]
 
-    def changed(weights: Any) -> dict[str, Any]:
-        values = {field.name: (getattr(weights, field.name), field.default) for field in dataclasses.fields(weights)}
+    def in_yaml(value: Any) -> Any:
+        if not dataclasses.is_dataclass(value):
+            return list(value) if isinstance(value, tuple) else value
+        values = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
-    settings = (f"`{key}: {json.dumps(value, default=changed)}`" for key, value in arguments.items())
-    return ", ".join([f"`{kind}`", *settings])
+    settings = [yaml.safe_dump({key: in_yaml(value)}, default_flow_style=True) for key, value in arguments.items()]
+    return ", ".join([f"`{kind}`", *(f"`{setting.strip()[1:-1]}`" for setting in settings)])
 
 
 def git(*words: str) -> str:
