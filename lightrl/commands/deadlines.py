@@ -59,6 +59,7 @@ WAITS = (
     Wait("this rank, to end by itself after another failed", ("strategies.rank_watch:GRACE_S",),
          names="the rank that failed"),
     Wait("the watch's threads, at the end", ends="2.5 s"),
+    Wait("gloo's threads, at the end", ("strategies.fsdp2:EXIT_S",), "the process ends"),
     Wait("a new file, on the other hosts of a shared disk", ("strategies.shared_folder:VISIBLE_WITHIN_S",),
          names="the ranks that do not see it"),
     Wait("a name's address", ends="the system's resolver: some 10 s"),

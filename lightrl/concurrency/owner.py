@@ -1,7 +1,8 @@
 """Marks of processes: who made a file or folder, and whether that process still runs.
 
 A mark is `<process id>-<start time>-<host>`: process ids are used again, and folders are shared between hosts. The
-start time is the kernel's, in clock ticks since boot, and 0 on systems without /proc.
+start time is the kernel's, in clock ticks since boot, and 0 on systems without /proc. Containers of one machine are
+hosts of their own: they may share /tmp, but not process ids.
 """
 
 from __future__ import annotations
@@ -80,4 +81,7 @@ def _started(process: int) -> int | None:
 
 
 def _host() -> str:
-    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):  # only Linux has namespaces
+        name += str(Path("/proc/self/ns/pid").readlink())
+    return f"{zlib.crc32(name.encode()):08x}"

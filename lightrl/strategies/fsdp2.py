@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     import lightning as L
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
+
+EXIT_S = 5.0  # for gloo's threads to finish when the process ends
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -349,10 +352,28 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @functools.cache
 def destroy_groups_at_exit() -> None:
-    """Groups live as long as the process, for several fits; without this, gloo's threads abort it at exit."""
+    """Groups live as long as the process, for several fits; without this, gloo's threads abort it at exit.
+
+    Such a thread drops the tensors of its last collective after the collective has ended, for which it needs the
+    interpreter's lock; Python ends a thread that still waits for it by unwinding C++ code that does not allow that.
+    """
 
     def destroy() -> None:
+        deadline = time.monotonic() + EXIT_S
+        time.sleep(0.02)  # gloo's threads get the lock
+        while _is_gloo_busy() and time.monotonic() < deadline:
+            time.sleep(0.02)
         if dist.is_initialized():
             dist.destroy_process_group()
 
     atexit.register(destroy)
+
+
+def _is_gloo_busy() -> bool:
+    """Whether a thread of gloo has work; False where the system does not show it."""
+    for file in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            name, _, fields = file.read_text().partition("(")[2].rpartition(") ")
+            if name.startswith("pt_gloo") and fields.startswith("R"):
+                return True
+    return False

@@ -151,10 +151,12 @@ def test_registered_servers_are_announced_and_leave_when_a_run_has_let_them_go(f
     assert len(set(said)) == 1
 
 
-def test_a_server_that_does_not_start_ends_the_command_with_its_last_words(fake_python, tiny_folder, tmp_path):
+@pytest.mark.parametrize("folder", [None, "servers"], ids=["", "registered"])
+def test_a_server_that_does_not_start_ends_the_command_with_its_last_words(fake_python, tiny_folder, tmp_path, folder):
     (tmp_path / "refuse").touch()
+    register = folder and tmp_path / folder
     with pytest.raises(EngineError, match=r"(?s)server 0 ended.*no GPU"):
-        serve(ModelSpec.of(str(tiny_folder)), sglang_python=str(fake_python))
+        serve(ModelSpec.of(str(tiny_folder)), sglang_python=str(fake_python), register=register)
 
 
 def is_gone(process):

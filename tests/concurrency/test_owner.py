@@ -3,6 +3,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from hosts import Hosts, why_not
+
 from lightrl.concurrency.owner import kill_owner, may_run, own_mark, remove_left_behind
 
 
@@ -23,6 +26,18 @@ def test_a_process_of_another_host_and_a_name_that_is_no_mark_may_run() -> None:
     assert may_run("1-1-00000000")
     assert may_run("yours")
     kill_owner(f"{os.getpid()}-0-00000000")  # this process goes on
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"hosts in a box: {why_not()}")
+def test_containers_of_one_name_that_share_a_folder_leave_each_other_s_files(tmp_path: Path) -> None:
+    script = "from lightrl.concurrency.owner import own_mark; print(own_mark())"
+    with Hosts(1) as hosts:
+        command = [sys.executable, "-c", script]
+        inside = hosts.popen(1, command, stdout=subprocess.PIPE, text=True)
+        file = tmp_path / f"x-{inside.communicate()[0].strip()}"
+    file.touch()
+    remove_left_behind(tmp_path, "x-*")  # its process id means nothing here
+    assert file.exists()
 
 
 def test_only_what_gone_processes_of_this_host_left_behind_is_removed(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_killed_torchrun_leaves_no_rank_and_the_run_goes_on_from_its_checkpoin
     assert len(agents) == 2
     agents[1].kill()
     _, alive = psutil.wait_procs(processes, LONGEST_S)
-    assert not alive, alive
+    assert not alive, f"{alive}\n{log(scripts)}"
     assert first.wait(LONGEST_S) != 0
 
     last = iteration(runs) + 3

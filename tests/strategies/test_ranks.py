@@ -318,3 +318,8 @@ def test_a_rank_that_is_stopped_or_killed_is_named_and_none_is_left(
     assert done.returncode == 1  # after the last rank, the one that was stopped too
     others = [other for other in range(3) if other != rank]
     assert all(f"[rank {other}, in {how.split()[-1]!r}] {message}" in done.stderr for other in others), done.stderr
+
+
+def test_processes_that_end_amid_gloo_s_clean_up_end_well(tmp_path: Path) -> None:
+    done = finished(Path(__file__).with_name("exits_run.py"), tmp_path, real=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

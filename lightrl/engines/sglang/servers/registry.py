@@ -79,7 +79,8 @@ class Announcement:
     def end(self) -> None:
         """Removes the entries at once."""
         self._ended.set()
-        self._thread.join(BEAT_S * 2)
+        if self._thread.is_alive():
+            self._thread.join(BEAT_S * 2)
         for server in self._servers:
             with contextlib.suppress(OSError):
                 self._file(server).unlink(missing_ok=True)
