@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightrl import (
     Trajectory,
     WeightSync,
 )
+from lightrl.engines import Completion
 from lightrl.trajectory import Group
 
 
@@ -102,6 +104,22 @@ def test_on_policy_nothing_runs_during_an_update(tmp_path: Path) -> None:
     assert not any(overlap.mixed)
 
 
+class InterruptedEngine(FakeEngine):
+    """Writes half of a completion, then waits for the weights of the update before the completion's iteration."""
+
+    async def generate(
+        self, token_ids: list[int], sampling: Sampling, *, session: str, n: int = 1, **options: Any
+    ) -> list[Completion]:
+        begun = replace(sampling, max_new_tokens=sampling.max_new_tokens // 2)
+        halves = await super().generate(token_ids, begun, session=session, n=n)
+        while self.weight_version < int(session.partition(":")[0]) // BATCH_SIZE:
+            await asyncio.sleep(0.001)
+        whole = []
+        for half in halves:
+            whole += await super().generate(token_ids, sampling, session=session, written=half)
+        return whole
+
+
 def test_trajectories_that_a_sync_interrupted_are_trained_on_with_both_versions(tmp_path: Path) -> None:
     overlap = Overlap()
     logged: list[float] = []
@@ -110,12 +128,13 @@ def test_trajectories_that_a_sync_interrupted_are_trained_on_with_both_versions(
         def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
             logged.append(float(trainer.callback_metrics["rollout/mixed_version_fraction"]))
 
-    engine = FakeEngine(seconds_per_token=0.01, script=lambda prompt, sampling, sample: [5] * 12)
+    engine = InterruptedEngine()
     module = TinyGRPO(sampling=Sampling(max_new_tokens=12))
     callbacks = [StalenessControl(1), overlap, Mixed()]
     make_trainer(tmp_path, engine=engine, max_steps=6, callbacks=callbacks).fit(module, datamodule=Digits())
-    assert sum(overlap.mixed) > 0
-    assert max(logged) > 0
+    num_rows = len(overlap.mixed) // 6
+    assert overlap.mixed == [0.0] * num_rows + [1.0] * (5 * num_rows)
+    assert logged == [0.0] + [1.0] * 5
     for experience in module.experiences:
         for row, mask in zip(experience.weight_versions, experience.loss_mask, strict=True):
             assert row[mask].tolist() == sorted(row[mask].tolist())
