@@ -20,7 +20,7 @@ MAX_PACKAGE_LINES = sum({
     "speed of small models": 380,
     "tokens as arrays, trajectories as bytes to reward processes": 400,
     "GPUs: attention of packed rows without a mask, devices, precision": 550,
-    "files, programs and secrets of strangers": 600,
+    "files, programs and secrets of strangers": 606,
     "one section to launch a run on any cluster": 2_200,
     "servers that join and leave a run": 409,
     "the hosts of a Ray cluster, as the local launcher uses this machine": 300,

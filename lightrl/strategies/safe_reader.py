@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -62,6 +63,11 @@ def named(file: str | Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
+    except pickle.UnpicklingError as error:
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        found = f"code to run, {code[1]}" if code else "more than plain data"
+        # torch's own text tells how to read the file all the same
+        raise ValueError(f"{str(file)!r} is not a checkpoint of lightrl: it has {found}. Use an earlier one.") from None
     except (*_DAMAGE, OSError) as error:
         raise ValueError(f"{str(file)!r} is not a checkpoint of lightrl ({error}). Use an earlier one.") from error
 
