@@ -57,4 +57,4 @@ def findings_text(findings: Iterable[Finding]) -> str:
 def totals_text(findings: Iterable[Finding]) -> str:
     verdicts = [finding.verdict for finding in findings]
     num = {name: verdicts.count(name) for name in ("ok", "warning", "fails")}
-    return f"{num['ok']} ok, {num['warning']} warnings, {num['fails']} failed"
+    return f"{num['ok']} ok, {num['warning']} warning{'s' * (num['warning'] != 1)}, {num['fails']} failed"
