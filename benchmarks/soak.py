@@ -109,6 +109,9 @@ class Watch(RLCallback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         iteration = trainer.global_step
         if iteration % self.kill_every == 0:
+            # Once the last one that was killed is back: a run ends if a sync has no server left.
+            while len(trainer.engine.pool.urls("routable")) < NUM_SERVERS and time.monotonic() < self.ends_at:
+                time.sleep(0.1)
             kill_group(trainer.engine.fleet.servers[self._num_killed % NUM_SERVERS].pid)
             self._num_killed += 1
         if time.monotonic() > self.ends_at:
