@@ -63,13 +63,17 @@ def named(file: str | Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
-    except pickle.UnpicklingError as error:
-        code = re.search(r"GLOBAL (\S+)", str(error))
-        found = f"code to run, {code[1]}" if code else "more than plain data"
-        # torch's own text tells how to read the file all the same
-        raise ValueError(f"{str(file)!r} is not a checkpoint of lightrl: it has {found}. Use an earlier one.") from None
     except (*_DAMAGE, OSError) as error:
-        raise ValueError(f"{str(file)!r} is not a checkpoint of lightrl ({error}). Use an earlier one.") from error
+        cause = _without_advice(error)
+        raise ValueError(f"{str(file)!r} is not a checkpoint of lightrl ({cause}). Use an earlier one.") from cause
+
+
+def _without_advice(error: BaseException) -> BaseException:
+    """The error, without torch's text on how to read a file that holds code all the same."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return error
+    code = re.search(r"GLOBAL (\S+)", str(error))
+    return ValueError(f"it names code to run, {code[1]}" if code else "it is damaged, or holds more than plain data")
 
 
 def load_parts(state: dict[str, Any], folder: Path, **options: Any) -> None:
@@ -81,10 +85,10 @@ def load_parts(state: dict[str, Any], folder: Path, **options: Any) -> None:
     try:
         dcp.state_dict_loader.load(state, storage_reader=SafeReader(folder), planner=_SafePlanner(), **options)
     except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise ValueError(
-            f"Checkpoint {str(folder)!r} cannot be read (rank {rank}: {cause}). Use an earlier one."
-        ) from error
+        rank, (failure, _) = next(iter(error.failures.items()))
+        cause = _without_advice(failure)
+        what = f"Checkpoint {str(folder)!r} cannot be read (rank {rank}: {cause})"
+        raise ValueError(f"{what}. Use an earlier one.") from cause
 
 
 class SafeReader(FileSystemReader):
