@@ -352,15 +352,11 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @functools.cache
 def destroy_groups_at_exit() -> None:
-    """Groups live as long as the process, for several fits; without this, gloo's threads abort it at exit.
-
-    Such a thread drops the tensors of its last collective after the collective has ended, for which it needs the
-    interpreter's lock; Python ends a thread that still waits for it by unwinding C++ code that does not allow that.
-    """
+    """Groups live as long as the process, for several fits; without this, gloo's threads abort it at exit."""
 
     def destroy() -> None:
         deadline = time.monotonic() + EXIT_S
-        time.sleep(0.02)  # gloo's threads get the lock
+        time.sleep(0.02)  # a thread that waits for the interpreter's lock, to free tensors, gets it now
         while _is_gloo_busy() and time.monotonic() < deadline:
             time.sleep(0.02)
         if dist.is_initialized():
@@ -370,10 +366,9 @@ def destroy_groups_at_exit() -> None:
 
 
 def _is_gloo_busy() -> bool:
-    """Whether a thread of gloo has work; False where the system does not show it."""
+    """Whether a thread of gloo runs; False where the system does not show it."""
     for file in Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # the thread has ended
-            name, _, fields = file.read_text().partition("(")[2].rpartition(") ")
-            if name.startswith("pt_gloo") and fields.startswith("R"):
+            if file.read_text().split()[1:3] == ["(pt_gloo_runloop)", "R"]:
                 return True
     return False
