@@ -4,7 +4,7 @@ Reading order:
     loop_thread.py   an event loop in a thread of its own, and calls into it
     wake_up.py       calls and results for event loops, from other threads
     in_thread.py     a blocking function in a thread, awaited
-    daemon_future.py  the same for a caller that blocks, with a deadline
+    daemon_future.py  the same for a caller that blocks, with a deadline; side_by_side.py: several at once
     call_within.py   user code with a deadline, which never blocks the loop
     body.py          an HTTP answer, as much of it as may be in memory
     call_all.py      every step of an end, whatever the others raise

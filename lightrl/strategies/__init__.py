@@ -3,7 +3,8 @@
 Reading order:
     single.py             one process, one device: no padding, logprobs from hidden states
     packed_attention.py   attention over a packed row, without a mask of its whole width
-    shared_prefix.py      a group's prompt goes through the model once; halves.py: two threads for a small model
+    shared_prefix.py      a group's prompt goes through the model once; bundles.py: with short completions in one row
+    halves.py             two threads for a small model
     probes.py             what a model supports, found by running it
     checkpoint.py         checkpoints of one process; how one process resumes
     checkpoint_folder.py  checkpoints of several processes; safe_reader.py: read as data, so that no code runs
@@ -17,8 +18,7 @@ Reading order:
     parallel_3d.py        Parallel3DStrategy: pipeline x data x tensor parallelism
     stages.py             this rank's part of a model; pipeline.py: schedules and what runs them
     tensor_plans.py       model families and how to split them; tensor_parallel.py: parameters split over tp
-    costs.py              what FSDP2 and 3D cost, on paper
-    empty_model.py        models without memory, filled tensor by tensor
+    costs.py              what FSDP2 and 3D cost, on paper; empty_model.py: without memory, filled tensor by tensor
     splits_models.py      SplitsModels: which strategies train an RLModule
 
 May import: errors, checks, trajectory, experience, functional, weights, models, Lightning. To add a strategy, subclass

@@ -17,6 +17,7 @@ from lightrl.experience import Experience
 from lightrl.functional import rectangles
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy
 from lightrl.models.lora import Part, exported_parameters, merge
+from lightrl.strategies.bundles import Bundle
 from lightrl.strategies.microbatches import lengths_of
 from lightrl.strategies.planned_gather import PlannedGather
 from lightrl.strategies.ranks import ProcessRanks, Ranks
@@ -125,9 +126,9 @@ class FSDP2Model(SingleModel):
         outputs = super()._outputs(experience, more)
         return tuple(getattr(outputs, field.name) for field in fields(outputs))
 
-    def _choose(self, experience: Experience) -> tuple[Form, list[SharedPrompt]]:
+    def _choose(self, experience: Experience) -> tuple[Form, list[SharedPrompt], list[Bundle]]:
         assert self.form is not None
-        return self.form, []
+        return self.form, [], []
 
     def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
         num = 0

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightrl.concurrency.daemon_future import submit
+from lightrl.concurrency.side_by_side import side_by_side
 from lightrl.experience import Experience
 from lightrl.models import Backward, LossFunction, Outputs
 
@@ -96,7 +96,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _side_by_side(first: Callable[[], _T], second: Callable[[], _T]) -> list[_T]:
-    """What both return; the second runs in a thread of its own."""
+    """What both return; each has half of the cores."""
     num_threads = torch.get_num_threads()
 
     def run(function: Callable[[], _T]) -> _T:
@@ -104,10 +104,7 @@ def _side_by_side(first: Callable[[], _T], second: Callable[[], _T]) -> list[_T]
         with torch.enable_grad():
             return function()
 
-    other = submit(lambda: run(second), name="lightrl-half")
     try:
-        result = run(first)
+        return side_by_side([lambda: run(first), lambda: run(second)], name="lightrl-half")
     finally:
-        other.exception()  # waits until it has ended
         torch.set_num_threads(num_threads)
-    return [result, other.result()]

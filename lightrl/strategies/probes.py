@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightrl.strategies.bundles import mask_of
 from lightrl.strategies.packed_attention import NotPackable, PackedRows, arguments, make_packable
 from lightrl.strategies.shared_prefix import new_cache, repeated_cache
 
@@ -67,6 +68,28 @@ def can_share_prefixes(model: PreTrainedModel) -> bool:
     repeated = repeated_cache(model, cache, torch.zeros(1, dtype=torch.int64, device=model.device))
     rest = model.base_model(input_ids=token_ids[:, 2:], past_key_values=repeated, use_cache=True).last_hidden_state
     return _is_close(rest, _hidden(model, token_ids)[:, 2:])
+
+
+@torch.no_grad()
+def can_bundle(model: PreTrainedModel) -> bool:
+    """Whether a mask decides what each token sees; of a model that `can_share_prefixes`."""
+    if not _takes(model, "position_ids") or not _takes(model, "attention_mask"):
+        return False
+    segments = torch.tensor([[0, 0, 1, 1, 2, 2]], device=model.device)
+    token_ids = _some_tokens(model, 6)
+    position_ids = torch.tensor([[0, 1, 2, 3, 2, 3]], device=model.device)
+    try:
+        output = model.base_model(
+            input_ids=token_ids,
+            position_ids=position_ids,
+            attention_mask=mask_of(segments, model.dtype),
+            use_cache=False,
+        )
+    except (RuntimeError, TypeError, ValueError):  # it takes another form of mask
+        return False
+    second = torch.cat([token_ids[:, :2], token_ids[:, 4:]], 1)
+    apart = torch.cat([_hidden(model, token_ids[:, :4]), _hidden(model, second)[:, 2:]], 1)
+    return _is_close(output.last_hidden_state, apart)
 
 
 @torch.no_grad()

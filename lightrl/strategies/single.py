@@ -33,9 +33,10 @@ from lightrl.functional import (
 from lightrl.models import Backward, LossFunction, More, Outputs, asked_of_policy, scalar_head
 from lightrl.models.lora import Part, exported_parameters, merge
 from lightrl.models.pictures import input_embeddings
+from lightrl.strategies.bundles import Bundle, bundled_hidden, bundles_cost, find_bundles
 from lightrl.strategies.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.packed_attention import PackedRows, arguments
-from lightrl.strategies.probes import can_pack, can_share_prefixes, head_is_plain
+from lightrl.strategies.probes import can_bundle, can_pack, can_share_prefixes, head_is_plain
 from lightrl.strategies.shared_prefix import SharedPrompt, find_shared_prompts, shared_prefix_hidden, sharing_costs
 from lightrl.weights import Bucket, bucketed
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 CALL_OVERHEAD_TOKENS = 256
 
 # How padding is removed; all forms give the same numbers.
-Form = Literal["rectangles", "shared_prefix", "packed"]
+Form = Literal["rectangles", "shared_prefix", "bundles", "packed"]
 
 # Rows [N], columns [N] and hidden states [N, H] of predicting positions.
 _Part = tuple[Tensor, Tensor, Tensor]
@@ -104,8 +105,14 @@ class SingleModel:
                 "product. Set critic to a checkpoint."
             )
         self.can_share_prefixes = self.head_is_plain and can_share_prefixes(model)
+        self.can_bundle = self.can_share_prefixes and can_bundle(model)
         self.can_pack = self.head_is_plain and (form == "packed" or model.device.type != "cpu") and can_pack(model)
-        is_exact = {"rectangles": True, "shared_prefix": self.can_share_prefixes, "packed": self.can_pack}
+        is_exact = {
+            "rectangles": True,
+            "shared_prefix": self.can_share_prefixes,
+            "bundles": self.can_bundle,
+            "packed": self.can_pack,
+        }
         if form is not None and not is_exact[form]:
             exact = [name for name in is_exact if is_exact[name]]
             raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")
@@ -188,9 +195,11 @@ class SingleModel:
 
     def _hidden(self, experience: Experience) -> Iterator[_Part]:
         """Rows [N], columns [N] and hidden states [N, H] of the predicting positions."""
-        form, shared = self._choose(experience)
+        form, shared, bundles = self._choose(experience)
         if form == "packed":
             yield self._packed_hidden(experience)
+        elif form == "bundles":
+            yield from bundled_hidden(self.model, experience, bundles, CALL_OVERHEAD_TOKENS)
         elif form == "shared_prefix":
             yield from shared_prefix_hidden(self.model, experience, shared, CALL_OVERHEAD_TOKENS, self._layer_input)
         else:
@@ -207,18 +216,22 @@ class SingleModel:
         pictures = experience.image_rows[rows]
         return {"inputs_embeds": input_embeddings(self.model, token_ids, experience.pixel_values, pictures)}
 
-    def _choose(self, experience: Experience) -> tuple[Form, list[SharedPrompt]]:
-        """The cheapest exact form for this microbatch, and its prompts if it is `shared_prefix`."""
-        form = self.form
-        if form is None and self.can_pack and experience.token_ids.device.type != "cpu":
-            form = "packed"
-        if form in ("packed", "rectangles") or not self.can_share_prefixes:
-            return form or "rectangles", []
+    def _choose(self, experience: Experience) -> tuple[Form, list[SharedPrompt], list[Bundle]]:
+        """The cheapest exact form for this microbatch, its prompts for `shared_prefix`, and its rows for `bundles`."""
+        if self.form is None and self.can_pack and experience.token_ids.device.type != "cpu":
+            return "packed", [], []
+        if self.form in ("packed", "rectangles") or not self.can_share_prefixes:
+            return self.form or "rectangles", [], []
+        lengths = on_host(experience.lengths).tolist()
         shared = find_shared_prompts(experience)
-        cost, plain_cost = sharing_costs(shared, on_host(experience.lengths).tolist(), CALL_OVERHEAD_TOKENS)
-        if form == "shared_prefix" or cost < plain_cost:
-            return "shared_prefix", shared
-        return "rectangles", []
+        bundles = find_bundles(shared, lengths)
+        if self.form is not None:
+            return self.form, shared, bundles
+        shared_cost, plain_cost = sharing_costs(shared, lengths, CALL_OVERHEAD_TOKENS)
+        costs: dict[Form, int] = {"rectangles": plain_cost, "shared_prefix": shared_cost}
+        if self.can_bundle and experience.pixel_values is None:
+            costs["bundles"] = bundles_cost(bundles, CALL_OVERHEAD_TOKENS)
+        return min(costs, key=lambda form: costs[form]), shared, bundles
 
     def _token_rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of similar length and their tokens, without the last column, which predicts nothing."""

@@ -7,7 +7,7 @@ import torch
 from tiny import FAMILIES, VOCABULARY, tiny_model
 from transformers import MambaConfig, MambaForCausalLM
 
-from lightrl.strategies.probes import can_pack, can_share_prefixes, head_is_plain
+from lightrl.strategies.probes import can_bundle, can_pack, can_share_prefixes, head_is_plain
 
 PLAIN = ["llama", "qwen2", "qwen3", "gpt2"]
 
@@ -30,6 +30,19 @@ def test_a_factor_on_the_logits_is_found() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefixes_are_shared_under_full_attention_only(family: str) -> None:
     assert can_share_prefixes(tiny_model(family)) == (family in PLAIN)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_a_mask_decides_what_a_token_sees_in_common_families(family: str) -> None:
+    assert can_bundle(tiny_model(family))
+    assert can_bundle(tiny_model(family, dtype=torch.bfloat16))
+
+
+def test_a_mask_that_the_model_does_not_follow_is_found() -> None:
+    model = tiny_model("qwen3")
+    forward = model.base_model.forward
+    model.base_model.forward = lambda attention_mask=None, position_ids=None, **inputs: forward(**inputs)
+    assert not can_bundle(model)
 
 
 @pytest.mark.parametrize("family", PLAIN)

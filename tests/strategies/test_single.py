@@ -30,7 +30,7 @@ from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.single import Form
 from lightrl.trajectory import Prompt, Trajectory
 
-FORMS: list[Form] = ["rectangles", "shared_prefix", "packed"]
+FORMS: list[Form] = ["rectangles", "shared_prefix", "bundles", "packed"]
 
 
 def weighted(outputs: Outputs) -> Tensor:
