@@ -220,7 +220,15 @@ def test_a_closed_event_loop_does_not_harm_the_others(qwen3_case: EngineCase) ->
 
 
 class CountingDecoder(LlamaDecoder):
-    """Notes which sequences it computed."""
+    """Notes which sequences it computed, and which threads decoded."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.threads: set[int] = set()
+
+    def _step_rows(self, *arguments: Any) -> torch.Tensor:
+        self.threads.add(threading.get_ident())
+        return super()._step_rows(*arguments)
 
     def append(self, sequences: Any, owners: Any) -> torch.Tensor:
         self.computed = [list(sequence) for sequence in sequences]
@@ -285,6 +293,40 @@ def test_logits_do_not_change_when_rows_come_and_go(make_decoder: Any) -> None:
         for row, row_logits in zip(rows, logits, strict=True):
             expected = model(torch.tensor([[*row, 9]])).logits[0, -1]
             torch.testing.assert_close(row_logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_parts_of_the_rows_decode_side_by_side_as_together(num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.engines.local.fast_decoder._MIN_ROWS_OF_PART", 2)
+    config = qwen3()
+    family = find_family(config)
+    assert family is not None
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 1], [2], [3, 3], [4, 1, 2]]
+    logits, threads = [], []
+    for max_parts in (1, num_parts):
+        decoder = CountingDecoder(config, family, dtype=torch.float32, device=torch.device("cpu"))
+        decoder.max_parts = max_parts
+        torch.manual_seed(0)
+        with torch.inference_mode():
+            for name, shape in decoder.shapes.items():
+                decoder.write(name, torch.randn(shape) / 8)
+            decoder.append(prompts, range(len(prompts)))
+            positions = torch.tensor([len(prompt) for prompt in prompts])
+            steps = [decoder.step(torch.arange(7) + num, positions + num, 5 + num) for num in range(3)]
+        logits.append(torch.stack(steps))
+        threads.append(len(decoder.threads))
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-5)
+    assert threads[0] == 1 < threads[1]
+
+
+def test_a_small_model_decodes_in_as_many_parts_as_it_has_threads() -> None:
+    engine = LocalEngine(threads=3)
+    engine.start(qwen3())
+    try:
+        assert isinstance(engine._decoder, LlamaDecoder)
+        assert engine._decoder.max_parts == 3
+    finally:
+        engine.close()
 
 
 def test_prompts_are_computed_in_chunks_of_similar_length() -> None:

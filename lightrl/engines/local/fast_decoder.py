@@ -10,6 +10,8 @@ Shapes: n rows, H query heads, K key-value heads, D head size, T tokens, V vocab
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightrl.concurrency.side_by_side import side_by_side
 from lightrl.engines.local.decoder import like_lengths, padded
 
 if TYPE_CHECKING:
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 
 _TIME_STEP = 16  # attention reads a multiple of it: fewer distinct shapes, fewer new views
 _TIME_GROWTH = 64  # tokens; the cache grows by at least that
+# Measured with 1 M parameters on 2 cores: two parts of 32 rows are 1.06 times as fast as one of 64, of 64 rows 1.37
+# times, of 256 rows 1.69 times.
+_MIN_ROWS_OF_PART = 64
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,10 @@ class LlamaDecoder:
         dtype, device: of weights and key-values.
         prefill_tokens: most tokens, with padding, in one forward over prompts.
     """
+
+    max_parts = (
+        1  # of a step's rows, decoded side by side, each in a thread; for small models, whose operations are short
+    )
 
     def __init__(
         self,
@@ -179,14 +189,32 @@ class LlamaDecoder:
         return self._logits(self._forward(torch.tensor([[*token_ids]], device=self._device), nowhere, nowhere)[0])
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        n, heads, kv_heads, size = len(token_ids), self._num_heads, self._num_kv_heads, self._head_size
-        group = heads // kv_heads
+        n = len(token_ids)
         self._reserve(n, longest)
         num_times = min(-(-longest // _TIME_STEP) * _TIME_STEP, self._keys.shape[3])
         if self._views_of != (n, num_times):
             self._make_views(n, num_times)
+        num_parts = max(1, min(self.max_parts, n // _MIN_ROWS_OF_PART))
+        if num_parts == 1:
+            return self._step_rows(slice(0, n), token_ids, positions)
+        bounds = [n * part // num_parts for part in range(num_parts + 1)]
+        parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        steps = [functools.partial(self._step_part, part, token_ids[part], positions[part]) for part in parts]
+        return torch.cat(side_by_side(steps, name="lightrl-decode-part"))
+
+    def _step_part(self, part: slice, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """`_step_rows` in a thread, for which torch keeps settings of its own."""
+        torch.set_num_threads(1)
+        with torch.inference_mode():
+            return self._step_rows(part, token_ids, positions)
+
+    def _step_rows(self, rows: slice, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """`step` for a part of the rows; `token_ids` and `positions` are theirs."""
+        n, heads, kv_heads, size = len(token_ids), self._num_heads, self._num_kv_heads, self._head_size
+        group, num_times = heads // kv_heads, self._views_of[1]
+        heads_of_rows = slice(rows.start * kv_heads, rows.stop * kv_heads)
         positions_by_head = positions.repeat_interleave(kv_heads)
-        places = self._slot_starts[: n * kv_heads] + positions_by_head
+        places = self._slot_starts[heads_of_rows] + positions_by_head
         mask = torch.zeros(n * kv_heads, 1, num_times, dtype=self._dtype, device=self._device)
         mask.masked_fill_(self._times[:num_times] > positions_by_head[:, None, None], float("-inf"))
         rotations = self._rotations[positions][:, None]
@@ -202,7 +230,7 @@ class LlamaDecoder:
             flat_keys[depth].index_copy_(0, places, qk[:, heads:].reshape(n * kv_heads, size))
             flat_values[depth].index_copy_(0, places, qkv[:, heads + kv_heads :].reshape(n * kv_heads, size))
             queries = qk[:, :heads].reshape(n * kv_heads, group, size)
-            keys, values = self._views[depth]
+            keys, values = (view[heads_of_rows] for view in self._views[depth])
             if self._is_plain_attention:
                 scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
                 mixed = torch.bmm(torch.softmax(scores, -1), values)

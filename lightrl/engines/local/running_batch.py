@@ -140,6 +140,8 @@ class RunningBatch:
         longest = max(lengths)
         token_ids = self._token_ids[slots, :longest].int().cpu().numpy()
         logprobs = self._logprobs[slots, :longest].cpu().numpy()
+        if not np.isfinite(logprobs).all():
+            raise FloatingPointError("the logits of a token are not finite")
         self._encode_supports()
         completions = []
         for place, slot in enumerate(finished):
