@@ -160,7 +160,7 @@ class TokenArray(Sequence[_Number]):
         arrays = [part if isinstance(part, TokenArray) and part.code == code else cls(part, code) for part in parts]
         if as_runs:
             return cls.of_runs([run for part in arrays for run in part.runs()], code)
-        return cls.of_stored(b"".join([part._expanded() for part in arrays]), b"", code)
+        return cls.of_stored(b"".join([part._bytes() for part in arrays]), b"", code)
 
     @classmethod
     def of_stored(cls, values: bytes | memoryview, ends: bytes, code: str) -> TokenArray[_Number]:
@@ -201,7 +201,7 @@ class TokenArray(Sequence[_Number]):
         return cast("list[_Number]", self._expanded().tolist())
 
     def __len__(self) -> int:
-        return self._run_ends()[-1] if self._ends else len(self._values) // struct.calcsize(self.code)
+        return self._run_ends()[-1] if self._ends else len(self._values) // _SIZES[self.code]
 
     @overload
     def __getitem__(self, index: int) -> _Number: ...
@@ -238,7 +238,7 @@ class TokenArray(Sequence[_Number]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy as np  # here, since reward workers do without
 
-        return np.array(np.frombuffer(self._expanded(), self.code), dtype=dtype, copy=copy)
+        return np.array(np.frombuffer(self._bytes(), self.code), dtype=dtype, copy=copy)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenArray.of_stored, (*self.stored, self.code)
@@ -247,13 +247,17 @@ class TokenArray(Sequence[_Number]):
         return memoryview(self._ends).cast("i")
 
     def _expanded(self) -> memoryview[Any]:
+        return _view(self._bytes(), self.code)
+
+    def _bytes(self) -> bytes | memoryview:
+        """Each number, in this machine's byte order."""
         if not self._ends:
-            return _view(self._values, self.code)
-        values, size, start, parts = bytes(self._values), struct.calcsize(self.code), 0, []
+            return self._values
+        values, size, start, parts = bytes(self._values), _SIZES[self.code], 0, []
         for place, end in enumerate(self._run_ends()):
             parts.append(values[place * size : (place + 1) * size] * (end - start))
             start = end
-        return _view(b"".join(parts), self.code)
+        return b"".join(parts)
 
 
 @dataclass
@@ -440,6 +444,7 @@ def sampling_seed(run_seed: int, prompt_id: str, sample: int, turn: int = 0) -> 
 
 
 _DTYPES = {"i": "int32", "f": "float32", "d": "float64", "?": "bool", "B": "uint8"}
+_SIZES = {code: struct.calcsize(code) for code in _DTYPES}
 
 
 def _packed(values: Any, code: str) -> bytes:

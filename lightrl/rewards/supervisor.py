@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.1  # how often a waiting supervising thread checks whether it was closed
 _ASYNC_GRACE_S = 1.0  # the worker cancels an overdue async call itself; it is ended only if that fails
-_MAX_BATCH = 64
+_GATHER_S = 0.001  # outcomes of a batch that come within this are handed over together
+_MAX_BATCH = 256
 _MAX_BATCH_BYTES = 1 << 20
 _MAX_RESTARTS = 3
 _RESTART_WAIT_S = 1.0
@@ -318,6 +319,8 @@ class Supervisor(Generic[Request]):
                     return False
                 if not worker.runs_together:
                     since = time.monotonic()
+                if unfinished:
+                    time.sleep(_GATHER_S)  # each wake-up costs as much as ten outcomes
             elif self._refusal is not None:
                 self._put_back(list(unfinished.values()))
                 return False

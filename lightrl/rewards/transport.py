@@ -87,7 +87,7 @@ def as_json(trajectory: Trajectory) -> bytes:
 
 def _json(value: object, prompt: Prompt) -> bytes:
     try:
-        return json.dumps(value, default=_plain, separators=(",", ":")).encode()
+        return _ENCODER.encode(value).encode()
     except (TypeError, ValueError) as error:
         raise RewardError(
             f"Prompt {prompt.id!r} or its trajectory cannot be sent to the reward process as JSON: {error}. "
@@ -104,3 +104,6 @@ def _plain(value: object) -> Any:
     if plain is value:
         raise TypeError(f"it holds {value!r:.100} ({type(value).__name__})")
     return plain
+
+
+_ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"))

@@ -8,12 +8,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from lightrl.checks.user_code import named_user_code
 from lightrl.engines.engine import Completion
+from lightrl.errors import RolloutError
 from lightrl.rollout.player import Player, checked, drawn
 from lightrl.trace import record
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
-from lightrl.workflows.own_time import OwnTime
-from lightrl.workflows.workflow import Generate, SingleTurn
+from lightrl.workflows.workflow import SingleTurn
 
 
 class GroupPlayer(Player):
@@ -93,8 +94,7 @@ class GroupPlayer(Player):
                     continue
                 record("generate", "generate", "generations", begun_ns, session=f"{seed_name}/{sample}")
                 written[seeds[samples.index(sample)]] = None if step.exception() else step.result()
-                generate = _generate_once(step, sampling, group.prompt)
-                trajectory = await self._played(group, sample, generate, OwnTime(None))  # it waits for nothing
+                trajectory = self._finished(group, sample, step, sampling)
                 if trajectory is None or not judge_now:
                     num -= 1
                     yield sample, self._begun_judging(trajectory)
@@ -105,6 +105,21 @@ class GroupPlayer(Player):
             self.tasks.give_up(step for step in waits if not step.done())
             for step in waits:  # an engine that fails tells each of them
                 _ = step.cancelled() or (step.done() and step.exception())
+
+    def _finished(
+        self, group: Group, sample: int, written: asyncio.Future[Completion], sampling: Sampling
+    ) -> Trajectory | None:
+        """The trajectory of a completion; None if it was dropped."""
+        workflow, prompt = self.workflow, group.prompt
+        assert isinstance(workflow, SingleTurn)
+        try:
+            with named_user_code(f"{type(workflow).__name__}.run", on=f"prompt {prompt.id!r}"):
+                trajectory = workflow.trajectory_of(prompt, checked(written.result(), sampling, 0, prompt))
+        except RolloutError as error:
+            self.tally.drop_failed(error, prompt)
+            return None
+        trajectory.group_id, trajectory.sample = group.id, sample
+        return trajectory
 
     def _write_group(self, prompt: Prompt, samplings: list[Sampling], session: str) -> list[asyncio.Future[Completion]]:
         """The engine's futures; if it refuses the prompt, as many with that error."""
@@ -119,12 +134,3 @@ class GroupPlayer(Player):
             for future in futures:
                 future.set_exception(error)
         return futures
-
-
-def _generate_once(written: asyncio.Future[Completion], sampling: Sampling, prompt: Prompt) -> Generate:
-    """What a workflow of one completion calls once this has been written."""
-
-    async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
-        return checked(written.result(), sampling, 0, prompt)
-
-    return generate

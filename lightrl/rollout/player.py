@@ -54,8 +54,13 @@ class Player:
         """
         own_time = OwnTime(self.workflow.own_timeout_s)
         generate = self._generate_for(group.prompt, sample, sampling, run_seed, seed_name, own_time)
-        trajectory = await self._played(group, sample, generate, own_time)
-        if trajectory is None or not judge_now:
+        try:
+            trajectory = await self._run_workflow(group.prompt, generate, own_time)
+        except (RewardError, RolloutError) as error:
+            self.tally.drop_failed(error, group.prompt)
+            return None
+        trajectory.group_id, trajectory.sample = group.id, sample
+        if not judge_now:
             return self._begun_judging(trajectory)
         return trajectory if await self._set_reward(trajectory) else None
 
@@ -113,16 +118,6 @@ class Player:
         task = self.tasks.spawn(self._set_reward(trajectory))
         self._judgings[trajectory.group_id, trajectory.sample] = task
         return task
-
-    async def _played(self, group: Group, sample: int, generate: Generate, own_time: OwnTime) -> Trajectory | None:
-        """The workflow's trajectory; None if it was dropped."""
-        try:
-            trajectory = await self._run_workflow(group.prompt, generate, own_time)
-        except (RewardError, RolloutError) as error:
-            self.tally.drop_failed(error, group.prompt)
-            return None
-        trajectory.group_id, trajectory.sample = group.id, sample
-        return trajectory
 
     async def _run_workflow(self, prompt: Prompt, generate: Generate, own_time: OwnTime) -> Trajectory:
         name = f"{type(self.workflow).__name__}.run"
@@ -198,6 +193,12 @@ def drawn(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> S
 
 
 def checked(completion: Completion, sampling: Sampling, turn: int, prompt: Prompt) -> Completion:
+    lengths = [len(values) for values in (completion.token_ids, completion.logprobs, completion.weight_versions)]
+    if len(set(lengths)) > 1:
+        raise EngineError(
+            f"The engine returned {lengths[0]} token ids, {lengths[1]} logprobs and {lengths[2]} weight versions for "
+            f"turn {turn} of prompt {prompt.id!r}. Each token needs one of each."
+        )
     if sampling.is_truncated and completion.supports is None:
         raise EngineError(
             f"The engine returned no supports, but top_p={sampling.top_p:g} and top_k={sampling.top_k} truncate its "

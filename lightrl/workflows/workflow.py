@@ -90,13 +90,16 @@ class SingleTurn(Workflow):
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         if not prompt.token_ids:
             raise RolloutError(f"Prompt {prompt.id!r} has no token ids. Render its messages first.")
-        completion = await generate(prompt.token_ids)
-        start, num_new = len(prompt.token_ids), len(completion.token_ids)
+        return self.trajectory_of(prompt, await generate(prompt.token_ids))
+
+    def trajectory_of(self, prompt: Prompt, completion: Completion) -> Trajectory:
+        """What `run` returns for this completion of a prompt that has token ids."""
+        start, num_new = len(prompt.token_ids or ()), len(completion.token_ids)
         return Trajectory(
             prompt=prompt,
             group_id=-1,
             sample=-1,
-            token_ids=TokenArray.joined([prompt.token_ids, completion.token_ids], "i"),
+            token_ids=TokenArray.joined([prompt.token_ids or (), completion.token_ids], "i"),
             loss_mask=TokenArray.of_runs([(False, start), (True, num_new)], "?"),
             behavior_logprobs=TokenArray.joined([TokenArray.of_runs([(0.0, start)], "f"), completion.logprobs], "f"),
             weight_versions=TokenArray.of_runs(
