@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.1  # how often a waiting supervising thread checks whether it was closed
 _ASYNC_GRACE_S = 1.0  # the worker cancels an overdue async call itself; it is ended only if that fails
 _GATHER_S = 0.001  # outcomes of a batch that come within this are handed over together
+_MAX_TOGETHER = 64  # calls of an async function that run at the same time
 _MAX_BATCH = 256
+_BATCH_S = 0.05  # a batch takes about as long: slow calls are shared out one by one, fast ones seldom wait for a batch
 _MAX_BATCH_BYTES = 1 << 20
 _MAX_RESTARTS = 3
 _RESTART_WAIT_S = 1.0
@@ -192,11 +194,16 @@ class Supervisor(Generic[Request]):
         try:
             worker = self._new_worker()
             deaths = num_calls = 0
-            while batch := self._take_batch():
+            most = _MAX_TOGETHER
+            while batch := self._take_batch(most):
                 if worker.is_alive():
                     deaths = 0
                     num_calls += len(batch)
+                    began_s = time.monotonic()
                     is_usable = self._run(worker, batch)
+                    if not worker.runs_together:
+                        call_s = (time.monotonic() - began_s) / len(batch)
+                        most = max(1, min(_MAX_BATCH, round(_BATCH_S / max(call_s, 1e-6))))
                     if is_usable and (self._recycle_after is None or num_calls < self._recycle_after):
                         continue
                     if is_usable:  # it works until its successor is ready
@@ -270,14 +277,14 @@ class Supervisor(Generic[Request]):
                     f"at:\n{worker.stack()}"
                 )
 
-    def _take_batch(self) -> list[_Call[Request]]:
+    def _take_batch(self, most: int) -> list[_Call[Request]]:
         """The next calls for one worker, empty when closed; a fair share, so that all workers finish together."""
         batch: list[_Call[Request]] = []
         with self._changed:
             while not batch and self._refusal is None:
                 if not self._waiting:
                     self._changed.wait()
-                share = min(-(-len(self._waiting) // self._num_workers), _MAX_BATCH)
+                share = min(-(-len(self._waiting) // self._num_workers), most)
                 num_bytes = 0
                 while self._waiting and len(batch) < share:
                     call = self._waiting[0]

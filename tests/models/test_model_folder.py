@@ -41,7 +41,7 @@ def test_a_bias_of_zero_lies_beside_the_heads_that_have_one_in_sglang(
     found, expected = (output.values for output in outputs)
     assert found is not None
     assert expected is not None
-    assert torch.equal(found, expected)
+    torch.testing.assert_close(found, expected)  # products round by where the weights lie in memory
     assert expected.any()
 
 
