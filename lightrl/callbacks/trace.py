@@ -120,7 +120,7 @@ class Trace(RLCallback):
             text += f"\nTrace: {path}, for https://ui.perfetto.dev" if path else ""
         except OSError as error:
             self._stop_writing(error)
-        trainer.print(text)
+        pl_module.print(text)  # above the progress bar, which is still there
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The iteration in which it happened is the one to look at."""
