@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 
 from tiny_run import Digits, TinyGRPO, make_trainer
 
-from lightrl import Trace
+from lightrl import LearningCurve, Trace
 from lightrl.callbacks import progress
 from lightrl.callbacks.progress import RolloutProgressBar, num_batches_of_run
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
@@ -106,6 +106,20 @@ def test_what_trace_reports_at_the_end_starts_a_line_of_its_own(
     lines = terminal.getvalue().replace("\r", "\n").replace("\x1b[A", "").splitlines()
     assert "3/3" in "".join(lines)
     assert len([line for line in lines if line.startswith("Where the time went: ")]) == 1
+
+
+def test_the_run_folder_starts_a_line_of_its_own_after_ctrl_c(terminal: Terminal, tmp_path: Path) -> None:
+    def interrupt(iteration: int) -> list[Group]:
+        if iteration == 2:
+            raise KeyboardInterrupt
+        return play(iteration)
+
+    callbacks = [RolloutMetrics(), LearningCurve(), RolloutProgressBar()]
+    trainer = PlayedTrainer(callbacks=callbacks, max_steps=4, enable_checkpointing=False, default_root_dir=tmp_path)
+    with terminal.as_stdout(), pytest.raises(SystemExit):
+        trainer.fit(PlayedModule(interrupt), batches(4))
+    lines = terminal.getvalue().replace("\r", "\n").replace("\x1b[A", "").splitlines()
+    assert [line for line in lines if "Run folder: " in line] == [f"Run folder: {tmp_path}"]
 
 
 def test_each_phase_is_drawn_when_it_begins_and_the_metrics_with_it(

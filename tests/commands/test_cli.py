@@ -1,7 +1,9 @@
 """The command from the outside: what is parsed, built, run, written and said."""
 
 import contextlib
+import inspect
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -10,12 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import ModelCheckpoint
 from parsed import parsed
 
 import lightrl
 from lightrl.commands.cli import default_loggers, without_secrets
 from lightrl.commands.config_layers import UsageError
-from lightrl.commands.console import reported
+from lightrl.commands.console import _is_of_interest, reported
 from lightrl.commands.earlier_runs import last_checkpoint
 from lightrl.commands.main import COMMANDS, main
 from lightrl.engines.sglang.servers.held_port import HeldPort
@@ -305,6 +308,15 @@ def test_lightrl_debug_shows_the_exception_itself(settings, config, monkeypatch)
 def test_a_call_without_a_command_is_answered_with_the_commands(args, message, capsys):
     assert main(args) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_checkpoint_of_an_interrupted_run_is_named_in_a_sentence():
+    words = " was raised with message: "
+    assert words in inspect.getsource(ModelCheckpoint.on_exception)  # Lightning's own text
+    text = f"An KeyboardInterrupt{words}            , saved checkpoint to runs/a.ckpt"
+    record = logging.LogRecord("lightning", logging.INFO, "", 0, text, None, None)
+    assert _is_of_interest(record)
+    assert record.getMessage() == "Saved runs/a.ckpt; --ckpt_path last continues from it."
 
 
 # ---------------------------------------------------------------------- help and start
