@@ -6,9 +6,8 @@ to the token it describes, position 0 of a logprob is 0. Logprobs are in nats.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
@@ -44,8 +43,8 @@ class Experience:
     """Trajectories as tensors. Frozen: phases add fields with `with_tensors`.
 
     The outputs of a user's own model calls are kept in `extras` under their key, read as `experience["key"]`, and
-    travel with the other fields. `split` then `concat` is the identity; rows keep the (prompt, sample) order of the
-    rollout. Pictures are stored once and shared by parts; `image_rows` says which of them a row shows.
+    travel with the other fields. Rows keep the (prompt, sample) order of the rollout. Pictures are stored once and
+    shared by parts; `image_rows` says which of them a row shows.
     """
 
     token_ids: Tensor  # int64 [B, T], 0 on the padding
@@ -195,38 +194,6 @@ class Experience:
         cut = {name: value[:, :width] for name, value in picked.items() if value.dim() >= 2 and name != "image_rows"}
         return self.with_tensors({**picked, **cut})
 
-    def split(self, sizes: Sequence[int]) -> list[Self]:
-        """Consecutive parts of these sizes."""
-        if sum(sizes) != len(self):
-            raise ValueError(f"sizes must sum to {len(self)}, the number of trajectories, got {list(sizes)}.")
-        ends = itertools.accumulate(sizes)
-        return [self.select(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
-
-    @classmethod
-    def concat(cls, parts: Sequence[Experience]) -> Experience:
-        """The trajectories of all parts, in order, padded to the longest."""
-        width = max(part.token_ids.shape[1] for part in parts)
-        supports: dict[str, Tensor] = {}
-        if any(part.supports is not None for part in parts):
-            supports = support_fields([codes for part in parts for codes in row_codes(part)])
-            parts = [replace(part, supports=None, support_starts=None, support_sizes=None) for part in parts]
-        tensors = [part.tensors() for part in _with_common_pictures(parts)]
-        names = {name for part in tensors for name in part}
-        uneven = [name for name in sorted(names) if any(name not in part for part in tensors)]
-        if uneven:
-            raise ValueError(f"All parts must have the same fields, but only some have {uneven[0]!r}.")
-        joined: dict[str, Tensor] = {}
-        for name in tensors[0]:
-            values = [part[name] for part in tensors]
-            if name == "pixel_values":
-                joined[name] = values[0]
-                continue
-            if values[0].dim() >= 2 and name != "image_rows":
-                fill = -1 if name == "weight_versions" else 0
-                values = [_widened(value, width, fill) for value in values]
-            joined[name] = torch.cat(values)
-        return cls._of({**joined, **supports})
-
     def to(self, device: torch.device | str) -> Self:
         """On this device; the host does not wait, and `on_host` of a field is what was copied."""
         place = torch.device(device)
@@ -308,33 +275,6 @@ _TABLES = ("pixel_values", "supports")  # stored once; other fields say which pa
 ON_HOST = ("supports", "support_starts", "support_sizes")  # strategies decode them there
 # The fields that the rollout fills in; model calls may read them.
 ROLLOUT_FIELDS = frozenset(_FIELD_ORDER[: _FIELD_ORDER.index("token_rewards") + 1])
-
-
-def _with_common_pictures(parts: Sequence[Experience]) -> list[Experience]:
-    """The parts with one table of pictures and `image_rows` of one width into it."""
-    shown = [part for part in parts if part.pixel_values is not None and part.image_rows is not None]
-    if not shown:
-        return list(parts)
-    tables: dict[int, Tensor] = {id(part.pixel_values): cast(Tensor, part.pixel_values) for part in shown}
-    firsts, num = {}, 0
-    for key, table in tables.items():
-        firsts[key], num = num, num + len(table)
-    pixel_values = next(iter(tables.values())) if len(tables) == 1 else torch.cat(list(tables.values()))
-    width = max(cast(Tensor, part.image_rows).shape[1] for part in shown)
-    shared = []
-    for part in parts:
-        rows = torch.full((len(part), width), -1, dtype=torch.int64, device=part.token_ids.device)
-        if part.image_rows is not None:
-            first = firsts[id(part.pixel_values)]
-            rows[:, : part.image_rows.shape[1]] = torch.where(part.image_rows >= 0, part.image_rows + first, -1)
-        shared.append(replace(part, pixel_values=pixel_values, image_rows=rows))
-    return shared
-
-
-def _widened(value: Tensor, width: int, fill: int) -> Tensor:
-    """[B, t, ...] -> [B, width, ...]."""
-    padding = (0, 0) * (value.dim() - 2) + (0, width - value.shape[1])
-    return torch.nn.functional.pad(value, padding, value=fill)
 
 
 def row_codes(experience: Experience) -> list[Tensor]:

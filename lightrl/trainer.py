@@ -192,6 +192,7 @@ class Trainer(RLTrainer):
     # ------------------------------------------------------------------ Lightning's stages
 
     def fit(self, model: L.LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Trains a module; the arguments are Lightning's."""
         is_recorded = any(hasattr(data, "recorded_groups") for data in (*args, *kwargs.values()))
         with self._checked(model, has_judge=not is_recorded):
             before, self._has_started = StateBefore(self, self.rollout_loop), False
@@ -202,14 +203,17 @@ class Trainer(RLTrainer):
                     before.give_back()
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Measures a policy on the validation prompts; the arguments are Lightning's."""
         with self._checked(model):
             return super().validate(model, *args, **kwargs)
 
     def test(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Measures a policy on the test prompts; the arguments are Lightning's."""
         with self._checked(model):
             return super().test(model, *args, **kwargs)
 
     def predict(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Plays the test prompts, judged and not trained on; the arguments are Lightning's."""
         with self._checked(model):
             return super().predict(model, *args, **kwargs)
 

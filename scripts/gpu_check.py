@@ -204,7 +204,7 @@ def section(name: str, env: dict[str, str]) -> dict[str, Any]:
         code, output = 124, (error.stdout or b"").decode(errors="replace")
     lines = [json.loads(line) for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
     tail = output.splitlines()[-1:] if code == 0 else output.splitlines()[-40:]
-    print("\n".join(tail), flush=True)
+    print(json.dumps(lines[-1]) if code == 0 and lines else "\n".join(tail), flush=True)
     result = {"passed": code == 0, "seconds": round(time.monotonic() - start, 1), "command": command, "results": lines}
     return result if code == 0 and lines else {**result, "exit_code": code, "output": tail}
 

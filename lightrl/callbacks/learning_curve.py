@@ -176,7 +176,7 @@ class LearningCurve(RLCallback):
                 log.warning(
                     "No learning curve was written to %s: %s. Free some space for the next run.", run_folder, problem
                 )
-        trainer.print("\n".join([f"Run folder: {run_folder}", *contents(run_folder)]))
+        module.print("\n".join([f"Run folder: {run_folder}", *contents(run_folder)]))  # above a bar that is still there
 
 
 def write_curves(curves: Mapping[str, Curve], path: Path) -> None:

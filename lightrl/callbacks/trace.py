@@ -120,7 +120,7 @@ class Trace(RLCallback):
             text += f"\nTrace: {path}, for https://ui.perfetto.dev" if path else ""
         except OSError as error:
             self._stop_writing(error)
-        trainer.print(text)
+        pl_module.print(text)  # above the progress bar, which is still there
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The iteration in which it happened is the one to look at."""
@@ -248,7 +248,7 @@ def memory_text(summary: dict[str, Any]) -> str:
     """Memory of this process by phase, of its models by role, and of the processes that it started."""
     peaks = [f"{phase} {_joined(kinds)}" for phase, kinds in summary["memory_peak_mib"].items()]
     roles = [f"{role} {_joined(sizes)}" for role, sizes in summary["memory_of_roles_mib"].items()]
-    lines = [f"Memory of rank 0 in MiB, the peak of each phase: {'; '.join(peaks)}"]
+    lines = ["Memory of rank 0 in MiB", f"  peak of each phase: {'; '.join(peaks)}"]
     lines += [f"  models: {'; '.join(roles)}"] if roles else []
     children = summary["memory_of_children_mib"]
     return "\n".join([*lines, *([f"  processes it started: {_joined(children)}"] if children else [])])

@@ -18,6 +18,7 @@ from lightrl.commands.areal_rules import (
     allocation,
     checkpoints,
     clip_bounds,
+    completions,
     decoupled,
     dynamic,
     for_critic,
@@ -27,6 +28,7 @@ from lightrl.commands.areal_rules import (
     normalization,
     old_group_norm,
     only,
+    other_reference,
     overlong,
     policy,
     precision,
@@ -56,6 +58,22 @@ _OWN_SCRIPT = "how processes are placed is in launch: (docs/clusters.md)"
 _NO_COPY = "prompts are text: there is nothing to copy to a GPU or to decode"
 _WANDB = "set it in the environment (WANDB_ENTITY, WANDB_API_KEY, …), or in WandbLogger's dict_kwargs"
 
+# By the type of the data: what learns from completions that are given, without rollouts, and its data.
+SUPERVISED = {
+    "sft": ("SFT", "SFTDataModule"),
+    "rw": ("RewardModel", "PreferenceDataModule"),
+    "dpo": ("DPO", "PreferenceDataModule"),
+}
+SUPERVISED_ROWS: dict[str, Rule] = {  # where they differ from the others
+    "actor.is_critic": only(True, False, else_="the class has the head that it needs"),
+    "*.mb_spec.*": left("a batch is one forward and backward: lower batch_size, raise trainer.accumulate_grad_batches"),
+    "actor.optimizer.lr_scheduler_type": to("model.lr_decay"),
+    "actor.optimizer.warmup_steps_proportion": warmup("model.warmup_steps"),
+    "ref.path": other_reference,
+    "train_dataset.path": completions,
+    "train_dataset.max_length": max_length("data.max_tokens"),
+}
+
 ROWS: dict[str, Rule] = {
     # The run
     "experiment_name": run_folder,
@@ -72,12 +90,11 @@ ROWS: dict[str, Rule] = {
     "async_training": only(True, False, else_="see callbacks.StalenessControl"),
     "enable_offload": only(False, else_="see placement: colocated of SGLangEngine"),
     "server_only": only(False, else_="use lightrl serve"),
-    "workflow": left("a class of AReaL; lightrl's are for model.workflow (docs/write-an-environment.md)"),
-    "eval_workflow": left("a class of AReaL; validation plays model.workflow"),
+    "*workflow": left("a class of AReaL; lightrl's are for model.workflow (docs/write-an-environment.md)"),
     "rollout.openai.*": left("see AgentWorkflow for model.workflow (docs/train-an-agent.md)"),
-    "beta": left("it is kl_coef of lightrl.DPO (docs/algorithms.md)"),
-    "loss_type": left("sigmoid is lightrl.DPO, ipo is lightrl.IPO (docs/algorithms.md)"),
-    "tokenizer_path": repeats("actor.path"),
+    "beta": to("model.kl_coef"),
+    "loss_type": only("sigmoid", "ipo", else_="DPO and IPO are lightrl's losses for pairs"),
+    "*tokenizer_path": repeats("actor.path"),
     "total_train_epochs": to("trainer.max_epochs"),
     "total_train_steps": to("trainer.max_steps"),
     "total_train_n_seqs": left("runs are measured in iterations: set trainer.max_steps"),
@@ -107,9 +124,7 @@ ROWS: dict[str, Rule] = {
     "rollout.request_retries": to("engine.max_retries"),
     "rollout.schedule_policy": left("SGLangEngine chooses the server of a request"),
     "rollout.check_trajectory_format": left("see docs/test-your-code.md"),
-    "rollout.tokenizer_path": repeats("actor.path"),
     "rollout.pause_grace_period": left("see interrupt of SGLangEngine"),
-    "rollout.scheduling_spec": left(_OWN_SCRIPT),
     # The policy
     "actor.path": policy,
     "actor.init_from_scratch": only(False, else_="give model.policy a config instead of a path"),
@@ -123,8 +138,7 @@ ROWS: dict[str, Rule] = {
     "actor.mb_spec.*": left("microbatches follow from model.microbatch_tokens"),
     "actor.pad_to_maximum": only(False, else_="microbatches are packed"),
     "actor.use_lora": used_by("actor.path"),
-    "actor.lora_rank": used_by("actor.path"),
-    "actor.lora_alpha": used_by("actor.path"),
+    "actor.lora_*": used_by("actor.path"),
     "actor.target_modules": used_by("actor.path"),
     "actor.peft_type": only("lora", else_="adapters are LoRA"),
     "actor.fsdp.offload_params": only(False, else_="set trainer.strategy.offload_to_cpu of FSDP2Strategy"),
@@ -142,8 +156,8 @@ ROWS: dict[str, Rule] = {
         if value in ("constant", "linear")
         else Outcome(left="model.lr_decay is constant or linear; override configure_optimizers")
     ),
-    "actor.optimizer.min_lr_ratio": only(0, else_="model.lr_decay: linear ends at 0"),
-    "actor.optimizer.warmup_steps_proportion": warmup,
+    "actor.optimizer.min_lr_ratio": only(0, else_="model.lr_decay ends at 0"),
+    "actor.optimizer.warmup_steps_proportion": warmup("model.warmup_iterations"),
     "actor.optimizer.gradient_clipping": to("trainer.gradient_clip_val"),
     "actor.optimizer.offload": only(False, else_="set trainer.strategy.offload_to_cpu of FSDP2Strategy"),
     "actor.optimizer.*": left("gradients are not scaled: lightrl trains in float32 or bfloat16"),
@@ -160,15 +174,11 @@ ROWS: dict[str, Rule] = {
     "actor.m2_threshold": left("use class_path: M2PO with second_moment_threshold"),
     "actor.use_decoupled_loss": decoupled,
     "actor.recompute_logprob": recomputed,
-    "actor.behav_imp_weight_cap": used_by("actor.use_decoupled_loss"),
-    "actor.behave_imp_weight_cap": used_by("actor.use_decoupled_loss"),
-    "actor.behave_imp_weight_mode": used_by("actor.use_decoupled_loss"),
-    "actor.rejection_sampling": left("see ImportanceWeights for model.decoupled"),
-    "actor.rejection_sampling.*": left("see cap, floor, mode, level and metric of model.decoupled (ImportanceWeights)"),
+    "actor.behav*_imp_weight_*": used_by("actor.use_decoupled_loss"),
+    "actor.rejection_sampling*": left("see cap, floor, mode, level and metric of model.decoupled (ImportanceWeights)"),
     **normalization("reward_norm"),
     **normalization("adv_norm"),
-    "actor.group_reward_norm": old_group_norm,
-    "actor.group_adv_norm": old_group_norm,
+    "actor.group_*_norm": old_group_norm,
     "actor.reward_bias": shaping("bias", 0),
     "actor.reward_scaling": shaping("scaling", 1),
     "actor.reward_clip": shaping("clip", None),
@@ -177,13 +187,11 @@ ROWS: dict[str, Rule] = {
     "actor.discount": for_critic("model.gamma"),
     "actor.gae_lambda": for_critic("model.lam"),
     "actor.overlong_reward_penalty": overlong,
-    "actor.overlong_tokens": used_by("actor.overlong_reward_penalty"),
-    "actor.overlong_penalty_factor": used_by("actor.overlong_reward_penalty"),
+    "actor.overlong_*": used_by("actor.overlong_reward_penalty"),
     "actor.mask_no_eos_with_zero": only(False, else_="truncated completions are judged by the reward like others"),
     "actor.dynamic_sampling": dynamic,
-    "actor.log_agent_stats": only(False, else_="what a reward returns beside `reward` is logged"),
-    "actor.log_agent_stats_keys": only([], else_="what a reward returns beside `reward` is logged"),
-    "actor.scheduling_spec": left(_OWN_SCRIPT),
+    "actor.log_agent_stats*": only(False, [], else_="what a reward returns beside `reward` is logged"),
+    "*.scheduling_spec": left(_OWN_SCRIPT),
     "actor.fsdp.*": left("see FSDP2Strategy"),
     "actor.megatron.*": left("see Parallel3DStrategy"),
     "actor.archon.*": left("see Parallel3DStrategy"),
@@ -194,7 +202,6 @@ ROWS: dict[str, Rule] = {
     "critic.optimizer.lr": to("model.critic.lr"),
     "critic.optimizer.weight_decay": to("model.critic.weight_decay"),
     "critic.eps_clip": to("model.value_clip"),
-    "model.*": left("use class_path: SFT or RewardModel, with their own data (docs/algorithms.md)"),
     # Servers
     "sglang.model_path": repeats("actor.path"),
     "sglang.random_seed": to("engine.seed"),
@@ -209,9 +216,9 @@ ROWS: dict[str, Rule] = {
     "valid_dataset.batch_size": to("data.validation_batch_size"),
     "train_dataset.shuffle": to("data.shuffle"),
     "valid_dataset.shuffle": only(False, else_="validation reads prompts in order; the metrics are the same"),
-    "train_dataset.max_length": max_length,
+    "train_dataset.max_length": max_length("data.max_prompt_tokens"),
     "valid_dataset.max_length": repeats("train_dataset.max_length"),
-    "*_dataset.type": only("rl", else_="other data: SFTDataModule, PreferenceDataModule (docs/bring-your-data.md)"),
+    "*_dataset.type": only("rl", *SUPERVISED, else_="lightrl has no data of this type"),
     "*_dataset.drop_last": only(True, else_="an iteration has batch_size prompts"),
     "*_dataset.pin_memory": left(_NO_COPY),
     "*_dataset.num_workers": left(_NO_COPY),
@@ -228,14 +235,12 @@ ROWS: dict[str, Rule] = {
     "stats_logger.wandb.project": used_by("stats_logger.wandb.mode"),
     "stats_logger.wandb.name": used_by("stats_logger.wandb.mode"),
     "stats_logger.wandb.*": left(_WANDB),
-    "stats_logger.swanlab.mode": only("disabled", else_="use a logger of Lightning, or SwanLab's own for it"),
-    "stats_logger.swanlab.*": left("use a logger of Lightning, or SwanLab's own for it"),
+    "stats_logger.swanlab.*": only("disabled", else_="use a logger of Lightning, or SwanLab's own for it"),
     "stats_logger.tensorboard.path": to("loggers.TensorBoardLogger.save_dir"),
     "perf_tracer": left("use the callback Trace"),
     "perf_tracer.enabled": switch("callbacks.Trace", None),
     "perf_tracer.save_interval": left("Trace writes while it runs"),
-    "perf_tracer.session_tracer.enabled": only(False, else_="the callbacks Trace and TrajectoryLog show each rollout"),
-    "perf_tracer.session_tracer.*": left("the callbacks Trace and TrajectoryLog show each rollout"),
+    "perf_tracer.session_tracer.*": only(False, else_="the callbacks Trace and TrajectoryLog show each rollout"),
     "*.experiment_name": repeats("experiment_name"),
     "*.trial_name": repeats("trial_name"),
     "*.fileroot": repeats("cluster.fileroot"),
@@ -254,10 +259,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ref.": {"actor.kl_ctl": 0.1},
     "critic.": {"actor.gae_lambda": 1.0, "critic.eps_clip": 0.5},
 }
+SUPERVISED_DEFAULTS = DEFAULTS["actor.optimizer."] | {"actor.optimizer.lr_scheduler_type": "constant"}
 
 
-def rule_of(key: str) -> Rule | None:
+def rule_of(key: str, *, is_supervised: bool = False) -> Rule | None:
     """The row of a key of AReaL; None if there is none."""
+    for pattern, rule in SUPERVISED_ROWS.items() if is_supervised else ():
+        if fnmatch.fnmatchcase(key, pattern):
+            return rule
     if key in ROWS:
         return ROWS[key]
     if key.startswith("sglang."):

@@ -103,11 +103,10 @@ def actor_backend(text: str | None, areal: Leaves) -> Outcome:
 
 
 def activation_checkpointing(value: bool | None, areal: Leaves) -> Outcome:
-    text = areal.get("allocation_mode") or areal.get("rollout.backend") or areal.get("actor.backend")
     if not value:
         return Outcome()
-    rule = allocation if "allocation_mode" in areal else rollout_backend
-    if text and "strategy.class_path" in rule(text, areal).settings:
+    rules = {"allocation_mode": allocation, "rollout.backend": rollout_backend, "actor.backend": actor_backend}
+    if any("strategy.class_path" in rule(areal[key], areal).settings for key, rule in rules.items() if key in areal):
         return Outcome({"strategy.activation_checkpointing": True})
     return Outcome(left="one process recomputes no activations; set trainer.strategy to FSDP2Strategy with it")
 
@@ -261,13 +260,16 @@ def dynamic(value: bool, areal: Leaves) -> Outcome:
     return Outcome({"callbacks.DynamicSampling.drop_zero_variance": True}, note)
 
 
-def warmup(value: float, areal: Leaves) -> Outcome:
-    steps = areal.get("total_train_steps")
-    if not value:
-        return Outcome()
-    if steps is None:
-        return Outcome(left="the data decide the number of steps: set model.warmup_iterations to this share of it")
-    return Outcome({"model.warmup_iterations": round(value * steps)})
+def warmup(setting: str) -> Rule:
+    def rule(value: float, areal: Leaves) -> Outcome:
+        steps = areal.get("total_train_steps")
+        if not value:
+            return Outcome()
+        if steps is None:
+            return Outcome(left=f"the data decide the number of steps: set {setting} to this share of it")
+        return Outcome({setting: round(value * steps)})
+
+    return rule
 
 
 def staleness(value: int, areal: Leaves) -> Outcome:
@@ -295,8 +297,18 @@ def train_data(path: str, areal: Leaves) -> Outcome:
     return Outcome({"data.train": path}, note)
 
 
-def max_length(value: int | None, areal: Leaves) -> Outcome:
-    return Outcome({} if value is None else {"data.max_prompt_tokens": value, "data.prompt_overflow": "drop"})
+def completions(path: str, areal: Leaves) -> Outcome:
+    rl = train_data(path, areal)
+    note = rl.note and "AReaL's script reads the columns: set data.prompt_column and those of the completions"
+    return Outcome({name: value for name, value in rl.settings.items() if name != "model.reward"}, note)
+
+
+def other_reference(path: str, areal: Leaves) -> Outcome:
+    return Outcome({} if path == areal.get("actor.path") else {"model.reference": path})
+
+
+def max_length(setting: str) -> Rule:
+    return lambda value, areal: Outcome({} if value is None else {setting: value, "data.prompt_overflow": "drop"})
 
 
 RHYTHMS = {"steps": "every_n_train_steps", "secs": "train_time_interval", "epochs": "every_n_epochs"}

@@ -185,7 +185,7 @@ def _layers(args: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, str
             nested: Any = _structured(value)
             for key in reversed(name[2:].split(".")):
                 nested = {key: nested}
-            yield nested, {name[2:]: " (on the command line)"}
+            yield nested, dict.fromkeys((name[2:], f"{name[2:]}.class_path"), " (on the command line)")
 
 
 def _read_config(path: str) -> tuple[dict[str, Any], dict[str, str]]:

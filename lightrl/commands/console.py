@@ -202,7 +202,10 @@ _NOTICES = ("Tip: For seamless cloud", "GPU available: ", "TPU available: ", "HP
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
-    return not record.getMessage().lstrip("💡 ").startswith(_NOTICES)
+    text = record.getMessage()
+    if " was raised with message: " in text:  # "An KeyboardInterrupt …", with 12 blanks in it
+        record.msg = f"Saved {text.partition('saved checkpoint to ')[2]}; --ckpt_path last continues from it."
+    return not text.lstrip("💡 ").startswith(_NOTICES)
 
 
 def silence_irrelevant() -> None:

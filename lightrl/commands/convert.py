@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader
 
-from lightrl.commands.areal_keys import DEFAULTS, rule_of
+from lightrl.commands.areal_keys import DEFAULTS, SUPERVISED, SUPERVISED_DEFAULTS, rule_of
 from lightrl.commands.areal_rules import Outcome, has_critic
 
 _DESCRIPTION = """\
@@ -40,12 +40,15 @@ def convert(tree: Mapping[str, Any]) -> Conversion:
     """Converts a configuration of AReaL, as YAML has it."""
     given = dict(_leaves(tree))
     given = {key: _resolved(value, given, tree, (key,)) for key, value in given.items()}
+    algorithm, data = _classes(given)
+    is_supervised = data != "PromptDataModule"
     defaults = [rows for section, rows in DEFAULTS.items() if any(key.startswith(section) for key in given)]
-    areal = {key: value for rows in defaults for key, value in rows.items()} | given
+    rows = SUPERVISED_DEFAULTS if is_supervised else {key: value for rows in defaults for key, value in rows.items()}
+    areal = rows | {_as_actor(key): value for key, value in given.items()}
     result = Conversion()
     flat: dict[str, Any] = {}
-    for key, value in areal.items():
-        rule = rule_of(key)
+    for key, value in (rows | given).items():
+        rule = rule_of(_as_actor(key), is_supervised=is_supervised)
         if rule is None:
             result.unknown.append(key)
             continue
@@ -63,8 +66,22 @@ def convert(tree: Mapping[str, Any]) -> Conversion:
         if outcome.note:
             result.notes[key] = outcome.note
         flat |= outcome.settings
-    result.settings = _nested(flat, "PPO" if has_critic(given) else "GRPO")
+    result.settings = _nested(flat, algorithm, data)
     return result
+
+
+def _classes(given: Mapping[str, Any]) -> tuple[str, str]:
+    """The names of the algorithm and of its data."""
+    kind = given.get("train_dataset.type") or ("dpo" if "beta" in given else "rl")
+    if kind in SUPERVISED:
+        algorithm, data = SUPERVISED[kind]
+        return "IPO" if given.get("loss_type") == "ipo" else algorithm, data
+    return "PPO" if has_critic(given) else "GRPO", "PromptDataModule"
+
+
+def _as_actor(key: str) -> str:
+    """SFT's section has another name, and the settings of the actor's."""
+    return f"actor.{key.removeprefix('model.')}" if key.startswith("model.") else key
 
 
 def report(result: Conversion) -> str:
@@ -151,7 +168,7 @@ def _section(name: str, tree: Any, default: Any) -> Any:
     return tree
 
 
-def _nested(flat: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
+def _nested(flat: Mapping[str, Any], algorithm: str, data_class: str) -> dict[str, Any]:
     """Our YAML from dotted settings."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
@@ -163,11 +180,11 @@ def _nested(flat: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
     trainer = tree.setdefault("trainer", {})
     model, data = tree.pop("model", {}), tree.pop("data", {})
     tree["model"] = {"class_path": algorithm, "init_args": model}
-    tree["data"] = {"class_path": "PromptDataModule", "init_args": data}
+    tree["data"] = {"class_path": data_class, "init_args": data}
     engine, strategy = tree.pop("engine", None), tree.pop("strategy", None)
     if strategy and "class_path" in strategy:
         trainer["strategy"] = _class(strategy.pop("class_path"), strategy)
-    if engine or tree.get("launch", {}).get("allocation"):
+    if data_class == "PromptDataModule" and (engine or tree.get("launch", {}).get("allocation")):
         trainer["engine"] = _class("SGLangEngine", engine)
     for section, classes in (("logger", tree.pop("loggers", {})), ("callbacks", tree.pop("callbacks", {}))):
         if classes:

@@ -203,10 +203,7 @@ def settings_of(configs: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     policy: Any = None
     settings: dict[str, Any] = {}
     for config in configs:
-        try:
-            content = Written.read(["--config", config])
-        except UsageError as error:
-            raise ValueError(f"{error} It cannot be read: pass a run's YAML file.") from error
+        content = Written.read(["--config", config])
         policy = content.section("model.init_args").get("policy", policy)
         engine = content.section("trainer").get("engine")
         if isinstance(engine, dict):

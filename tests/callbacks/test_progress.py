@@ -2,13 +2,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 from played_run import PlayedModule, PlayedTrainer, ValidatedModule, batches, groups_of
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
+
+from tiny_run import Digits, TinyGRPO, make_trainer
+
+from lightrl import LearningCurve, Trace
 from lightrl.callbacks import progress
 from lightrl.callbacks.progress import RolloutProgressBar, num_batches_of_run
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
@@ -87,6 +94,32 @@ def test_a_line_per_iteration_stays_above_the_bars_and_fits(
     lines = [line for line in frames.splitlines() if line.startswith("iteration ")]
     assert [line.split("  ")[0] for line in lines] == ["iteration 1/3", "iteration 2/3", "iteration 3/3"]
     assert all("reward=0.500" in line and len(line) <= 60 for line in lines)
+
+
+def test_what_trace_reports_at_the_end_starts_a_line_of_its_own(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    trainer = make_trainer(tmp_path, callbacks=[Trace(max_cost=1.0)], enable_progress_bar=True)
+    with terminal.as_stdout():
+        trainer.fit(TinyGRPO(), datamodule=Digits())
+    lines = terminal.getvalue().replace("\r", "\n").replace("\x1b[A", "").splitlines()
+    assert "3/3" in "".join(lines)
+    assert len([line for line in lines if line.startswith("Where the time went: ")]) == 1
+
+
+def test_the_run_folder_starts_a_line_of_its_own_after_ctrl_c(terminal: Terminal, tmp_path: Path) -> None:
+    def interrupt(iteration: int) -> list[Group]:
+        if iteration == 2:
+            raise KeyboardInterrupt
+        return play(iteration)
+
+    callbacks = [RolloutMetrics(), LearningCurve(), RolloutProgressBar()]
+    trainer = PlayedTrainer(callbacks=callbacks, max_steps=4, enable_checkpointing=False, default_root_dir=tmp_path)
+    with terminal.as_stdout(), pytest.raises(SystemExit):
+        trainer.fit(PlayedModule(interrupt), batches(4))
+    lines = terminal.getvalue().replace("\r", "\n").replace("\x1b[A", "").splitlines()
+    assert [line for line in lines if "Run folder: " in line] == [f"Run folder: {tmp_path}"]
 
 
 def test_each_phase_is_drawn_when_it_begins_and_the_metrics_with_it(

@@ -49,7 +49,7 @@ def test_a_traced_run_has_every_phase_generation_reward_and_microbatch(tmp_path:
     assert f"Look first at {first}: without it an iteration would be {summary['gain'][first]:.2f}x as fast." in printed
     assert summary["memory_peak_mib"].keys() == {"rollout", "score", "update", "sync"}
     assert all(peaks["host"] > 100 for peaks in summary["memory_peak_mib"].values())  # torch alone takes more
-    assert "Memory of rank 0 in MiB, the peak of each phase: " in printed
+    assert "Memory of rank 0 in MiB\n  peak of each phase: " in printed
     assert "models: policy parameters " in printed
 
 

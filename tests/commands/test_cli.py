@@ -1,7 +1,9 @@
 """The command from the outside: what is parsed, built, run, written and said."""
 
 import contextlib
+import inspect
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -10,12 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import ModelCheckpoint
 from parsed import parsed
 
 import lightrl
 from lightrl.commands.cli import default_loggers, without_secrets
 from lightrl.commands.config_layers import UsageError
-from lightrl.commands.console import reported
+from lightrl.commands.console import _is_of_interest, reported
 from lightrl.commands.earlier_runs import last_checkpoint
 from lightrl.commands.main import COMMANDS, main
 from lightrl.engines.sglang.servers.held_port import HeldPort
@@ -307,6 +310,15 @@ def test_a_call_without_a_command_is_answered_with_the_commands(args, message, c
     assert message in capsys.readouterr().err
 
 
+def test_the_checkpoint_of_an_interrupted_run_is_named_in_a_sentence():
+    words = " was raised with message: "
+    assert words in inspect.getsource(ModelCheckpoint.on_exception)  # Lightning's own text
+    text = f"An KeyboardInterrupt{words}            , saved checkpoint to runs/a.ckpt"
+    record = logging.LogRecord("lightning", logging.INFO, "", 0, text, None, None)
+    assert _is_of_interest(record)
+    assert record.getMessage() == "Saved runs/a.ckpt; --ckpt_path last continues from it."
+
+
 # ---------------------------------------------------------------------- help and start
 
 
@@ -324,6 +336,7 @@ def test_a_commands_help_says_what_it_does_and_lists_the_trainers_flags(capsys):
     assert "usage: lightrl validate --config run.yaml" in said
     assert "lightrl validate: evaluate a policy" in said
     assert "--trainer.max_time" in said
+    assert "<function" not in said  # the title that a method without a docstring gets
 
 
 @pytest.mark.parametrize("code", ["import lightrl", "from lightrl.commands.main import main; main(['--help'])"])

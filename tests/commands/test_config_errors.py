@@ -121,6 +121,11 @@ def test_a_wrong_value_of_a_flag_is_named_as_it_was_typed(settings, config):
         parsed("fit", "--config", config(settings), "--model.lr", "fast")
 
 
+def test_a_wrong_class_of_a_flag_is_not_looked_for_in_the_file(settings, config):
+    with pytest.raises(UsageError, match=r"^model\.class_path=GRP0 \(on the command line\): no class"):
+        parsed("fit", "--config", config(settings), "--model", "GRP0")
+
+
 @pytest.mark.parametrize(
     ("path", "class_path", "message"),
     [

@@ -106,6 +106,54 @@ def test_ppo_in_three_directions_with_areals_own_defaults(tmp_path):
     assert (run.launch.nodes, run.launch.launcher) == (2, "slurm")
 
 
+def learns_from(kind: str, section: str = "actor", **settings: Any) -> dict[str, Any]:
+    """A file of AReaL that learns from completions which are given."""
+    optimizer = {"lr": 3e-6, "warmup_steps_proportion": 0.1, "gradient_clipping": 10.0}
+    return {
+        "seed": 2,
+        "total_train_steps": 50,
+        section: {"path": "some/model", "backend": "fsdp:d4", "gradient_checkpointing": True, "optimizer": optimizer},
+        "tokenizer_path": f"${{{section}.path}}",
+        "train_dataset": {"path": "pairs", "type": kind, "batch_size": 16, "max_length": 300},
+        "valid_dataset": {"path": "others", "type": kind, "batch_size": 8},
+        **settings,
+    }
+
+
+@pytest.mark.parametrize(
+    ("areal", "algorithm", "data"),
+    [
+        pytest.param(learns_from("dpo", beta=0.3, loss_type="sigmoid"), "DPO", "PreferenceDataModule", id="dpo"),
+        pytest.param(learns_from("dpo", beta=0.3, loss_type="ipo"), "IPO", "PreferenceDataModule", id="ipo"),
+        pytest.param(learns_from("rw"), "RewardModel", "PreferenceDataModule", id="reward model"),
+        pytest.param(learns_from("sft", section="model"), "SFT", "SFTDataModule", id="sft"),
+    ],
+)
+def test_what_learns_from_given_completions_becomes_its_own_class(areal, algorithm, data, tmp_path):
+    path = tmp_path / "areal.yaml"
+    path.write_text(yaml.safe_dump(areal))
+    run = converted(path, tmp_path / "out.yaml")
+    model = run.model.init_args
+    assert (run.model.class_path.split(".")[-1], run.data.class_path.split(".")[-1]) == (algorithm, data)
+    assert (model.lr, model.warmup_steps, model.lr_decay) == (3e-6, 5, "constant")
+    assert model.get("kl_coef", 0.3) == 0.3
+    assert (run.data.init_args.train, run.data.init_args.batch_size) == ("pairs", 16)
+    assert run.trainer.engine is None
+    assert run.trainer.strategy.init_args.activation_checkpointing is True
+    result = convert(areal)
+    lists = [result.converted, list(result.left), result.unknown]
+    assert sorted(key for keys in lists for key in keys) == sorted(leaves(areal))
+    assert not result.left
+    assert not result.unknown
+
+
+def test_another_reference_of_dpo_is_kept_and_microbatches_have_no_counterpart():
+    ref = {"path": "other/model", "mb_spec": {"max_tokens_per_mb": 9}}
+    result = convert(learns_from("dpo", ref=ref))
+    assert result.settings["model"]["init_args"]["reference"] == "other/model"
+    assert "accumulate_grad_batches" in result.left["ref.mb_spec.max_tokens_per_mb"]
+
+
 @pytest.mark.slow
 def test_a_converted_file_trains_where_only_the_hub_the_gpus_and_the_sizes_are_others(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # so that what the run seeds is undone with it
@@ -138,13 +186,12 @@ def test_settings_of_other_releases_and_recipes_have_a_reason(tmp_path, capsys):
     path = tmp_path / "areal.yaml"
     path.write_text(
         "actor: {path: a}\nworkflow: areal.workflow.MathAgent\neval_workflow: areal.workflow.MathAgent\n"
-        "beta: 0.1\nloss_type: sigmoid\n"
         "rollout: {openai: {mode: inline, turn_discount: 1.0}}\ncheckpointer: {freq_secs: 3600}\n"
     )
     assert main(["convert", str(path)]) == 1
     listed = capsys.readouterr().err
-    assert "7 without a counterpart, 0 unknown" in listed
-    for key in ("workflow", "eval_workflow", "beta", "loss_type", "rollout.openai.mode", "checkpointer.freq_secs"):
+    assert "5 without a counterpart, 0 unknown" in listed
+    for key in ("workflow", "eval_workflow", "rollout.openai.mode", "checkpointer.freq_secs"):
         assert f"\n  {key} " in listed
 
 

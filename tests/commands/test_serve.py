@@ -85,7 +85,7 @@ def test_a_model_on_the_command_line_wins(tmp_path, tiny_folder):
 def test_no_model_an_unreadable_file_and_another_engine_are_refused(tmp_path):
     with pytest.raises(ValueError, match="needs a model"):
         parse([])
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(UsageError, match=r"none\.yaml does not exist\. .* has no \.yaml or \.yml file\.$"):
         parse(["--config", str(tmp_path / "none.yaml")])
     local = write(tmp_path / "local.yaml", '{"trainer": {"engine": {"class_path": "LocalEngine"}}}')
     with pytest.raises(ValueError, match=r"must be SGLangEngine, but .* has LocalEngine"):

@@ -64,8 +64,20 @@ def test_curves_of_all_runs_lie_over_each_other_and_can_be_filtered(browser: Bro
     assert browser.text(".chart output").count("·") == 1  # the last values of two runs
     browser.type("#filter", "kl")
     browser.wait("document.querySelectorAll('.chart').length === 1")
-    browser.click("#runs button:nth-child(2)")
+    assert browser.text("#runs").startswith("runs:")
+    browser.click("#runs button:nth-of-type(2)")
     browser.wait("!document.querySelector('.chart output').innerText.includes('·')")
+    assert browser.problems() == []
+
+
+def test_one_of_several_runs_is_chosen_by_a_click(browser: Browser, server: PageServer) -> None:
+    look(browser, f"{server.url}#trajectories?run=0")
+    browser.wait(f"{ROWS} === 37")
+    assert browser.text("#runs").startswith("of run:")
+    assert "version_0" in browser.text("#runs [aria-pressed=true]")
+    browser.click("#runs button:nth-of-type(2)")
+    browser.wait("document.querySelector('#runs [aria-pressed=true]').innerText.includes('version_1')")
+    browser.wait("document.querySelector('.empty')?.innerText.startsWith('No trajectories')")
     assert browser.problems() == []
 
 

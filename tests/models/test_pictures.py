@@ -117,26 +117,6 @@ def test_microbatches_in_another_order_give_the_same_gradient(form):
         assert torch.allclose(cut[name], value, atol=1e-4 * max(1.0, float(value.abs().max()))), name
 
 
-def test_split_then_concat_is_the_identity_with_pictures():
-    experience = picture_experience()
-    joined = Experience.concat(experience.split([3, 0, 4, 1]))
-    assert joined.tensors().keys() == experience.tensors().keys()
-    assert all(torch.equal(joined[name], value) for name, value in experience.tensors().items())
-
-
-def test_concat_joins_the_pictures_of_different_experiences():
-    trajectories = picture_trajectories()
-    read = pictures()
-    parts = [trajectories[:3], trajectories[3:6], trajectories[6:]]
-    made = [with_pictures(Experience.from_trajectories(part), part, read) for part in parts]
-    joined = Experience.concat(made)
-    for row, trajectory in enumerate(trajectories):
-        shown = joined.image_rows[row][joined.image_rows[row] >= 0]
-        assert len(shown) == len(trajectory.prompt.images)
-        for place, image in zip(shown, trajectory.prompt.images, strict=True):
-            assert torch.equal(joined.pixel_values[place], read.pixel_values([image])[0])
-
-
 def test_a_picture_of_several_rows_is_kept_once():
     assert len(picture_experience(group_size=5).pixel_values) == 3
 

@@ -109,12 +109,14 @@ function header(view) {
   document.getElementById("views").replaceChildren(...VIEWS.map((name) => h("a", {
     href: `#${name}?run=${state.run}`, "aria-current": (name === view || (view === "trajectory" && name === "trajectories")) && "page",
   }, name)));
-  document.getElementById("runs").replaceChildren(...state.runs.map((run) => {
-    const many = view === "curves";
+  const many = view === "curves"; // all of them lie over each other there; elsewhere there is one at a time
+  const runs = document.getElementById("runs");
+  runs.dataset.shown = many ? "many" : "one";
+  runs.replaceChildren(state.runs.length > 1 ? h("span", { class: "soft" }, many ? "runs:" : "of run:") : "", ...state.runs.map((run) => {
     const { phase, iteration, max_steps: steps } = run.status;
     const where = phase ? `${phase} · ${number(iteration)}${steps > 0 ? " / " + number(steps) : ""}` : "";
     return h("button", {
-      type: "button", class: "chip", title: run.folder, "aria-pressed": String(many ? !state.hidden.has(run.number) : run.number === state.run),
+      type: "button", class: "chip", title: `${run.folder}, click to ${many ? "hide or show" : "choose"}`, "aria-pressed": String(many ? !state.hidden.has(run.number) : run.number === state.run),
       onclick: () => {
         if (many) state.hidden.has(run.number) ? state.hidden.delete(run.number) : state.hidden.add(run.number);
         else { state.run = run.number; state.offset = 0; state.iteration = null; go(view === "trajectory" ? "trajectories" : view, { run: run.number }); }
@@ -190,7 +192,12 @@ function chart(name, lines) {
   let [low, high] = [Infinity, -Infinity];
   for (const line of lines) for (const value of line.y) { low = Math.min(low, value); high = Math.max(high, value); }
   if (low === high) { const pad = Math.abs(low) * 0.1 || 1; low -= pad; high += pad; }
-  const latest = () => { output.textContent = lines.map((line) => number(line.y.at(-1))).join("  ·  "); };
+  const tell = (start, of) => output.replaceChildren(start, ...lines.flatMap((line, index) => {
+    const value = h("span", { title: line.run.name }, number(of(line)));
+    if (lines.length > 1) value.style.color = COLORS[line.run.number % COLORS.length];
+    return index ? ["  ·  ", value] : [value];
+  }));
+  const latest = () => tell("", (line) => line.y.at(-1));
   latest();
   const draw = (at = null) => {
     const [width, height] = fit(canvas);
@@ -222,7 +229,7 @@ function chart(name, lines) {
     context.strokeStyle = soft; context.globalAlpha = 0.6;
     context.beginPath(); context.moveTo(px(x), area.y); context.lineTo(px(x), area.y + area.h); context.stroke();
     context.globalAlpha = 1;
-    output.textContent = `${number(Math.round(x))}:  ` + lines.map((line) => number(line.y[nearest(line.x, x)])).join("  ·  ");
+    tell(`${number(Math.round(x))}:  `, (line) => line.y[nearest(line.x, x)]);
   };
   canvas.addEventListener("mousemove", (event) => draw(event.offsetX));
   canvas.addEventListener("mouseleave", () => draw());
