@@ -7,15 +7,30 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
 from torch import Tensor
 
 from lightrl.weights.bucket import Bucket, bucketed
-from lightrl.weights.delta import CHUNK, PART_BYTES, ChunkDelta, bits_of, checksum, chunk, num_chunks, parts, replaced
+from lightrl.weights.delta import (
+    BLOCK_CHUNKS,
+    CHUNK,
+    PART_BYTES,
+    Bits,
+    Block,
+    bits_of,
+    checksum,
+    chunk,
+    num_chunks,
+    packed,
+    parts,
+    replaced,
+)
 from lightrl.weights.disk import write_safetensors
 from lightrl.weights.host_copy import HostCopy
 from lightrl.weights.server_form import ServerForm
 
 _THREADS = min(8, os.cpu_count() or 1)
+_Task = tuple[str, int, Bits, Tensor, torch.dtype]  # a chunk: name, number, kept bits, the trainer's tensor
 
 
 class DeltaCopy(HostCopy):
@@ -32,26 +47,40 @@ class DeltaCopy(HostCopy):
 
     def take_delta(self, bucket: Bucket, has_base: bool) -> tuple[list[bytes], Bucket]:
         """Copies a bucket; the parts of its delta, none without a base, and the copy."""
-        tasks: list[tuple[str, int, Tensor, Tensor]] = []
+        groups: list[list[_Task]] = []
+        size = width = 0  # of the last group: elements, and bytes of each
 
         def plan(name: str, kept: Tensor, tensor: Tensor) -> None:
-            flat = tensor.reshape(-1)
-            tasks.extend((name, index, kept, flat) for index in range(num_chunks(flat.numel())))
+            nonlocal size, width
+            flat, old = tensor.reshape(-1), bits_of(kept)
+            for index in range(num_chunks(flat.numel())):
+                task = (name, index, chunk(old, index), flat[index * CHUNK : (index + 1) * CHUNK], kept.dtype)
+                num = len(task[2])
+                if not groups or width != old.itemsize or size + num > BLOCK_CHUNKS * CHUNK:
+                    groups.append([])
+                    size, width = 0, old.itemsize
+                groups[-1].append(task)
+                size += num
             self.checksums[name] = []
 
-        def copied(name: str, index: int, kept: Tensor, flat: Tensor) -> tuple[ChunkDelta | None, int]:
-            source = flat[index * CHUNK : (index + 1) * CHUNK].to(dtype=kept.dtype, device="cpu")
-            old, new = chunk(bits_of(kept), index), bits_of(source)
-            if has_base:
-                return replaced(name, index, old, new), checksum(new)
-            old[:] = new
-            return None, checksum(new)
+        def copied(group: list[_Task]) -> tuple[Block | None, list[int]]:
+            changes, sums = [], []
+            for name, index, old, source, dtype in group:
+                new = bits_of(source.to(dtype=dtype, device="cpu"))
+                sums.append(checksum(new))
+                if not has_base:
+                    old[:] = new
+                elif (change := replaced(name, index, old, new)) is not None:
+                    changes.append(change)
+            return packed(changes) if changes else None, sums
 
         copy = self.add(bucket, plan)
-        results = list(self._pool.map(lambda task: copied(*task), tasks))
-        for task, (_, one) in zip(tasks, results, strict=True):
-            self.checksums[task[0]].append(one)
-        return list(parts(delta for delta, _ in results)), copy
+        blocks = []
+        for group, (block, sums) in zip(groups, self._pool.map(copied, groups), strict=True):
+            blocks.append(block)
+            for task, one in zip(group, sums, strict=True):
+                self.checksums[task[0]].append(one)
+        return list(parts(blocks)), copy
 
 
 def full_parts(copy: Bucket, part_bytes: int = PART_BYTES) -> Iterator[bytes]:
