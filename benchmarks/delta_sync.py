@@ -30,6 +30,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -384,15 +385,18 @@ class Server:
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()
-        for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    tensor = tensors.get_tensor(name)
-                    if name not in self.held:
-                        self.held[name] = torch.empty_like(tensor)
-                    self.held[name].copy_(tensor)
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # as SGLang does by default
+            list(threads.map(self._load_file, sorted(Path(body["model_path"]).glob("*.safetensors"))))
         self.version = body["weight_version"]
         return web.json_response({"success": True})
+
+    def _load_file(self, path: Path) -> None:
+        with safe_open(path, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                tensor = tensors.get_tensor(name)
+                if name not in self.held:
+                    self.held[name] = torch.empty_like(tensor)
+                self.held[name].copy_(tensor)
 
 
 def _digest(tensor: torch.Tensor) -> str:

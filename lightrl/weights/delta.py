@@ -101,11 +101,11 @@ def apply(change: Change, bits: Bits, *, backward: bool = False) -> None:
     if values.dtype != bits.dtype or (positions is None and len(values) != len(bits)):
         raise DeltaError(f"The delta of {change.name!r} is of another dtype or size.")
     if positions is None:
-        np.subtract(bits, values, out=bits) if backward else np.add(bits, values, out=bits)
+        bits += -values if backward else values
     elif len(positions):
         if positions[0] < 0 or positions[-1] >= len(bits):
             raise DeltaError(f"The delta of {change.name!r} ends at {positions[-1]}, beyond {len(bits)} elements.")
-        bits[positions] = bits[positions] - values if backward else bits[positions] + values
+        np.add.at(bits, positions, -values if backward else values)
 
 
 def packed(changes: Sequence[Change]) -> Block:
@@ -218,7 +218,7 @@ def _values(packed: bytes, num_values: int, dtype: np.dtype[Any]) -> Bits:
         folded = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
     else:
         both = np.frombuffer(packed, np.uint8, (num_values + 1) // 2, offset=1)
-        values = _PAIRS[dtype.itemsize][both].reshape(-1)[:num_values]
+        values = _PAIRS[dtype.itemsize].take(both).view(dtype)[:num_values]
         values[values == _unfolded(np.array([_LARGE], dtype))] = _unfolded(
             np.frombuffer(packed[1 + len(both) :], dtype)
         )
@@ -230,7 +230,6 @@ def _unfolded(folded: Bits) -> Bits:
     return (folded >> 1) ^ -(folded & 1)
 
 
-# By the bytes of an element: the two values of each byte of half bytes.
-_PAIRS = {
-    width: _unfolded(np.array([[byte & 15, byte >> 4] for byte in range(256)], f"u{width}")) for width in (1, 2, 4, 8)
-}
+# By the bytes of an element: the two values of each byte of half bytes, as one item.
+_HALVES = np.array([[byte & _LARGE, byte >> 4] for byte in range(256)])
+_PAIRS = {width: _unfolded(_HALVES.astype(f"u{width}")).view(f"V{2 * width}").ravel() for width in (1, 2, 4, 8)}
