@@ -30,6 +30,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,50 +55,65 @@ from lightrl.weights.delta_folder import NOTHING
 MIB = 2**20
 LINK_MB_PER_S = 100
 TOKEN = "benchmark"
+_ENDS_WITH_US = ["setpriv", "--pdeathsig", "TERM"]  # a command that the kernel ends when its parent ends
 _PORTS = {"receiver": 41000, "server": 41001}  # within the namespace, which has no other program
 
 
 class Link:
-    """A network namespace behind a veth with a rate; without root or iproute2 only the loopback."""
+    """A network namespace behind a veth with a rate; without root or iproute2 only the loopback.
+
+    The namespace belongs to a process that the kernel ends with this one, however that ends; the link goes with it.
+    """
 
     def __init__(self) -> None:
-        self.name = f"lightrl{os.getpid() % 10**6}"
         self.host = "127.0.0.1"
-        self.prefix: list[str] = []  # of a command, to run it there
+        self.prefix: list[str] = []  # of a command, to run it there until this process ends
+        self._holder: subprocess.Popen[bytes] | None = None
+        self._own_end = f"lr{os.getpid() % 10**6}"
 
     def __enter__(self) -> Link:
-        here, there = f"lr{os.getpid() % 10**6}", "eth0"
-        third, fourth = divmod(os.getpid() % 2**14, 64)  # a network of its own: a killed run leaves its link behind
+        here, there = self._own_end, "eth0"
+        third, fourth = divmod(os.getpid() % 2**14, 64)  # a network of its own: two runs may take place at a time
         network = f"10.213.{third}"
         own, other = f"{network}.{4 * fourth + 1}", f"{network}.{4 * fourth + 2}"
-        inside = ["ip", "netns", "exec", self.name]
         shape = ["root", "tbf", "rate", f"{8 * LINK_MB_PER_S}mbit", "burst", "256kb", "latency", "200ms"]
-        commands = [
-            ["ip", "netns", "add", self.name],
-            ["ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", self.name],
-            ["ip", "addr", "add", f"{own}/30", "dev", here],
-            ["ip", "link", "set", here, "up"],
-            [*inside, "ip", "addr", "add", f"{other}/30", "dev", there],
-            [*inside, "ip", "link", "set", there, "up"],
-            [*inside, "ip", "link", "set", "lo", "up"],
-            ["tc", "qdisc", "add", "dev", here, *shape],
-            [*inside, "tc", "qdisc", "add", "dev", there, *shape],
-        ]
         try:
-            for command in commands:
+            inside = self._hold()
+            for command in [
+                ["ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", inside[-1]],
+                ["ip", "addr", "add", f"{own}/30", "dev", here],
+                ["ip", "link", "set", here, "up"],
+                [*inside, "ip", "addr", "add", f"{other}/30", "dev", there],
+                [*inside, "ip", "link", "set", there, "up"],
+                [*inside, "ip", "link", "set", "lo", "up"],
+                ["tc", "qdisc", "add", "dev", here, *shape],
+                [*inside, "tc", "qdisc", "add", "dev", there, *shape],
+            ]:
                 subprocess.run(command, check=True, capture_output=True, text=True)
         except (OSError, subprocess.CalledProcessError) as error:
             reason = getattr(error, "stderr", None) or error
             print(f"No link of {LINK_MB_PER_S} MB/s, so no speedup: {reason}", file=sys.stderr)
             self.__exit__()
             return self
-        self.host, self.prefix = other, inside
+        self.host, self.prefix = other, [*inside, *_ENDS_WITH_US]
         return self
+
+    def _hold(self) -> list[str]:
+        """Starts the namespace's process; the prefix of a command in it, which ends with the process's id."""
+        self._holder = subprocess.Popen([*_ENDS_WITH_US, "unshare", "--net", "sleep", "infinity"])
+        namespace, deadline = Path(f"/proc/{self._holder.pid}/ns/net"), time.monotonic() + 10
+        while namespace.readlink() == Path("/proc/self/ns/net").readlink():
+            if self._holder.poll() is not None or time.monotonic() > deadline:
+                raise OSError("unshare made no network namespace")
+            time.sleep(0.01)
+        return ["nsenter", "--net", "--target", str(self._holder.pid)]
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):  # the link first: that of a namespace goes later, in the background
-            for command in (["ip", "link", "del", f"lr{os.getpid() % 10**6}"], ["ip", "netns", "del", self.name]):
-                subprocess.run(command, check=False, capture_output=True)
+            subprocess.run(["ip", "link", "del", self._own_end], check=False, capture_output=True)
+        if self._holder is not None:
+            self._holder.kill()
+            self._holder.wait()
 
 
 class Side:
@@ -369,15 +385,18 @@ class Server:
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()
-        for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    tensor = tensors.get_tensor(name)
-                    if name not in self.held:
-                        self.held[name] = torch.empty_like(tensor)
-                    self.held[name].copy_(tensor)
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # as SGLang does by default
+            list(threads.map(self._load_file, sorted(Path(body["model_path"]).glob("*.safetensors"))))
         self.version = body["weight_version"]
         return web.json_response({"success": True})
+
+    def _load_file(self, path: Path) -> None:
+        with safe_open(path, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                tensor = tensors.get_tensor(name)
+                if name not in self.held:
+                    self.held[name] = torch.empty_like(tensor)
+                self.held[name].copy_(tensor)
 
 
 def _digest(tensor: torch.Tensor) -> str:

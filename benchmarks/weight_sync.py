@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import functools
 import os
 import pickle
 import queue
@@ -120,20 +121,23 @@ class Sender:
         return self.answers.get(timeout=300)
 
     def send(self, way: str) -> None:
+        pass_on, writer = functools.partial(self._pass_on, way), None
         if way in ("shm_folder", "disk"):
             root, is_durable = (self.on_disk, True) if way == "disk" else (self.in_memory, False)
             folder = WeightFolder(root, Qwen3Config(tie_word_embeddings=False), keep=1, is_durable=is_durable)
-            self.ask("folder", str(folder.write(self.buckets(), 0)))
-            return
+            writer = folder.begin(0)
+            pass_on = writer.add
         with ThreadPoolExecutor(1) as thread:  # as in an engine: one bucket is sent while the next is gathered
             sending: Future[None] | None = None
             for bucket in self.buckets():
                 if sending is not None:
                     sending.result()
-                sending = thread.submit(self._pass_on, way, bucket)
+                sending = thread.submit(pass_on, bucket)
                 del bucket
             if sending is not None:
                 sending.result()
+        if writer is not None:
+            self.ask("folder", str(writer.finish()))
 
     def _pass_on(self, way: str, bucket: Bucket) -> None:
         if way == "in_process":

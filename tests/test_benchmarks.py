@@ -5,10 +5,13 @@ import importlib.util
 import json
 import logging
 import math
+import multiprocessing
 import re
 import statistics
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import forked
 import pytest
@@ -18,6 +21,7 @@ from transformers import AutoConfig, Qwen3Config
 from benchmarks import (
     async_overlap,
     async_parts,
+    delta_sync,
     gpu_update,
     growth,
     grpo_vs_trl,
@@ -314,6 +318,30 @@ def test_delta_sync_gives_the_servers_the_trainers_weights_and_sends_little(capf
         (transport, receivers) for transport in transports for receivers in (1, 2)
     }
     assert all(line["is_arithmetic"] for line in lines if line.get("measurement") == "paper")
+
+
+def test_a_killed_benchmark_leaves_neither_its_link_nor_a_process_behind():
+    def wait_on_a_link(pipe):
+        with delta_sync.Link() as link:
+            holder = link._holder and link._holder.pid
+            child = link.prefix and subprocess.Popen([*link.prefix, "sleep", "60"]).pid
+            pipe.send((link._own_end, holder, child))
+            time.sleep(60)
+
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=wait_on_a_link, args=(there,))
+    process.start()
+    link, holder, child = here.recv()
+    if not child:
+        process.kill()
+        pytest.skip("needs root and iproute2")
+    assert Path(f"/sys/class/net/{link}").exists()
+    process.kill()
+    left = [Path(f"/sys/class/net/{link}"), Path(f"/proc/{holder}/ns"), Path(f"/proc/{child}/ns")]
+    deadline = time.monotonic() + 20
+    while any(path.exists() for path in left):  # the kernel removes a namespace in the background
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.usefixtures("forked_children")

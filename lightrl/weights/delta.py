@@ -9,7 +9,8 @@ moves about one bfloat16 value in a hundred, mostly to the neighboring one; so o
 
 compressed unless that takes longer than it saves. The change is `new - old` of the bits, so a delta also leads back.
 
-A part of a delta is `[length of the header][header][bodies of its chunks]`.
+Some chunks together are a block: numpy's calls cost more than their work on a single chunk. A part of a delta is some
+blocks, each `[lengths][header][body]`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ import torch
 import xxhash
 from torch import Tensor
 
-CHUNK = 2**19  # elements: they stay in a core's cache from one step of the encoding to the next
+CHUNK = 2**19  # elements: they stay in a core's cache from one step of the comparison to the next
+BLOCK_CHUNKS = 8  # of a block, at most
 PART_BYTES = 16 * 2**20  # of a delta, about
 _ESCAPE = 255  # a gap of this or more follows as four bytes
 _DENSE_FRACTION = 0.25  # of changed elements, from which on their positions cost more than zeros
 _STORED_FRACTION = 1 / 16  # below it, gaps are nearly random: to compress them takes longer than to send them
 _LARGE, _LARGE_FRACTION = 15, 1 / 8  # changes of the bits from 15 on follow in full, if they are few
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_LENGTH = struct.Struct("<I")
+_LENGTHS = struct.Struct("<II")
 
 Bits = npt.NDArray[Any]  # unsigned integers
 
@@ -43,14 +45,20 @@ class DeltaError(ValueError):
     """A delta that does not fit: torn, of another model, or malformed."""
 
 
-class ChunkDelta(NamedTuple):
+class Change(NamedTuple):
     """The change of one chunk."""
 
     name: str  # of the tensor
     number: int  # of the chunk in its tensor
-    is_sparse: bool
-    num_changed: int
-    num_escapes: int
+    positions: npt.NDArray[np.int64] | None  # of the changed elements, ascending; None: of all
+    values: Bits  # by how much their bits changed
+
+
+class Block(NamedTuple):
+    """The changes of some chunks as they travel."""
+
+    chunks: list[tuple[str, int, int, bool]]  # name and number of each, how many values travel, and if it is sparse
+    width: int  # of an element in bytes
     body: bytes
 
 
@@ -68,92 +76,102 @@ def chunk(bits: Bits, number: int) -> Bits:
     return bits[number * CHUNK : (number + 1) * CHUNK]
 
 
-def replaced(name: str, number: int, old: Bits, new: Bits) -> ChunkDelta | None:
-    """Makes `old`, a chunk, equal to `new`; the delta between them, or None if they were equal."""
+def replaced(name: str, number: int, old: Bits, new: Bits) -> Change | None:
+    """Makes `old`, a chunk, equal to `new`; the change, or None if they were equal."""
     positions = np.flatnonzero(old != new)
     if not len(positions):
         return None
-    is_sparse = len(positions) < _DENSE_FRACTION * len(new)
-    if is_sparse:
-        values = new[positions]
-        changes = values - old[positions]
-        old[positions] = values
-        gaps = np.diff(positions, prepend=-1) - 1
-        escapes = gaps[gaps >= _ESCAPE].astype("<u4")
-        places = [np.minimum(gaps, _ESCAPE).astype(np.uint8).tobytes(), escapes.tobytes()]
-        level = 0 if len(positions) < _STORED_FRACTION * len(new) else 1
-        body, num_escapes = _packed(places, level), len(escapes)
-    else:
-        changes = new - old
+    if len(positions) >= _DENSE_FRACTION * len(new):
+        values = new - old
         old[:] = new
-        body, num_escapes = b"", 0
-    return ChunkDelta(name, number, is_sparse, len(positions), num_escapes, body + _packed_changes(changes))
+        return Change(name, number, None, values)
+    moved = new[positions]
+    values = moved - old[positions]
+    old[positions] = moved
+    return Change(name, number, positions, values)
 
 
-def apply(delta: ChunkDelta, bits: Bits, *, backward: bool = False) -> None:
+def apply(change: Change, bits: Bits, *, backward: bool = False) -> None:
     """Changes the chunk `bits` in place, from the old to the new version, or back.
 
     Raises:
-        DeltaError: if the delta does not fit.
+        DeltaError: if the change does not fit; the chunk is as it was.
     """
-    num_values = delta.num_changed if delta.is_sparse else len(bits)
-    num_gaps = delta.num_changed if delta.is_sparse else 0
-    places, values = b"", delta.body
+    positions, values = change.positions, change.values
+    if values.dtype != bits.dtype or (positions is None and len(values) != len(bits)):
+        raise DeltaError(f"The delta of {change.name!r} is of another dtype or size.")
+    if positions is None:
+        bits += -values if backward else values
+    elif len(positions):
+        if positions[0] < 0 or positions[-1] >= len(bits):
+            raise DeltaError(f"The delta of {change.name!r} ends at {positions[-1]}, beyond {len(bits)} elements.")
+        np.add.at(bits, positions, -values if backward else values)
+
+
+def packed(changes: Sequence[Change]) -> Block:
+    """At most `BLOCK_CHUNKS` changes, of elements of one size, as a block."""
+    sparse = [index * CHUNK + one.positions for index, one in enumerate(changes) if one.positions is not None]
+    gaps = np.diff(np.concatenate(sparse), prepend=-1) if sparse else np.empty(0, np.int64)
+    places = [np.minimum(gaps, _ESCAPE).astype(np.uint8).tobytes(), gaps[gaps >= _ESCAPE].astype("<u4").tobytes()]
+    body = _packed(places, 0 if len(gaps) < _STORED_FRACTION * CHUNK * len(sparse) else 1)
+    values = np.concatenate([one.values for one in changes])
+    chunks = [(one.name, one.number, len(one.values), one.positions is not None) for one in changes]
+    return Block(chunks, values.dtype.itemsize, body + _packed_values(values))
+
+
+def unpacked(block: Block) -> list[Change]:
+    """The changes of a block; raises DeltaError if it is torn."""
+    num_gaps = sum(num for _, _, num, is_sparse in block.chunks if is_sparse)
     try:
-        if delta.is_sparse:
-            unpacker = zlib.decompressobj()
-            places, values = unpacker.decompress(delta.body), unpacker.unused_data
-        changes = _changes(values, num_values, bits.dtype)
-    except (zlib.error, ValueError) as error:
-        raise DeltaError(f"The delta of {delta.name!r} is torn: {error}.") from error
-    if len(places) != num_gaps + 4 * delta.num_escapes:
-        raise DeltaError(f"The delta of {delta.name!r} is torn: it has {len(places)} bytes of positions.")
-    content = np.frombuffer(places, np.uint8)
-    if not delta.is_sparse:
-        np.subtract(bits, changes, out=bits) if backward else np.add(bits, changes, out=bits)
-        return
-    gaps = content[:num_gaps].astype(np.int64)
-    escaped = np.flatnonzero(gaps == _ESCAPE)
-    if len(escaped) != delta.num_escapes:
-        raise DeltaError(f"The delta of {delta.name!r} has {len(escaped)} long gaps instead of {delta.num_escapes}.")
-    gaps[escaped] = content[num_gaps : num_gaps + 4 * delta.num_escapes].view("<u4")
-    positions = np.cumsum(gaps + 1) - 1
-    if len(positions) and positions[-1] >= len(bits):
-        raise DeltaError(f"The delta of {delta.name!r} ends at {positions[-1]}, beyond {len(bits)} elements.")
-    bits[positions] = bits[positions] - changes if backward else bits[positions] + changes
+        unpacker = zlib.decompressobj()
+        places = np.frombuffer(unpacker.decompress(block.body), np.uint8)
+        values = _values(unpacker.unused_data, sum(num for _, _, num, _ in block.chunks), np.dtype(f"u{block.width}"))
+        gaps = places[:num_gaps].astype(np.int64)
+        gaps[gaps == _ESCAPE] = places[num_gaps:].view("<u4")
+    except (zlib.error, ValueError, TypeError) as error:
+        raise DeltaError(f"The delta is torn: {error}.") from error
+    positions = np.cumsum(gaps)
+    changes, first, start = [], 0, 0  # of a chunk's positions and values
+    for index, (name, number, num, is_sparse) in enumerate(block.chunks):
+        own = positions[first : first + num] - (index * CHUNK + 1) if is_sparse else None
+        changes.append(Change(name, number, own, values[start : start + num]))
+        first, start = first + num * is_sparse, start + num
+    return changes
 
 
-def parts(deltas: Iterable[ChunkDelta | None], part_bytes: int = PART_BYTES) -> Iterator[bytes]:
-    """The deltas as parts of about `part_bytes`; without chunks that did not change."""
-    held: list[ChunkDelta] = []
+def parts(blocks: Iterable[Block | None], part_bytes: int = PART_BYTES) -> Iterator[bytes]:
+    """The blocks as parts of about `part_bytes`; None is a block of chunks that did not change."""
+    held: list[bytes] = []
     size = 0
-    for delta in deltas:
-        if delta is None:
+    for block in blocks:
+        if block is None:
             continue
-        held.append(delta)
-        size += len(delta.body)
+        header = zlib.compress(json.dumps(block[:2], separators=(",", ":")).encode(), 1)
+        held += [_LENGTHS.pack(len(header), len(block.body)), header, block.body]
+        size += len(block.body)
         if size >= part_bytes:
-            yield _part(held)
+            yield b"".join(held)
             held, size = [], 0
     if held:
-        yield _part(held)
+        yield b"".join(held)
 
 
-def read_part(part: bytes) -> list[ChunkDelta]:
-    """The deltas of a part; raises DeltaError if it is torn."""
+def read_part(part: bytes) -> list[Block]:
+    """The blocks of a part; raises DeltaError if it is torn."""
+    blocks, start = [], 0
     try:
-        (length,) = _LENGTH.unpack_from(part)
-        header = json.loads(zlib.decompress(part[_LENGTH.size : _LENGTH.size + length]))
-        deltas, start = [], _LENGTH.size + length
-        for name, number, is_sparse, num_changed, num_escapes, num_bytes in header:
-            body = part[start : start + num_bytes]
-            deltas.append(ChunkDelta(name, number, is_sparse, num_changed, num_escapes, body))
-            start += num_bytes
+        while start < len(part):
+            header_bytes, body_bytes = _LENGTHS.unpack_from(part, start)
+            start += _LENGTHS.size + header_bytes
+            chunks, width = json.loads(zlib.decompress(part[start - header_bytes : start]))
+            body = part[start : start + body_bytes]
+            blocks.append(Block([(str(name), int(n), int(num), bool(s)) for name, n, num, s in chunks], width, body))
+            start += body_bytes
     except (struct.error, zlib.error, ValueError, TypeError) as error:
         raise DeltaError(f"The delta is torn: {error}.") from error
     if start != len(part):
         raise DeltaError(f"The delta has {len(part)} bytes instead of {start}.")
-    return deltas
+    return blocks
 
 
 def checksum(bits: Bits | bytes) -> int:
@@ -172,12 +190,6 @@ def version_digest(run: str, weight_version: int, checksums: Mapping[str, Sequen
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _part(deltas: Sequence[ChunkDelta]) -> bytes:
-    header = [[*delta[:-1], len(delta.body)] for delta in deltas]
-    packed = zlib.compress(json.dumps(header, separators=(",", ":")).encode(), 1)
-    return b"".join([_LENGTH.pack(len(packed)), packed, *(delta.body for delta in deltas)])
-
-
 def _packed(streams: Sequence[bytes], level: int = 1) -> bytes:
     """One zlib stream. Each part of it gets its own Huffman codes; matches, which rarely exist, are not sought."""
     packer = zlib.compressobj(level, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
@@ -187,10 +199,10 @@ def _packed(streams: Sequence[bytes], level: int = 1) -> bytes:
     return b"".join([*packed, packer.flush()])
 
 
-def _packed_changes(changes: Bits) -> bytes:
+def _packed_values(values: Bits) -> bytes:
     """Half a byte each if nearly all are small, which is 5 times as fast as to compress them; else compressed."""
-    width = changes.dtype.itemsize
-    folded = (changes << 1) ^ -(changes >> (8 * width - 1))  # 0, -1, 1, -2 … become 0, 1, 2, 3 …
+    width = values.dtype.itemsize
+    folded = (values << 1) ^ -(values >> (8 * width - 1))  # 0, -1, 1, -2 … become 0, 1, 2, 3 …
     large = folded[folded >= _LARGE]
     if len(large) > _LARGE_FRACTION * len(folded):  # the lowest byte of each, then the next …
         return b"P" + _packed([plane.tobytes() for plane in folded.view(np.uint8).reshape(-1, width).T])
@@ -199,15 +211,25 @@ def _packed_changes(changes: Bits) -> bytes:
     return b"H" + (halves[::2] | halves[1::2] << 4).tobytes() + large.tobytes()
 
 
-def _changes(packed: bytes, num_values: int, dtype: np.dtype[Any]) -> Bits:
-    """What `_packed_changes` packed; raises ValueError or zlib.error if it is torn."""
+def _values(packed: bytes, num_values: int, dtype: np.dtype[Any]) -> Bits:
+    """What `_packed_values` packed; raises ValueError or zlib.error if it is torn."""
     if packed[:1] == b"P":
         planes = np.frombuffer(zlib.decompress(packed[1:]), np.uint8).reshape(dtype.itemsize, num_values)
         folded = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
     else:
         both = np.frombuffer(packed, np.uint8, (num_values + 1) // 2, offset=1)
-        halves = np.empty(2 * len(both), np.uint8)
-        halves[::2], halves[1::2] = both & _LARGE, both >> 4
-        folded = halves[:num_values].astype(dtype)
-        folded[halves[:num_values] == _LARGE] = np.frombuffer(packed[1 + len(both) :], dtype)
+        values = _PAIRS[dtype.itemsize].take(both).view(dtype)[:num_values]
+        values[values == _unfolded(np.array([_LARGE], dtype))] = _unfolded(
+            np.frombuffer(packed[1 + len(both) :], dtype)
+        )
+        return values
+    return _unfolded(folded)
+
+
+def _unfolded(folded: Bits) -> Bits:
     return (folded >> 1) ^ -(folded & 1)
+
+
+# By the bytes of an element: the two values of each byte of half bytes, as one item.
+_HALVES = np.array([[byte & _LARGE, byte >> 4] for byte in range(256)])
+_PAIRS = {width: _unfolded(_HALVES.astype(f"u{width}")).view(f"V{2 * width}").ravel() for width in (1, 2, 4, 8)}

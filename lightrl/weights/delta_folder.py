@@ -30,13 +30,14 @@ import numpy as np
 from lightrl.concurrency.owner import own_prefix
 from lightrl.weights.delta import (
     Bits,
-    ChunkDelta,
+    Block,
     DeltaError,
     apply,
     checksum,
     chunk,
     num_chunks,
     read_part,
+    unpacked,
     version_digest,
 )
 from lightrl.weights.disk import INDEX_FILE
@@ -202,28 +203,29 @@ class DeltaFolder:
         sums: dict[tuple[str, int], int] = {}
         try:
             for part in parts:
-                deltas = read_part(part.read_bytes())
-                places = [(delta.name, delta.number) for delta in deltas]
+                blocks = read_part(part.read_bytes())
+                places = [(name, number) for block in blocks for name, number, _, _ in block.chunks]
                 if len(set(places)) < len(places) or not sums.keys().isdisjoint(places):
                     raise DeltaError("The delta has a chunk twice.")
-                changed = self._pool.map(lambda delta: self._changed(delta, backward=backward), deltas)
-                sums |= dict(zip(places, changed, strict=True))
+                for changed in self._pool.map(lambda block: self._changed(block, backward=backward), blocks):
+                    sums |= changed
             self._name(changing, target, sums)
         except DeltaError:
             self.clear()
             raise
 
-    def _changed(self, delta: ChunkDelta, *, backward: bool) -> int:
-        """Changes a chunk; its checksum then, while it is in the cache."""
-        bits = self._chunk_of(delta)
-        apply(delta, bits, backward=backward)
-        return checksum(bits)
-
-    def _chunk_of(self, delta: ChunkDelta) -> Bits:
-        bits = self._bits.get(delta.name)
-        if bits is None or not 0 <= delta.number < num_chunks(len(bits)):
-            raise DeltaError(f"The delta has chunk {delta.number} of {delta.name!r}, which the model does not have.")
-        return chunk(bits, delta.number)
+    def _changed(self, block: Block, *, backward: bool) -> dict[tuple[str, int], int]:
+        """Changes the chunks of a block; the checksum of each then, while it is in the cache."""
+        sums = {}
+        for change in unpacked(block):
+            name, number = change.name, change.number
+            bits = self._bits.get(name)
+            if bits is None or not 0 <= number < num_chunks(len(bits)):
+                raise DeltaError(f"The delta has chunk {number} of {name!r}, which the model does not have.")
+            own = chunk(bits, number)
+            apply(change, own, backward=backward)
+            sums[name, number] = checksum(own)
+        return sums
 
     def _name(self, folder: Path, version: Version, sums: Mapping[tuple[str, int], int] | None = None) -> None:
         """Gives the folder the version's name, if its content is that version's; `sums` are known checksums."""

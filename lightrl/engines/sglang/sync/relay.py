@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from lightrl.engines.sglang.connection import Connection
 from lightrl.errors import EngineError
 
-PROTOCOL = 2  # of the requests; trainer and receiver must agree
+PROTOCOL = 3  # of the requests; trainer and receiver must agree
 FAN_OUT = 2  # receivers that one process sends to
 _HOP = 0.9  # of the deadline is left to the next receivers of the tree, so that the one that failed is named
 
