@@ -106,7 +106,7 @@ class Loading:
                 return
             self._home.call(self._check_models([url]), self._timeouts.sync_s)
             # It has released nothing, and the others go on.
-            sync = replace(self._sync, memory=None, hold_requests=lambda: None)
+            sync = replace(self._sync, memory=None, hold_requests=None)
             clients = [self._members.clients[url]]
             report = sync.load_from_thread(self._home.loop, clients, None, weight_version=self.weight_version)
             if self.before_admit is not None:
@@ -198,6 +198,7 @@ class Loading:
         if not is_known:  # else the answer, of a busy scheduler, is needed only for the log
             await identifying
         self._writer.lend(urls)
+        await self._writer.followers.tell()  # whether they have a minimum
         if self._is_aborting or self._writer.has_minimum:
             await self._writer.hold(urls, is_aborting=True)
         self._members.is_loading = True
