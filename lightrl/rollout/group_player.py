@@ -19,6 +19,12 @@ from lightrl.workflows.workflow import Generate, SingleTurn
 class GroupPlayer(Player):
     """A Player of whole groups."""
 
+    async def open(self) -> None:
+        """Called on the event loop, before anything is played."""
+
+    async def collect(self) -> None:
+        """Called while the engine is paused: afterwards `written` is complete."""
+
     def parts(
         self,
         group: Group,
@@ -94,7 +100,8 @@ class GroupPlayer(Player):
                 record("generate", "generate", "generations", begun_ns, session=f"{seed_name}/{sample}")
                 written[seeds[samples.index(sample)]] = None if step.exception() else step.result()
                 generate = _generate_once(step, sampling, group.prompt)
-                trajectory = await self._played(group, sample, generate, OwnTime(None))  # it waits for nothing
+                interaction = self._run_workflow(group.prompt, generate, OwnTime(None))  # it waits for nothing
+                trajectory = await self._played(group, sample, interaction)
                 if trajectory is None or not judge_now:
                     num -= 1
                     yield sample, self._begun_judging(trajectory)
