@@ -130,6 +130,10 @@ def wait_until(is_true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+def wait_until_ready(controller: RolloutController) -> None:
+    wait_until(lambda: len(controller._player.pool._workers) == 2)  # type: ignore[attr-defined]
+
+
 def num_running(servers: list[FakeServerProcess]) -> int:
     return sum(len(server.stats()["written"]) for server in servers)
 
@@ -149,7 +153,7 @@ def taken_while(controller: RolloutController, fault: Callable[[], object]) -> l
     def num_running_now() -> bool:
         return num_running(servers) >= 8  # all of the iteration
 
-    wait_until(lambda: len(controller._player.pool._workers) == 2)  # type: ignore[attr-defined]
+    wait_until_ready(controller)
     groups = controller.take(0, on_wait=on_wait)
     assert not faults
     return groups
@@ -178,7 +182,9 @@ def test_two_workers_give_the_trajectories_of_none(make: Make, judges_later: boo
 
 
 def test_all_workers_play_and_a_drop_keeps_its_reason(make: Make) -> None:
-    groups = iterations(make(2, Two()), 2)
+    controller = make(2, Two())
+    wait_until_ready(controller)
+    groups = iterations(controller, 2)
     played = {item.metrics["process"] for group in groups for item in group.trajectories}
     assert played == {worker.pid for worker in workers_of()}
     assert [len(item.turns) for group in groups for item in group.trajectories] == [1] * 16
@@ -198,7 +204,7 @@ def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(make: Make, is_kil
     controller.commit()
     for version in (1, 2, 3, 4):
         if is_killed and version == 2:
-            wait_until(lambda: len(controller._player.pool._workers) == 2)  # type: ignore[attr-defined]
+            wait_until_ready(controller)
             killing = threading.Timer(0.01, workers_of()[0].kill)
             killing.start()
         load(controller, version)  # amid what the window has admitted
