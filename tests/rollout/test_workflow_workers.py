@@ -289,6 +289,19 @@ def test_a_server_that_dies_is_left_and_comes_back(make: Make, servers: list[Fak
     assert servers[1].stats()["requests"]["/generate"] > 0
 
 
+def test_a_server_that_leaves_amid_an_iteration_is_drained(make: Make, servers: list[FakeServerProcess]) -> None:
+    expected = make(0).take(0)
+    controller = make(2)
+    engine: Any = controller.engine
+    num_before = [server.stats()["requests"]["/generate"] for server in servers]
+    groups = taken_while(controller, lambda: engine._loading.let_go(servers[1].url))
+    assert groups == expected
+    assert list(engine.pool.servers) == [servers[0].url]
+    num_moved = [server.stats()["requests"]["/generate"] - num for server, num in zip(servers, num_before, strict=True)]
+    assert num_moved[0] > 4  # those of the other one went on here
+    assert num_running(servers) == 0
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 

@@ -117,7 +117,7 @@ class Loading:
         """From a thread: drains a server that leaves and forgets it, between two loads."""
         with self.lock:
             if url in self._members.clients:
-                self._home.call(self._members.drain(url), self._timeouts.request_s * 2)
+                self._home.call(self._let_go(url), self._timeouts.request_s * 2)
 
     def proofs(self) -> dict[str, Proof]:
         """How the weights of each routable server were checked."""
@@ -188,6 +188,11 @@ class Loading:
         for name, tensor in bucket.tensors.items():  # the ranks that wrote the others have checked them
             if not torch.isfinite(tensor).all():
                 raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
+
+    async def _let_go(self, url: str) -> None:
+        self._members.pool.drain(url)
+        await self._writer.followers.tell()  # and learn which requests they have there
+        await self._members.drain(url)
 
     async def _begin(self) -> tuple[list[str], dict[str, str]]:
         """The servers that take part, and why the others do not."""
