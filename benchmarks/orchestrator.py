@@ -12,6 +12,8 @@ Rows of the table:
     bare          a semaphore, one task per request, post, json.loads
     engine        SGLangEngine.generate in as many tasks
     controller    the whole path to judged groups
+    workers_N     the same with `workflow_workers=N`: the time is rank 0's, and `worker_ms_per_request` that of the
+                  workers, all together; `--workers 1,2` has a row for each
     routing       which of many servers a request goes to (ServerPool), a part of the engine's time
 
 `at_most_...` is what a processor core that does nothing else can take in, from these milliseconds: the event loop is
@@ -30,11 +32,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
+import psutil
 import torch
 from aiohttp import web
 from transformers import Qwen3Config
@@ -139,6 +142,7 @@ class Setting:
     in_flight: int
     num_requests: int
     sampling: Sampling
+    workers: int = 0
 
 
 def bare_loop(setting: Setting) -> None:
@@ -198,11 +202,13 @@ def engine_alone(setting: Setting) -> Callable[[], None]:
 
 
 def controller_run(setting: Setting) -> None:
+    from benchmarks import orchestrator  # not `__main__`, which a worker cannot import
+
     num_groups = setting.num_requests // GROUP_SIZE
     with started_engine(setting) as engine:
         controller = RolloutController(
             engine,
-            SingleTurn(NoText()),  # type: ignore[arg-type]
+            SingleTurn(orchestrator.NoText()),  # type: ignore[arg-type]
             Judged(),  # type: ignore[arg-type]
             RolloutSettings(
                 group_size=GROUP_SIZE,
@@ -210,29 +216,47 @@ def controller_run(setting: Setting) -> None:
                 total_groups=num_groups,
                 max_staleness=1,
                 max_concurrent=max(1, setting.in_flight // GROUP_SIZE),
+                workflow_workers=setting.workers,
             ),
             sampling=setting.sampling,
             prompts=Prompts(),  # type: ignore[arg-type]
         )
         try:
-            with stopwatch():
+            workers = ready_workers(setting.workers)
+            with stopwatch(workers):
                 groups = controller.take(0)
         finally:
             controller.close()
     assert sum(len(group.trajectories) for group in groups) == num_groups * GROUP_SIZE
 
 
+def ready_workers(num: int) -> list[psutil.Process]:
+    """The workers of this process, once all of them have imported everything and wait."""
+    while True:
+        children = psutil.Process().children(recursive=True) if num else []
+        workers = [child for child in children if "lightrl.rollout.workflow_worker" in " ".join(child.cmdline()[:4])]
+        before = [sum(worker.cpu_times()[:2]) for worker in workers]
+        time.sleep(1.0 if num else 0.0)
+        if len(workers) == num and all(
+            sum(worker.cpu_times()[:2]) - was < 0.1 for worker, was in zip(workers, before, strict=True)
+        ):
+            return workers
+
+
 class _Stopwatch:
     processor_s = 0.0
+    workers_s = 0.0  # processor time of these
     wall_s = 0.0
 
 
 @contextmanager
-def stopwatch() -> Iterator[None]:
+def stopwatch(workers: Sequence[psutil.Process] = ()) -> Iterator[None]:
     processor, wall = time.process_time(), time.perf_counter()
+    workers_s = sum(sum(worker.cpu_times()[:2]) for worker in workers)
     yield
     _Stopwatch.processor_s = time.process_time() - processor
     _Stopwatch.wall_s = time.perf_counter() - wall
+    _Stopwatch.workers_s = sum(sum(worker.cpu_times()[:2]) for worker in workers) - workers_s
 
 
 def measure(name: str, setting: Setting, servers: list[Server], report: Report) -> float:
@@ -245,7 +269,7 @@ def measure(name: str, setting: Setting, servers: list[Server], report: Report) 
         elif name == "engine":
             engine_alone(setting)()
         else:
-            controller_run(setting)
+            controller_run(dataclasses.replace(setting, workers=int(name.partition("_")[2] or 0)))
     per_request_ms = 1e3 * _Stopwatch.processor_s / setting.num_requests
     fakes = [server.stats() for server in servers]
     busy = (sum(stats["processor_s"] for stats in fakes) - fakes_before) / (len(servers) * _Stopwatch.wall_s)
@@ -259,6 +283,7 @@ def measure(name: str, setting: Setting, servers: list[Server], report: Report) 
         at_most_tokens_per_s=round(1e3 / per_request_ms * setting.sampling.max_new_tokens),
         at_most_mb_per_s=round(len(canned_answer(setting.sampling.max_new_tokens, "0")) / per_request_ms / 1e3, 1),
         wall_s=round(_Stopwatch.wall_s, 2),
+        worker_ms_per_request=round(1e3 * _Stopwatch.workers_s / setting.num_requests, 3),
         fakes_busy_fraction=round(busy, 3),
         peak_kib_per_request=round(held_kib, 1),
         **memory.values(),
@@ -280,12 +305,18 @@ def measure_routing(report: Report, num_servers: int, num_requests: int) -> None
     report.add("routing", servers=num_servers, processor_ms_per_request=round(per_request_ms, 4))
 
 
+def contenders_of(workers: str) -> list[str]:
+    return ["bare", "engine", "controller", *(f"workers_{num}" for num in workers.split(",") if num)]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny numbers, as a smoke test")
     parser.add_argument("--in-flight", default="100,1000,4096")
     parser.add_argument("--requests", type=int, default=4096, help="per measurement")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=400, help="requests/s that the fakes answer")
+    parser.add_argument("--workers", default="", help="numbers of workflow workers, such as 1,2")
     parser.add_argument("--serve", nargs=2, metavar=("DELAY_S", "TOKENS"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     hard = raise_open_files()
@@ -299,19 +330,21 @@ def main(argv: list[str] | None = None) -> None:
     summary: dict[str, Any] = {}
     for level in levels:
         # The sleep grows with the number in flight, so the request rate and the load of the fakes stay the same.
-        servers = [Server(0.05 if options.quick else max(0.5, level / 400), num_tokens) for _ in range(NUM_SERVERS)]
+        servers = [
+            Server(0.05 if options.quick else max(0.5, level / options.rate), num_tokens) for _ in range(NUM_SERVERS)
+        ]
         try:
             urls = [server.start().url for server in servers]
             setting = Setting(urls, level, max(requests, level), Sampling(max_new_tokens=num_tokens))
             contenders = {
                 name: functools.partial(measure, name, setting, servers, report)
-                for name in ("bare", "engine", "controller")
+                for name in contenders_of(options.workers)
             }
             times_ms = interleaved(contenders, repeats=repeats)
         finally:
             for server in servers:
                 server.stop()
-        for name in ("engine", "controller"):
+        for name in contenders_of(options.workers)[1:]:
             summary[f"{name}_ratio_{level}"] = median_ratio(times_ms[name], times_ms["bare"])["ratio"]
         summary[f"controller_ms_{level}"] = round(statistics.median(times_ms["controller"]), 3)
     for num_servers in (8, 128, 1024):

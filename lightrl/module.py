@@ -65,6 +65,7 @@ class RLModule(L.LightningModule):
         reward_model_coef: factor on that score.
         workflow: makes the Workflow from the tokenizer; one completion per prompt if None. In YAML a Workflow's
             class_path and init_args, without its tokenizer.
+        workflow_workers: processes of rank 0's host that run the workflow, with SGLang servers; 0 runs it in rank 0.
         group_size: G, trajectories of each prompt.
         sampling: how training rollouts are sampled. Stop tokens of model and tokenizer are added.
         validation_sampling: how validation rollouts are sampled; greedy with the same limits if None.
@@ -111,6 +112,7 @@ class RLModule(L.LightningModule):
         reward_model: str | ModelSpec | Role | None = None,
         reward_model_coef: float = 1.0,
         workflow: Callable[[PreTrainedTokenizerBase], Workflow] | None = None,
+        workflow_workers: int = 0,
         group_size: int = 8,
         sampling: Sampling | None = None,
         validation_sampling: Sampling | None = None,
@@ -144,7 +146,7 @@ class RLModule(L.LightningModule):
             reward_memory_mib=reward_memory_mib,
             reward_recycle_after=reward_recycle_after,
         )
-        check_bounds(0, warmup_iterations=warmup_iterations)
+        check_bounds(0, warmup_iterations=warmup_iterations, workflow_workers=workflow_workers)
         check_bounds(0, 1, max_failed_fraction=max_failed_fraction)
         check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
         if not reward_timeout_s > 0:
@@ -171,6 +173,7 @@ class RLModule(L.LightningModule):
         self.reward_model_role = None if reward_model is None else Role.of(reward_model).with_scalar_head()
         self.reward_model_coef = reward_model_coef
         self.workflow = workflow
+        self.workflow_workers = workflow_workers
         self.group_size = group_size
         self.sampling = sampling or Sampling()
         if self.sampling.temperature == 0:

@@ -28,26 +28,29 @@ class GuardedProcesses:
         *,
         environment: Mapping[str, str],
         secret_files: Mapping[str, str],
-        log_file: str,
+        log_file: str | None,
         grace_s: float,
         folder: str,
+        pass_fds: Collection[int] = (),
     ) -> None:
         """Starts a command, in place of the one that had this name and has ended.
 
         Args:
             environment: beside that of this process.
             secret_files: variable → the file that holds its value.
-            log_file: its output is appended there.
+            log_file: its output is appended there; None leaves it where this process's goes.
             grace_s: from SIGTERM to SIGKILL, if `ask_to_end` never comes.
             folder: to start it in.
+            pass_fds: descriptors that it gets under the same numbers.
 
         Raises:
             OSError: if a file or the folder is not there.
         """
-        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+        if log_file is not None:
+            Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         guard = [sys.executable, "-I", parent_guard.__file__, str(os.getpid()), str(grace_s), f"{log_file}.none"]
         secrets = {variable: Path(file).read_text().strip() for variable, file in secret_files.items()}
-        with Path(log_file).open("ab") as log:
+        with contextlib.nullcontext() if log_file is None else Path(log_file).open("ab") as log:
             self.guards[name] = subprocess.Popen(
                 [*guard, *command],
                 stdin=subprocess.PIPE,
@@ -56,6 +59,7 @@ class GuardedProcesses:
                 start_new_session=True,
                 cwd=folder,
                 env={**os.environ, **environment, **secrets},
+                pass_fds=pass_fds,
             )
 
     def codes(self) -> dict[str, int | None]:

@@ -8,7 +8,8 @@ The guard ends the command when the pipe closes (the parent closed it, exited, o
 is gone (a forked child may still hold the pipe open), and on SIGTERM. SIGTERM comes first, with GRACE_S seconds to obey
 it, or as many as the parent wrote into the pipe before it closed it; then SIGKILL, also for processes that left the
 command's group: Linux gives them to the guard when their parents die. If the guard itself is killed, Linux kills the
-command. The exit code is the command's, 128 + n for signal n. The file REMOVE is deleted at the end.
+command. The exit code is the command's, 128 + n for signal n. The file REMOVE is deleted at the end. Descriptors that
+the parent passes to the guard (`pass_fds`) are the command's too.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def main() -> int:
     seconds = float(grace_s)
     try:
         process = started = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent, close_fds=False
         )
         wait_for_parent(int(parent) or os.getppid(), 0, until=lambda: started.poll() is not None)
         seconds = _grace_in(0, seconds)

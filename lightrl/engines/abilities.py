@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from lightrl.engines.engine import Completion
 from lightrl.models.lora import AdapterShape
@@ -76,6 +76,69 @@ class ContinuesCompletions(Protocol):
         Called while the engine is paused; the completions continue when it is resumed.
         """
         ...
+
+
+@runtime_checkable
+class LeadsFollowers(Protocol):
+    """Serves requests of other processes too, which follow this one: it controls the servers, they send requests."""
+
+    def leader(self, num_followers: int) -> Leader:
+        """What these processes need of the engine; called after `start`."""
+        ...
+
+
+class Leader(Protocol):
+    """The engine's side of its followers; on the controller's event loop."""
+
+    @property
+    def follower(self) -> Follower:
+        """To be pickled, and opened in each process."""
+        ...
+
+    def lead(self, followers: Followers | None) -> None:
+        """From now on these send the requests, and no one else; None ends that."""
+        ...
+
+    def news(self) -> Any:
+        """What followers must know now, to be pickled: the servers, and whether requests may begin."""
+        ...
+
+    def note(self, states: Sequence[Any]) -> None:
+        """The latest `Follower.state` of each."""
+        ...
+
+    def hear(self, kind: str, url: str, reason: str) -> None:
+        """What a follower reports of a server."""
+        ...
+
+
+class Followers(Protocol):
+    """All followers, as their leader reaches them."""
+
+    async def tell(self) -> None:
+        """Returns when each has the leader's news, and its state was noted, or it has ended."""
+        ...
+
+    def post(self) -> None:
+        """Sends the leader's news without waiting."""
+        ...
+
+
+class Follower(ContinuesCompletions, Protocol):
+    """An engine in another process, with requests of its own; on an event loop of that process."""
+
+    async def open(self, report: Callable[[str, str, str], object]) -> None:
+        """First; what it reports of servers goes to `Leader.hear`."""
+        ...
+
+    def follow(self, news: Any) -> None: ...
+
+    @property
+    def state(self) -> Any:
+        """For `Leader.note`."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 @runtime_checkable

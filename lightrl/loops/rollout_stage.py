@@ -31,6 +31,7 @@ from lightrl.module import RLModule
 from lightrl.rewards import FailureLog, Judge, make_judge
 from lightrl.rollout import RecordedRollout, Rollout, RolloutController, RolloutSettings
 from lightrl.rollout.rl_trainer import RLTrainer
+from lightrl.rollout.workflow_pool import check_workers
 from lightrl.strategies import LogprobSettings, Ranks, check_strategy, parallel_model, ranks_of
 from lightrl.strategies.halves import SMALL_MODEL_PARAMETERS
 
@@ -69,6 +70,8 @@ class RolloutStage:
                 f"accumulate_grad_batches must be 1 with an RLModule, got {self.trainer.accumulate_grad_batches}: "
                 "microbatches are cut by tokens. Set model.microbatch_tokens instead."
             )
+        if module.workflow_workers:
+            check_workers(self.trainer.engine or LocalEngine(), module.workflow_workers)
         check_callbacks(getattr(self.trainer, "callbacks", ()))
 
     def start_judge(self, module: RLModule) -> None:
@@ -144,7 +147,11 @@ class RolloutStage:
     def _open_live(self, module: RLModule, graph: DataFlowGraph, is_fit: bool) -> Rollout:
         """The controller, or on several ranks rank 0's as all of them see it."""
         trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
-        settings = RolloutSettings(group_size=module.group_size, max_failed_fraction=module.max_failed_fraction)
+        settings = RolloutSettings(
+            group_size=module.group_size,
+            max_failed_fraction=module.max_failed_fraction,
+            workflow_workers=module.workflow_workers,
+        )
         prompts = None
         if is_fit:
             prompts = prompt_source(

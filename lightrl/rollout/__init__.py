@@ -7,6 +7,7 @@ Reading order:
     controller.py     keeps groups in flight and hands over batches
       group_book.py   decides what starts and what may be trained on; group_runs.py  starts and reports it
       player.py       plays and judges one trajectory; group_player.py  those of a group in one request
+      pooled_player.py  plays it in another process: workflow_pool.py  has them, workflow_worker.py  is one
       waits.py        what the main thread waits for
       tasks.py        the first error of a task ends the run
       wave.py         requests that the engine admits in a fixed order

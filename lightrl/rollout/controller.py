@@ -25,8 +25,8 @@ from lightrl.errors import RolloutError
 from lightrl.rewards import Judge
 from lightrl.rollout.drop_tally import Drop
 from lightrl.rollout.group_book import Batch, GroupBook
-from lightrl.rollout.group_player import GroupPlayer
 from lightrl.rollout.group_runs import GroupRuns
+from lightrl.rollout.pooled_player import make_player
 from lightrl.rollout.prompt_cursor import PromptCursor, Prompts
 from lightrl.rollout.prompts_ahead import PromptsAhead
 from lightrl.rollout.protocol import OnWait
@@ -84,7 +84,7 @@ class RolloutController:
         self._book = GroupBook(settings)
         self._cursor = PromptCursor(prompts, settings.curriculum)
         self._tasks = Tasks()
-        self._player = GroupPlayer(engine, workflow, judge, self._book.tally, self._tasks)
+        self._player = make_player(engine, workflow, self._tasks, judge, self._book.tally, settings, replays)
         self._wave = Wave(engine)
         self._ahead = PromptsAhead(self._cursor, self._tasks, self._pump)
         self._runs = GroupRuns(
@@ -115,6 +115,7 @@ class RolloutController:
         self._thread.start()
         if isinstance(engine, LivesOnLoop):
             self._thread.call(engine.attach())
+        self._thread.call(self._player.open())
 
     # ------------------------------------------------------------------ from the main thread
 

@@ -20,6 +20,12 @@ from lightrl.workflows.workflow import SingleTurn
 class GroupPlayer(Player):
     """A Player of whole groups."""
 
+    async def open(self) -> None:
+        """Called on the event loop, before anything is played."""
+
+    async def collect(self) -> None:
+        """Called while the engine is paused: afterwards `written` is complete."""
+
     def parts(
         self,
         group: Group,

@@ -25,99 +25,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Player:
-    """Belongs to the controller's event loop. A failure drops the trajectory; only an EngineError is raised."""
+class Interactions:
+    """Runs of a workflow, in which an engine generates. Belongs to one event loop."""
 
     engine: RolloutEngine  # has been started
     workflow: Workflow
-    judge: Judge  # has been started
-    tally: DropTally  # counts what is dropped
     tasks: Tasks
     pace: Pace | None = None  # repeats the versions of a recorded run
     written: Written = field(default_factory=Written, init=False)
-    _judgings: dict[tuple[int, int], asyncio.Task[bool]] = field(default_factory=dict, init=False)  # by group, sample
 
-    async def play(
-        self, group: Group, sample: int, sampling: Sampling, run_seed: int, seed_name: str, *, judge_now: bool = True
-    ) -> Trajectory | None:
-        """One interaction of the workflow with the engine, judged; None if it was dropped.
-
-        Waits for workflow and judge, without a deadline of its own. A cancellation by `Tasks.give_up` passes through.
-
-        Args:
-            sampling: of every turn; the seed is set here.
-            run_seed, seed_name: with sample and turn they fix every draw.
-            judge_now: False begins to judge, but leaves the waiting to `wait_for_rewards`.
-
-        Raises:
-            EngineError: from the engine.
-        """
+    async def interact(
+        self, prompt: Prompt, sample: int, sampling: Sampling, run_seed: int, seed_name: str
+    ) -> Trajectory:
+        """One run of the workflow, not judged; a RolloutError or RewardError drops it, an EngineError ends the run."""
         own_time = OwnTime(self.workflow.own_timeout_s)
-        generate = self._generate_for(group.prompt, sample, sampling, run_seed, seed_name, own_time)
-        try:
-            trajectory = await self._run_workflow(group.prompt, generate, own_time)
-        except (RewardError, RolloutError) as error:
-            self.tally.drop_failed(error, group.prompt)
-            return None
-        trajectory.group_id, trajectory.sample = group.id, sample
-        if not judge_now:
-            return self._begun_judging(trajectory)
-        return trajectory if await self._set_reward(trajectory) else None
-
-    async def wait_for_rewards(self, groups: Sequence[Group], on_judged: Callable[[], None]) -> None:
-        """Waits until all rewards of these groups are set, or for the first error; begins those that have not begun.
-
-        A trajectory whose reward failed is removed from its group.
-
-        Args:
-            groups: each trajectory's `group_id` is its group's.
-            on_judged: called for each trajectory.
-
-        Raises:
-            RolloutError: if too many failed.
-        """
-        tasks: dict[tuple[int, int], asyncio.Task[bool]] = {}
-        for item in (item for group in groups for item in group.trajectories):
-            key = (item.group_id, item.sample)
-            if item.reward is not None:
-                self._judgings.pop(key, None)
-                on_judged()
-                continue
-            tasks[key] = self._judgings.get(key) or self._begin_judging(item)
-            tasks[key].add_done_callback(lambda task: on_judged())
-        if not tasks:
-            return
-        done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()  # raises what it raised
-        for key, task in tasks.items():
-            self._judgings.pop(key, None)
-            self.tally.count_trajectory(is_failed=not task.result())
-        self.tally.begin_iteration()
-        for group in groups:
-            group.trajectories = [item for item in group.trajectories if item.reward is not None]
-
-    async def _set_reward(self, trajectory: Trajectory) -> bool:
-        """Sets the reward; False if the trajectory was dropped. The judge keeps its own deadline."""
-        try:
-            judge = type(self.judge).__name__
-            with span("reward", "reward", "rewards"), named_user_code(f"{judge}.score", error_type=RewardError):
-                judgment = await self.judge.score(trajectory)
-        except (RewardError, RolloutError) as error:
-            self.tally.drop_failed(error, trajectory.prompt)
-            return False
-        judgment.apply_to(trajectory)
-        return True
-
-    def _begun_judging(self, trajectory: Trajectory | None) -> Trajectory | None:
-        if trajectory is not None:
-            self._begin_judging(trajectory)
-        return trajectory
-
-    def _begin_judging(self, trajectory: Trajectory) -> asyncio.Task[bool]:
-        task = self.tasks.spawn(self._set_reward(trajectory))
-        self._judgings[trajectory.group_id, trajectory.sample] = task
-        return task
+        generate = self._generate_for(prompt, sample, sampling, run_seed, seed_name, own_time)
+        return await self._run_workflow(prompt, generate, own_time)
 
     async def _run_workflow(self, prompt: Prompt, generate: Generate, own_time: OwnTime) -> Trajectory:
         name = f"{type(self.workflow).__name__}.run"
@@ -184,6 +107,95 @@ class Player:
             of_request["written"] = written
         completions = await self.engine.generate(token_ids, sampling, **of_request)
         return completions[0]
+
+
+@dataclass(eq=False)
+class Player(Interactions):
+    """Belongs to the controller's event loop. A failure drops the trajectory; only an EngineError is raised."""
+
+    judge: Judge = field(kw_only=True)  # has been started
+    tally: DropTally = field(kw_only=True)  # counts what is dropped
+    _judgings: dict[tuple[int, int], asyncio.Task[bool]] = field(default_factory=dict, init=False)  # by group, sample
+
+    async def play(
+        self, group: Group, sample: int, sampling: Sampling, run_seed: int, seed_name: str, *, judge_now: bool = True
+    ) -> Trajectory | None:
+        """One interaction of the workflow with the engine, judged; None if it was dropped.
+
+        Waits for workflow and judge, without a deadline of its own. A cancellation by `Tasks.give_up` passes through.
+
+        Args:
+            sampling: of every turn; the seed is set here.
+            run_seed, seed_name: with sample and turn they fix every draw.
+            judge_now: False begins to judge, but leaves the waiting to `wait_for_rewards`.
+
+        Raises:
+            EngineError: from the engine.
+        """
+        try:
+            trajectory = await self.interact(group.prompt, sample, sampling, run_seed, seed_name)
+        except (RewardError, RolloutError) as error:
+            self.tally.drop_failed(error, group.prompt)
+            return None
+        trajectory.group_id, trajectory.sample = group.id, sample
+        if not judge_now:
+            return self._begun_judging(trajectory)
+        return trajectory if await self._set_reward(trajectory) else None
+
+    async def wait_for_rewards(self, groups: Sequence[Group], on_judged: Callable[[], None]) -> None:
+        """Waits until all rewards of these groups are set, or for the first error; begins those that have not begun.
+
+        A trajectory whose reward failed is removed from its group.
+
+        Args:
+            groups: each trajectory's `group_id` is its group's.
+            on_judged: called for each trajectory.
+
+        Raises:
+            RolloutError: if too many failed.
+        """
+        tasks: dict[tuple[int, int], asyncio.Task[bool]] = {}
+        for item in (item for group in groups for item in group.trajectories):
+            key = (item.group_id, item.sample)
+            if item.reward is not None:
+                self._judgings.pop(key, None)
+                on_judged()
+                continue
+            tasks[key] = self._judgings.get(key) or self._begin_judging(item)
+            tasks[key].add_done_callback(lambda task: on_judged())
+        if not tasks:
+            return
+        done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()  # raises what it raised
+        for key, task in tasks.items():
+            self._judgings.pop(key, None)
+            self.tally.count_trajectory(is_failed=not task.result())
+        self.tally.begin_iteration()
+        for group in groups:
+            group.trajectories = [item for item in group.trajectories if item.reward is not None]
+
+    async def _set_reward(self, trajectory: Trajectory) -> bool:
+        """Sets the reward; False if the trajectory was dropped. The judge keeps its own deadline."""
+        try:
+            judge = type(self.judge).__name__
+            with span("reward", "reward", "rewards"), named_user_code(f"{judge}.score", error_type=RewardError):
+                judgment = await self.judge.score(trajectory)
+        except (RewardError, RolloutError) as error:
+            self.tally.drop_failed(error, trajectory.prompt)
+            return False
+        judgment.apply_to(trajectory)
+        return True
+
+    def _begun_judging(self, trajectory: Trajectory | None) -> Trajectory | None:
+        if trajectory is not None:
+            self._begin_judging(trajectory)
+        return trajectory
+
+    def _begin_judging(self, trajectory: Trajectory) -> asyncio.Task[bool]:
+        task = self.tasks.spawn(self._set_reward(trajectory))
+        self._judgings[trajectory.group_id, trajectory.sample] = task
+        return task
 
 
 def drawn(sampling: Sampling, seed: int, max_new_tokens: int | None = None) -> Sampling:

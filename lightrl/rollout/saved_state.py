@@ -51,7 +51,9 @@ class SavedState:
         async with self.wave.begin():
             for _ in range(WAVE_TICKS):  # what has ended is reported
                 await asyncio.sleep(0)
-            return self._state(run_seed, await engine.unfinished() if isinstance(engine, ContinuesCompletions) else {})
+            unfinished = await engine.unfinished() if isinstance(engine, ContinuesCompletions) else {}
+            await self.player.collect()
+            return self._state(run_seed, unfinished)
 
     def _state(self, run_seed: int, unfinished: Mapping[int, Completion]) -> dict[str, Any]:
         cursor = self.cursor

@@ -41,6 +41,7 @@ class RolloutSettings:
             new seeds (at most three times), or `drop` it for a new prompt.
         oversample_fraction: start this fraction of P more groups than needed. The run gives up those in flight that
             would hold a batch back and carries the others over; on-policy it gives up all of them.
+        workflow_workers: processes that run the workflow; 0 runs it on the controller's event loop.
         judges_later: on-policy, `take` returns groups without rewards, and `wait_for_rewards` waits for them; neither
             `curriculum` nor `group_filter` can read them.
     """
@@ -59,12 +60,14 @@ class RolloutSettings:
     max_dropped_groups: int | None = None
     incomplete_groups: Literal["train", "redraw", "drop"] = "train"
     oversample_fraction: float = 0.0
+    workflow_workers: int = 0
     judges_later: bool = False
 
     def __post_init__(self) -> None:
         check_bounds(1, group_size=self.group_size, groups_per_iteration=self.groups_per_iteration)
         check_bounds(1, max_concurrent=self.max_concurrent)
         check_bounds(0, max_staleness=self.max_staleness, max_dropped_groups=self.max_dropped_groups)
+        check_bounds(0, workflow_workers=self.workflow_workers)
         check_bounds(0, 1, max_failed_fraction=self.max_failed_fraction)
         check_bounds(0, 10, oversample_fraction=self.oversample_fraction)
         timeouts = {"rollout_timeout_s": self.rollout_timeout_s, "loop_timeout_s": self.loop_timeout_s}

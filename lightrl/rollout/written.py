@@ -36,6 +36,12 @@ class Written:
         self._completions.pop(seed_name, None)
         self._logs.pop(seed_name, None)
 
+    def borrow(self, seed_name: str, lent: Mapping[str, Any]) -> None:
+        """This group's interaction starts here, with what another process has of it."""
+        self._completions.setdefault(seed_name, {})
+        self.begun |= lent["begun"]
+        self._answers |= lent["answers"]
+
     def completions(self, seed_name: str) -> dict[int, Completion | None]:
         """Those of a running group, to be set; of validation, which nothing resumes, an empty dict."""
         return self._completions.get(seed_name, {})

@@ -1,4 +1,7 @@
-"""A launcher on Ray that starts its plan and stays; a test kills it. Arguments: its folder, the cluster, its token."""
+"""A launcher on Ray that starts its plan and stays until it ends; a test kills it, or the cluster.
+
+Arguments: its folder, the cluster, its token.
+"""
 
 import os
 import sys
@@ -12,6 +15,6 @@ from lightrl.launch.ray import RayLauncher
 folder, address, os.environ["RAY_AUTH_TOKEN"] = sys.argv[1:]
 os.environ["RAY_AUTH_MODE"] = "token"
 plan = plan_of(Path(folder), {"trainer-0": WAITS, "servers-0": WAITS}, options={"address": address})
-launcher = RayLauncher(plan)  # Ray ends actors that nobody refers to
+launcher = RayLauncher(plan)
 launcher.start()
-sys.stdin.read()
+sys.exit(launcher.wait())

@@ -163,6 +163,35 @@ class TestOnOneNode:
             time.sleep(0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(WHY_NO_HOSTS is not None, reason=f"Ray on hosts in a box: {WHY_NO_HOSTS}")
+def test_a_lost_head_ends_the_launch_on_another_host_in_words_and_leaves_no_process(tmp_path):
+    with Hosts(2, are_named=True) as hosts:
+        cluster = Ray(hosts, gpus=4, paths=(str(HERE), str(ROOT)))
+        cluster.environment["RAY_gcs_rpc_server_reconnect_timeout_s"] = "20"  # 60 else
+        with cluster, (tmp_path / "output").open("w") as output:
+            driver = [sys.executable, str(HERE / "ray_driver.py"), str(tmp_path), cluster.address]
+            driver.append(TOKEN["RAY_AUTH_TOKEN"])
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            launcher = hosts.popen(2, driver, env=cluster.environment, **pipes)
+            deadline = time.monotonic() + LONGEST_S  # a busy machine takes minutes for Ray's first actor
+            while len(notes(tmp_path)) < 2:
+                assert time.monotonic() < deadline, (tmp_path / "output").read_text()
+                time.sleep(0.1)
+            left = [psutil.Process(pid) for pid in guards_of(tmp_path)]
+            left += [child for guard in left for child in guard.children(recursive=True)]
+            assert len(left) == 4
+            cluster.kill(1)
+            assert launcher.wait(LONGEST_S) == 1
+            deadline = time.monotonic() + LONGEST_S
+            while any(_runs(process.pid) for process in left):
+                assert time.monotonic() < deadline, left
+                time.sleep(0.1)
+    said = (tmp_path / "output").read_text()
+    assert "Failed to connect to GCS" in said or "failed with the loss of its host 10.77.0.1" in said
+
+
 class RayRun(LaunchedRun):
     """The quickstart, made small, by `lightrl launch` on Ray."""
 

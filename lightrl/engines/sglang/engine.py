@@ -29,6 +29,7 @@ from lightrl.concurrency.owner import own_prefix
 from lightrl.engines.abilities import (
     ContinuesCompletions,
     DropsReplicas,
+    LeadsFollowers,
     LivesOnLoop,
     NamesDtypes,
     Proof,
@@ -39,15 +40,15 @@ from lightrl.engines.abilities import (
     SharesFolder,
     ShowsServers,
 )
-from lightrl.engines.engine import Completion, RolloutEngine, check_request
+from lightrl.engines.engine import Completion, RolloutEngine
 from lightrl.engines.sglang.addresses import TOKEN_VARIABLE, addresses_from_environment, as_url
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.connection import Connection
+from lightrl.engines.sglang.following import Leader, SGLangFollower
 from lightrl.engines.sglang.home_loop import HomeLoop
 from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.open_files import raise_open_files
 from lightrl.engines.sglang.pool import ServerPool
-from lightrl.engines.sglang.request import RequestPictures
 from lightrl.engines.sglang.routes import check_routes
 from lightrl.engines.sglang.servers.command import dtype_of_auto, usable_token
 from lightrl.engines.sglang.servers.own_fleet import fleet_of
@@ -62,7 +63,7 @@ from lightrl.engines.sglang.sync.server_sync import ServerSync
 from lightrl.engines.sglang.sync.transports import TransportName, make_transport
 from lightrl.engines.sglang.sync.weight_proofs import WeightProofs
 from lightrl.engines.sglang.timeouts import Timeouts
-from lightrl.engines.sglang.writer import Writer
+from lightrl.engines.sglang.writer import RequestLimits, Writer
 from lightrl.errors import EngineError
 from lightrl.models.lora import AdapterShape
 from lightrl.models.pictures import Pictures
@@ -83,6 +84,7 @@ class SGLangEngine(
     RolloutEngine,
     ContinuesCompletions,
     LivesOnLoop,
+    LeadsFollowers,
     ScoresTokens,
     DropsReplicas,
     NamesDtypes,
@@ -225,9 +227,7 @@ class SGLangEngine(
         self._served: ServedAdapters | None = None  # None: the policy is merged
         self._token: str | None = None
         self._config: PretrainedConfig | None = None
-        self._vocab_size = 0
-        self._max_context: int | None = None
-        self._pictures: Pictures | None = None  # how the model reads pictures; None if it takes none
+        self._limits = RequestLimits(0, None, None)
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._receivers = Receivers()
         self._is_open = False
@@ -272,14 +272,14 @@ class SGLangEngine(
         self.weight_version = -1
         text_config = config.get_text_config()
         self._config = config
-        self._vocab_size = int(text_config.vocab_size)
-        self._max_context = getattr(text_config, "max_position_embeddings", None)
-        self._pictures = Pictures.of(config)
+        max_context = getattr(text_config, "max_position_embeddings", None)
+        self._limits = RequestLimits(int(text_config.vocab_size), max_context, Pictures.of(config))
         self._token = self.token or os.environ.get(TOKEN_VARIABLE)
         raise_open_files()
         self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
         members = _assemble(self, config, Path(self._scratch.name))
-        members.registry, members.on_found = registry, lambda entry: self._receivers.add(entry.receiver)
+        members.registry, members.may_grow = registry, registry is not None
+        members.on_found = lambda entry: self._receivers.add(entry.receiver)
         self._home.open()
         self._is_open = True
         with contextlib.ExitStack() as undo:
@@ -344,16 +344,22 @@ class SGLangEngine(
     ) -> list[Completion]:
         """`n` completions of one prompt; waits at most `timeouts.generate_s` for each request to a server."""
         writer = self._open_writer()
-        check_request(token_ids, sampling, n, vocab_size=self._vocab_size, max_context=self._max_context)
         if self.weight_version < 0:
             raise EngineError("SGLangEngine has no weights yet. Call load_weights before the first request.")
-        pictures = RequestPictures.of(self._pictures, images, token_ids) if images else None
         try:
-            return await self._home.across(writer.write(token_ids, sampling, session, n, pictures, written))
+            return await self._home.across(writer.write(token_ids, sampling, session, n, images, written))
         except asyncio.CancelledError:
             if self._is_open:
                 raise
             raise EngineError("SGLangEngine was closed before the completion was finished.") from None
+
+    def leader(self, num_followers: int) -> Leader:
+        writer = self._open_writer()
+        assert self._members is not None
+        assert self._loading is not None
+        share = max(1, self.max_connections // num_followers)
+        follower = SGLangFollower(self._members.salt, self._token, self.timeouts, share, self.max_retries, self._limits)
+        return Leader(self._home, self._members, writer, self._loading, follower)
 
     async def unfinished(self) -> dict[int, Completion]:
         """Requests in flight are aborted, which is how servers tell what they have, and continue after the pause."""
@@ -441,8 +447,8 @@ def _assemble(engine: SGLangEngine, config: PretrainedConfig, scratch: Path) -> 
     canary = CacheCanary(
         members.cache_key_of,
         members.page_tokens,
-        vocab_size=engine._vocab_size,
-        max_context=engine._max_context,
+        vocab_size=engine._limits.vocab_size,
+        max_context=engine._limits.max_context,
         timeout_s=engine.timeouts.generate_s,
     )
     sync = ServerSync(
@@ -466,7 +472,7 @@ def _assemble(engine: SGLangEngine, config: PretrainedConfig, scratch: Path) -> 
     writer = Writer(
         engine._home,
         members,
-        vocab_size=engine._vocab_size,
+        limits=engine._limits,
         timeouts=engine.timeouts,
         max_retries=engine.max_retries,
     )

@@ -30,6 +30,7 @@ class HomeLoop:
 
     def __init__(self, describe: Callable[[], str], on_enter: Callable[[], None], *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
+        self.on_wake: Callable[[], object] = lambda: None
         self._describe = describe
         self._on_enter = on_enter
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -163,9 +164,10 @@ class HomeLoop:
             self._tasks.discard(task)
 
     def wake(self) -> None:
-        """Ends every `wait_for_change`."""
+        """Ends every `wait_for_change`, here and, by `on_wake`, in processes that follow."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        self.on_wake()
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Returns at the next `wake`, or after `timeout_s`."""

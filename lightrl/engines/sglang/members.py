@@ -60,8 +60,9 @@ class Members:
         self.fleet: ServerFleet | None = None
         self.registry: Registry | None = None
         self.on_found: Callable[[ServerEntry], None] = lambda entry: None  # before it joins
+        self.may_grow = False  # servers may join that are not known yet
         self.is_loading = False  # servers may report either version
-        self._salt = secrets.token_hex(8)  # two runs on one server share no key-values
+        self.salt = secrets.token_hex(8)  # two runs on one server share no key-values
         self._home = home
         self._make_client = make_client
         self._give_weights = give_weights
@@ -97,7 +98,7 @@ class Members:
         return self.cache_key_of(self.pool.servers[url].weight_version)
 
     def cache_key_of(self, weight_version: int) -> str:
-        return f"{self._salt}/{weight_version}"
+        return f"{self.salt}/{weight_version}"
 
     def page_tokens(self, url: str) -> int:
         """The unit in which this server caches key-values."""
@@ -123,7 +124,7 @@ class Members:
         """Raises if no server will become routable, or none did for `server_wait_s` after `since`, monotonic."""
         limit_s = self._timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
-        has_hope = self.registry is not None or self.pool.has_hope()  # a new one may join
+        has_hope = self.may_grow or self.pool.has_hope()
         if not has_hope or (is_late and not self.pool.urls("starting", "routable", "syncing")):
             waited = f"none returned within engine.timeouts.server_wait_s={limit_s:g}; " if is_late else ""
             raise EngineError(
@@ -236,6 +237,7 @@ class Members:
         """Moves the requests of a server that leaves elsewhere, waits for that at most `request_s`, and forgets it."""
         deadline = time.monotonic() + self._timeouts.request_s
         while self.pool.drain(url) and time.monotonic() < deadline:
+            self._home.wake()  # processes that follow learn of it
             if self.pool.urls("routable"):  # else its requests have nowhere to go on
                 with contextlib.suppress(EngineError):
                     await self.clients[url].abort(abort_all=True)

@@ -17,7 +17,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lightrl.engines.engine import Completion
+from lightrl.engines.abilities import Followers
+from lightrl.engines.engine import Completion, check_request
 from lightrl.engines.sglang.client import SGLangClient, is_unknown_adapter
 from lightrl.engines.sglang.connection import ServerRefused
 from lightrl.engines.sglang.home_loop import HomeLoop
@@ -25,6 +26,7 @@ from lightrl.engines.sglang.members import Members
 from lightrl.engines.sglang.request import CompletionDraft, MalformedAnswer, RequestPictures, read_answer
 from lightrl.engines.sglang.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
+from lightrl.models.pictures import Pictures
 from lightrl.trace import span
 from lightrl.trajectory import Sampling, token_array
 
@@ -43,12 +45,30 @@ class _Failures:
     urls: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class RequestLimits:
+    """What the servers' model takes."""
+
+    vocab_size: int
+    max_context: int | None  # tokens of prompt and completion
+    pictures: Pictures | None  # how it reads pictures; None if it takes none
+
+
+class NoFollowers:
+    """All requests come from this process."""
+
+    async def tell(self) -> None: ...
+
+    def post(self) -> None: ...
+
+
 class Writer:
     """Writes completions while the gate is open; `max_retries` counts failures in a row, without a token between."""
 
     def __init__(
-        self, home: HomeLoop, members: Members, *, vocab_size: int, timeouts: Timeouts, max_retries: int = 8
+        self, home: HomeLoop, members: Members, *, limits: RequestLimits, timeouts: Timeouts, max_retries: int = 8
     ) -> None:
+        self.followers: Followers = NoFollowers()  # with them, they alone write, and `num_running` is theirs
         self.num_running = 0  # completions that a server writes
         self.num_waiting = 0  # completions that wait for the gate or for a server
         self.is_held = False  # requests wait for the end of a load
@@ -60,7 +80,7 @@ class Writer:
         self._drafts: dict[int, CompletionDraft] = {}  # by seed: those that are being written alone
         self._home = home
         self._members = members
-        self._vocab_size = vocab_size
+        self._limits = limits
         self._max_retries = max_retries
         self._timeouts = timeouts
 
@@ -69,15 +89,21 @@ class Writer:
         token_ids: list[int],
         sampling: Sampling,
         session: str,
-        n: int,
-        pictures: RequestPictures | None = None,
+        n: int = 1,
+        images: tuple[str, ...] = (),
         written: Completion | None = None,
     ) -> list[Completion]:
         """`n` completions of one prompt. A cancellation aborts the requests on the servers.
 
         Args:
             written: how the only completion begins.
+
+        Raises:
+            ValueError: if the model cannot take the prompt.
         """
+        limits = self._limits
+        check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
+        pictures = RequestPictures.of(limits.pictures, images, token_ids) if images else None
         with self._home.counted():
             if n == 1:
                 draft = CompletionDraft(token_ids, sampling, pictures=pictures)
@@ -134,6 +160,7 @@ class Writer:
     async def pause(self) -> None:
         """Stops requests in flight at a token; new ones wait. Waits for the servers that have any."""
         self.is_paused = True
+        await self.followers.tell()
         if self.num_running:
             await self._pause_servers()
 
@@ -169,13 +196,14 @@ class Writer:
         """Leaves it to a load to pause and resume these servers, until `release`."""
         self._lent_urls.update(urls)
 
-    def close_gate(self) -> None:
+    async def close_gate(self) -> None:
         """New requests wait until `release`. A server reads a pause only after what was sent before it."""
         self.is_held = True
+        await self.followers.tell()
 
     async def hold(self, urls: Collection[str], *, is_aborting: bool) -> None:
         """Closes the gate. With `is_aborting` or `has_minimum`, requests in flight return with what they have."""
-        self.close_gate()
+        await self.close_gate()
         if is_aborting or self.has_minimum:
             await self._abort_all(urls, within_s=self._timeouts.sync_s)
 
@@ -186,6 +214,7 @@ class Writer:
                 with contextlib.suppress(EngineError):
                     await self._members.clients[url].abort(abort_all=True)
             await asyncio.sleep(0.01)
+            await self.followers.tell()
 
     async def release(self, urls: Collection[str]) -> None:
         """The load of these servers is over and they were resumed: requests continue, unless paused."""
@@ -266,7 +295,7 @@ class Writer:
             overdue.cancel()
             self.num_running -= 1
             self._members.pool.end_request(server, draft.max_tokens)
-        draft.add(answer, url, self._vocab_size)
+        draft.add(answer, url, self._limits.vocab_size)
 
     @contextlib.contextmanager
     def _adapter(self, draft: CompletionDraft, rid: str, client: SGLangClient) -> Iterator[None]:

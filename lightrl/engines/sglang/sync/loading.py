@@ -106,7 +106,7 @@ class Loading:
                 return
             self._home.call(self._check_models([url]), self._timeouts.sync_s)
             # It has released nothing, and the others go on.
-            sync = replace(self._sync, memory=None, hold_requests=lambda: None)
+            sync = replace(self._sync, memory=None, hold_requests=None)
             clients = [self._members.clients[url]]
             report = sync.load_from_thread(self._home.loop, clients, None, weight_version=self.weight_version)
             if self.before_admit is not None:
@@ -117,7 +117,7 @@ class Loading:
         """From a thread: drains a server that leaves and forgets it, between two loads."""
         with self.lock:
             if url in self._members.clients:
-                self._home.call(self._members.drain(url), self._timeouts.request_s * 2)
+                self._home.call(self._let_go(url), self._timeouts.request_s * 2)
 
     def proofs(self) -> dict[str, Proof]:
         """How the weights of each routable server were checked."""
@@ -189,6 +189,11 @@ class Loading:
             if not torch.isfinite(tensor).all():
                 raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
 
+    async def _let_go(self, url: str) -> None:
+        self._members.pool.drain(url)
+        await self._writer.followers.tell()  # and learn which requests they have there
+        await self._members.drain(url)
+
     async def _begin(self) -> tuple[list[str], dict[str, str]]:
         """The servers that take part, and why the others do not."""
         await self._members.wait_for_any()
@@ -198,6 +203,7 @@ class Loading:
         if not is_known:  # else the answer, of a busy scheduler, is needed only for the log
             await identifying
         self._writer.lend(urls)
+        await self._writer.followers.tell()  # whether they have a minimum
         if self._is_aborting or self._writer.has_minimum:
             await self._writer.hold(urls, is_aborting=True)
         self._members.is_loading = True

@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ class ServerSync:
     canary: CacheCanary | None = None  # shows whether the load has emptied the prefix caches
     memory: EngineMemory | None = None  # of colocated servers: weights get theirs before the load, the rest after it
     track: Callable[[], object] = lambda: None  # called in the task of a load, which then ends with the engine
-    hold_requests: Callable[[], object] = lambda: None  # called before the pause, which would queue behind new ones
+    hold_requests: Callable[[], Awaitable[None]] | None = None  # before the pause, which would queue behind new ones
 
     async def load(
         self,
@@ -156,7 +156,8 @@ class ServerSync:
                     raise WeightSyncError("the transport no longer holds it, sync again")
             fleet.check_some_left()
         with _timed(report, "pause"):
-            self.hold_requests()
+            if self.hold_requests is not None:
+                await self.hold_requests()
             await self._pause(fleet)
             fleet.check_some_left()
         with _timed(report, "load"):

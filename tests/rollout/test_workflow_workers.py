@@ -1,0 +1,374 @@
+"""Workflows in workers: the numbers of one process, and what happens to the trajectories of a worker that fails.
+
+Real workers and fake servers, whose tokens are a function of seed and place: one that is lost or drawn twice shows.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import Qwen3Config
+from worker_workflows import BlockingOnce, Dropping, Dying, Two, Unreadable, Words
+
+from lightrl.engines import SGLangEngine, Timeouts
+from lightrl.errors import RolloutError
+from lightrl.rewards import Judgment
+from lightrl.rollout import RolloutController, RolloutSettings
+from lightrl.testing.fake_server_process import FakeServerProcess
+from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
+from lightrl.weights import Bucket
+from lightrl.workflows.workflow import SingleTurn, Workflow
+
+pytestmark = pytest.mark.slow
+
+SAMPLING = Sampling(max_new_tokens=12)
+PACE_S = 0.02
+Make = Callable[..., RolloutController]
+
+
+class Numbers:
+    """The prompt at position k has the one token k."""
+
+    def __getitem__(self, position: int) -> Prompt:
+        return Prompt(id=f"p{position}", token_ids=[position])
+
+
+class Sums:
+    """Judges in this process."""
+
+    def start(self) -> None: ...
+
+    async def score(self, trajectory: Trajectory) -> Judgment:
+        return Judgment(float(sum(trajectory.completion_ids)))
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[FakeServerProcess]]:
+    with FakeServerProcess() as first, FakeServerProcess() as second:
+        yield [first, second]
+
+
+@pytest.fixture
+def make(servers: list[FakeServerProcess], caplog: pytest.LogCaptureFixture) -> Iterator[Make]:
+    """Makes a controller with version 0 loaded, and closes the one before; in the end none has left a process."""
+    made: list[RolloutController] = []
+
+    def close() -> None:
+        while made:
+            controller = made.pop()
+            controller.close()
+            controller.engine.close()
+
+    def factory(workers: int, workflow: Workflow | None = None, **settings: Any) -> Any:
+        close()
+        timeouts = Timeouts(hang_s=5.0, request_s=10.0, server_wait_s=10.0)
+        engine = SGLangEngine(urls=[server.url for server in servers], timeouts=timeouts, probe_interval_s=0.2)
+        engine.start(Qwen3Config(vocab_size=1000, max_position_embeddings=1000))
+        sizes = {"group_size": 2, "groups_per_iteration": 4, "workflow_workers": workers}
+        arguments: Any = [engine, workflow or SingleTurn(Words()), Sums(), RolloutSettings(**{**sizes, **settings})]
+        try:
+            controller = RolloutController(*arguments, sampling=SAMPLING, prompts=Numbers())
+        except ValueError:
+            engine.close()
+            raise
+        made.append(controller)
+        load(controller, 0)
+        return controller
+
+    for server in servers:
+        server.reset()
+        server.pace(PACE_S)
+    yield factory
+    close()
+    assert not workers_of()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def load(controller: RolloutController, version: int) -> None:
+    controller.load_weights(
+        [Bucket({"weight": torch.full((4,), float(version))}, is_last=True)], weight_version=version
+    )
+
+
+def iterations(controller: RolloutController, num: int) -> list[Group]:
+    groups = []
+    for version in range(num):
+        groups += controller.take(version)
+        controller.commit()
+        load(controller, version + 1)
+    return groups
+
+
+def workers_of(pid: int | None = None) -> list[psutil.Process]:
+    """The workers of a process, this one if None; without their guards."""
+    words = "lightrl.rollout.workflow_worker"
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if words in "".join(child.cmdline()[2:3])]  # of a guard it is its file
+
+
+def tokens(groups: list[Group]) -> list[Any]:
+    return [(group.id, [list(item.token_ids) for item in group.trajectories]) for group in groups]
+
+
+def wait_until(is_true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+def wait_until_ready(controller: RolloutController) -> None:
+    wait_until(lambda: len(controller._player.pool._workers) == 2)  # type: ignore[attr-defined]
+
+
+def num_running(servers: list[FakeServerProcess]) -> int:
+    return sum(len(server.stats()["written"]) for server in servers)
+
+
+def taken_while(controller: RolloutController, fault: Callable[[], object]) -> list[Group]:
+    """The groups of one iteration, in whose midst the fault comes, once for all."""
+    faults = [fault]
+
+    def on_wait(done: int, total: int) -> None:
+        if faults and num_running_now():
+            faults.pop()()
+
+    servers = [FakeServerProcess() for _ in controller.engine.pool.servers]  # type: ignore[attr-defined]
+    for server, url in zip(servers, controller.engine.pool.servers, strict=True):  # type: ignore[attr-defined]
+        server.port = int(url.rpartition(":")[2])
+
+    def num_running_now() -> bool:
+        return num_running(servers) >= 8  # all of the iteration
+
+    wait_until_ready(controller)
+    groups = controller.take(0, on_wait=on_wait)
+    assert not faults
+    return groups
+
+
+# ---------------------------------------------------------------------- the same numbers
+
+
+@pytest.mark.parametrize("judges_later", [False, True], ids=["judged", "judged later"])
+def test_two_workers_give_the_trajectories_of_none(make: Make, judges_later: bool) -> None:
+    results = []
+    for num in (0, 2):
+        controller = make(num, judges_later=judges_later)
+        groups = controller.take(0)
+        if judges_later:
+            controller.wait_for_rewards(groups)
+        controller.commit()
+        load(controller, 1)
+        validation = controller.evaluate([Prompt("v", token_ids=[5])], sampling=SAMPLING, num_samples=3)
+        results.append([groups, controller.take(1), validation])
+        if judges_later:
+            controller.wait_for_rewards(results[-1][1])
+    assert results[0] == results[1]
+    assert [group.id for group in results[1][0] + results[1][1]] == list(range(8))
+    assert all(item.reward is not None for group in results[1][0] for item in group.trajectories)
+
+
+def test_all_workers_play_and_a_drop_keeps_its_reason(make: Make) -> None:
+    controller = make(2, Two())
+    wait_until_ready(controller)
+    groups = iterations(controller, 2)
+    played = {item.metrics["process"] for group in groups for item in group.trajectories}
+    assert played == {worker.pid for worker in workers_of()}
+    assert [len(item.turns) for group in groups for item in group.trajectories] == [1] * 16
+
+    results = []
+    for num in (0, 2):
+        controller = make(num, Dropping(Words()), max_failed_fraction=1.0)  # type: ignore[arg-type]
+        results.append((controller.take(0), controller.drain_drops()))
+    assert results[0] == results[1]
+    assert {(drop.reason, drop.message) for drop in results[1][1]} == {("rollout", "prompt 1 is not for us")}
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["all live", "one is killed amid syncs"])
+def test_a_sync_stops_them_at_a_token_and_no_token_is_too_old(make: Make, is_killed: bool) -> None:
+    controller = make(2, max_staleness=1)
+    groups = controller.take(0)
+    controller.commit()
+    for version in (1, 2, 3, 4):
+        if is_killed and version == 2:
+            wait_until_ready(controller)
+            killing = threading.Timer(0.01, workers_of()[0].kill)
+            killing.start()
+        load(controller, version)  # amid what the window has admitted
+        groups += controller.take(version)
+        taken = groups[-4:]
+        controller.commit()
+        assert all(version - 1 <= group.oldest_version for group in taken)
+    items = [item for group in groups for item in group.trajectories]
+    assert any(item.oldest_version < item.newest_version for item in items)  # it went on under newer weights
+    assert tokens(iterations(make(0), 5)) == tokens(groups)
+
+
+def test_what_is_given_up_ends_on_the_servers(make: Make, servers: list[FakeServerProcess]) -> None:
+    controller = make(2, oversample_fraction=1.0)
+    servers[1].pace(3.0)  # its groups would hold the batch back
+    groups = controller.take(0)
+    assert len(groups) == 4
+    wait_until(lambda: num_running(servers) == 0)
+
+
+# ---------------------------------------------------------------------- a worker that fails
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill -9", "SIGSTOP"])
+def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_played_again(
+    make: Make, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = iterations(make(0), 2)
+    controller = make(2, loop_timeout_s=3.0)
+    groups = taken_while(controller, lambda: os.kill(workers_of()[0].pid, number))
+    controller.commit()
+    load(controller, 1)
+    groups += controller.take(1)
+    assert groups == expected
+    assert "ended with signal 9. Its 4 trajectories are played again" in caplog.text
+    assert ("did not answer for loop_timeout_s=3" in caplog.text) == (number == signal.SIGSTOP)
+    wait_until(lambda: len(workers_of()) == 2)  # another one in its place
+
+
+def test_a_workflow_that_blocks_its_worker_is_shown_and_played_again(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    controller = make(2, BlockingOnce(tmp_path / "mark"), loop_timeout_s=3.0)
+    groups = controller.take(0)
+    assert tokens(groups) == tokens(make(0).take(0))
+    assert "blocks its event loop" in caplog.text
+    assert "worker_workflows.py" in capfd.readouterr().err  # the line
+
+
+def test_a_prompt_that_kills_its_workers_is_dropped(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    controller = make(2, Dying(Words()), max_failed_fraction=1.0, groups_per_iteration=2)  # type: ignore[arg-type]
+    groups = controller.take(0)
+    assert len(groups) == 2
+    assert not [item for group in groups for item in group.trajectories if item.prompt.id == "p1"]
+    drops = {drop.prompt_id: drop for drop in controller.drain_drops()}  # perhaps also what was played beside it
+    assert "3 workflow workers died in turn while they played prompt 'p1'" in drops["p1"].message
+    assert "ended with exit code 7" in caplog.text
+
+
+def test_a_workflow_that_no_worker_can_read_ends_the_run(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    controller = make(1, Unreadable(Words()))  # type: ignore[arg-type]
+    with pytest.raises(RolloutError, match="workflow worker 0 ended with exit code 1 before it had played"):
+        controller.take(0)
+    assert "no copy of me works" in capfd.readouterr().err
+
+
+# ---------------------------------------------------------------------- servers
+
+
+def test_a_server_that_dies_is_left_and_comes_back(make: Make, servers: list[FakeServerProcess]) -> None:
+    expected = iterations(make(0), 2)
+    controller = make(2)
+    port = servers[1].port
+    groups = taken_while(controller, servers[1].kill)
+    states = controller.engine.pool.servers  # type: ignore[attr-defined]
+    assert states[servers[1].url].state == "lost"
+    servers[1].start(port)
+    wait_until(lambda: states[f"http://127.0.0.1:{port}"].state == "routable")
+    controller.commit()
+    load(controller, 1)
+    assert groups + controller.take(1) == expected
+    assert servers[1].stats()["requests"]["/generate"] > 0
+
+
+def test_a_server_that_leaves_amid_an_iteration_is_drained(make: Make, servers: list[FakeServerProcess]) -> None:
+    expected = make(0).take(0)
+    controller = make(2)
+    engine: Any = controller.engine
+    num_before = [server.stats()["requests"]["/generate"] for server in servers]
+    groups = taken_while(controller, lambda: engine._loading.let_go(servers[1].url))
+    assert groups == expected
+    assert list(engine.pool.servers) == [servers[0].url]
+    num_moved = [server.stats()["requests"]["/generate"] - num for server, num in zip(servers, num_before, strict=True)]
+    assert num_moved[0] > 4  # those of the other one went on here
+    assert num_running(servers) == 0
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("resumed_with", [0, 2])
+@pytest.mark.parametrize("workflow", [SingleTurn(Words()), Two()], ids=["one turn", "two turns"])  # type: ignore[arg-type]
+def test_what_is_in_flight_goes_on_from_its_token(make: Make, resumed_with: int, workflow: Workflow) -> None:
+    states: list[dict[str, Any]] = []
+    controller = make(2, workflow)
+    expected = taken_while(controller, lambda: states.append(controller.local.state_dict()))
+    assert len(states[0]["written"]) >= 8
+
+    resumed = make(resumed_with, workflow)
+    resumed.load_state_dict(states[0])
+    again = resumed.state_dict()
+    assert again["written"] == states[0]["written"]  # nothing is lost if it ends before it has begun
+    groups = resumed.take(0)
+    assert tokens(groups) == tokens(expected)
+
+
+# ---------------------------------------------------------------------- ends, refusals
+
+TRAINER = """
+import sys, time
+sys.path[:0] = {paths}
+from test_workflow_workers import *
+engine = SGLangEngine(urls={urls})
+engine.start(Qwen3Config(vocab_size=1000, max_position_embeddings=1000))
+settings = RolloutSettings(groups_per_iteration=4, workflow_workers=2)
+controller = RolloutController(engine, SingleTurn(Words()), Sums(), settings, sampling=SAMPLING, prompts=Numbers())
+load(controller, 0)
+controller.take(0)
+print("taken", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_workers_end_with_a_killed_trainer(servers: list[FakeServerProcess]) -> None:
+    code = TRAINER.format(paths=[str(Path(__file__).parent), *sys.path], urls=[server.url for server in servers])
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == b"taken\n"
+        children = psutil.Process(trainer.pid).children(recursive=True)
+        workers = workers_of(trainer.pid)
+        trainer.kill()
+    assert workers
+    _, alive = psutil.wait_procs(children, 60)
+    assert not alive
+
+
+class OfTheTest(SingleTurn):
+    """Has an attribute that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__(Words())  # type: ignore[arg-type]
+        self.lock = __import__("threading").Lock()
+
+
+class Acting(SingleTurn):
+    has_side_effects = True
+
+
+def test_a_workflow_that_cannot_travel_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="OfTheTest cannot be pickled for other processes: cannot pickle"):
+        make(1, OfTheTest())
+    with pytest.raises(ValueError, match="Acting has side effects, whose journal has one writer"):
+        make(1, Acting(Words()))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys.modules["__main__"], "Two", Two, raising=False)
+    monkeypatch.setattr(Two, "__module__", "__main__")
+    with pytest.raises(ValueError, match="Two uses a class or function of the main script"):
+        make(1, Two())

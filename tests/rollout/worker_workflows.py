@@ -1,0 +1,72 @@
+"""What test_workflow_workers.py plays in workers: a module that they can import."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from lightrl.errors import RolloutError
+from lightrl.trajectory import Prompt, Trajectory
+from lightrl.workflows.workflow import Generate, SingleTurn
+
+
+class Words:
+    """As much of a tokenizer as SingleTurn uses."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Two(SingleTurn):
+    """Two turns, the second one after the first."""
+
+    def __init__(self) -> None:
+        super().__init__(Words())  # type: ignore[arg-type]
+        self.continues = True
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        first = await generate(prompt.token_ids or [])
+        longer = Prompt(prompt.id, token_ids=[*(prompt.token_ids or []), *first.token_ids])
+        trajectory = await super().run(longer, generate)
+        trajectory.metrics["process"] = os.getpid()
+        return trajectory
+
+
+class Dropping(SingleTurn):
+    """Prompt 1 is dropped."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        if prompt.id == "p1":
+            raise RolloutError("prompt 1 is not for us")
+        return await super().run(prompt, generate)
+
+
+class Dying(SingleTurn):
+    """The process of prompt 1 ends at once."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        if prompt.id == "p1":
+            os._exit(7)
+        return await super().run(prompt, generate)
+
+
+class BlockingOnce(SingleTurn):
+    """The first process that plays prompt 1 blocks its event loop."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__(Words())  # type: ignore[arg-type]
+        self.mark = mark
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        if prompt.id == "p1" and not self.mark.exists():
+            self.mark.touch()
+            time.sleep(1000)  # the fault
+        return await super().run(prompt, generate)
+
+
+class Unreadable(SingleTurn):
+    """Cannot be read in a worker."""
+
+    def __setstate__(self, state: object) -> None:
+        raise RuntimeError("no copy of me works")
